@@ -1,0 +1,164 @@
+"""The engine contract: what prefill and decode ask of a model runtime.
+
+    reserve ── prefill_chunk × n ── read_kv ── free            on a prefill worker
+    reserve ── write_kv × n ── insert ── step × n ── free      on a decode worker
+                                  └ pause ── resume ┘
+
+A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
+count equals the handles that list it. `reserve`, `extend`, `fork`, `read_kv`, `write_kv` and `free` may be called
+from any thread; `prefill_chunk`, `insert`, `step`, `pause` and `resume` from the one engine thread. `free` may come
+at any time: the handle is dead at once for every later call, and its pages return to the pool when the reads, writes
+and forward passes in flight on them have drained.
+
+Implementations: `baton.engine.torch_engine` (the model) and `baton.engine.fake` (tokens computable by hand); one
+contract suite runs over both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.kv.format import KvFormat, PartData
+from baton.request import SequenceState, TokenInfo
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What does not change while an engine lives."""
+
+    fingerprint: str
+    kv_format: KvFormat
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    page_size: int
+    pages: int
+    slots: int
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
+
+class KvHandle(Protocol):
+    """The right to the pages of one sequence."""
+
+    @property
+    def owner(self) -> str:
+        """Who holds it, for the ledger: "request/attempt" or "request/attempt/choice"."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that its pages hold."""
+
+    @property
+    def alive(self) -> bool:
+        """False from the moment `free` is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Pages of an engine: `used + free + cached == total`."""
+
+    used: int
+    free: int
+    cached: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What a chunk yielded.
+
+    `tokens` has one entry for each sampled state. `prompt_logprobs` has one entry for each position `p` of the chunk
+    whose successor `token_ids[p + 1]` is known: that successor with its log-probability.
+    """
+
+    tokens: tuple[TokenInfo, ...] = ()
+    prompt_logprobs: tuple[TokenInfo, ...] = ()
+
+
+class StepHandle(Protocol):
+    """A step in flight."""
+
+    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...]]]:
+        """Wait for the step; 0..k tokens for each sequence that was in the batch and not freed since."""
+
+
+class Engine(Protocol):
+    """A model runtime with one paged KV pool and one generation batch."""
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What does not change."""
+
+    def reserve(self, owner: str, tokens: int) -> KvHandle:
+        """Take pages for `tokens` tokens; raises OutOfPages and takes nothing if they are not there."""
+
+    def extend(self, handle: KvHandle, tokens: int) -> None:
+        """Grow the handle's capacity to at least `tokens`; raises OutOfPages and changes nothing if it can't."""
+
+    def fork(self, handle: KvHandle, owner: str, shared_tokens: int, tokens: int) -> KvHandle:
+        """A new handle of capacity `tokens` whose first `shared_tokens` have the same KV as `handle`.
+
+        Full pages are shared; the last, partly filled one is copied. Raises OutOfPages.
+        """
+
+    def prefill_chunk(
+        self,
+        handle: KvHandle,
+        token_ids: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        on_layer: Callable[[int], None],
+        sample: Sequence[SequenceState] = (),
+        prompt_logprobs: int | None = None,
+    ) -> ChunkResult:
+        """Compute the KV of `token_ids[start:end]` through all layers; `[0, start)` must be there already.
+
+        `on_layer(layer)` is called once the chunk's KV of that layer is final and readable; what it raises ends the
+        chunk and is passed on. `sample` asks for one token after position `end - 1` for each of the states.
+        `prompt_logprobs` asks for the log-probability of each successor with that many alternatives.
+        """
+
+    def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
+        """Copy out one layer's parts as contiguous `[tokens, heads, ...]`."""
+
+    def write_kv(
+        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+    ) -> None:
+        """Copy one layer's parts into the handle's pages, converting element types where they differ."""
+
+    def insert(self, handle: KvHandle, state: SequenceState) -> None:
+        """Give the sequence a slot; KV must cover all but the last of its tokens. Raises Overloaded without a slot."""
+
+    def step(self) -> StepHandle:
+        """Run one forward pass over the batch and sample the next tokens.
+
+        Each sequence's handle must have room for one more token (`extend` first). The engine appends what it samples
+        to its own copy of the output ids; ending a sequence is the caller's part (`free`).
+        """
+
+    def pause(self, handle: KvHandle) -> None:
+        """Move a running sequence's KV to host memory, and give back its slot and pages.
+
+        Raises Overloaded, changing nothing, when the host pool has no room.
+        """
+
+    def resume(self, handle: KvHandle) -> None:
+        """Undo `pause`; raises OutOfPages or Overloaded, changing nothing, without pages or a slot."""
+
+    def free(self, handle: KvHandle) -> None:
+        """Give up the handle in whatever state it is; idempotent."""
+
+    def stats(self) -> PoolStats:
+        """Count pages."""
+
+    def audit(self) -> dict[str, int]:
+        """Check the conservation invariant and return pages by owner; raises EngineError with the ledger if it fails."""
+
+    def close(self) -> None:
+        """Free all."""

@@ -1,0 +1,142 @@
+"""Every failure Baton can report, as one tree.
+
+    BatonError                INTERNAL
+    ├── InvalidRequest        INVALID_ARGUMENT     a field of a request is wrong: names field and value
+    ├── NotFound              NOT_FOUND            an unknown model, transfer, ...
+    ├── Overloaded            RESOURCE_EXHAUSTED   refused now; may be retried after a delay
+    │   └── OutOfPages                             a page pool can't hold what was asked
+    ├── DeadlineExceeded      DEADLINE_EXCEEDED
+    ├── Cancelled             CANCELLED
+    ├── Unavailable           UNAVAILABLE          no worker, a lost worker, a draining worker
+    ├── PairingRefused        FAILED_PRECONDITION  two processes that must agree do not
+    ├── TransferError         ABORTED              a KV transfer failed; a new attempt may succeed
+    │   ├── CorruptFrame                           a checksum, header or payload is wrong
+    │   ├── IncompleteTransfer                     the stream, its manifest or its commit lacks something
+    │   ├── StaleIncarnation                       the exporter was restarted
+    │   └── SourceUnreachable                      the exporter can't be reached, or the link broke
+    ├── EngineError           INTERNAL             the model runtime failed
+    ├── ConfigError                                start-up: a flag, variable or key is wrong
+    └── ModelError                                 start-up: a checkpoint is unusable
+
+Each class carries its gRPC status name and HTTP status; `baton.rpc` maps at one point. This module imports nothing.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+_SHOWN = 120
+
+
+def shown(value: object) -> str:
+    """`repr(value)`, cut so that a message stays readable whatever a caller sent."""
+    text = repr(value if not isinstance(value, (str, bytes)) else value[: _SHOWN + 1])
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(value) if hasattr(value, '__len__') else ''})"
+
+
+class BatonError(Exception):
+    """Root of the tree."""
+
+    grpc_status: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+
+
+class InvalidRequest(BatonError):
+    """A field of a request is wrong; the message names the field, what is wrong, and the value seen."""
+
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 400
+
+    def __init__(self, field: str, problem: str, value: object = None) -> None:
+        super().__init__(f"{field}: {problem}" + ("" if value is None else f", got {shown(value)}"))
+        self.field = field
+
+
+class NotFound(BatonError):
+    """Something named by the caller does not exist."""
+
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+
+
+class Overloaded(BatonError):
+    """Refused now for lack of room; `retry_after` is in seconds, None when retrying can't help."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class OutOfPages(Overloaded):
+    """A page pool can't hold what was asked; `never` when it could not even if it were empty."""
+
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(f"needs {needed} pages, {free} of {total} are free")
+        self.needed, self.free, self.total = needed, free, total
+        self.never = needed > total
+
+
+class DeadlineExceeded(BatonError):
+    """The request's deadline passed."""
+
+    grpc_status = "DEADLINE_EXCEEDED"
+    http_status = 504
+
+
+class Cancelled(BatonError):
+    """The caller went away or cancelled."""
+
+    grpc_status = "CANCELLED"
+    http_status = 499
+
+
+class Unavailable(BatonError):
+    """No worker can take this now."""
+
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+
+
+class PairingRefused(BatonError):
+    """Two processes that must agree (fingerprint, KV format, tokenizer) do not."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 503
+
+
+class TransferError(BatonError):
+    """A KV transfer failed; what arrived must not be used."""
+
+    grpc_status = "ABORTED"
+    http_status = 503
+
+
+class CorruptFrame(TransferError):
+    """A frame's checksum, header or payload is wrong."""
+
+
+class IncompleteTransfer(TransferError):
+    """A stream ended without all that its manifest, its commit or the request promised."""
+
+
+class StaleIncarnation(TransferError):
+    """The request was meant for an earlier incarnation of the exporter."""
+
+
+class SourceUnreachable(TransferError):
+    """The exporter can't be reached, or the link to it broke."""
+
+
+class EngineError(BatonError):
+    """The model runtime failed while computing."""
+
+
+class ConfigError(BatonError):
+    """A flag, environment variable or key is unknown or has a bad value."""
+
+
+class ModelError(BatonError):
+    """A checkpoint can't be used: unsupported, incomplete or damaged."""

@@ -1,0 +1,72 @@
+"""The layout of KV on the wire and in the prefix cache, the same for every worker of a fleet.
+
+It knows nothing of pages, devices or tensor-parallel degree: a token's state in a layer is a list of named parts,
+each `[kv_heads, ...]`, and a run of tokens is each part row-major as `[tokens, kv_heads, ...]`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+
+WIRE_VERSION = 1
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KvPart:
+    """One part of a token's state in a layer: `shape` is `(kv_heads, ...)`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """What both ends of a transfer and every reader of a cached block must agree on."""
+
+    parts: tuple[KvPart, ...]
+    layers: int
+    block_size: int
+    version: int = WIRE_VERSION
+
+    @property
+    def heads(self) -> int:
+        """Number of KV heads, the same in every part."""
+        return self.parts[0].shape[0]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers and parts."""
+        return self.layers * sum(part.token_bytes for part in self.parts)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 in hex over the canonical JSON of all fields."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def convertible_from(self, other: KvFormat) -> bool:
+        """Whether KV of `other` differs from this format in element types only."""
+        return self._shape() == other._shape()
+
+    def _shape(self) -> tuple[object, ...]:
+        return (tuple((p.name, p.shape) for p in self.parts), self.layers, self.block_size, self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class PartData:
+    """One part's bytes for a run of tokens: row-major `[tokens, heads, ...]` in `dtype`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | memoryview

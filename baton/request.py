@@ -1,0 +1,206 @@
+"""What a request asks for and what it yields, in plain Python.
+
+These types cross every part of Baton; they import neither torch nor grpc. Ranges are checked where a value is
+made, so that a bad one can't exist; what depends on the model is checked by `SamplingParams.check_model`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.errors import InvalidRequest
+
+MAX_CHOICES = 64
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+
+
+class FinishReason(enum.Enum):
+    """Why a choice ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """One token; `logprob` and `top` (best first) are natural logarithms under the unmodified model."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a choice ends; the same names and meanings as in vLLM.
+
+    `max_tokens` None means what the model's length leaves. `seed` None means that the router mints one.
+    `logprobs` and `prompt_logprobs` are the number of alternatives reported beside each token, None for no report.
+    Raises InvalidRequest naming the field.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    allowed_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
+    include_stop_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _between("temperature", self.temperature, 0.0, 100.0)
+        _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _between("top_k", self.top_k, 0, 2**31 - 1)
+        _between("min_p", self.min_p, 0.0, 1.0)
+        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _between("n", self.n, 1, MAX_CHOICES)
+        _between("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            _between("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest("min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens)
+        if self.seed is not None:
+            _between("seed", self.seed, 0, 2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _between(name, count, 0, MAX_LOGPROBS)
+        _at_most("stop", self.stop, MAX_STOP_STRINGS, "strings")
+        for i, text in enumerate(self.stop):
+            if not text or len(text) > MAX_STOP_LENGTH:
+                raise InvalidRequest(f"stop[{i}]", f"must have 1 to {MAX_STOP_LENGTH} characters", text)
+        _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
+        _at_most("logit_bias", self.logit_bias, MAX_LOGIT_BIAS, "entries")
+        for token_id, bias in self.logit_bias:
+            _between(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always chosen."""
+        return self.temperature == 0.0
+
+    def check_model(self, vocab_size: int) -> None:
+        """Raise InvalidRequest if a token id lies outside the vocabulary."""
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        check_token_ids("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """One choice as the sampler sees it: all sampling state is a pure function of these fields.
+
+    `params.seed` and `params.max_tokens` are set by the time a worker sees them. `output_ids` are the tokens chosen
+    so far; the next token has output index `len(output_ids)`.
+    """
+
+    params: SamplingParams
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int] = field(default_factory=list)
+    choice_index: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output together."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What prefill sampled for one choice; `finish` is set when the choice ends with it."""
+
+    choice_index: int
+    token: TokenInfo
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """All that decode must know beside the KV itself (DESIGN: handoff, version 1).
+
+    The KV covers `prompt_ids + output_ids`; each choice continues with its first token, whose KV does not exist yet.
+    """
+
+    request_id: str
+    attempt: int
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    params: SamplingParams
+    first_tokens: tuple[FirstToken, ...]
+    cached_tokens: int
+    prefill_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request; `completion_tokens` over all choices."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """The latency account in milliseconds: line + prefill + transfer + slot_wait + decode = total."""
+
+    line: float
+    prefill: float
+    transfer: float
+    slot_wait: float
+    decode: float
+    total: float
+    first_token: float
+    mean_itl: float
+
+
+def finish_reason(
+    params: SamplingParams, output_ids: Sequence[int], eos_token_ids: frozenset[int]
+) -> FinishReason | None:
+    """Why a choice ends after the last of `output_ids`, or None; stop strings are the router's affair."""
+    last, count = output_ids[-1], len(output_ids)
+    if count >= params.min_tokens and (
+        last in params.stop_token_ids or (last in eos_token_ids and not params.ignore_eos)
+    ):
+        return FinishReason.STOP
+    if params.max_tokens is not None and count >= params.max_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidRequest naming the first id outside `[0, vocab_size)`."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        at, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
+        raise InvalidRequest(f"{name}[{at}]", f"must be in [0, {vocab_size})", bad)
+
+
+def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+        raise InvalidRequest(name, f"must be in {'(' if open_low else '['}{low}, {high}]", value)
+
+
+def _at_most(name: str, values: Sequence[object], limit: int, unit: str) -> None:
+    if len(values) > limit:
+        raise InvalidRequest(name, f"at most {limit} {unit} are allowed", len(values))
