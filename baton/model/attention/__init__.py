@@ -1,0 +1,23 @@
+"""Paged attention: a pool of pages, a description of one forward's sequences, and backends over both.
+
+A forward pass holds any mixture of prefill chunks and decode steps. Per layer the decoder calls a backend
+twice: `append` writes the new tokens' K and V into their pages, `attend` lets every new token see its
+sequence's pages, itself included. A chunk and a decode batch are the same two calls with other lengths.
+
+    AttentionBatch   the lengths and page tables of one forward, and what is derived from them once
+    KvCache          the pool, and the only code that knows how pages lie in memory
+    AttentionBackend the contract; `select` picks one: flash-attn on CUDA, torch anywhere, and the
+                     reference (a loop) in tests
+
+Backends reach K and V through `KvCache` only. A cache whose pages live in host memory, or whose parts carry
+scales, is another source of pages behind the same calls.
+"""
+
+from __future__ import annotations
+
+from baton.model.attention.batch import AttentionBatch
+from baton.model.attention.contract import AttentionBackend
+from baton.model.attention.kv_cache import KvCache
+from baton.model.attention.select import select
+
+__all__ = ["AttentionBackend", "AttentionBatch", "KvCache", "select"]

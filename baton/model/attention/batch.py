@@ -1,0 +1,100 @@
+"""The sequences of one forward pass, as attention sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBatch:
+    """Lengths and page tables of B sequences whose new tokens are computed together, in this order.
+
+    `query_lens`: new tokens of each sequence, 1 or more. `context_lens`: all its tokens, with the new ones.
+    `page_tables`: int32 `[B, max_pages]` on the compute device; entries past a sequence's last page are never
+    followed. Derived tensors are computed at first use and kept, so each is made once a forward.
+    """
+
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    page_tables: Tensor
+    page_size: int
+    _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(
+        cls, query_lens: Sequence[int], context_lens: Sequence[int], page_tables: Tensor, page_size: int
+    ) -> AttentionBatch:
+        """Check the lengths against each other and the tables. Raises ValueError with the values seen."""
+        queries, contexts = tuple(query_lens), tuple(context_lens)
+        if not len(queries) == len(contexts) == page_tables.shape[0] or not queries:
+            counts = f"{len(queries)} query lengths, {len(contexts)} context lengths"
+            raise ValueError(f"{counts}, {page_tables.shape[0]} page tables")
+        for query, context in zip(queries, contexts, strict=True):
+            if not 1 <= query <= context <= page_tables.shape[1] * page_size:
+                room = f"{page_tables.shape[1]} pages of {page_size}"
+                raise ValueError(f"query length {query} and context length {context} with {room}")
+        return cls(queries, contexts, page_tables, page_size)
+
+    @property
+    def device(self) -> torch.device:
+        """Where page tables and derived tensors lie."""
+        return self.page_tables.device
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return sum(self.query_lens)
+
+    @cached_property
+    def query_starts(self) -> tuple[int, ...]:
+        """Where each sequence's new tokens begin among all, and at the end their number: B + 1 entries."""
+        return (0, *accumulate(self.query_lens))
+
+    @cached_property
+    def cu_query_lens(self) -> Tensor:
+        """`query_starts` as int32 `[B + 1]`."""
+        return torch.tensor(self.query_starts, dtype=torch.int32).to(self.device)
+
+    @cached_property
+    def cu_context_lens(self) -> Tensor:
+        """Running total of context lengths from 0, int32 `[B + 1]`."""
+        return torch.tensor((0, *accumulate(self.context_lens)), dtype=torch.int32).to(self.device)
+
+    @cached_property
+    def context_lens_tensor(self) -> Tensor:
+        """`context_lens` as int32 `[B]`."""
+        return torch.tensor(self.context_lens, dtype=torch.int32).to(self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Each new token's position in its sequence, int64 `[T]`."""
+        queries = torch.tensor(self.query_lens)
+        first = torch.tensor(self.context_lens) - queries - torch.tensor(self.query_starts[:-1])
+        return (torch.arange(self.num_tokens) + torch.repeat_interleave(first, queries)).to(self.device)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Where each new token's K and V go: page * page_size + offset in the page, int64 `[T]`."""
+        sequences = torch.repeat_interleave(torch.arange(len(self.query_lens)), torch.tensor(self.query_lens))
+        pages = self.page_tables[sequences.to(self.device), self.positions // self.page_size].long()
+        return pages * self.page_size + self.positions % self.page_size
+
+    def slots_of(self, sequences: Tensor, positions: Tensor) -> Tensor:
+        """The slots of `positions` (int64 `[n, S]`) of the sequences (int64 `[n]`): int64 `[n, S]`."""
+        pages = self.page_tables[sequences[:, None], positions // self.page_size].long()
+        return pages * self.page_size + positions % self.page_size
+
+    def derive(self, key: Any, make: Callable[[], T]) -> T:
+        """A backend's own derived value: made at first use, then kept for this forward's other layers."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return cast(T, self._derived[key])

@@ -1,0 +1,94 @@
+"""Attention on flash-attn's paged kernels (Dao 2023, arXiv:2307.08691), for CUDA.
+
+The kernels follow page tables themselves, so nothing is gathered. Stock builds want pages of a multiple of
+256 tokens, float16 or bfloat16, and a head_dim that is a multiple of 8 up to 256; `supports` says whether a
+cache qualifies, and `select` falls back to torch's kernels where it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from baton.model.attention.batch import AttentionBatch
+from baton.model.attention.kv_cache import KvCache
+
+PAGE_MULTIPLE = 256
+"""What a page size must be a multiple of in stock flash-attn builds."""
+
+
+@dataclass(frozen=True)
+class FlashKernels:
+    """flash-attn's two functions, as its 2.x interface defines them."""
+
+    with_kvcache: Callable[..., Tensor]
+    varlen: Callable[..., Tensor]
+
+    @classmethod
+    def load(cls) -> FlashKernels:
+        """Import flash-attn. Raises ImportError where it is not installed."""
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        return cls(flash_attn_with_kvcache, flash_attn_varlen_func)
+
+
+def available() -> bool:
+    """Whether flash-attn is installed; imports nothing."""
+    return find_spec("flash_attn") is not None
+
+
+def supports(dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, head_dim: int) -> bool:
+    """Whether the kernels can read such a cache with such queries."""
+    return (
+        dtype in (torch.float16, torch.bfloat16)
+        and kv_dtype == dtype
+        and page_size % PAGE_MULTIPLE == 0
+        and head_dim % 8 == 0
+        and head_dim <= 256
+    )
+
+
+class FlashAttention:
+    """See the module's text."""
+
+    name = "flash"
+
+    def __init__(self, kernels: FlashKernels) -> None:
+        self._kernels = kernels
+
+    def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
+        """See AttentionBackend."""
+        kv.write("k", layer, batch.slots, k)
+        kv.write("v", layer, batch.slots, v)
+
+    def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
+        """See AttentionBackend."""
+        # flash-attn counts the keys before the query, and -1 means all.
+        window_size = (-1, -1) if window is None else (window - 1, 0)
+        keys, values = kv.pages("k", layer), kv.pages("v", layer)
+        if max(batch.query_lens) == 1:
+            return self._kernels.with_kvcache(
+                q[:, None],
+                keys,
+                values,
+                cache_seqlens=batch.context_lens_tensor,
+                block_table=batch.page_tables,
+                causal=True,
+                window_size=window_size,
+            )[:, 0]
+        return self._kernels.varlen(
+            q,
+            keys,
+            values,
+            cu_seqlens_q=batch.cu_query_lens,
+            cu_seqlens_k=batch.cu_context_lens,
+            max_seqlen_q=max(batch.query_lens),
+            max_seqlen_k=max(batch.context_lens),
+            causal=True,
+            window_size=window_size,
+            block_table=batch.page_tables,
+        )

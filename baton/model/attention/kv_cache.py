@@ -1,0 +1,94 @@
+"""The pool of KV pages of one worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KvCache:
+    """Pages for all layers: a listed set of parts, each `[layers, pages, page_size, kv_heads, head_dim]`.
+
+    Who owns which page is decided elsewhere; this is memory. A *slot* is one token's place
+    (page * page_size + offset), a *row* one head of one slot (slot * kv_heads + head).
+    """
+
+    parts: dict[str, Tensor]
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KvCache:
+        """A pool with parts "k" and "v"; zeroed, so that memory is committed now and not in mid-request."""
+        shape = (num_layers, num_pages, page_size, kv_heads, head_dim)
+        return cls({name: torch.zeros(shape, dtype=dtype, device=device) for name in ("k", "v")})
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have pages here."""
+        return self._any.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool, each of them in every layer and part."""
+        return self._any.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self._any.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of this worker's shard."""
+        return self._any.shape[3]
+
+    @property
+    def head_dim(self) -> int:
+        """Elements a head."""
+        return self._any.shape[4]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Storage dtype; may differ from the compute dtype."""
+        return self._any.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers and parts."""
+        return sum(part.nbytes // part.shape[1] for part in self.parts.values())
+
+    @property
+    def _any(self) -> Tensor:
+        return next(iter(self.parts.values()))
+
+    def write(self, part: str, layer: int, slots: Tensor, values: Tensor) -> None:
+        """Store `values` `[T, kv_heads, head_dim]` at `slots` (int64 `[T]`), cast to the storage dtype."""
+        self.parts[part][layer].flatten(0, 1).index_copy_(0, slots, values.to(self.dtype))
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """The rows of slots `[..., S]`, head by head: `[..., kv_heads, S]`."""
+        heads = torch.arange(self.kv_heads, device=slots.device)
+        return slots[..., None, :] * self.kv_heads + heads[:, None]
+
+    def gather(self, part: str, layer: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """A contiguous copy of `rows` (int64, any shape) as `[*rows.shape, head_dim]` in `dtype`."""
+        flat = self.parts[part][layer].view(-1, self.head_dim)
+        # F.embedding copies rows 2 to 4 times faster than advanced indexing on CPU.
+        return F.embedding(rows, flat).to(dtype)
+
+    def pages(self, part: str, layer: int) -> Tensor:
+        """One layer's pages `[pages, page_size, kv_heads, head_dim]`, for kernels that follow page tables."""
+        return self.parts[part][layer]

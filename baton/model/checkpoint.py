@@ -1,0 +1,57 @@
+"""Where a checkpoint's files are: a directory or a hub name, one safetensors file or many.
+
+No torch: the router resolves names, and the fingerprint hashes files, without loading a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from baton.errors import ModelError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+_HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+def resolve(name: str | Path) -> Path:
+    """The checkpoint directory of `name`: itself when it is one, else fetched from the Hugging Face hub.
+
+    Raises ModelError naming the value when it is neither.
+    """
+    if str(name) and (directory := Path(name).expanduser()).is_dir():
+        return directory
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelError(f"{str(name)!r} is not a directory, and huggingface_hub is not installed") from error
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=_HUB_FILES))
+    except Exception as error:  # the hub client raises its own, its transport's and ValueError alike
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(
+            f"{str(name)!r} is not a directory, and cannot be fetched as a hub name: {reason[0]}"
+        ) from error
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that hold the weights, sorted; a single file wins over an index.
+
+    Raises ModelError naming what is missing or malformed.
+    """
+    single, index = directory / SINGLE_NAME, directory / INDEX_NAME
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ModelError(f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}")
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = sorted(directory / Path(name).name for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"cannot read {index}: {error!r}") from error
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{index} names {file.name}, which is not there")
+    return files

@@ -1,0 +1,287 @@
+"""What a checkpoint says about its model, read once from `config.json`.
+
+`ModelConfig.from_pretrained` reads every spelling that transformers has written over the years
+(`rope_theta` + `rope_scaling` or `rope_parameters`, `type` or `rope_type`, `torch_dtype` or `dtype`), checks
+each value, and resolves all that is derived, so that nothing behind it looks at JSON again. What cannot be
+computed faithfully is refused here, by field and value: a model that would run slightly wrong must not run.
+
+No torch: the router reads vocabulary, length and end-of-sequence ids through this module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ModelError
+from baton.model.families import FAMILIES, Bias, Family, Window
+
+ROPE_KINDS = ("default", "linear", "llama3")
+"""Supported RoPE variants, named as transformers names them."""
+
+_ACTIVATIONS = ("silu", "swish")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. The last four fields are 0 where `kind` does not use them."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    original_max_position: int = 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer in numbers.
+
+    `windows` has one entry a layer: how many of the latest tokens, its own included, a token attends to;
+    None means all. `eos_token_ids` prefers generation_config.json, as `generate` does. `dtype` is the
+    checkpoint's own ("bfloat16"), None where it does not say.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str | None
+
+    @property
+    def family(self) -> Family:
+        """The facts that the architecture's name implies."""
+        return FAMILIES[self.architecture]
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> ModelConfig:
+        """Read `config.json` (and `generation_config.json`, if there) from a checkpoint directory.
+
+        Raises ModelError naming the file, or the field and the value seen.
+        """
+        directory = Path(path)
+        raw = _read_json(directory / "config.json")
+        generation_path = directory / "generation_config.json"
+        generation = _read_json(generation_path) if generation_path.is_file() else {}
+        return cls.from_dict(raw, generation)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+        """The same from parsed JSON objects. Raises ModelError naming the field and the value seen."""
+        family = _family(raw)
+        fields = _Fields({**family.defaults, **raw})
+        _refuse_unsupported(fields)
+        num_layers = fields.positive("num_hidden_layers")
+        num_heads = fields.positive("num_attention_heads")
+        num_kv_heads = fields.positive("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise ModelError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+        eos = (generation or {}).get("eos_token_id")
+        return cls(
+            architecture=family.architecture,
+            vocab_size=fields.positive("vocab_size"),
+            hidden_size=fields.positive("hidden_size"),
+            intermediate_size=fields.positive("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=_head_dim(fields, num_heads),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=_rope(fields),
+            windows=_windows(family, fields, num_layers),
+            max_position_embeddings=fields.positive("max_position_embeddings"),
+            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            qkv_bias=_bias(family.qkv_bias, fields, "attention_bias"),
+            o_bias=_bias(family.o_bias, fields, "attention_bias"),
+            mlp_bias=_bias(family.mlp_bias, fields, "mlp_bias"),
+            qk_norm=family.qk_norm,
+            eos_token_ids=_token_ids("eos_token_id", fields.get("eos_token_id") if eos is None else eos),
+            bos_token_id=(_token_ids("bos_token_id", fields.get("bos_token_id")) or (None,))[0],
+            dtype=_dtype(fields),
+        )
+
+
+class _Fields:
+    """config.json with typed, checked look-ups. A null counts as absent, as it does in transformers."""
+
+    def __init__(self, raw: Mapping[str, Any], prefix: str = "") -> None:
+        self._raw = raw
+        self._prefix = prefix
+
+    def get(self, name: str) -> Any:
+        return self._raw.get(name)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number. Raises ModelError when absent without a default."""
+        value = self._raw.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"config.json lacks {self._prefix}{name}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ModelError(f"{self._prefix}{name} must be a positive number, not {value!r}")
+        return float(value)
+
+    def natural(self, name: str) -> int:
+        """An integer of 0 or more."""
+        return 0 if self._raw.get(name) == 0 else self.positive(name)
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        """A positive integer. Raises ModelError when absent without a default."""
+        value = self.number(name, default)
+        if value != int(value):
+            raise ModelError(f"{self._prefix}{name} must be an integer, not {value!r}")
+        return int(value)
+
+    def flag(self, name: str) -> bool:
+        """A boolean, false when absent."""
+        value = self._raw.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ModelError(f"{self._prefix}{name} must be true or false, not {value!r}")
+        return bool(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(raw).__name__}")
+    return raw
+
+
+def _family(raw: Mapping[str, Any]) -> Family:
+    names = raw.get("architectures") or [
+        family.architecture for family in FAMILIES.values() if family.model_type == raw.get("model_type")
+    ]
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    seen = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}"
+    raise ModelError(f"unsupported architecture {seen}; supported: {', '.join(FAMILIES)}")
+
+
+def _refuse_unsupported(fields: _Fields) -> None:
+    activation = fields.get("hidden_act") or "silu"
+    if activation not in _ACTIVATIONS:
+        raise ModelError(f"unsupported hidden_act {activation!r}; supported: {', '.join(_ACTIVATIONS)}")
+    quantization = fields.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ModelError(f"unsupported quantization_config: quant_method {method!r}; supported: none")
+
+
+def _head_dim(fields: _Fields, num_heads: int) -> int:
+    hidden_size = fields.positive("hidden_size")
+    if fields.get("head_dim") is None and hidden_size % num_heads:
+        raise ModelError(
+            f"no head_dim, and hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}"
+        )
+    head_dim = fields.positive("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise ModelError(f"head_dim must be even for rotary embeddings, not {head_dim}")
+    return head_dim
+
+
+def _bias(rule: Bias, fields: _Fields, name: str) -> bool:
+    return fields.flag(name) if rule is Bias.CONFIG else rule is Bias.ALWAYS
+
+
+def _rope(fields: _Fields) -> RopeConfig:
+    """RoPE from either spelling.
+
+    Precedence as in transformers: a non-empty `rope_scaling` replaces `rope_parameters`; a `rope_theta`
+    inside either wins over the one at top level; a top-level `original_max_position_embeddings` wins over
+    the one inside.
+    """
+    raw = _one_rope(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    inner = _Fields(raw, "rope_parameters.")
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise ModelError(f"unsupported rope_type {kind!r}; supported: {', '.join(ROPE_KINDS)}")
+    for name, source in (("partial_rotary_factor", raw), ("partial_rotary_factor", fields)):
+        value = source.get(name)
+        if value is not None and value != 1:
+            raise ModelError(f"unsupported {name} {value!r}; supported: 1.0")
+    theta = inner.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    if kind == "default":
+        return RopeConfig(theta)
+    factor = inner.number("factor")
+    if kind == "linear":
+        return RopeConfig(theta, kind, factor)
+    outer_length = fields.get("original_max_position_embeddings")
+    length = (fields if outer_length is not None else inner).positive(
+        "original_max_position_embeddings", fields.positive("max_position_embeddings")
+    )
+    low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+    if high <= low:
+        raise ModelError(f"rope_parameters.high_freq_factor {high} must exceed low_freq_factor {low}")
+    return RopeConfig(theta, kind, factor, low, high, length)
+
+
+def _one_rope(raw: Any) -> dict[str, Any]:
+    """Flatten parameters nested by layer type; layer types that disagree are refused."""
+    if not isinstance(raw, dict):
+        raise ModelError(f"rope_parameters must be an object, not {raw!r}")
+    nested = [raw[name] for name in _LAYER_TYPES if raw.get(name) is not None]
+    if not nested:
+        return raw
+    if any(not isinstance(entry, dict) or entry != nested[0] for entry in nested):
+        raise ModelError(f"unsupported rope_parameters that differ between layer types: {raw!r}")
+    return dict(nested[0])
+
+
+def _windows(family: Family, fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
+    if family.window is Window.NONE:
+        return (None,) * num_layers
+    every = family.window is Window.ALL_LAYERS
+    in_use = fields.get("sliding_window") is not None and (every or fields.flag("use_sliding_window"))
+    window = fields.positive("sliding_window") if in_use else None
+    first = 0 if every else fields.natural("max_window_layers")
+    types = fields.get("layer_types")
+    if types is None:
+        return tuple(window if index >= first else None for index in range(num_layers))
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ModelError(f"layer_types must list {num_layers} layers, not {types!r}")
+    unknown = [name for name in types if name not in _LAYER_TYPES]
+    if unknown:
+        raise ModelError(f"unsupported layer_types {unknown[0]!r}; supported: {', '.join(_LAYER_TYPES)}")
+    if "sliding_attention" in types and window is None:
+        raise ModelError("layer_types names sliding_attention, but no sliding_window is in use")
+    if every and window is not None and "full_attention" in types:
+        raise ModelError(f"unsupported layer_types 'full_attention' for {family.architecture} with a sliding_window")
+    return tuple(window if name == "sliding_attention" else None for name in types)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in values):
+        raise ModelError(f"{name} must be a token id or a list of them, not {value!r}")
+    return tuple(values)
+
+
+def _dtype(fields: _Fields) -> str | None:
+    value = fields.get("dtype") or fields.get("torch_dtype")
+    return None if value is None else str(value).removeprefix("torch.")

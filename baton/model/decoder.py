@@ -1,0 +1,229 @@
+"""A decoder-only transformer over paged KV: token ids in, hidden states out, logits where asked for.
+
+One forward pass takes the new tokens of any mixture of sequences (AttentionBatch) through every layer. A
+layer first appends its K and V to the pages and then attends, so the caller is told right after each layer
+that the layer's K and V are final: it may ship them, and it may raise to stop the pass there. Nothing but the
+pages of the batch's own sequences is written, so a stopped pass leaves nothing to undo.
+
+Families differ by the numbers in ModelConfig only. `embed`, `run_layers` and `logits` are apart, because a
+pipeline stage calls only some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, select
+from baton.model.config import ModelConfig
+from baton.model.layers import (
+    MergedColumnParallelLinear,
+    Parallel,
+    ParallelLMHead,
+    Placement,
+    QKVParallelLinear,
+    RMSNorm,
+    Rotary,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+
+OnLayer = Callable[[int], None]
+"""Called with a layer's index once its K and V are in the pages; what it raises ends the pass."""
+
+Loadable = MergedColumnParallelLinear | ParallelLMHead | RMSNorm | RowParallelLinear | VocabParallelEmbedding
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """A checkpoint tensor that the decoder needs: its name, its full shape, and where it goes."""
+
+    name: str
+    shape: tuple[int, ...]
+    load: Callable[[Tensor], None]
+
+
+def _slots(module: Loadable, names: dict[str, str]) -> Iterator[TensorSlot]:
+    """`names` maps the module's part names to checkpoint names; all parts must be named."""
+    for part, shape in module.parts().items():
+        yield TensorSlot(names[part], shape, lambda tensor, part=part: module.load_shard(part, tensor))  # type: ignore[misc]
+
+
+def _linear(part: str, name: str) -> dict[str, str]:
+    """Names of a linear's weight and bias; `part` is its name within a merged linear, or empty."""
+    return {f"{part}weight": f"{name}.weight", f"{part}bias": f"{name}.bias"}
+
+
+class Attention(nn.Module):
+    """Self-attention of one layer: projections, optional QK norm, rotary embedding, paged attention."""
+
+    def __init__(self, config: ModelConfig, index: int, placement: Placement, parallel: Parallel) -> None:
+        super().__init__()
+        self._index = index
+        self._window = config.windows[index]
+        self._head_dim = config.head_dim
+        self._heads = parallel.share("num_attention_heads", config.num_heads)
+        self._kv_heads = parallel.share("num_key_value_heads", config.num_kv_heads)
+        self.qkv = QKVParallelLinear(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.qkv_bias,
+            placement,
+            parallel,
+        )
+        self.o = RowParallelLinear(
+            config.num_heads * config.head_dim, config.hidden_size, config.o_bias, placement, parallel
+        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if config.qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        kv: KvCache,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """`[T, hidden]` to `[T, hidden]`."""
+        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        q, k, v = heads.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
+        backend.append(kv, self._index, k, v, batch)
+        attended = backend.attend(kv, self._index, q, batch, self._window)
+        output: Tensor = self.o(attended.flatten(1))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """One block: attention, then a gated MLP (SwiGLU), each on a normalised input and added to it."""
+
+    def __init__(self, config: ModelConfig, index: int, placement: Placement, parallel: Parallel) -> None:
+        super().__init__()
+        self._names = config.family.names
+        self._prefix = self._names.layer.format(index=index)
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.attention = Attention(config, index, placement, parallel)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        inner = {"gate": config.intermediate_size, "up": config.intermediate_size}
+        self.gate_up = MergedColumnParallelLinear(config.hidden_size, inner, config.mlp_bias, placement, parallel)
+        self.down = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, config.mlp_bias, placement, parallel
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        kv: KvCache,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """`[T, hidden]` to `[T, hidden]`."""
+        x = x + self.attention(self.attention_norm(x), angles, batch, kv, backend)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        output: Tensor = x + self.down(F.silu(gate) * up)
+        return output
+
+    def checkpoint_tensors(self) -> Iterator[TensorSlot]:
+        """What this layer loads."""
+        names, prefix, attention = self._names, self._prefix, self.attention
+        qkv = {
+            **_linear("q.", prefix + names.q),
+            **_linear("k.", prefix + names.k),
+            **_linear("v.", prefix + names.v),
+        }
+        gate_up = {**_linear("gate.", prefix + names.gate), **_linear("up.", prefix + names.up)}
+        yield from _slots(self.attention_norm, {"weight": prefix + names.attention_norm})
+        yield from _slots(attention.qkv, qkv)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            yield from _slots(attention.q_norm, {"weight": prefix + names.q_norm})
+            yield from _slots(attention.k_norm, {"weight": prefix + names.k_norm})
+        yield from _slots(attention.o, _linear("", prefix + names.o))
+        yield from _slots(self.mlp_norm, {"weight": prefix + names.mlp_norm})
+        yield from _slots(self.gate_up, gate_up)
+        yield from _slots(self.down, _linear("", prefix + names.down))
+
+
+class Decoder(nn.Module):
+    """The whole model. Built with uninitialised weights; `baton.model.weights` fills it."""
+
+    def __init__(self, config: ModelConfig, placement: Placement, parallel: Parallel) -> None:
+        super().__init__()
+        self.config = config
+        self.placement = placement
+        self._names = config.family.names
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, placement, parallel)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, placement, parallel) for index in range(config.num_layers)
+        )
+        self.rotary = Rotary(config.rope, config.head_dim, placement.device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
+        self.head = ParallelLMHead(config.vocab_size, config.hidden_size, placement, parallel)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: KvCache,
+        on_layer: OnLayer | None = None,
+    ) -> Tensor:
+        """Take `token_ids` and `positions` (int64 `[T]`, sequence by sequence) through all layers.
+
+        Returns hidden states `[T, hidden]` in the compute dtype, before the final norm: see `logits`.
+        `positions` are `batch.positions` unless the caller has reasons. Whatever `on_layer` raises passes
+        through. The result is an inference tensor: not to be changed in place outside inference mode.
+        """
+        return self.run_layers(self.embed(token_ids), positions, batch, kv, on_layer)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids (int64 `[T]`) to hidden states `[T, hidden]`."""
+        hidden: Tensor = self.embedding(token_ids)
+        return hidden
+
+    @torch.inference_mode()
+    def run_layers(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: KvCache,
+        on_layer: OnLayer | None = None,
+    ) -> Tensor:
+        """Hidden states `[T, hidden]` through this worker's layers; `on_layer` as in `forward`."""
+        angles = self.rotary.angles(positions)
+        backend = select(hidden.device, hidden.dtype, kv.dtype, kv.page_size, kv.head_dim)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, angles, batch, kv, backend)
+            if on_layer is not None:
+                on_layer(index)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and output projection of chosen rows: `[n, hidden]` to float32 `[n, vocab_size]`."""
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+    def checkpoint_tensors(self) -> Iterator[TensorSlot]:
+        """What must be loaded, in the order of computation; without the output projection (`head_tensor`)."""
+        yield from _slots(self.embedding, {"weight": self._names.embed})
+        for layer in self.layers:
+            yield from cast(DecoderLayer, layer).checkpoint_tensors()
+        yield from _slots(self.norm, {"weight": self._names.norm})
+
+    def head_tensor(self) -> TensorSlot:
+        """The output projection's tensor, absent from most tied checkpoints."""
+        return next(_slots(self.head, {"weight": self._names.head}))

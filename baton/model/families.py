@@ -1,0 +1,111 @@
+"""Model families as data.
+
+A family is what its architecture name implies and `config.json` does not say: which linears carry a bias,
+whether queries and keys are normalised, which layers slide, what an omitted field means, and how the
+checkpoint spells its tensors. One decoder (`baton.model.decoder`) serves all of them, so a new dense family
+is a new entry here and, at most, one new fact.
+
+No torch: the router reads configs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+
+class Bias(Enum):
+    """Which of a block's linears carry a bias."""
+
+    NEVER = "never"
+    ALWAYS = "always"
+    CONFIG = "config"  # the block's own field of config.json decides
+
+
+class Window(Enum):
+    """What `sliding_window` in config.json means."""
+
+    NONE = "none"  # ignored: every layer sees its whole context
+    ALL_LAYERS = "all"  # every layer slides
+    BY_LAYER = "by layer"  # `layer_types`, else `use_sliding_window` from layer `max_window_layers` on
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Checkpoint names. Layer names are relative to `layer`, with the layer's index filled in."""
+
+    embed: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    layer: str = "model.layers.{index}."
+    attention_norm: str = "input_layernorm.weight"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    o: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm.weight"
+    k_norm: str = "self_attn.k_norm.weight"
+    mlp_norm: str = "post_attention_layernorm.weight"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    # Buffers that old checkpoints saved and that are computed here instead.
+    ignorable: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    `defaults` are the values that transformers gives to fields which config.json omits, where they differ
+    from the common ones (`num_key_value_heads = num_attention_heads`, no window, and so on).
+    """
+
+    architecture: str
+    model_type: str
+    qkv_bias: Bias = Bias.NEVER
+    o_bias: Bias = Bias.NEVER
+    mlp_bias: Bias = Bias.NEVER
+    qk_norm: bool = False
+    window: Window = Window.NONE
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    names: TensorNames = TensorNames()
+
+
+_FAMILIES = (
+    Family(
+        "LlamaForCausalLM",
+        "llama",
+        qkv_bias=Bias.CONFIG,
+        o_bias=Bias.CONFIG,
+        mlp_bias=Bias.CONFIG,
+    ),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        window=Window.ALL_LAYERS,
+        defaults={"sliding_window": 4096},
+    ),
+    Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        qkv_bias=Bias.ALWAYS,
+        window=Window.BY_LAYER,
+        defaults={"sliding_window": 4096, "max_window_layers": 28},
+    ),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        qkv_bias=Bias.CONFIG,
+        o_bias=Bias.CONFIG,
+        qk_norm=True,
+        window=Window.BY_LAYER,
+        defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    ),
+)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.architecture: family for family in _FAMILIES})
+"""Supported families by architecture name, as in config.json's `architectures`."""

@@ -1,0 +1,111 @@
+"""The model fingerprint: two workers may exchange KV only if theirs are equal.
+
+It covers all that decides what K and V a token gets: the architecture's numbers, RoPE and windows, the
+weights' content, their quantization, the compute dtype and the adapter. It does not cover names, paths, or
+how a checkpoint is split into files.
+
+Hashing gigabytes at every start would be slow, so each file's digest is kept under the user's cache folder,
+under a key of path, size, modification time and inode. The cache is a convenience: damaged or unwritable, it
+is ignored.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from baton.errors import ModelError
+from baton.model.checkpoint import weight_files
+from baton.model.config import ModelConfig
+
+_VERSION = 1
+_NOT_COMPUTED_WITH = ("eos_token_ids", "bos_token_id", "dtype")
+"""Fields of ModelConfig that change no K and no V."""
+
+
+def model_fingerprint(
+    config: ModelConfig,
+    weights_digest: str,
+    compute_dtype: str,
+    quantization: str | None = None,
+    adapter: str | None = None,
+) -> str:
+    """SHA-256, in hex, over canonical JSON of all that decides a token's K and V."""
+    architecture = {name: value for name, value in asdict(config).items() if name not in _NOT_COMPUTED_WITH}
+    content = {
+        "version": _VERSION,
+        "architecture": architecture,
+        "weights": weights_digest,
+        "quantization": quantization,
+        "compute_dtype": compute_dtype,
+        "adapter": adapter,
+    }
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def weights_digest(directory: Path) -> str:
+    """SHA-256, in hex, of the weight files' contents, whatever their names. Raises ModelError."""
+    files = weight_files(directory)
+    with ThreadPoolExecutor(max_workers=min(4, len(files))) as pool:
+        digests = sorted(pool.map(_file_digest, files))
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def cache_folder() -> Path:
+    """Where digests are kept: `baton/weights` under XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "baton" / "weights"
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        real = path.resolve(strict=True)
+        with real.open("rb") as file:
+            status = os.fstat(file.fileno())
+            key = f"{real}\n{status.st_size}\n{status.st_mtime_ns}\n{status.st_ino}"
+            known = _recall(key)
+            if known is not None:
+                return known
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    _remember(key, digest)
+    return digest
+
+
+def _entry(key: str) -> Path:
+    return cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def _recall(key: str) -> str | None:
+    try:
+        entry = json.loads(_entry(key).read_text(encoding="utf-8"))
+        digest = entry["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return None
+    intact = entry.get("key") == key and isinstance(digest, str) and len(digest) == 64
+    return digest if intact else None
+
+
+def _remember(key: str, digest: str) -> None:
+    """Write the entry beside its place and rename it, so that no reader sees half of one."""
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
+        entry = _entry(key)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=entry.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump({"key": key, "sha256": digest}, file)
+            os.replace(temporary, entry)
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+            raise

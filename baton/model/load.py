@@ -1,0 +1,73 @@
+"""`load_model`: from a checkpoint directory to a model that can compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.model.attention import KvCache
+from baton.model.checkpoint import resolve
+from baton.model.config import ModelConfig
+from baton.model.decoder import Decoder
+from baton.model.fingerprint import model_fingerprint, weights_digest
+from baton.model.layers import Parallel, Placement
+from baton.model.weights import load_weights
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A decoder ready to run, and what others need to know of it.
+
+    `fingerprint` is the model fingerprint in hex (see baton.model.fingerprint).
+    """
+
+    path: Path
+    config: ModelConfig
+    decoder: Decoder
+    fingerprint: str
+    dtype: torch.dtype
+    device: torch.device
+    parallel: Parallel
+
+    def new_kv_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvCache:
+        """A zeroed pool for this worker's layers and heads; `dtype` defaults to the compute dtype."""
+        return KvCache.allocate(
+            num_layers=self.config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            kv_heads=self.parallel.share("num_key_value_heads", self.config.num_kv_heads),
+            head_dim=self.config.head_dim,
+            dtype=dtype or self.dtype,
+            device=self.device,
+        )
+
+
+def load_model(
+    name: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    parallel: Parallel | None = None,
+) -> LoadedModel:
+    """Load a checkpoint directory or hub name, computing in `dtype` on `device`.
+
+    Raises ModelError naming what is wrong with the checkpoint.
+    """
+    path = resolve(name)
+    config = ModelConfig.from_pretrained(path)
+    parallel = parallel or Parallel()
+    placement = Placement(dtype, torch.device(device))
+    decoder = Decoder(config, placement, parallel)
+    load_weights(decoder, path)
+    compute_dtype = str(dtype).removeprefix("torch.")
+    return LoadedModel(
+        path=path,
+        config=config,
+        decoder=decoder.eval(),
+        fingerprint=model_fingerprint(config, weights_digest(path), compute_dtype),
+        dtype=dtype,
+        device=placement.device,
+        parallel=parallel,
+    )

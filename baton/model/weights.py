@@ -1,0 +1,118 @@
+"""Filling a decoder from safetensors files.
+
+Files are memory-mapped and read one tensor at a time, each copied straight into its place and dtype, so
+loading never holds more than the final weights and one checkpoint tensor. The checkpoint must hold exactly
+what the model needs: a tensor that is missing, misshapen or unknown is an error that names it, because a
+model that ran without a bias it came with would be silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.errors import ModelError
+from baton.model.checkpoint import weight_files
+from baton.model.decoder import Decoder, TensorSlot
+
+_COMPARED_ROWS = 4096
+
+
+class Checkpoint:
+    """The tensors of a checkpoint directory by name, whichever files hold them.
+
+    Raises ModelError naming the file that is missing, truncated or no safetensors file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._files: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in weight_files(directory):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    self._files[name] = path
+                    self.shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    def check(self, slots: Iterable[TensorSlot]) -> None:
+        """Raise ModelError for the first tensor that is missing or not of its expected shape."""
+        for slot in slots:
+            found = self.shapes.get(slot.name)
+            if found is None:
+                raise ModelError(f"checkpoint lacks tensor {slot.name} of shape {list(slot.shape)}")
+            if found != slot.shape:
+                file = self._files[slot.name].name
+                raise ModelError(
+                    f"tensor {slot.name} in {file}: expected shape {list(slot.shape)}, found {list(found)}"
+                )
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor, a view of the file, or a copy of some of its rows; on the CPU, in the checkpoint's dtype.
+
+        The file is mapped anew for each tensor, so that what was read leaves memory with the tensor.
+        """
+        path = self._files[name]
+        with _opened(path) as file:
+            tensor: Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise ModelError(f"tensor {name} in {path.name}: unsupported dtype {tensor.dtype}")
+        return tensor
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is truncated or not a safetensors file: {error}") from error
+
+
+@torch.inference_mode()
+def load_weights(decoder: Decoder, directory: Path) -> None:
+    """Fill every weight of `decoder` from the checkpoint in `directory`.
+
+    Raises ModelError, before anything is read, unless the checkpoint holds exactly what the model needs.
+    """
+    checkpoint = Checkpoint(directory)
+    slots = list(decoder.checkpoint_tensors())
+    head = decoder.head_tensor()
+    tied = _is_tied(decoder, head, checkpoint)
+    if tied:
+        decoder.head.tie(decoder.embedding)
+    else:
+        # The largest tensors go first, while little else is in memory.
+        slots.insert(0, head)
+    checkpoint.check(slots)
+    _refuse_unknown(decoder, {head.name, *(slot.name for slot in slots)}, checkpoint)
+    for slot in slots:
+        slot.load(checkpoint.read(slot.name))
+
+
+def _refuse_unknown(decoder: Decoder, known: set[str], checkpoint: Checkpoint) -> None:
+    ignorable = decoder.config.family.names.ignorable
+    unknown = sorted(name for name in checkpoint.shapes.keys() - known if not name.endswith(ignorable))
+    if unknown:
+        raise ModelError(
+            f"checkpoint holds {len(unknown)} tensors unknown to {decoder.config.architecture}: {unknown[0]}"
+        )
+
+
+def _is_tied(decoder: Decoder, head: TensorSlot, checkpoint: Checkpoint) -> bool:
+    """Whether the output projection is the embedding.
+
+    A tied checkpoint may hold the projection all the same. As in transformers, it counts when it differs from
+    the embedding. Compared in blocks of rows, to hold neither in memory.
+    """
+    if not decoder.config.tie_word_embeddings:
+        return False
+    embed = decoder.config.family.names.embed
+    if checkpoint.shapes.get(head.name) != head.shape or checkpoint.shapes.get(embed) != head.shape:
+        return True
+    blocks = (slice(row, row + _COMPARED_ROWS) for row in range(0, head.shape[0], _COMPARED_ROWS))
+    return all(torch.equal(checkpoint.read(head.name, rows), checkpoint.read(embed, rows)) for rows in blocks)

@@ -1,0 +1,155 @@
+"""What every attention backend must do, checked against dense float32 attention.
+
+Each case is one forward of mixed sequences: decode steps and chunks, at the start of their context and far
+into it, on scattered pages. The pool starts as NaN, so a backend that lets a foreign or unwritten slot into a
+result shows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from baton.model.attention import AttentionBackend, AttentionBatch, KvCache
+
+MIXED = ((1, 1), (1, 17), (7, 7), (1, 300), (16, 40), (33, 289), (1, 90), (5, 260), (1, 16))
+"""(query length, context length) of each sequence."""
+
+LAYERS, LAYER = 2, 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One forward; `str(case)` is its test id."""
+
+    page_size: int = 16
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    window: int | None = None
+    lengths: tuple[tuple[int, int], ...] = MIXED
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        kind = "mixed" if self.lengths == MIXED else f"{len(self.lengths)}seq"
+        dtypes = f"{self.dtype}-{self.kv_dtype}".replace("torch.", "")
+        shape = f"page{self.page_size}-heads{self.heads}:{self.kv_heads}x{self.head_dim}"
+        return f"{kind}-{shape}-window{self.window}-{dtypes}"
+
+
+def cases(page_sizes: tuple[int, ...] = (16, 256)) -> list[Case]:
+    """The suite in float32."""
+    grid = [
+        Case(page, heads, kv_heads, head_dim)
+        for page, (heads, kv_heads), head_dim in product(
+            page_sizes, ((4, 4), (4, 2), (8, 2), (6, 1)), (16, 64, 80, 128)
+        )
+    ]
+    windows = [Case(page, window=window) for page, window in product(page_sizes, (1, 7, 16, 40, 257, 1000))]
+    decode = tuple((1, context) for context in (1, 2, 3, 15, 16, 17, 31, 64, 65, 200))
+    alone = [((1, 33),), ((33, 33),), ((20, 33),), decode, ((16, 16), (300, 300)), ((9, 9), (10, 10))]
+    others = [
+        Case(page, window=window, lengths=lengths)
+        for page, window, lengths in product(page_sizes, (None, 9), alone)
+    ]
+    # Longer than a block of queries, from the start and from the middle.
+    long = [
+        Case(page_sizes[0], heads=2, kv_heads=1, window=window, lengths=((1030, 1030), (1030, 1080)))
+        for window in (None, 100)
+    ]
+    return grid + windows + others + long
+
+
+def in_dtypes(listed: list[Case], dtype: torch.dtype, kv_dtype: torch.dtype) -> list[Case]:
+    """The same cases with other dtypes."""
+    return [replace(case, dtype=dtype, kv_dtype=kv_dtype) for case in listed]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """float32 attention of the last `len(q)` tokens over `k` and `v`, `[tokens, heads, head_dim]` each."""
+    group = q.shape[1] // k.shape[1]
+    keys = k.float().repeat_interleave(group, dim=1)
+    values = v.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * q.shape[2] ** -0.5
+    distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    weights = scores.masked_fill(hidden.to(q.device), float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def check(backend: AttentionBackend, case: Case, device: torch.device, tolerance: float) -> None:
+    """Run one case and compare; also that no page but the sequences' own was written, in one layer only."""
+    torch.manual_seed(0)
+    needed = [-(-context // case.page_size) for _, context in case.lengths]
+    kv = _poisoned(case, sum(needed) + 3, device)
+    tables = _tables(needed, kv.num_pages).to(device)
+    context = sum(total for _, total in case.lengths)
+    keys = torch.randn(context, case.kv_heads, case.head_dim, device=device).to(case.kv_dtype)
+    values = torch.randn(context, case.kv_heads, case.head_dim, device=device).to(case.kv_dtype)
+    k_of = keys.split([total for _, total in case.lengths])
+    v_of = values.split([total for _, total in case.lengths])
+    _append_history(backend, kv, case, tables, k_of, v_of)
+
+    queries = [query for query, _ in case.lengths]
+    batch = AttentionBatch.build(queries, [total for _, total in case.lengths], tables, case.page_size)
+    q = torch.randn(sum(queries), case.heads, case.head_dim, device=device).to(case.dtype)
+    new_k = torch.cat([k[-query:] for k, query in zip(k_of, queries, strict=True)]).to(case.dtype)
+    new_v = torch.cat([v[-query:] for v, query in zip(v_of, queries, strict=True)]).to(case.dtype)
+    backend.append(kv, LAYER, new_k, new_v, batch)
+    found = backend.attend(kv, LAYER, q, batch, case.window)
+
+    expected = torch.cat([dense(*one, case.window) for one in zip(q.split(queries), k_of, v_of, strict=True)])
+    assert found.shape == q.shape
+    assert found.dtype == case.dtype
+    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+    for part in kv.parts.values():
+        written = ~part.isnan().all(dim=-1).all(dim=-1)
+        assert written.sum() == context
+        assert not written[1 - LAYER].any()
+
+
+def _poisoned(case: Case, num_pages: int, device: torch.device) -> KvCache:
+    kv = KvCache.allocate(
+        num_layers=LAYERS,
+        num_pages=num_pages,
+        page_size=case.page_size,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype=case.kv_dtype,
+        device=device,
+    )
+    for part in kv.parts.values():
+        part.fill_(float("nan"))
+    return kv
+
+
+def _tables(needed: list[int], num_pages: int) -> Tensor:
+    """Scattered pages for each sequence; unused entries name page 0, whoever owns it."""
+    tables = torch.zeros(len(needed), max(needed) + 1, dtype=torch.int32)
+    free = torch.randperm(num_pages).split([*needed, num_pages - sum(needed)])
+    for table, pages in zip(tables, free, strict=False):
+        table[: len(pages)] = pages
+    return tables
+
+
+def _append_history(
+    backend: AttentionBackend,
+    kv: KvCache,
+    case: Case,
+    tables: Tensor,
+    k_of: tuple[Tensor, ...],
+    v_of: tuple[Tensor, ...],
+) -> None:
+    """Write what precedes the new tokens, in one batch of the sequences that have any."""
+    past = [(index, total - query) for index, (query, total) in enumerate(case.lengths) if total > query]
+    if not past:
+        return
+    lengths = [length for _, length in past]
+    batch = AttentionBatch.build(lengths, lengths, tables[[index for index, _ in past]], case.page_size)
+    k = torch.cat([k_of[index][:length] for index, length in past]).to(case.dtype)
+    v = torch.cat([v_of[index][:length] for index, length in past]).to(case.dtype)
+    backend.append(kv, LAYER, k, v, batch)

@@ -1,0 +1,76 @@
+"""flash-attn's two functions as its documentation states them, computed densely.
+
+They hold FlashAttention to the conventions of flash-attn 2.8's interface (page tables, running totals, the
+window counted from the query, causality aligned at the bottom right) where there is no GPU to run the real
+kernels; tests/gpu runs those.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.model.attention.flash_backend import FlashKernels
+from tests.unit.model.attention_contract import dense
+
+
+def _window(window_size: tuple[int, int]) -> int | None:
+    left, right = window_size
+    if (left, right) == (-1, -1):
+        return None
+    assert right == 0
+    return left + 1
+
+
+def _paged(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    used = -(-length // cache.shape[1])
+    return cache[table[:used].long()].flatten(0, 1)[:length]
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """`q` `[batch, new tokens, heads, head_dim]`; caches `[pages, page_size, kv_heads, head_dim]`."""
+    assert causal
+    assert cache_seqlens.dtype == block_table.dtype == torch.int32
+    rows = zip(q, block_table, cache_seqlens.tolist(), strict=True)
+    outs = [
+        dense(one, _paged(k_cache, table, length), _paged(v_cache, table, length), _window(window_size))
+        for one, table, length in rows
+    ]
+    return torch.stack(outs).to(q.dtype)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool,
+    window_size: tuple[int, int],
+    block_table: Tensor,
+) -> Tensor:
+    """`q` `[total tokens, heads, head_dim]`; `k`, `v` `[pages, page_size, kv_heads, head_dim]`."""
+    assert causal
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
+    queries, contexts = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (max_seqlen_q, max_seqlen_k) == (max(queries), max(contexts))
+    outs = [
+        dense(one, _paged(k, table, length), _paged(v, table, length), _window(window_size))
+        for one, table, length in zip(q.split(queries), block_table, contexts, strict=True)
+    ]
+    return torch.cat(outs).to(q.dtype)
+
+
+KERNELS = FlashKernels(flash_attn_with_kvcache, flash_attn_varlen_func)

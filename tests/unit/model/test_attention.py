@@ -1,0 +1,100 @@
+"""The attention contract over every backend that runs on CPU, and the batch that describes a forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, flash_backend, select
+from baton.model.attention.flash_backend import FlashAttention
+from baton.model.attention.reference import ReferenceAttention
+from baton.model.attention.torch_backend import TorchAttention, group_by_length
+from tests.unit.model.attention_contract import Case, cases, check, in_dtypes
+from tests.unit.model.flash_standin import KERNELS
+
+CPU = torch.device("cpu")
+SMALL = [Case(page, window=window) for page in (16, 256) for window in (None, 9)]
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("backend", [TorchAttention(), FlashAttention(KERNELS)], ids=lambda b: b.name)
+def test_equals_dense_attention(backend: AttentionBackend, case: Case) -> None:
+    check(backend, case, CPU, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_reference_equals_dense_attention(case: Case) -> None:
+    check(ReferenceAttention(), case, CPU, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("case", in_dtypes(SMALL, torch.float32, torch.bfloat16), ids=str)
+def test_cache_in_another_dtype_loses_only_its_own_rounding(case: Case) -> None:
+    check(TorchAttention(), case, CPU, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("case", in_dtypes(SMALL, torch.bfloat16, torch.bfloat16), ids=str)
+def test_bfloat16(case: Case) -> None:
+    check(TorchAttention(), case, CPU, tolerance=3e-2)
+
+
+def test_cpu_gets_the_torch_backend() -> None:
+    assert select(CPU, torch.bfloat16, torch.bfloat16, 256, 64).name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "page_size", "head_dim", "fits"),
+    [
+        (torch.bfloat16, torch.bfloat16, 256, 128, True),
+        (torch.float16, torch.float16, 512, 80, True),
+        (torch.float32, torch.float32, 256, 128, False),
+        (torch.bfloat16, torch.float16, 256, 128, False),
+        (torch.bfloat16, torch.bfloat16, 16, 128, False),
+        (torch.bfloat16, torch.bfloat16, 256, 100, False),
+        (torch.bfloat16, torch.bfloat16, 256, 264, False),
+    ],
+)
+def test_what_flash_attention_can_serve(
+    dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, head_dim: int, fits: bool
+) -> None:
+    assert flash_backend.supports(dtype, kv_dtype, page_size, head_dim) is fits
+
+
+def test_groups_waste_less_than_half() -> None:
+    spans = [5, 100, 60, 49, 1, 25, 24]
+    groups = group_by_length(range(7), spans)
+    assert groups == [[1, 2], [3, 5], [6], [0], [4]]
+    assert group_by_length([], spans) == []
+
+
+def test_batch_derives_positions_and_slots() -> None:
+    tables = torch.tensor([[7, 2, 0], [4, 0, 0]], dtype=torch.int32)
+    batch = AttentionBatch.build([3, 1], [6, 2], tables, page_size=4)
+    assert batch.positions.tolist() == [3, 4, 5, 1]
+    assert batch.slots.tolist() == [31, 8, 9, 17]
+    assert batch.query_starts == (0, 3, 4)
+    assert batch.cu_query_lens.tolist() == [0, 3, 4]
+    assert batch.cu_context_lens.tolist() == [0, 6, 8]
+    assert batch.context_lens_tensor.tolist() == [6, 2]
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens", "message"),
+    [
+        ([1], [1], "1 query lengths, 1 context lengths, 2 page tables"),
+        ([1, 0], [1, 1], "query length 0"),
+        ([1, 3], [1, 2], "query length 3 and context length 2"),
+        ([1, 1], [1, 9], "context length 9 with 2 pages of 4"),
+    ],
+)
+def test_impossible_batches_are_refused(query_lens: list[int], context_lens: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionBatch.build(query_lens, context_lens, torch.zeros(2, 2, dtype=torch.int32), 4)
+
+
+def test_cache_describes_itself() -> None:
+    kv = KvCache.allocate(
+        num_layers=3, num_pages=5, page_size=16, kv_heads=2, head_dim=8, dtype=torch.bfloat16, device=CPU
+    )
+    assert (kv.num_layers, kv.num_pages, kv.page_size, kv.kv_heads, kv.head_dim) == (3, 5, 16, 2, 8)
+    assert kv.page_bytes == 2 * 3 * 16 * 2 * 8 * 2
+    assert list(kv.parts) == ["k", "v"]

@@ -1,0 +1,99 @@
+"""Layers by themselves: shards of every linear, and a whole model over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.errors import ModelError
+from baton.model.config import RopeConfig
+from baton.model.layers import Parallel, Placement, RowParallelLinear, inverse_frequencies
+from baton.model.load import load_model
+from tests.checkpoints import make_checkpoint, prompt_ids
+from tests.unit.model.runner import chunked_logits
+
+
+class Threads:
+    """Collectives between threads: each contributes a tensor, all get the combination."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=30)
+        self._given: list[Tensor] = [torch.empty(0)] * size
+
+    def rank(self, rank: int) -> Parallel:
+        size = len(self._given)
+        return Parallel(rank, size, self._combine(rank, sum), self._combine(rank, lambda t: torch.cat(t, -1)))
+
+    def _combine(self, rank: int, how: Callable[[list[Tensor]], Tensor]) -> Callable[[Tensor], Tensor]:
+        def collective(x: Tensor) -> Tensor:
+            self._given[rank] = x
+            self._barrier.wait()
+            result = how(list(self._given))
+            self._barrier.wait()
+            return result
+
+        return collective
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "overrides"),
+    [
+        ("llama", True, {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", False, {"vocab_size": 267}),
+        ("qwen3", True, {"vocab_size": 267}),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_together_equal_one(
+    family: str, tied: bool, overrides: dict[str, object], size: int, tmp_path: Path
+) -> None:
+    path = make_checkpoint(family, tmp_path, tied=tied, num_key_value_heads=4, **overrides)
+    ids, threads = prompt_ids(40), Threads(size)
+    alone = chunked_logits(load_model(path, dtype=torch.float32), ids, 16, 16)
+
+    def run(rank: int) -> Tensor:
+        model = load_model(path, dtype=torch.float32, parallel=threads.rank(rank))
+        assert model.new_kv_cache(1, 16).kv_heads == 4 // size
+        return chunked_logits(model, ids, 16, 16)
+
+    with ThreadPoolExecutor(size) as pool:
+        for found in pool.map(run, range(size)):
+            torch.testing.assert_close(found, alone, rtol=0, atol=1e-4)
+
+
+def test_what_does_not_divide_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    with pytest.raises(ModelError, match="num_key_value_heads 2 is not divisible by 4 tensor-parallel ranks"):
+        load_model(path, dtype=torch.float32, parallel=Parallel(0, 4))
+
+
+def test_one_rank_adds_the_bias() -> None:
+    placement = Placement(torch.float32, torch.device("cpu"))
+    ranks = [RowParallelLinear(6, 3, True, placement, Parallel(rank, 2)) for rank in range(2)]
+    weight, bias, x = torch.randn(3, 6), torch.randn(3), torch.randn(2, 6)
+    for linear in ranks:
+        assert linear.parts() == {"weight": (3, 6), "bias": (3,)}
+        linear.load_shard("weight", weight)
+        linear.load_shard("bias", bias)
+    together = ranks[0](x[:, :3]) + ranks[1](x[:, 3:])
+    torch.testing.assert_close(together, x @ weight.T + bias)
+
+
+def test_llama3_frequencies_by_hand() -> None:
+    """Short wavelengths stay, long ones are slowed by the factor, those between are blended."""
+    rope = RopeConfig(10_000.0, "llama3", 4.0, 1.0, 4.0, 32)
+    plain = inverse_frequencies(RopeConfig(10_000.0), 16)
+    found = inverse_frequencies(rope, 16)
+    wavelengths = 2 * math.pi / plain
+    assert found[0] == plain[0]
+    assert wavelengths[0] < 32 / 4 < wavelengths[1] < 32
+    blend = (32 / wavelengths[1] - 1) / (4 - 1)
+    torch.testing.assert_close(found[1], (1 - blend) * plain[1] / 4 + blend * plain[1])
+    torch.testing.assert_close(found[2:], plain[2:] / 4)
