@@ -1,0 +1,183 @@
+"""Between the wire's messages and the dataclasses that the rest of the code uses.
+
+`x_to_proto` and `x_from_proto` are inverse to each other, but for float32: sampling parameters and
+log-probabilities travel as 32-bit floats. What comes from the wire is checked by the dataclasses, which
+raise InvalidRequest.
+"""
+
+from __future__ import annotations
+
+from baton.kv.format import KvFormat, KvPart
+from baton.pb import inference_pb2, kv_pb2
+from baton.request import FinishReason, FirstToken, Handoff, SamplingParams, Timings, TokenInfo, Usage
+
+_FINISH_TO_PROTO = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+
+_OPTIONAL = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "repetition_penalty",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "n",
+    "skip_special_tokens",
+)
+_PLAIN = (
+    "min_tokens",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_in_output",
+)
+_REPEATED = ("stop", "stop_token_ids", "allowed_token_ids")
+
+
+def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
+    """All that is set; token ids and counts must fit 32 bits."""
+    message = inference_pb2.SamplingParams(logit_bias=dict(params.logit_bias))
+    for name in (*_OPTIONAL, *_PLAIN):
+        if (value := getattr(params, name)) is not None:
+            setattr(message, name, value)
+    for name in _REPEATED:
+        getattr(message, name).extend(getattr(params, name))
+    return message
+
+
+def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams:
+    """Absent fields get their defaults; raises InvalidRequest naming a field out of range."""
+    values = {name: getattr(message, name) for name in _PLAIN}
+    values |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    values |= {name: tuple(getattr(message, name)) for name in _REPEATED}
+    return SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **values)
+
+
+def token_to_proto(token: TokenInfo) -> inference_pb2.TokenInfo:
+    """One token."""
+    if token.logprob is None and not token.top:
+        return inference_pb2.TokenInfo(token_id=token.token_id)
+    top = [inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top]
+    return inference_pb2.TokenInfo(token_id=token.token_id, logprob=token.logprob, top=top)
+
+
+def token_from_proto(message: inference_pb2.TokenInfo) -> TokenInfo:
+    """One token."""
+    if not message.HasField("logprob") and not message.top:
+        return TokenInfo(message.token_id)
+    logprob = message.logprob if message.HasField("logprob") else None
+    return TokenInfo(message.token_id, logprob, tuple((entry.token_id, entry.logprob) for entry in message.top))
+
+
+def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:
+    """A finish reason; None while the choice goes on."""
+    return _FINISH_TO_PROTO[reason]
+
+
+def finish_from_proto(value: inference_pb2.FinishReason) -> FinishReason | None:
+    """A finish reason; None while the choice goes on, or for a value of a later version."""
+    return _FINISH_FROM_PROTO.get(value)
+
+
+def first_token_to_proto(first: FirstToken) -> kv_pb2.FirstToken:
+    """The first token of a choice."""
+    return kv_pb2.FirstToken(
+        choice_index=first.choice_index,
+        token=token_to_proto(first.token),
+        finish_reason=finish_to_proto(first.finish),
+    )
+
+
+def first_token_from_proto(message: kv_pb2.FirstToken) -> FirstToken:
+    """The first token of a choice."""
+    finish = finish_from_proto(message.finish_reason)
+    return FirstToken(message.choice_index, token_from_proto(message.token), finish)
+
+
+def handoff_to_proto(handoff: Handoff) -> kv_pb2.Handoff:
+    """The handoff, version 1."""
+    return kv_pb2.Handoff(
+        request_id=handoff.request_id,
+        attempt=handoff.attempt,
+        prompt_token_ids=handoff.prompt_ids,
+        output_token_ids=handoff.output_ids,
+        sampling=sampling_to_proto(handoff.params),
+        first_tokens=[first_token_to_proto(first) for first in handoff.first_tokens],
+        cached_tokens=handoff.cached_tokens,
+        prefill_ms=handoff.prefill_ms,
+    )
+
+
+def handoff_from_proto(message: kv_pb2.Handoff) -> Handoff:
+    """The handoff, version 1."""
+    return Handoff(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        prompt_ids=tuple(message.prompt_token_ids),
+        output_ids=tuple(message.output_token_ids),
+        params=sampling_from_proto(message.sampling),
+        first_tokens=tuple(first_token_from_proto(first) for first in message.first_tokens),
+        cached_tokens=message.cached_tokens,
+        prefill_ms=message.prefill_ms,
+    )
+
+
+def kv_format_to_proto(fmt: KvFormat) -> kv_pb2.KvFormat:
+    """A KV format."""
+    parts = [kv_pb2.KvPartFormat(name=part.name, dtype=part.dtype, shape=part.shape) for part in fmt.parts]
+    return kv_pb2.KvFormat(version=fmt.version, parts=parts, layers=fmt.layers, block_size=fmt.block_size)
+
+
+def kv_format_from_proto(message: kv_pb2.KvFormat) -> KvFormat:
+    """A KV format."""
+    parts = tuple(KvPart(part.name, part.dtype, tuple(part.shape)) for part in message.parts)
+    return KvFormat(parts, message.layers, message.block_size, message.version)
+
+
+def usage_to_proto(usage: Usage) -> inference_pb2.Usage:
+    """Token counts."""
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+    )
+
+
+def usage_from_proto(message: inference_pb2.Usage) -> Usage:
+    """Token counts."""
+    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens)
+
+
+def timings_to_proto(timings: Timings) -> inference_pb2.Timings:
+    """The latency account, in milliseconds."""
+    return inference_pb2.Timings(
+        line=timings.line,
+        prefill=timings.prefill,
+        transfer=timings.transfer,
+        slot_wait=timings.slot_wait,
+        decode=timings.decode,
+        total=timings.total,
+        first_token=timings.first_token,
+        mean_itl=timings.mean_itl,
+    )
+
+
+def timings_from_proto(message: inference_pb2.Timings) -> Timings:
+    """The latency account, in milliseconds."""
+    return Timings(
+        line=message.line,
+        prefill=message.prefill,
+        transfer=message.transfer,
+        slot_wait=message.slot_wait,
+        decode=message.decode,
+        total=message.total,
+        first_token=message.first_token,
+        mean_itl=message.mean_itl,
+    )

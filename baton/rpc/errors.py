@@ -1,0 +1,169 @@
+"""The one point where Baton's errors and gRPC statuses are turned into each other.
+
+On a server, `Boundary` stands around every handler:
+
+    request bytes ── strict deserializer ── handler ── BatonError       its status, the message as details
+                          │ undecodable              ├ CancelledError   passes through
+                          └── INVALID_ARGUMENT       └ anything else    logged with traceback, INTERNAL
+
+A streaming handler is closed before its call ends, so that what its `finally` frees is free as soon as the
+client is gone, not when the garbage collector comes by. On a client, `from_rpc_error` turns a failed call
+into the same exception that the server raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+
+from baton import errors
+from baton.rpc.strict import Undecodable, strict
+
+RETRY_AFTER = "retry-after"
+"""Trailing metadata of a refusal: seconds after which a retry makes sense, as a decimal number."""
+
+_DETAILS_BYTES = 2000
+
+_logger = logging.getLogger(__name__)
+
+_CLASSES: dict[str, Callable[[str], errors.BatonError]] = {
+    cls.grpc_status: cls
+    for cls in (
+        errors.NotFound,
+        errors.DeadlineExceeded,
+        errors.Cancelled,
+        errors.Unavailable,
+        errors.PairingRefused,
+        errors.TransferError,
+    )
+}
+
+
+class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Puts the error mapping and the strict deserializer around every handler of a server."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, tuple[Any, Any]] = {}
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        """Return the handler of the call, wrapped."""
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        known = self._wrapped.get(details.method)
+        if known is None or known[0] is not handler:
+            known = self._wrapped[details.method] = (handler, _wrap(handler, details.method))
+        return known[1]
+
+
+def status_of(error: errors.BatonError) -> grpc.StatusCode:
+    """The gRPC status of an error."""
+    return grpc.StatusCode[error.grpc_status]
+
+
+def from_rpc_error(error: grpc.RpcError) -> errors.BatonError:
+    """The Baton error that a failed call stands for; BatonError where the status has no class of its own."""
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        field, separator, problem = details.partition(": ")
+        return errors.InvalidRequest(field, problem) if separator else errors.InvalidRequest("request", details)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.Overloaded(details, _retry_after(error))
+    if code is grpc.StatusCode.INTERNAL:
+        return errors.BatonError(details)
+    make = _CLASSES.get(code.name)
+    return make(details) if make else errors.BatonError(f"{code.name}: {details}")
+
+
+def _retry_after(error: grpc.RpcError) -> float | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == RETRY_AFTER:
+            try:
+                return float(value)
+            except ValueError:
+                return None
+    return None
+
+
+def _wrap(handler: Any, method: str) -> Any:
+    behaviour, make = _behaviour(handler)
+    if not (inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)):
+        return handler
+    return make(
+        _guarded(behaviour, method, stream_in=handler.request_streaming),
+        request_deserializer=strict(handler.request_deserializer, method),
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _behaviour(handler: Any) -> tuple[Any, Any]:
+    """The handler's function and the factory for handlers of its kind."""
+    kinds = {
+        (False, False): (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
+        (False, True): (handler.unary_stream, grpc.unary_stream_rpc_method_handler),
+        (True, False): (handler.stream_unary, grpc.stream_unary_rpc_method_handler),
+        (True, True): (handler.stream_stream, grpc.stream_stream_rpc_method_handler),
+    }
+    return kinds[handler.request_streaming, handler.response_streaming]
+
+
+def _guarded(behaviour: Any, method: str, *, stream_in: bool) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            if isinstance(request, Undecodable):
+                raise request.error
+            if stream_in:
+                request = _Decoded(request)
+            if not inspect.isasyncgenfunction(behaviour):
+                return await behaviour(request, context)
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+class _Decoded:
+    """A stream of requests that raises at one that could not be decoded."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = aiter(requests)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await anext(self._requests)
+        if isinstance(request, Undecodable):
+            raise request.error
+        return request
+
+
+async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
+    if context.cancelled() or context.done():
+        # Nobody is left to be told, and gRPC refuses an abort of a call that has ended.
+        raise asyncio.CancelledError from error
+    if not isinstance(error, errors.BatonError):
+        _logger.error("%s raised an unexpected error", method, exc_info=error)
+        error = errors.BatonError(f"internal error in {method} ({type(error).__name__})")
+    metadata: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, errors.Overloaded) and error.retry_after is not None:
+        metadata = ((RETRY_AFTER, f"{error.retry_after:.3f}"),)
+    await context.abort(status_of(error), _details(error), metadata)
+    raise error
+
+
+def _details(error: Exception) -> str:
+    # Details travel in a header, whose size is limited; a longer one would replace the status by another.
+    text = str(error) or type(error).__name__
+    return text.encode("utf-8", "backslashreplace")[:_DETAILS_BYTES].decode("utf-8", "ignore")

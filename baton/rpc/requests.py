@@ -1,0 +1,160 @@
+"""Client requests from Python values, and Python values from responses.
+
+What the server could only refuse is refused here, with the same exception: InvalidRequest naming field and
+value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from baton.completion import Delta, Messages, Model, Prompt, Sampling
+from baton.errors import InvalidRequest
+from baton.pb import inference_pb2 as pb
+from baton.request import SamplingParams, check_token_ids
+from baton.rpc import convert
+from baton.rpc.channel import CONTROL_MESSAGE_BYTES
+
+M = TypeVar("M", bound=Message)
+
+_TOKEN_IDS = 2**32
+
+
+def generate_request(model: str, prompt: Prompt, sampling: Sampling) -> pb.GenerateRequest:
+    """A Generate request; a str is text, other sequences are token ids or messages, by their first element."""
+    values: dict[str, Any] = dict(sampling)
+    if isinstance(stop := values.get("stop"), str):
+        values["stop"] = (stop,)
+    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        values[name] = tuple(values.get(name, ()))
+    values["logit_bias"] = tuple(sorted(dict(values.get("logit_bias", {})).items()))
+    params = SamplingParams(**values)
+    params.check_model(_TOKEN_IDS)
+    for index, text in enumerate(params.stop):
+        _check_text(f"stop[{index}]", text)
+    request = pb.GenerateRequest(model=model, sampling=convert.sampling_to_proto(params))
+    if isinstance(prompt, str):
+        request.text = _check_text("prompt", prompt)
+    elif _is_chat(prompt):
+        request.chat.CopyFrom(_chat("prompt", prompt))
+    else:
+        request.token_ids.ids.extend(_token_ids("prompt", prompt))
+    return _sized("prompt", request)
+
+
+def tokenize_request(model: str, text: str | Messages, add_special_tokens: bool) -> pb.TokenizeRequest:
+    """A Tokenize request for text or messages."""
+    request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+    if isinstance(text, str):
+        request.text = _check_text("text", text)
+    else:
+        request.chat.CopyFrom(_chat("text", text))
+    return _sized("text", request)
+
+
+def detokenize_request(model: str, token_ids: Sequence[int], skip_special_tokens: bool) -> pb.DetokenizeRequest:
+    """A Detokenize request."""
+    ids = _token_ids("token_ids", token_ids)
+    request = pb.DetokenizeRequest(model=model, token_ids=ids, skip_special_tokens=skip_special_tokens)
+    return _sized("token_ids", request)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _chat(name: str, messages: Any) -> pb.Chat:
+    chat = pb.Chat()
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise InvalidRequest(f"{name}[{index}]", "must have role and content and nothing else", message)
+        for key, text in message.items():
+            _check_text(f"{name}[{index}].{key}", text)
+        chat.messages.add(role=message["role"], content=message["content"])
+    return chat
+
+
+def _token_ids(name: str, token_ids: Any) -> list[int]:
+    try:
+        # Each id takes at least a byte.
+        if len(token_ids) > CONTROL_MESSAGE_BYTES:
+            raise _too_large(name, len(token_ids))
+        if isinstance(token_ids, (bytes, bytearray)):
+            raise TypeError
+        ids = [operator.index(token_id) for token_id in token_ids]
+    except TypeError:
+        raise InvalidRequest(name, "must be text, token ids or messages", token_ids) from None
+    check_token_ids(name, ids, _TOKEN_IDS)
+    return ids
+
+
+def _check_text(name: str, text: Any) -> str:
+    if not isinstance(text, str):
+        raise InvalidRequest(name, "must be text", text)
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(name, f"not valid Unicode at character {error.start}", text[error.start]) from None
+    if size > CONTROL_MESSAGE_BYTES:
+        raise _too_large(name, size)
+    return text
+
+
+def _sized(name: str, request: M) -> M:
+    if (size := request.ByteSize()) > CONTROL_MESSAGE_BYTES:
+        raise _too_large(name, size)
+    return request
+
+
+def _too_large(name: str, size: int) -> InvalidRequest:
+    return InvalidRequest(name, f"a request may have at most {CONTROL_MESSAGE_BYTES} bytes", size)
+
+
+def deltas(response: pb.GenerateResponse) -> list[Delta]:
+    """One delta for each choice of the event; what concerns the request comes with the first or the last."""
+    found = [_delta(response.request_id, choice) for choice in response.choices]
+    if not found:
+        found = [Delta(response.request_id, 0)]
+    if response.prompt_tokens:
+        prompt_tokens = tuple(convert.token_from_proto(token) for token in response.prompt_tokens)
+        found[0] = replace(found[0], prompt_tokens=prompt_tokens)
+    if response.HasField("usage"):
+        found[-1] = replace(found[-1], usage=convert.usage_from_proto(response.usage))
+    if response.HasField("timings"):
+        found[-1] = replace(found[-1], timings_ms=convert.timings_from_proto(response.timings))
+    return found
+
+
+def _delta(request_id: str, choice: pb.ChoiceDelta) -> Delta:
+    cause = choice.WhichOneof("stop_cause")
+    return Delta(
+        request_id,
+        choice.index,
+        choice.text,
+        tuple(convert.token_from_proto(token) for token in choice.tokens),
+        convert.finish_from_proto(choice.finish_reason),
+        getattr(choice, cause) if cause else None,
+    )
+
+
+def model(response: pb.GetModelResponse) -> Model:
+    """The served model."""
+    return Model(
+        response.name,
+        response.max_model_len,
+        response.vocab_size,
+        tuple(response.eos_token_ids),
+        response.has_chat_template,
+        response.fingerprint,
+    )
+
+
+def serving(response: health_pb2.HealthCheckResponse) -> bool:
+    """Whether a health check says SERVING."""
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

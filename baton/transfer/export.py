@@ -1,0 +1,247 @@
+"""One exported KV cache: what is final of it, its streams, its lease, its end (see `exports` for its life).
+
+Each stream sends what is final, in the order of production: a chunk goes through all layers before the
+next. One frame is read from the engine while the one before is being sent; that is all the read-ahead there
+is, so a slow consumer costs two frames.
+
+The lease runs from the commit. Every frame that a consumer takes renews it, as RenewLease does; a consumer
+that neither takes frames nor renews loses the export even while its stream stands. Timers belong to the
+loop, not to any scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import IncompleteTransfer, InvalidRequest, TransferError
+from baton.request import Handoff
+from baton.telemetry.metrics import LEASES_EXPIRED, TRANSFER_BYTES
+from baton.transfer import wire
+from baton.transfer.coverage import Box, Coverage
+from baton.transfer.handoff import pack
+from baton.transfer.waiters import waiter_in, wake_all
+
+_Frame = tuple[int, range, bytes, int, int]
+"""Layer, tokens, the encoded frame, its checksum, and the payload's bytes."""
+
+
+class Export:
+    """One exported KV cache; made by `Exports.open`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        transfer_id: str,
+        handle: KvHandle,
+        tokens: int,
+        *,
+        lease_s: float,
+        frame_bytes: int,
+        on_ended: Callable[[str], None],
+        on_closed: Callable[[], None],
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.tokens = tokens
+        self.kv_format = engine.spec.kv_format
+        self._engine = engine
+        self._handle = handle
+        self._lease_s = lease_s
+        self._frame_bytes = frame_bytes
+        self._on_ended = on_ended
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self._final = [0] * self.kv_format.layers
+        self._wake_lock = threading.Lock()
+        self._wake_pending = False
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._handoff: Handoff | None = None
+        self._commit: bytes | None = None
+        self._ended: TransferError | None = None
+        self._reading = 0
+        self._lease_until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the export was released, reaped or failed."""
+        return self._ended is not None
+
+    def advance(self, layer: int, token_end: int) -> None:
+        """Tokens `[0, token_end)` of the layer are final; from any thread. Does nothing once it has ended.
+
+        Raises InvalidRequest for a layer or token outside of the export.
+        """
+        if not 0 <= layer < len(self._final):
+            raise InvalidRequest("layer", f"must be in [0, {len(self._final)})", layer)
+        if not 0 <= token_end <= self.tokens:
+            raise InvalidRequest("token_end", f"must be in [0, {self.tokens}]", token_end)
+        with self._wake_lock:
+            if self.ended or token_end <= self._final[layer]:
+                return
+            self._final[layer] = token_end
+            if self._wake_pending:
+                return
+            self._wake_pending = True
+        self._loop.call_soon_threadsafe(self._wake)
+
+    def commit(self, handoff: Handoff) -> None:
+        """All KV is final; the lease begins. Does nothing once the export has ended.
+
+        Raises IncompleteTransfer if a layer has not advanced to the last token, InvalidRequest a second time.
+        """
+        if self.ended:
+            return
+        if self._handoff is not None:
+            raise InvalidRequest("transfer_id", "was committed already", self.transfer_id)
+        for layer, final in enumerate(self._final):
+            if final != self.tokens:
+                raise IncompleteTransfer(
+                    f"transfer {self.transfer_id}: {final} of {self.tokens} tokens of layer {layer} are final"
+                )
+        self._handoff = handoff
+        self._wake_waiters()
+        self.renew()
+
+    def fail(self, error: Exception) -> None:
+        """End the export; its streams end with the error. Does nothing once it has ended."""
+        self.end(f"failed at its source: {error}")
+
+    def renew(self) -> float:
+        """Let the lease run anew from now, and return its seconds; it does not run before the commit."""
+        if self._handoff is not None and not self.ended:
+            self._lease_until = self._loop.time() + self._lease_s
+            if self._timer is None:
+                self._timer = self._loop.call_at(self._lease_until, self._lease_due)
+        return self._lease_s
+
+    def end(self, reason: str) -> None:
+        """End the export for a reason that its streams report; idempotent."""
+        if self.ended:
+            return
+        self._ended = TransferError(f"transfer {self.transfer_id} {reason}")
+        if self._timer is not None:
+            self._timer.cancel()
+        self._on_ended(reason)
+        self._wake_waiters()
+        self._close_when_unread()
+
+    async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
+        """The stream of one FetchKv: data as it becomes final, the manifest, and the commit when it is there.
+
+        `box` lies within the export. Raises TransferError when the export ends before the stream does.
+        """
+        self.renew()
+        carried, digest, count = Coverage(box), 0, 0
+        pieces = _Pieces(box, self._tokens_a_frame(box))
+        ahead = None
+        while ahead is not None or not pieces.done:
+            ahead = ahead or self._read_next(pieces, box)
+            if ahead is None:
+                await self._changed()
+                continue
+            # Shielded, because a cancelled stream does not end the read in its thread.
+            layer, tokens, frame, checksum, payload = await asyncio.shield(ahead)
+            carried.add(layer, tokens, box.heads)
+            digest, count = wire.extend_digest(digest, checksum), count + 1
+            ahead = self._read_next(pieces, box)
+            yield frame
+            TRANSFER_BYTES.labels("sent").inc(payload)
+            self.renew()
+        yield wire.encode_manifest(wire.Manifest(count, carried.runs(), digest))
+        self.renew()
+        while self._handoff is None:
+            await self._changed()
+        self._check()
+        yield await asyncio.to_thread(self._encoded_commit, self._handoff)
+        self.renew()
+
+    def _encoded_commit(self, handoff: Handoff) -> bytes:
+        if self._commit is None:
+            self._commit = wire.encode_commit(self.tokens, pack(handoff))
+        return self._commit
+
+    def _tokens_a_frame(self, box: Box) -> int:
+        token_bytes = self.kv_format.token_bytes // self.kv_format.layers
+        layer_bytes = token_bytes * len(box.heads) // self.kv_format.heads
+        return max(1, self._frame_bytes // layer_bytes)
+
+    def _read_next(self, pieces: _Pieces, box: Box) -> asyncio.Future[_Frame] | None:
+        """Start to read the next piece, if one is final."""
+        self._check()
+        piece = pieces.take(self._final)
+        if piece is None:
+            return None
+        self._reading += 1
+        read = self._loop.run_in_executor(None, self._read, *piece, box.heads)
+        read.add_done_callback(self._read_done)
+        return read
+
+    def _read(self, layer: int, tokens: range, heads: range) -> _Frame:
+        parts = self._engine.read_kv(self._handle, layer, tokens, heads)
+        frame, checksum = wire.encode_data(layer, tokens, heads, parts)
+        return layer, tokens, frame, checksum, sum(memoryview(part.data).nbytes for part in parts)
+
+    def _read_done(self, read: asyncio.Future[_Frame]) -> None:
+        self._reading -= 1
+        if not read.cancelled():
+            read.exception()
+        self._close_when_unread()
+
+    def _close_when_unread(self) -> None:
+        """Called at the end and after each read; no read begins after the end, so that this happens once."""
+        if self.ended and not self._reading:
+            self._on_closed()
+
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise TransferError(str(self._ended))
+
+    async def _changed(self) -> None:
+        """Wait until something is final, committed or ended; raises if the export has ended."""
+        self._check()
+        with waiter_in(self._waiting) as waiter:
+            await waiter
+        self._check()
+
+    def _wake(self) -> None:
+        with self._wake_lock:
+            self._wake_pending = False
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
+        wake_all(self._waiting)
+
+    def _lease_due(self) -> None:
+        self._timer = None
+        if self._loop.time() < self._lease_until:
+            self._timer = self._loop.call_at(self._lease_until, self._lease_due)
+            return
+        LEASES_EXPIRED.inc()
+        self.end(f"was not fetched within its lease of {self._lease_s} s")
+
+
+class _Pieces:
+    """Cuts a box into frames in the order of production: the layer that lags behind first."""
+
+    def __init__(self, box: Box, tokens_a_frame: int) -> None:
+        self._next = dict.fromkeys(box.layers, box.tokens.start)
+        self._stop = box.tokens.stop
+        self._size = tokens_a_frame
+
+    @property
+    def done(self) -> bool:
+        """Whether all was taken."""
+        return all(at == self._stop for at in self._next.values())
+
+    def take(self, final: list[int]) -> tuple[int, range] | None:
+        """The next piece, given how many tokens of each layer are final; None if there is none yet."""
+        ready = [(at, layer) for layer, at in self._next.items() if at < min(final[layer], self._stop)]
+        if not ready:
+            return None
+        start, layer = min(ready)
+        stop = min(start + self._size, final[layer], self._stop)
+        self._next[layer] = stop
+        return layer, range(start, stop)

@@ -1,0 +1,177 @@
+"""Exports: KV that this worker lets others fetch, from its first chunk until it is released.
+
+    announce ──▶ open ── advance × n ── commit ── lease ──▶ ended ── on_closed
+       │           └──────── fail, close, release ────────────▲
+       └── withdraw ──────────────────────────────────────────┘   (never opened: no on_closed)
+
+A FetchKv may overtake the prefill that it depends on: one of an unknown id waits `unknown_wait_s` for it to
+be announced or opened, one of an announced id as long as its caller does, since a prompt may stand in line.
+
+An export ends once: it is unlisted, its streams end with an error, and as soon as no `read_kv` of its is in
+flight, `on_closed` is called, once, and the owner frees the handle. Ids that ended are remembered, so that
+what belonged to a dead attempt can't be opened again: the last `REMEMBERED` of them.
+
+All runs on one asyncio loop but `Export.advance`, which any thread may call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import InvalidRequest, NotFound, StaleIncarnation, TransferError, Unavailable
+from baton.telemetry.metrics import EXPORTS_OPEN
+from baton.transfer.export import Export
+from baton.transfer.waiters import waiter_in, wake_all
+
+REMEMBERED = 65_536
+
+
+class Exports:
+    """The exports of one worker, by transfer id."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        incarnation: str,
+        *,
+        lease_s: float = 10.0,
+        unknown_wait_s: float = 2.0,
+        frame_bytes: int = 1 << 20,
+    ) -> None:
+        self._engine = engine
+        self.incarnation = incarnation
+        self._lease_s = lease_s
+        self._frame_bytes = frame_bytes
+        self._unknown_wait_s = unknown_wait_s
+        self._open: dict[str, Export] = {}
+        self._unclosed = 0
+        self._announced: set[str] = set()
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._awaited: dict[str, set[asyncio.Future[None]]] = {}
+        self._draining: set[asyncio.Future[None]] = set()
+        self._closed = False
+
+    def announce(self, transfer_id: str) -> None:
+        """The id will be opened or withdrawn: fetches of it wait as long as their callers do."""
+        self._admit(transfer_id)
+        self._announced.add(transfer_id)
+        self._tell(transfer_id)
+
+    def withdraw(self, transfer_id: str, reason: str) -> None:
+        """The announced id won't be opened: fetches of it end with NOT_FOUND. Nothing if it was opened."""
+        if transfer_id in self._announced:
+            self._remember(transfer_id, reason)
+
+    def open(self, transfer_id: str, handle: KvHandle, tokens: int, *, on_closed: Callable[[], None]) -> Export:
+        """Export the first `tokens` tokens of the handle; `on_closed` is called, once, when that is over.
+
+        It is called on the loop, perhaps from within `release`, `fail` or `close`. Raises InvalidRequest if
+        the id is open, TransferError if it has ended (perhaps before it began), Unavailable after `close`.
+        """
+        self._admit(transfer_id)
+        if not 0 < tokens <= handle.capacity:
+            raise InvalidRequest("tokens", f"must be in [1, {handle.capacity}]", tokens)
+        self._announced.discard(transfer_id)
+
+        def ended(reason: str) -> None:
+            del self._open[transfer_id]
+            EXPORTS_OPEN.dec()
+            self._remember(transfer_id, reason)
+
+        def closed() -> None:
+            self._unclosed -= 1
+            wake_all(self._draining)
+            on_closed()
+
+        self._open[transfer_id] = export = Export(
+            self._engine,
+            transfer_id,
+            handle,
+            tokens,
+            lease_s=self._lease_s,
+            frame_bytes=self._frame_bytes,
+            on_ended=ended,
+            on_closed=closed,
+        )
+        self._unclosed += 1
+        EXPORTS_OPEN.inc()
+        self._tell(transfer_id)
+        return export
+
+    async def find(self, transfer_id: str, incarnation: str) -> Export:
+        """The open export, waiting for it if need be. Raises StaleIncarnation or NotFound."""
+        self._check_incarnation(incarnation)
+        give_up = asyncio.get_running_loop().time() + self._unknown_wait_s
+        while (export := self._open.get(transfer_id)) is None:
+            if (reason := self._ended.get(transfer_id)) is not None:
+                raise NotFound(f"transfer {transfer_id} {reason}")
+            if self._closed:
+                raise Unavailable("the exporter is closing")
+            try:
+                async with asyncio.timeout_at(None if transfer_id in self._announced else give_up):
+                    with waiter_in(self._awaited.setdefault(transfer_id, set())) as waiter:
+                        await waiter
+            except TimeoutError:
+                raise NotFound(
+                    f"transfer {transfer_id} is unknown, and was not opened within {self._unknown_wait_s} s"
+                ) from None
+            finally:
+                if not self._awaited.get(transfer_id, True):
+                    del self._awaited[transfer_id]
+        return export
+
+    def renew(self, transfer_id: str, incarnation: str) -> float:
+        """Renew a lease and return its seconds. Raises StaleIncarnation or NotFound."""
+        self._check_incarnation(incarnation)
+        if (export := self._open.get(transfer_id)) is None:
+            raise NotFound(f"transfer {transfer_id} {self._ended.get(transfer_id, 'is unknown')}")
+        return export.renew()
+
+    def release(self, transfer_id: str, incarnation: str) -> None:
+        """End an export; idempotent. An id not opened yet never will be; another incarnation's is gone."""
+        if incarnation != self.incarnation:
+            return
+        if (export := self._open.get(transfer_id)) is not None:
+            export.end("was released")
+        elif transfer_id not in self._ended:
+            self._remember(transfer_id, "was released")
+
+    def _check_incarnation(self, incarnation: str) -> None:
+        """Raise StaleIncarnation if another incarnation of this worker was meant."""
+        if incarnation != self.incarnation:
+            raise StaleIncarnation(f"incarnation {incarnation!r} was asked for, this is {self.incarnation!r}")
+
+    def close(self) -> None:
+        """Fail all exports and every fetch that waits for one; nothing can be opened any more."""
+        self._closed = True
+        for export in list(self._open.values()):
+            export.end("ended: its exporter is closing")
+        for waiting in list(self._awaited.values()):
+            wake_all(waiting)
+
+    async def drained(self) -> None:
+        """Return once no export is left and every `on_closed` was called."""
+        while self._unclosed:
+            with waiter_in(self._draining) as waiter:
+                await waiter
+
+    def _admit(self, transfer_id: str) -> None:
+        if self._closed:
+            raise Unavailable("the exporter is closing")
+        if transfer_id in self._open:
+            raise InvalidRequest("transfer_id", "is exported already", transfer_id)
+        if (reason := self._ended.get(transfer_id)) is not None:
+            raise TransferError(f"transfer {transfer_id} {reason}")
+
+    def _remember(self, transfer_id: str, reason: str) -> None:
+        self._announced.discard(transfer_id)
+        self._ended[transfer_id] = reason
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        self._tell(transfer_id)
+
+    def _tell(self, transfer_id: str) -> None:
+        wake_all(self._awaited.get(transfer_id, set()))

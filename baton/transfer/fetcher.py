@@ -1,0 +1,113 @@
+"""Fetching: pull KV into a handle's pages, and return the handoff only of what is complete and committed.
+
+    frames ──▶ Receiver.take (in an executor) ──▶ gaps? each once more ──▶ Handoff ──▶ release
+
+The next frame is received while the one before is checked and written, and no more than that. A write can't
+be cancelled, so neither function returns or raises before the last one has ended: the handle may be freed
+at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import aclosing
+
+import grpc
+
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import CorruptFrame, IncompleteTransfer, TransferError
+from baton.request import Handoff
+from baton.telemetry.metrics import TRANSFER_FAULTS
+from baton.transfer.coverage import Box
+from baton.transfer.receiver import Receiver
+from baton.transfer.source import GrpcSource, KvSource
+
+
+async def fetch(
+    channel: grpc.aio.Channel,
+    engine: Engine,
+    handle: KvHandle,
+    *,
+    transfer_id: str,
+    incarnation: str,
+    tokens: int,
+    timeout_s: float,
+    stall_timeout_s: float,
+) -> Handoff:
+    """Pull the whole export of `tokens` tokens into the handle, and release it whatever happens.
+
+    `timeout_s` bounds all; `stall_timeout_s` the silence of the exporter once the export is open. Raises only
+    TransferError and its subclasses.
+    """
+    kv_format = engine.spec.kv_format
+    source = GrpcSource(channel, transfer_id, incarnation, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s)
+    box = Box(range(tokens), range(kv_format.layers), range(kv_format.heads))
+    try:
+        return await pull(source, engine, handle, box, length=tokens, timeout_s=timeout_s)
+    finally:
+        await source.release()
+
+
+async def pull(
+    source: KvSource, engine: Engine, handle: KvHandle, box: Box, *, length: int, timeout_s: float
+) -> Handoff:
+    """Pull one box of an export of `length` tokens into the handle; the export stays open.
+
+    A bad frame is fetched once more. Raises TransferError and its subclasses, each counted by kind.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _pull(source, engine, handle, box, length)
+    except TimeoutError:
+        TRANSFER_FAULTS.labels("timeout").inc()
+        raise IncompleteTransfer(f"the transfer did not end within {timeout_s} s") from None
+    except TransferError as error:
+        TRANSFER_FAULTS.labels(re.sub(r"\B([A-Z])", r"_\1", type(error).__name__).lower()).inc()
+        raise
+
+
+async def _pull(source: KvSource, engine: Engine, handle: KvHandle, box: Box, length: int) -> Handoff:
+    receiver = Receiver(engine, handle, box, length)
+    gaps = await _receive(source, receiver)
+    handoff = receiver.handoff
+    for gap in gaps:
+        again = Receiver(engine, handle, gap, length)
+        await _receive(source, again)
+        if again.bad:
+            raise CorruptFrame(f"layer {gap.layers.start}, tokens {gap.tokens}: bad again when fetched again")
+        handoff = handoff or again.handoff
+    if handoff is None:
+        raise IncompleteTransfer("the stream ended without a commit")
+    return handoff
+
+
+async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:
+    """Run one stream to its end; returns what has to be fetched again."""
+    loop = asyncio.get_running_loop()
+    writing: asyncio.Future[None] | None = None
+    async with aclosing(source.frames(receiver.box)) as frames:
+        try:
+            async for frame in frames:
+                if writing is not None:
+                    await asyncio.shield(writing)
+                writing = loop.run_in_executor(None, receiver.take, frame)
+            if writing is not None:
+                await asyncio.shield(writing)
+        finally:
+            if writing is not None:
+                await _ended(writing)
+    return receiver.gaps()
+
+
+async def _ended(writing: asyncio.Future[None]) -> None:
+    """Wait for a write, through cancellations as well, which are raised after it."""
+    cancelled: asyncio.CancelledError | None = None
+    while not writing.done():
+        try:
+            await asyncio.wait({writing})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    writing.exception()
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,123 @@
+"""The consumer's end of one stream: takes its frames, checks all, writes what is sound.
+
+A frame that fails its own check (`wire.decode`) is counted as bad and leaves a gap, which the fetcher asks
+for again. What is sound in itself but has no place in the stream (outside of the box, sent twice, after the
+commit) ends the transfer at once. Nothing here is asynchronous: the fetcher calls `take` on some thread,
+one call at a time.
+"""
+
+from __future__ import annotations
+
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import CorruptFrame, IncompleteTransfer, TransferError
+from baton.kv.format import PartData
+from baton.request import Handoff
+from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
+from baton.transfer import wire
+from baton.transfer.coverage import Box, Coverage
+from baton.transfer.handoff import unpack
+
+
+class Receiver:
+    """Receives the box of an export that is `length` tokens long into the handle's pages."""
+
+    def __init__(self, engine: Engine, handle: KvHandle, box: Box, length: int) -> None:
+        self.box = box
+        self.bad = 0
+        """Frames that failed their check."""
+        self.handoff: Handoff | None = None
+        """Set by the commit."""
+        self._engine = engine
+        self._handle = handle
+        self._length = length
+        self._coverage = Coverage(box)
+        self._frames = 0
+        self._digest = 0
+        self._manifest: wire.Manifest | None = None
+
+    def take(self, raw: bytes) -> None:
+        """One frame; raises TransferError when the transfer can't succeed any more."""
+        if self.handoff is not None:
+            raise CorruptFrame("a frame was sent after the commit")
+        try:
+            frame = wire.decode(raw)
+        except CorruptFrame:
+            self.bad += 1
+            TRANSFER_FAULTS.labels("bad_frame").inc()
+            return
+        match frame:
+            case wire.KvData():
+                self._take_data(frame)
+            case wire.Manifest():
+                self._take_manifest(frame)
+            case wire.Commit():
+                self._take_commit(frame)
+
+    def gaps(self) -> list[Box]:
+        """At the stream's end: what has to be fetched again because of bad frames.
+
+        Raises IncompleteTransfer if something lacks though no frame was bad.
+        """
+        missing = self._coverage.missing()
+        if not self.bad:
+            if missing:
+                raise IncompleteTransfer(f"the stream ended without {_described(missing)}")
+            if self._manifest is None or self.handoff is None:
+                raise IncompleteTransfer(
+                    f"the stream ended without {'manifest' if self._manifest is None else 'commit'}"
+                )
+        if not missing and self.handoff is None:
+            return [Box(range(self._length, self._length), self.box.layers, self.box.heads)]
+        return missing
+
+    def _take_data(self, frame: wire.KvData) -> None:
+        if self._manifest is not None:
+            raise CorruptFrame("data was sent after the manifest")
+        self._coverage.add(frame.layer, frame.tokens, frame.heads)
+        self._frames += 1
+        self._digest = wire.extend_digest(self._digest, frame.checksum)
+        self._write(frame.layer, frame.tokens.start, frame.heads.start, frame.parts)
+        TRANSFER_BYTES.labels("received").inc(frame.payload_bytes)
+
+    def _write(self, layer: int, token: int, head: int, parts: tuple[PartData, ...]) -> None:
+        try:
+            self._engine.write_kv(self._handle, layer, token, head, parts)
+        except TransferError:
+            raise
+        except Exception as error:
+            raise TransferError(f"layer {layer} from token {token} on could not be written: {error}") from error
+
+    def _take_manifest(self, manifest: wire.Manifest) -> None:
+        """Compare with what arrived; where frames were bad, with what should have arrived."""
+        if self._manifest is not None:
+            raise CorruptFrame("a second manifest was sent")
+        tokens, layers = self.box.tokens, self.box.layers
+        whole = tuple((layer, tokens.start, tokens.stop) for layer in layers) if tokens else ()
+        runs, digest = (whole, manifest.digest) if self.bad else (self._coverage.runs(), self._digest)
+        arrived = wire.Manifest(self._frames + self.bad, runs, digest)
+        if manifest != arrived:
+            raise IncompleteTransfer(
+                f"the manifest lists {manifest.frames} frames with digest {manifest.digest:#010x} in "
+                f"{len(manifest.runs)} ranges, {arrived.frames} frames with digest {arrived.digest:#010x} in "
+                f"{len(arrived.runs)} ranges arrived"
+            )
+        self._manifest = manifest
+
+    def _take_commit(self, commit: wire.Commit) -> None:
+        if self._manifest is None and not self.bad:
+            raise IncompleteTransfer("the commit was sent without a manifest")
+        if commit.version != wire.HANDOFF_VERSION:
+            raise TransferError(f"the handoff has version {commit.version}, this is {wire.HANDOFF_VERSION}")
+        handoff = unpack(commit.handoff)
+        lengths = {commit.length, len(handoff.prompt_ids) + len(handoff.output_ids)}
+        if lengths != {self._length}:
+            raise IncompleteTransfer(f"the commit covers {sorted(lengths)} tokens, {self._length} are wanted")
+        self.handoff = handoff
+
+
+def _described(missing: list[Box]) -> str:
+    first = missing[0]
+    return (
+        f"tokens [{first.tokens.start}, {first.tokens.stop}) of layer {first.layers.start}, "
+        f"the first of {len(missing)} gaps"
+    )

@@ -1,0 +1,132 @@
+"""Where a consumer's frames come from: the narrow seam of the bulk path, and gRPC behind it.
+
+Another transport (RDMA) implements `KvSource`; what is fetched, checked, written and fetched again is not
+its affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any, NoReturn, Protocol
+
+import grpc
+
+from baton.errors import IncompleteTransfer, SourceUnreachable, StaleIncarnation, TransferError
+from baton.pb import kv_pb2
+from baton.transfer.coverage import Box
+
+FAULT_METADATA = "kv-fault"
+"""Trailing metadata of a failed FetchKv whose class its status does not tell."""
+
+_SERVICE = "/baton.v1.Kv"
+_RELEASE_TIMEOUT_S = 0.5
+_UNREACHABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+
+
+class KvSource(Protocol):
+    """One export, as its consumer sees it."""
+
+    def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
+        """Encoded frames of the box up to the commit, as they become final.
+
+        Closing the generator ends the stream. Raises TransferError; SourceUnreachable if the source is silent.
+        """
+
+    async def release(self) -> None:
+        """End the export if it can be reached; takes a bounded time, and does not raise if that fails."""
+
+
+class GrpcSource:
+    """An export behind a gRPC channel.
+
+    `timeout_s` bounds each call, at both of its ends. The clock of `stall_timeout_s` runs from the opening of
+    the export on, since a prompt may have to stand in line; it stands while the consumer itself is busy.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        transfer_id: str,
+        incarnation: str,
+        *,
+        timeout_s: float,
+        stall_timeout_s: float,
+    ) -> None:
+        self._transfer_id = transfer_id
+        self._incarnation = incarnation
+        self._timeout_s = timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._fetch = channel.unary_stream(
+            f"{_SERVICE}/FetchKv", request_serializer=kv_pb2.FetchKvRequest.SerializeToString
+        )
+        self._release = channel.unary_unary(
+            f"{_SERVICE}/ReleaseKv", request_serializer=kv_pb2.ReleaseKvRequest.SerializeToString
+        )
+
+    async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
+        """See KvSource."""
+        request = kv_pb2.FetchKvRequest(
+            transfer_id=self._transfer_id,
+            incarnation=self._incarnation,
+            token_start=box.tokens.start,
+            token_end=box.tokens.stop,
+            layer_start=box.layers.start,
+            layer_end=box.layers.stop,
+            head_start=box.heads.start,
+            head_end=box.heads.stop,
+        )
+        try:
+            call = self._fetch(request, timeout=self._timeout_s)
+        except grpc.aio.UsageError as error:
+            raise SourceUnreachable(f"transfer {self._transfer_id}: {error}") from error
+        try:
+            # Returns without raising when the call fails; reading tells why.
+            await call.initial_metadata()
+            while (frame := await self._next(call)) is not grpc.aio.EOF:
+                yield frame
+        finally:
+            call.cancel()
+
+    async def release(self) -> None:
+        """See KvSource."""
+        request = kv_pb2.ReleaseKvRequest(transfer_id=self._transfer_id, incarnation=self._incarnation)
+        try:
+            await self._release(request, timeout=_RELEASE_TIMEOUT_S)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            # The lease ends what could not be released.
+            return
+        except asyncio.CancelledError:
+            _raise_if_own()
+
+    async def _next(self, call: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                return await call.read()
+        except TimeoutError:
+            raise SourceUnreachable(
+                f"transfer {self._transfer_id}: its source sent nothing for {self._stall_timeout_s} s"
+            ) from None
+        except grpc.aio.AioRpcError as error:
+            self._raise(error)
+        except asyncio.CancelledError:
+            _raise_if_own()
+            raise SourceUnreachable("the channel was closed") from None
+
+    def _raise(self, error: grpc.aio.AioRpcError) -> NoReturn:
+        code, details = error.code(), error.details() or ""
+        message = f"transfer {self._transfer_id}: {details} ({code.name})"
+        if code in _UNREACHABLE:
+            raise SourceUnreachable(message) from error
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise IncompleteTransfer(message) from error
+        if (FAULT_METADATA, StaleIncarnation.__name__) in tuple(error.trailing_metadata() or ()):
+            raise StaleIncarnation(message) from error
+        raise TransferError(message) from error
+
+
+def _raise_if_own() -> None:
+    """Re-raise a cancellation of this task; gRPC raises the same when a channel is closed under a call."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

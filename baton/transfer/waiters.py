@@ -1,0 +1,25 @@
+"""Futures that wait in a set until something has changed; each waiter looks again for itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def waiter_in(waiting: set[asyncio.Future[None]]) -> Iterator[asyncio.Future[None]]:
+    """A future that stands in the set while the block runs."""
+    waiter = asyncio.get_running_loop().create_future()
+    waiting.add(waiter)
+    try:
+        yield waiter
+    finally:
+        waiting.discard(waiter)
+
+
+def wake_all(waiting: set[asyncio.Future[None]]) -> None:
+    """Complete every future of the set."""
+    for waiter in waiting:
+        if not waiter.done():
+            waiter.set_result(None)

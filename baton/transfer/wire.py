@@ -1,0 +1,303 @@
+"""The encoding of KV frames: made and read by hand, wire-compatible with the declared message `KvFrame`.
+
+A stream is data frames, then one manifest, then one commit:
+
+    data        0A <len> header   12 <len> payload        header: ... 3D <checksum>
+    manifest    1A <len> KvManifest
+    commit      22 <len> KvCommit
+
+What a generated class serializes is exactly this, and it reads what is made here; by hand, the payload is
+copied once on its way out and not at all on its way in. Reading is strict: fields in ascending order, nothing
+unknown, nothing left over.
+
+What a flipped bit meets: the checksum covers the header's bytes before it and the payload; tags and lengths
+outside must fit the frame exactly; manifest and commit must be byte for byte what their contents encode to,
+the manifest is compared with what arrived, the commit with the length asked for and the SHA-256 of its
+handoff.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import crc32c
+
+from baton.errors import CorruptFrame, shown
+from baton.kv.format import DTYPE_BYTES, PartData
+
+HANDOFF_VERSION = 1
+
+_VARINT, _BYTES, _FIXED32 = 0, 2, 5
+_CHECKSUM = struct.Struct("<BI")
+_CHECKSUM_TAG = 7 << 3 | _FIXED32
+_FIXED = struct.Struct("<I")
+_UINT32_MAX = 2**32 - 1
+_MAX_VARINT_BYTES = 10
+_OUTER_FIELDS = 3
+_MAX_SHAPE_BYTES = 64
+
+Run = tuple[int, int, int]
+"""(layer, first token, one past the last token)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvData:
+    """A data frame: each part `[len(tokens), len(heads), ...]`, its data a view into the frame."""
+
+    layer: int
+    tokens: range
+    heads: range
+    parts: tuple[PartData, ...]
+    checksum: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(len(part.data) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a stream has carried; `digest` is the CRC-32C over the frames' checksums in the order sent."""
+
+    frames: int
+    runs: tuple[Run, ...]
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The end of a stream; `handoff` is a serialized Handoff whose SHA-256 was checked."""
+
+    length: int
+    version: int
+    handoff: bytes
+
+
+def encode_data(layer: int, tokens: range, heads: range, parts: Sequence[PartData]) -> tuple[bytes, int]:
+    """A data frame and its checksum: CRC-32C over the header's bytes before it, then the payload."""
+    views = [memoryview(part.data).cast("B") for part in parts]
+    described = b"".join(_bytes_field(6, _part(part, view.nbytes)) for part, view in zip(parts, views, strict=True))
+    head = (
+        _number_field(1, layer)
+        + _number_field(2, tokens.start)
+        + _number_field(3, len(tokens))
+        + _number_field(4, heads.start)
+        + _number_field(5, len(heads))
+        + described
+    )
+    checksum = crc32c.crc32c(head)
+    for view in views:
+        checksum = crc32c.crc32c(view, checksum)
+    header = head + _CHECKSUM.pack(_CHECKSUM_TAG, checksum)
+    payload_length = sum(view.nbytes for view in views)
+    prefix = _bytes_field(1, header) + bytes((2 << 3 | _BYTES,)) + _varint(payload_length)
+    return b"".join((prefix, *views)), checksum
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """A manifest frame."""
+    runs = b"".join(
+        _bytes_field(2, _number_field(1, layer) + _number_field(2, start) + _number_field(3, end))
+        for layer, start, end in manifest.runs
+    )
+    digest = bytes((3 << 3 | _FIXED32,)) + _FIXED.pack(manifest.digest) if manifest.digest else b""
+    return _bytes_field(3, _number_field(1, manifest.frames) + runs + digest)
+
+
+def encode_commit(length: int, handoff: bytes, version: int = HANDOFF_VERSION) -> bytes:
+    """A commit frame for an export of `length` tokens and a serialized Handoff."""
+    return _bytes_field(
+        4,
+        _number_field(1, length)
+        + _number_field(2, version)
+        + _bytes_field(3, handoff)
+        + _bytes_field(4, hashlib.sha256(handoff).digest()),
+    )
+
+
+def extend_digest(digest: int, checksum: int) -> int:
+    """The manifest's digest after one more frame; it begins as 0."""
+    return int(crc32c.crc32c(_FIXED.pack(checksum), digest))
+
+
+def decode(frame: bytes) -> KvData | Manifest | Commit:
+    """Read and check one frame; the payload is not copied. Raises CorruptFrame."""
+    fields = list(islice(_fields(memoryview(frame)), _OUTER_FIELDS))
+    match fields:
+        case [(1, memoryview() as header), (2, memoryview() as payload)]:
+            return _data(header, payload)
+        case [(3, memoryview() as body)]:
+            return _manifest(body, frame)
+        case [(4, memoryview() as body)]:
+            return _commit(body, frame)
+    raise CorruptFrame(f"a frame of {len(frame)} bytes has fields {[number for number, _ in fields]}")
+
+
+def _data(header: memoryview, payload: memoryview) -> KvData:
+    head, tail = header[: -_CHECKSUM.size], header[-_CHECKSUM.size :]
+    if len(tail) != _CHECKSUM.size or tail[0] != _CHECKSUM_TAG:
+        raise CorruptFrame(f"a header of {len(header)} bytes does not end with a checksum")
+    checksum = _CHECKSUM.unpack(tail)[1]
+    computed = crc32c.crc32c(payload, crc32c.crc32c(head))
+    if computed != checksum:
+        raise CorruptFrame(f"a frame's checksum is {checksum:#010x}, its bytes give {computed:#010x}")
+    numbers, described = _collect(head, repeated=6)
+    token_start, head_start = numbers.get(2, 0), numbers.get(4, 0)
+    tokens = range(token_start, token_start + numbers.get(3, 0))
+    heads = range(head_start, head_start + numbers.get(5, 0))
+    if not tokens or not heads or not described or not numbers.keys() <= {1, 2, 3, 4, 5}:
+        raise CorruptFrame(f"a header names {len(tokens)} tokens, {len(heads)} heads, {len(described)} parts")
+    parts = tuple(_parts(described, payload, (len(tokens), len(heads))))
+    return KvData(numbers.get(1, 0), tokens, heads, parts, checksum)
+
+
+def _parts(described: Iterable[memoryview], payload: memoryview, outer: tuple[int, int]) -> Iterator[PartData]:
+    offset = 0
+    for body in described:
+        fields = dict(_ascending(body))
+        match fields:
+            case {
+                1: memoryview() as name,
+                2: memoryview() as dtype,
+                3: memoryview() as dims,
+                4: int(length),
+                **more,
+            } if len(dims) <= _MAX_SHAPE_BYTES:
+                data = payload[offset : offset + length]
+                part = PartData(_text(name), _text(dtype), tuple(_varints(dims)), data)
+            case _:
+                raise CorruptFrame(f"a part is described by fields {list(fields)}")
+        if more or part.shape[:2] != outer:
+            raise CorruptFrame(f"part {shown(part.name)} has shape {part.shape}, the header says {outer}")
+        if DTYPE_BYTES.get(part.dtype, 0) * math.prod(part.shape) != length or len(part.data) != length:
+            raise CorruptFrame(f"part {shown(part.name)}: {length} bytes for {part.shape} {shown(part.dtype)}")
+        offset += length
+        yield part
+    if offset != len(payload):
+        raise CorruptFrame(f"the parts have {offset} bytes, the payload {len(payload)}")
+
+
+def _manifest(body: memoryview, frame: bytes) -> Manifest:
+    numbers, ranges = _collect(body, repeated=2)
+    runs = []
+    for run in ranges:
+        bounds, _ = _collect(run)
+        runs.append((bounds.get(1, 0), bounds.get(2, 0), bounds.get(3, 0)))
+    manifest = Manifest(numbers.get(1, 0), tuple(runs), numbers.get(3, 0))
+    if encode_manifest(manifest) != frame:
+        raise CorruptFrame("a manifest is not encoded as its contents demand")
+    return manifest
+
+
+def _commit(body: memoryview, frame: bytes) -> Commit:
+    fields = dict(_ascending(body))
+    length, version, handoff = fields.get(1, 0), fields.get(2, 0), fields.get(3, b"")
+    if not isinstance(length, int) or not isinstance(version, int) or isinstance(handoff, int):
+        raise CorruptFrame("a commit has fields of the wrong type")
+    commit = Commit(length, version, bytes(handoff))
+    if encode_commit(length, commit.handoff, version) != frame:
+        raise CorruptFrame("a commit's digest is not that of its handoff")
+    return commit
+
+
+def _part(part: PartData, length: int) -> bytes:
+    return (
+        _bytes_field(1, part.name.encode())
+        + _bytes_field(2, part.dtype.encode())
+        + _bytes_field(3, b"".join(map(_varint, part.shape)))
+        + _number_field(4, length)
+    )
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _number_field(number: int, value: int) -> bytes:
+    return _varint(number << 3 | _VARINT) + _varint(value) if value else b""
+
+
+def _bytes_field(number: int, value: bytes) -> bytes:
+    return _varint(number << 3 | _BYTES) + _varint(len(value)) + value
+
+
+def _collect(body: memoryview, repeated: int = 0) -> tuple[dict[int, int], list[memoryview]]:
+    """Number fields by field number, and the values of the one repeated field of messages."""
+    numbers: dict[int, int] = {}
+    messages: list[memoryview] = []
+    for number, value in _ascending(body, repeated):
+        if number == repeated and isinstance(value, memoryview):
+            messages.append(value)
+        elif number != repeated and isinstance(value, int) and value <= _UINT32_MAX:
+            numbers[number] = value
+        else:
+            raise CorruptFrame(f"field {number} of a header or manifest has the wrong type or value")
+    return numbers, messages
+
+
+def _ascending(body: memoryview, repeated: int = 0) -> Iterator[tuple[int, int | memoryview]]:
+    last = 0
+    for number, value in _fields(body):
+        if number < last or (number == last and number != repeated):
+            raise CorruptFrame(f"field {number} stands after field {last}")
+        last = number
+        yield number, value
+
+
+def _fields(body: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """(field number, value) of each field: varint, fixed32 or length-delimited."""
+    at = 0
+    while at < len(body):
+        tag, at = _read_varint(body, at)
+        kind = tag & 7
+        if kind == _VARINT:
+            value, at = _read_varint(body, at)
+            yield tag >> 3, value
+            continue
+        if kind == _BYTES:
+            length, at = _read_varint(body, at)
+        elif kind == _FIXED32:
+            length = _FIXED.size
+        else:
+            raise CorruptFrame(f"field {tag >> 3} has wire type {kind}")
+        data = body[at : at + length]
+        if len(data) != length:
+            raise CorruptFrame(f"field {tag >> 3} has {len(data)} of {length} bytes")
+        at += length
+        yield tag >> 3, data if kind == _BYTES else _FIXED.unpack(data)[0]
+
+
+def _varints(body: memoryview) -> Iterator[int]:
+    at = 0
+    while at < len(body):
+        value, at = _read_varint(body, at)
+        yield value
+
+
+def _read_varint(body: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    for at in range(at, min(at + _MAX_VARINT_BYTES, len(body))):  # noqa: B020
+        byte = body[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at + 1
+        shift += 7
+    raise CorruptFrame("a number does not end")
+
+
+def _text(data: memoryview) -> str:
+    try:
+        return str(data, "utf-8")
+    except UnicodeDecodeError:
+        raise CorruptFrame(f"a name is not UTF-8: {shown(bytes(data))}") from None

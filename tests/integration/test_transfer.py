@@ -1,0 +1,279 @@
+"""KV over real gRPC servers and sockets: layouts, overlap, boxes, back-pressure, and the service's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import (
+    BatonError,
+    IncompleteTransfer,
+)
+from baton.kv.format import PartData
+from baton.pb import kv_pb2, kv_pb2_grpc
+from baton.rpc.errors import from_rpc_error
+from baton.telemetry.metrics import TRANSFER_BYTES
+from baton.transfer.coverage import Box
+from baton.transfer.exports import Exports
+from baton.transfer.fetcher import pull
+from baton.transfer.servicer import KvServicer
+from tests.integration.transfer_pair import TOKENS, Pair, flip, running
+from tests.unit.transfer.support import (
+    HEADS,
+    INCARNATION,
+    LAYERS,
+    Engine,
+    Gate,
+    advance_all,
+    handoff,
+    prefilled,
+    prompt,
+    ready,
+)
+
+SIZES = (TOKENS, LAYERS, HEADS)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with running() as pair:
+        yield pair
+
+
+def test_the_service_has_the_methods_of_its_declaration() -> None:
+    added: list[Any] = []
+
+    class Server:
+        def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
+            added.extend(handlers)
+
+    engine = Engine()
+    KvServicer(Exports(engine, INCARNATION)).add_to_server(Server())
+    declared = kv_pb2.DESCRIPTOR.services_by_name["Kv"]
+    assert added[0].service_name() == declared.full_name
+    assert {f"/{declared.full_name}/{method.name}" for method in declared.methods} == set(added[0]._method_handlers)
+
+
+async def test_a_committed_export_arrives_and_is_released(pair: Pair) -> None:
+    _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
+    sent, received = (TRANSFER_BYTES.labels(way) for way in ("sent", "received"))
+    before = sent._value.get(), received._value.get()
+    assert await pair.fetch() == handoff(TOKENS)
+    pair.assert_equal()
+    assert ends == ["t"]
+    size = TOKENS * pair.engine.spec.kv_format.token_bytes
+    assert (sent._value.get(), received._value.get()) == (before[0] + size, before[1] + size)
+    assert pair.exporter.stats().used == 0
+
+
+async def test_frames_move_while_prefill_runs(pair: Pair) -> None:
+    """The first chunk has been written on the consumer's side before the second is computed."""
+    arrived = threading.Event()
+    written: list[int] = []
+
+    def count() -> None:
+        written.append(1)
+        if len(written) == 2 * LAYERS:
+            arrived.set()
+
+    pair.engine.before_write = count
+    handle = pair.exporter.reserve("prefill", TOKENS)
+    export = pair.exports.open("t", handle, TOKENS, on_closed=lambda: pair.exporter.free(handle))
+
+    def prefill() -> None:
+        for start, end in ((0, 16), (16, TOKENS)):
+            pair.exporter.prefill_chunk(
+                handle, prompt(TOKENS), start, end, on_layer=lambda layer, end=end: export.advance(layer, end)
+            )
+            assert arrived.wait(20)
+
+    fetching = asyncio.create_task(pair.fetch())
+    await asyncio.to_thread(prefill)
+    assert not fetching.done()
+    export.commit(handoff(TOKENS))
+    assert await fetching == handoff(TOKENS)
+    pair.assert_equal()
+
+
+async def test_the_fetch_may_come_first(pair: Pair) -> None:
+    pair.exports.announce("t")
+    fetching = asyncio.create_task(pair.fetch())
+    await pair.servicer.requested.wait()
+    ready(pair.exports, pair.exporter, "t", TOKENS)
+    await fetching
+    pair.assert_equal()
+
+
+async def test_element_types_are_converted_by_the_consumer() -> None:
+    async with running(dtype="bfloat16") as pair:
+        ready(pair.exports, pair.exporter, "t", TOKENS)
+        await pair.fetch()
+        pair.assert_equal()
+
+
+async def test_ranks_fetch_their_own_boxes(pair: Pair) -> None:
+    _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
+    boxes = [
+        Box(range(TOKENS), layers, range(head, head + 1))
+        for layers in (range(2), range(2, LAYERS))
+        for head in range(HEADS)
+    ]
+    got = await asyncio.gather(
+        *(pull(pair.source(), pair.engine, pair.handle, box, length=TOKENS, timeout_s=30) for box in boxes)
+    )
+    assert got == [handoff(TOKENS)] * len(boxes)
+    pair.assert_equal()
+    assert ends == []
+
+
+async def test_what_is_held_already_is_not_fetched(pair: Pair) -> None:
+    ready(pair.exports, pair.exporter, "t", TOKENS)
+    rest = Box(range(23, TOKENS), range(LAYERS), range(HEADS))
+    await pull(pair.source(), pair.engine, pair.handle, rest, length=TOKENS, timeout_s=30)
+    pair.assert_equal(rest)
+    nothing = Box(range(TOKENS, TOKENS), range(LAYERS), range(HEADS))
+    got = await pull(pair.source(), pair.engine, pair.handle, nothing, length=TOKENS, timeout_s=30)
+    assert got == handoff(TOKENS)
+
+
+@given(
+    from_pages=st.sampled_from([4, 16, 64]),
+    to_pages=st.sampled_from([4, 16, 64]),
+    frame_tokens=st.integers(1, 50),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    corners=st.tuples(*[st.tuples(st.integers(0, size), st.integers(0, size)) for size in SIZES]),
+    chunks=st.lists(st.integers(1, TOKENS - 1), max_size=3),
+    bad=st.sets(st.integers(0, 20), max_size=3),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_box_arrives_in_any_layout(
+    from_pages: int,
+    to_pages: int,
+    frame_tokens: int,
+    dtype: str,
+    corners: tuple[tuple[int, int], ...],
+    chunks: list[int],
+    bad: set[int],
+) -> None:
+    box = Box(*(_span(sorted(corner), size) for corner, size in zip(corners, SIZES, strict=True)))
+
+    async def run() -> None:
+        sizes = {"from_pages": from_pages, "to_pages": to_pages, "frame_tokens": frame_tokens, "dtype": dtype}
+        async with running(**sizes) as pair:
+            pair.servicer.mangle = lambda stream, number, frame: (
+                [flip(frame)] if stream == 0 and number in bad else [frame]
+            )
+            export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
+            pulling = asyncio.create_task(
+                pull(pair.source(), pair.engine, pair.handle, box, length=TOKENS, timeout_s=30)
+            )
+            for end in [*sorted(chunks), TOKENS]:
+                await asyncio.to_thread(advance_all, export, end)
+            export.commit(handoff(TOKENS))
+            try:
+                assert await pulling == handoff(TOKENS)
+            except IncompleteTransfer:
+                assert bad  # a manifest whose digest was flipped contradicts what arrived
+                return
+            pair.assert_equal(box)
+
+    asyncio.run(run())
+
+
+def _span(bounds: list[int], size: int) -> range:
+    start = min(bounds[0], size - 1)
+    return range(start, max(bounds[1], start + 1))
+
+
+async def test_writes_overlap_receipt_and_are_bounded(pair: Pair) -> None:
+    gate = pair.engine.before_write = Gate()
+    ready(pair.exports, pair.exporter, "t", TOKENS)
+    fetching = asyncio.create_task(pair.fetch())
+    await asyncio.to_thread(gate.reached.wait, 20)
+    assert pair.engine.in_flight == 1
+    gate.open()
+    await fetching
+    assert pair.engine.most_in_flight == 1
+    pair.assert_equal()
+
+
+async def test_a_slow_consumer_holds_the_exporter_back() -> None:
+    """With the consumer stopped, the exporter reads what the transport takes, and two frames more."""
+    async with running(frame_tokens=TOKENS) as pair:
+        reads: list[int] = []
+        pair.exporter.before_read = lambda: reads.append(1)
+        pair.exporter.read_kv = _padded(pair.exporter.read_kv)  # type: ignore[method-assign]
+        ready(pair.exports, pair.exporter, "t", TOKENS)
+        stub = kv_pb2_grpc.KvStub(pair.channel)
+        call = stub.FetchKv(kv_pb2.FetchKvRequest(transfer_id="t", incarnation=INCARNATION))
+        await call.initial_metadata()
+        for _ in range(20):
+            await asyncio.to_thread(lambda: None)
+        assert len(reads) < LAYERS
+        call.cancel()
+
+
+def _padded(read_kv: Callable[..., list[PartData]]) -> Callable[..., list[PartData]]:
+    """Reads whose parts are too large for the transport's buffers."""
+
+    def read(*args: Any) -> list[PartData]:
+        return [
+            PartData(part.name, part.dtype, (*part.shape, 1 << 14), bytes(len(part.data) << 14))
+            for part in read_kv(*args)
+        ]
+
+    return read
+
+
+async def test_generated_stubs_can_fetch(pair: Pair) -> None:
+    ready(pair.exports, pair.exporter, "t", TOKENS)
+    stub = kv_pb2_grpc.KvStub(pair.channel)
+    frames = [frame async for frame in stub.FetchKv(kv_pb2.FetchKvRequest(transfer_id="t", incarnation=INCARNATION))]
+    assert len(frames) == TOKENS // 8 * LAYERS + 2
+    assert frames[0].header.token_count == 8
+    assert frames[-2].manifest.frames == len(frames) - 2
+    assert frames[-1].commit.length == TOKENS
+
+
+async def test_leases_are_renewed_and_exports_released_over_the_wire(pair: Pair) -> None:
+    _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
+    stub = kv_pb2_grpc.KvStub(pair.channel)
+    renewed = await stub.RenewLease(kv_pb2.RenewLeaseRequest(transfer_id="t", incarnation=INCARNATION))
+    assert renewed.lease_ms == 10_000
+    for transfer_id in ("t", "t", "unknown"):
+        await stub.ReleaseKv(kv_pb2.ReleaseKvRequest(transfer_id=transfer_id, incarnation=INCARNATION))
+    assert ends == ["t"]
+    await _refused(stub.RenewLease(kv_pb2.RenewLeaseRequest(transfer_id="t", incarnation=INCARNATION)), "released")
+    await _refused(stub.ReleaseKv(kv_pb2.ReleaseKvRequest()), "transfer_id: must not be empty")
+
+
+@pytest.mark.parametrize(
+    ("box", "complaint"),
+    [
+        ({"token_end": TOKENS + 1}, r"token_end: must be at most 40, got 41"),
+        ({"token_start": 41}, r"token_start: must be in \[0, 40\], got 41"),
+        ({"token_start": 9, "token_end": 8}, r"token_start: must be in \[0, 8\], got 9"),
+        ({"layer_end": LAYERS + 1}, r"layer_end: must be at most 3, got 4"),
+        ({"layer_start": 2, "layer_end": 2}, r"layer_start: must be in \[0, 1\], got 2"),
+        ({"head_start": HEADS}, r"head_start: must be in \[0, 1\], got 2"),
+    ],
+)
+async def test_a_box_outside_of_the_export_is_refused(pair: Pair, box: dict[str, int], complaint: str) -> None:
+    ready(pair.exports, pair.exporter, "t", TOKENS)
+    stub = kv_pb2_grpc.KvStub(pair.channel)
+    request = kv_pb2.FetchKvRequest(transfer_id="t", incarnation=INCARNATION, **box)
+    await _refused(stub.FetchKv(request).read(), complaint)
+
+
+async def _refused(call: Awaitable[object], complaint: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    with pytest.raises(BatonError, match=complaint):
+        raise from_rpc_error(caught.value)

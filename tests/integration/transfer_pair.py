@@ -1,0 +1,160 @@
+"""Two workers between which KV moves over loopback, and what may go wrong between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from baton.pb import kv_pb2
+from baton.request import Handoff
+from baton.rpc.channel import kv_channel
+from baton.rpc.server import listen
+from baton.telemetry.metrics import EXPORTS_OPEN, TRANSFER_FAULTS
+from baton.transfer.coverage import Box
+from baton.transfer.exports import Exports
+from baton.transfer.fetcher import fetch
+from baton.transfer.servicer import SERVICE, KvServicer
+from baton.transfer.source import GrpcSource
+from tests.unit.transfer.support import (
+    INCARNATION,
+    LAYERS,
+    Engine,
+    contents,
+    prefilled,
+    whole,
+)
+
+TOKENS = 40
+Mangle = Callable[[int, int, bytes], list[bytes]]
+
+
+class FaultyServicer(KvServicer):
+    """Passes frames on as `mangle(number of the stream, number of the frame, frame)` makes them."""
+
+    def __init__(self, exports: Exports) -> None:
+        super().__init__(exports)
+        self.mangle: Mangle = lambda stream, number, frame: [frame]
+        self.requests: list[kv_pb2.FetchKvRequest] = []
+        self.requested = asyncio.Event()
+        self.stopped = asyncio.Event()
+
+    async def FetchKv(
+        self, request: kv_pb2.FetchKvRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[bytes, None]:
+        self.requests.append(request)
+        self.requested.set()
+        stream, number = len(self.requests) - 1, 0
+        try:
+            async for frame in super().FetchKv(request, context):
+                for mangled in self.mangle(stream, number, frame):
+                    yield mangled
+                number += 1
+        finally:
+            self.stopped.set()
+
+
+class Pair:
+    """A worker that exports and one that fetches, of different page sizes, over loopback."""
+
+    def __init__(self, **sizes: Any) -> None:
+        self.exporter = Engine(page_size=sizes.get("from_pages", 16), kv_dtype=sizes.get("dtype", "float32"))
+        self.engine = Engine(page_size=sizes.get("to_pages", 64))
+        token_bytes = self.exporter.spec.kv_format.token_bytes // LAYERS
+        self.exports = Exports(
+            self.exporter,
+            INCARNATION,
+            frame_bytes=sizes.get("frame_tokens", 8) * token_bytes,
+            unknown_wait_s=0.05,
+            lease_s=sizes.get("lease_s", 10.0),
+        )
+        self.servicer = FaultyServicer(self.exports)
+        self.handle = self.engine.reserve("decode", TOKENS)
+        self.address = ""
+        self.channel: grpc.aio.Channel
+
+    async def fetch(self, transfer_id: str = "t", **changes: Any) -> Handoff:
+        options: dict[str, Any] = {
+            "incarnation": INCARNATION,
+            "tokens": TOKENS,
+            "timeout_s": 30.0,
+            "stall_timeout_s": 20.0,
+        }
+        return await fetch(self.channel, self.engine, self.handle, transfer_id=transfer_id, **(options | changes))
+
+    def source(self, transfer_id: str = "t") -> GrpcSource:
+        return GrpcSource(self.channel, transfer_id, INCARNATION, timeout_s=30, stall_timeout_s=20)
+
+    def assert_equal(self, box: Box | None = None) -> None:
+        """The consumer's pages hold what a prefill of the same prompt gives."""
+        box = box or whole(TOKENS)
+        expected = Engine(kv_dtype="float32")
+        assert contents(self.engine, self.handle, box) == contents(expected, prefilled(expected, TOKENS), box)
+
+
+@asynccontextmanager
+async def running(**sizes: Any) -> AsyncIterator[Pair]:
+    pair, exports_open = Pair(**sizes), EXPORTS_OPEN._value.get()
+    async with listen(
+        "127.0.0.1:0", insecure=False, add=pair.servicer.add_to_server, services=[SERVICE], grace=0.0
+    ) as listener:
+        pair.address = listener.address
+        try:
+            async with kv_channel(listener.address) as pair.channel:
+                yield pair
+        finally:
+            pair.exports.close()
+            await pair.exports.drained()
+        assert EXPORTS_OPEN._value.get() == exports_open
+    assert pair.exporter.in_flight == pair.engine.in_flight == 0
+
+
+def faults(kind: str) -> float:
+    return float(TRANSFER_FAULTS.labels(kind)._value.get())
+
+
+def flip(frame: bytes) -> bytes:
+    return frame[:-1] + bytes((frame[-1] ^ 16,))
+
+
+class Cable:
+    """A TCP proxy that can be cut."""
+
+    def __init__(self, address: str) -> None:
+        self._host, self._port = address.split(":")
+        self._writers: list[asyncio.StreamWriter] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self.server: asyncio.Server
+        self.address = ""
+
+    async def __aenter__(self) -> Cable:
+        self.server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, port = self.server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.cut()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        self.server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
+        self._writers += [writer, far_writer]
+        self._tasks += [
+            asyncio.create_task(_pump(reader, far_writer)),
+            asyncio.create_task(_pump(far_reader, writer)),
+        ]
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()

@@ -1,0 +1,261 @@
+"""One export: the order of its frames, its wake-ups, and its one end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from baton.errors import (
+    EngineError,
+    IncompleteTransfer,
+    InvalidRequest,
+    NotFound,
+    TransferError,
+)
+from baton.telemetry.metrics import EXPORTS_OPEN
+from baton.transfer import wire
+from baton.transfer.coverage import Box
+from baton.transfer.exports import Exports
+from tests.unit.transfer.support import (
+    HEADS,
+    INCARNATION,
+    LAYERS,
+    Engine,
+    Gate,
+    advance_all,
+    collect,
+    contents,
+    handoff,
+    prefilled,
+    prompt,
+    ready,
+    whole,
+)
+
+TOKENS = 12
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+async def exports(engine: Engine) -> AsyncIterator[Exports]:
+    exports = Exports(engine, INCARNATION, frame_bytes=4 * engine.spec.kv_format.token_bytes // LAYERS)
+    yield exports
+    exports.close()
+    await exports.drained()
+    assert EXPORTS_OPEN._value.get() == 0
+    assert engine.in_flight == 0
+
+
+def parse(frames: list[bytes]) -> list[Any]:
+    return [wire.decode(frame) for frame in frames]
+
+
+def places(frames: list[Any]) -> list[tuple[int, int, int]]:
+    return [(f.layer, f.tokens.start, f.tokens.stop) for f in frames if isinstance(f, wire.KvData)]
+
+
+def nothing() -> None:
+    """An end that nobody watches."""
+
+
+async def test_frames_follow_production(exports: Exports, engine: Engine) -> None:
+    handle = prefilled(engine, TOKENS)
+    export = exports.open("t", handle, TOKENS, on_closed=nothing)
+    seen = []
+    async with aclosing(export.frames(whole(TOKENS))) as frames:
+        for chunk_end in (5, 12):
+            for layer in range(LAYERS):
+                export.advance(layer, chunk_end)
+                while not seen or seen[-1].layer != layer or seen[-1].tokens.stop != chunk_end:
+                    seen.append(wire.decode(await anext(frames)))
+        manifest = wire.decode(await anext(frames))
+        export.commit(handoff(TOKENS))
+        commit = wire.decode(await anext(frames))
+        with pytest.raises(StopAsyncIteration):
+            await anext(frames)
+    chunks = [[(0, 4), (4, 5)], [(5, 9), (9, 12)]]
+    assert places(seen) == [(layer, *run) for chunk in chunks for layer in range(LAYERS) for run in chunk]
+    assert manifest == wire.Manifest(len(seen), tuple((la, 0, TOKENS) for la in range(LAYERS)), manifest.digest)
+    assert isinstance(commit, wire.Commit)
+    assert commit.length == TOKENS
+
+
+async def test_progress_made_while_a_frame_is_being_sent_is_seen(exports: Exports, engine: Engine) -> None:
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    export.advance(0, 4)
+    async with aclosing(export.frames(whole(TOKENS))) as frames:
+        await anext(frames)
+        export.advance(1, 4)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            assert places([wire.decode(await anext(frames))]) == [(1, 0, 4)]
+
+
+async def test_a_finished_export_is_sent_in_chunks_through_all_layers(exports: Exports, engine: Engine) -> None:
+    export, _ = ready(exports, engine, "t", TOKENS)
+    found = places(parse(await collect(export, whole(TOKENS))))
+    assert found == [(layer, start, start + 4) for start in (0, 4, 8) for layer in range(LAYERS)]
+
+
+async def test_a_box_is_sent_and_nothing_else(exports: Exports, engine: Engine) -> None:
+    export, _ = ready(exports, engine, "t", TOKENS)
+    box = Box(range(3, 9), range(1, 3), range(1, HEADS))
+    frames = parse(await collect(export, box))
+    assert places(frames) == [(1, 3, 9), (2, 3, 9)]
+    got = [[bytes(part.data) for part in frame.parts] for frame in frames[:2]]
+    assert got == contents(engine, prefilled(engine, TOKENS), box)
+
+
+async def test_a_frame_has_at_least_one_token(engine: Engine) -> None:
+    exports = Exports(engine, INCARNATION, frame_bytes=1)
+    export, _ = ready(exports, engine, "t", 2)
+    assert len(await collect(export, whole(2))) == 2 * LAYERS + 2
+    exports.close()
+
+
+async def test_advance_from_a_thread_wakes_the_loop_once_at_a_time(
+    exports: Exports, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wakes = []
+    loop = asyncio.get_running_loop()
+    original = loop.call_soon_threadsafe
+
+    def counted(callback: Callable[..., object], *args: object, **kw: Any) -> object:
+        wakes.append(getattr(callback, "__name__", ""))
+        return original(callback, *args, **kw)
+
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+
+    def advance() -> None:
+        for token in range(1, TOKENS + 1):
+            advance_all(export, token)
+
+    stream = asyncio.create_task(collect(export, whole(TOKENS)))
+    await asyncio.sleep(0)
+    advance()
+    assert wakes == ["_wake"]
+    await asyncio.to_thread(advance)
+    export.commit(handoff(TOKENS))
+    assert len(await stream) == 3 * LAYERS + 2
+
+
+async def test_progress_outside_the_export_is_refused(exports: Exports, engine: Engine) -> None:
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    with pytest.raises(InvalidRequest, match="layer"):
+        export.advance(LAYERS, 1)
+    with pytest.raises(InvalidRequest, match="token_end"):
+        export.advance(0, TOKENS + 1)
+
+
+async def test_a_commit_needs_every_layer_and_happens_once(exports: Exports, engine: Engine) -> None:
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    advance_all(export, TOKENS - 1)
+    with pytest.raises(IncompleteTransfer, match="11 of 12 tokens of layer 0"):
+        export.commit(handoff(TOKENS))
+    advance_all(export, TOKENS)
+    export.commit(handoff(TOKENS))
+    with pytest.raises(InvalidRequest, match="committed already"):
+        export.commit(handoff(TOKENS))
+
+
+async def test_several_streams_over_one_export(exports: Exports, engine: Engine) -> None:
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    boxes = [Box(range(TOKENS), range(LAYERS), range(head, head + 1)) for head in range(HEADS)]
+    streams = [asyncio.create_task(collect(export, box)) for box in [*boxes, whole(TOKENS)]]
+    for end in (5, TOKENS):
+        await asyncio.to_thread(advance_all, export, end)
+        await asyncio.sleep(0)
+    export.commit(handoff(TOKENS))
+    ends = [parse(await stream)[-2:] for stream in streams]
+    assert all(manifest.runs == tuple((la, 0, TOKENS) for la in range(LAYERS)) for manifest, _ in ends)
+    assert len({commit.handoff for _, commit in ends}) == 1
+
+
+async def test_the_end_waits_for_a_read_in_flight_and_no_longer(exports: Exports, engine: Engine) -> None:
+    gate = engine.before_read = Gate()
+    export, ends = ready(exports, engine, "t", TOKENS)
+    stream = asyncio.create_task(collect(export, whole(TOKENS)))
+    await asyncio.to_thread(gate.reached.wait)
+    stream.cancel()
+    exports.release("t", INCARNATION)
+    drained = asyncio.create_task(exports.drained())
+    await asyncio.wait({stream})
+    assert stream.cancelled()
+    assert ends == []
+    assert not drained.done()
+    gate.open()
+    await drained
+    assert ends == ["t"]
+
+
+async def test_a_failed_export_ends_its_streams(exports: Exports, engine: Engine) -> None:
+    ends: list[str] = []
+    handle = prefilled(engine, TOKENS)
+    export = exports.open("t", handle, TOKENS, on_closed=lambda: ends.append("t"))
+    stream = asyncio.create_task(collect(export, whole(TOKENS)))
+    export.advance(0, TOKENS)
+    await asyncio.sleep(0)
+    export.fail(EngineError("out of luck"))
+    export.fail(EngineError("again"))
+    with pytest.raises(TransferError, match="failed at its source: out of luck"):
+        await stream
+    await exports.drained()
+    assert ends == ["t"]
+    export.advance(1, TOKENS)
+    export.commit(handoff(TOKENS))
+    with pytest.raises(NotFound, match="out of luck"):
+        await exports.find("t", INCARNATION)
+
+
+@pytest.mark.parametrize("final", [0, TOKENS])
+async def test_a_stream_that_waits_hears_of_the_failure(exports: Exports, engine: Engine, final: int) -> None:
+    """Whether it waits for tokens or, after its manifest, for the commit."""
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    advance_all(export, final)
+    async with aclosing(export.frames(whole(TOKENS))) as frames:
+        for _ in range(final // 4 * LAYERS + bool(final)):
+            await anext(frames)
+        waiting = asyncio.ensure_future(anext(frames))
+        await asyncio.sleep(0)
+        export.fail(EngineError("out of luck"))
+        with pytest.raises(TransferError, match="out of luck"):
+            await waiting
+
+
+async def test_read_ahead_is_one_frame(exports: Exports, engine: Engine) -> None:
+    begun = threading.Semaphore(0)
+    engine.before_read = begun.release
+    export, _ = ready(exports, engine, "t", TOKENS)
+    async with aclosing(export.frames(whole(TOKENS))) as frames:
+        for ahead in (2, 1, 1):
+            await anext(frames)
+            for _ in range(ahead):
+                assert await asyncio.to_thread(begun.acquire, timeout=20)
+            await asyncio.to_thread(nothing)
+            assert not begun.acquire(blocking=False)
+    assert engine.most_in_flight == 1
+
+
+async def test_a_read_that_fails_ends_the_stream(exports: Exports, engine: Engine) -> None:
+    handle = engine.reserve("prefill", TOKENS)
+    engine.prefill_chunk(handle, prompt(TOKENS), 0, TOKENS, on_layer=nothing_for)
+    export = exports.open("t", handle, TOKENS, on_closed=nothing)
+    advance_all(export, TOKENS)
+    engine.free(handle)
+    with pytest.raises(EngineError):
+        await collect(export, whole(TOKENS))
+
+
+def nothing_for(layer: int) -> None:
+    """A layer that nobody waits for."""

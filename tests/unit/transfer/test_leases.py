@@ -1,0 +1,212 @@
+"""Exports by id: finding, waiting, leases and releases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from baton.errors import (
+    InvalidRequest,
+    NotFound,
+    StaleIncarnation,
+    TransferError,
+    Unavailable,
+)
+from baton.telemetry.metrics import EXPORTS_OPEN, LEASES_EXPIRED
+from baton.transfer import exports as exports_module
+from baton.transfer.exports import Exports
+from tests.unit.transfer.support import (
+    INCARNATION,
+    LAYERS,
+    Engine,
+    prefilled,
+    ready,
+    whole,
+)
+
+TOKENS = 12
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+async def exports(engine: Engine) -> AsyncIterator[Exports]:
+    exports = Exports(engine, INCARNATION, frame_bytes=4 * engine.spec.kv_format.token_bytes // LAYERS)
+    yield exports
+    exports.close()
+    await exports.drained()
+    assert EXPORTS_OPEN._value.get() == 0
+    assert engine.in_flight == 0
+
+
+class Clock:
+    """The loop's clock, moved by hand."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._now = loop.time()
+
+    def time(self) -> float:
+        return self._now
+
+    async def advance(self, seconds: float) -> None:
+        """Let time pass, and the loop do what is due."""
+        self._now += seconds
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    loop = asyncio.get_running_loop()
+    clock = Clock(loop)
+    monkeypatch.setattr(loop, "time", clock.time)
+    return clock
+
+
+def nothing() -> None:
+    """An end that nobody watches."""
+
+
+async def test_release_frees_at_once_and_is_idempotent(exports: Exports, engine: Engine) -> None:
+    _, ends = ready(exports, engine, "t", TOKENS)
+    assert EXPORTS_OPEN._value.get() == 1
+    exports.release("t", "another incarnation")
+    assert ends == []
+    exports.release("t", INCARNATION)
+    exports.release("t", INCARNATION)
+    assert ends == ["t"]
+    assert engine.stats().used == 0
+
+
+async def test_an_ended_id_can_not_be_opened_again(exports: Exports, engine: Engine) -> None:
+    ready(exports, engine, "t", TOKENS)
+    exports.release("t", INCARNATION)
+    exports.release("never opened", INCARNATION)
+    handle = prefilled(engine, TOKENS)
+    for transfer_id in ("t", "never opened"):
+        with pytest.raises(TransferError, match="was released"):
+            exports.open(transfer_id, handle, TOKENS, on_closed=nothing)
+        with pytest.raises(NotFound, match="was released"):
+            await exports.find(transfer_id, INCARNATION)
+        with pytest.raises(NotFound, match="was released"):
+            exports.renew(transfer_id, INCARNATION)
+
+
+async def test_remembering_is_bounded(exports: Exports, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exports_module, "REMEMBERED", 2)
+    for number in range(4):
+        exports.release(str(number), INCARNATION)
+    assert list(exports._ended) == ["2", "3"]
+
+
+async def test_an_open_id_can_not_be_opened_twice(exports: Exports, engine: Engine) -> None:
+    ready(exports, engine, "t", TOKENS)
+    with pytest.raises(InvalidRequest, match="exported already"):
+        ready(exports, engine, "t", TOKENS)
+    with pytest.raises(InvalidRequest, match="tokens"):
+        exports.open("u", prefilled(engine, TOKENS), 17, on_closed=nothing)
+
+
+async def test_the_lease_ends_an_export_that_nobody_fetches(exports: Exports, engine: Engine, clock: Clock) -> None:
+    before = LEASES_EXPIRED._value.get()
+    uncommitted = exports.open("u", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    _, ends = ready(exports, engine, "t", TOKENS)
+    await clock.advance(9.9)
+    assert ends == []
+    await clock.advance(0.2)
+    assert ends == ["t"]
+    assert LEASES_EXPIRED._value.get() == before + 1
+    assert not uncommitted.ended
+    with pytest.raises(NotFound, match="lease"):
+        await exports.find("t", INCARNATION)
+
+
+async def test_renewing_and_taking_frames_keep_the_lease(exports: Exports, engine: Engine, clock: Clock) -> None:
+    export, ends = ready(exports, engine, "t", TOKENS)
+    for _ in range(3):
+        await clock.advance(9)
+        assert exports.renew("t", INCARNATION) == 10
+    async with aclosing(export.frames(whole(TOKENS))) as frames:
+        async for _ in frames:
+            await clock.advance(9)
+    await clock.advance(9.9)
+    assert ends == []
+    await clock.advance(0.2)
+    assert ends == ["t"]
+
+
+async def test_a_stream_that_takes_nothing_loses_the_lease(exports: Exports, engine: Engine, clock: Clock) -> None:
+    export, ends = ready(exports, engine, "t", TOKENS)
+    async with aclosing(export.frames(whole(TOKENS))) as frames:
+        await anext(frames)
+        await clock.advance(10.1)
+        await exports.drained()
+        assert ends == ["t"]
+        with pytest.raises(TransferError, match="lease"):
+            async for _ in frames:
+                pass
+
+
+async def test_a_fetch_may_overtake_the_opening(exports: Exports, engine: Engine) -> None:
+    found = asyncio.create_task(exports.find("t", INCARNATION))
+    await asyncio.sleep(0)
+    export, _ = ready(exports, engine, "t", TOKENS)
+    assert await found is export
+
+
+async def test_an_unknown_id_waits_briefly_an_announced_one_longer(
+    exports: Exports, engine: Engine, clock: Clock
+) -> None:
+    exports.announce("late")
+    names = ("late", "late", "refused", "unknown")
+    *late, refused, unknown = [asyncio.create_task(exports.find(name, INCARNATION)) for name in names]
+    await clock.advance(0)
+    await clock.advance(1.9)
+    exports.announce("refused")
+    await clock.advance(0.2)
+    assert unknown.done()
+    with pytest.raises(NotFound, match=r"not opened within 2\.0 s"):
+        await unknown
+    await clock.advance(100)
+    assert not any(task.done() for task in [*late, refused])
+    exports.withdraw("refused", "was refused: no pages")
+    with pytest.raises(NotFound, match="no pages"):
+        await refused
+    export, ends = ready(exports, engine, "late", TOKENS)
+    exports.withdraw("late", "too late")
+    assert [await task for task in late] == [export, export]
+    assert ends == []
+    assert exports._awaited == {}
+
+
+async def test_another_incarnation_is_refused_at_once(exports: Exports, engine: Engine) -> None:
+    ready(exports, engine, "t", TOKENS)
+    for refused in (exports.find("t", "second"), exports.find("unknown", "second")):
+        with pytest.raises(StaleIncarnation, match="'second'"):
+            await refused
+    with pytest.raises(StaleIncarnation):
+        exports.renew("t", "second")
+
+
+async def test_close_fails_everything(engine: Engine) -> None:
+    exports = Exports(engine, INCARNATION)
+    export, ends = ready(exports, engine, "t", TOKENS)
+    waiting = asyncio.create_task(exports.find("u", INCARNATION))
+    async with aclosing(export.frames(whole(TOKENS))) as frames:
+        await anext(frames)
+        exports.close()
+        exports.close()
+        with pytest.raises(TransferError, match="closing"):
+            await anext(frames)
+    with pytest.raises(Unavailable):
+        await waiting
+    with pytest.raises(Unavailable):
+        exports.open("v", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
+    await exports.drained()
+    assert ends == ["t"]

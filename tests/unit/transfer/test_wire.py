@@ -1,0 +1,200 @@
+"""The codec: compatible with the generated class both ways, and blind to no flipped bit."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import CorruptFrame
+from baton.kv.format import DTYPE_BYTES, PartData
+from baton.pb import kv_pb2
+from baton.transfer import wire
+
+UINT32 = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def data_frames(draw: st.DrawFn) -> tuple[int, range, range, list[PartData]]:
+    tokens, heads = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    token, head = draw(st.integers(0, 2**31)), draw(st.integers(0, 300))
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        name, dtype = draw(st.text(min_size=1, max_size=4)), draw(st.sampled_from(sorted(DTYPE_BYTES)))
+        shape = (tokens, heads, *draw(st.lists(st.integers(1, 4), max_size=2)))
+        size = math.prod(shape) * DTYPE_BYTES[dtype]
+        parts.append(PartData(name, dtype, shape, draw(st.binary(min_size=size, max_size=size))))
+    return draw(UINT32), range(token, token + tokens), range(head, head + heads), parts
+
+
+def as_message(layer: int, tokens: range, heads: range, parts: list[PartData], checksum: int) -> kv_pb2.KvFrame:
+    described = [
+        kv_pb2.KvPart(name=part.name, dtype=part.dtype, shape=part.shape, length=len(part.data)) for part in parts
+    ]
+    header = kv_pb2.KvHeader(
+        layer=layer,
+        token_start=tokens.start,
+        token_count=len(tokens),
+        head_start=heads.start,
+        head_count=len(heads),
+        parts=described,
+        checksum=checksum,
+    )
+    return kv_pb2.KvFrame(header=header, payload=b"".join(bytes(part.data) for part in parts))
+
+
+def small_frame() -> bytes:
+    parts = [PartData(name, "float16", (3, 2, 2), bytes(range(24))) for name in ("k", "v")]
+    return wire.encode_data(5, range(300, 303), range(2, 4), parts)[0]
+
+
+def flipped(frame: bytes, bit: int) -> bytes:
+    changed = bytearray(frame)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@given(data_frames())
+def test_data_frames_are_what_the_generated_class_makes(
+    content: tuple[int, range, range, list[PartData]],
+) -> None:
+    layer, tokens, heads, parts = content
+    frame, checksum = wire.encode_data(layer, tokens, heads, parts)
+    message = as_message(layer, tokens, heads, parts, checksum)
+    assert kv_pb2.KvFrame.FromString(frame) == message
+    assert message.SerializeToString() == frame
+    assert wire.decode(frame) == wire.KvData(layer, tokens, heads, tuple(parts), checksum)
+
+
+@given(UINT32, st.lists(st.tuples(UINT32, UINT32, UINT32), max_size=4), UINT32)
+def test_manifests_are_what_the_generated_class_makes(frames: int, runs: list[wire.Run], digest: int) -> None:
+    manifest = wire.Manifest(frames, tuple(runs), digest)
+    ranges = [kv_pb2.KvRange(layer=a, token_start=b, token_end=c) for a, b, c in runs]
+    message = kv_pb2.KvFrame(manifest=kv_pb2.KvManifest(frames=frames, ranges=ranges, digest=digest))
+    assert message.SerializeToString() == wire.encode_manifest(manifest)
+    assert wire.decode(message.SerializeToString()) == manifest
+
+
+@given(UINT32, UINT32, st.lists(UINT32), st.text())
+def test_commits_are_what_the_generated_class_makes(length: int, version: int, ids: list[int], request_id: str) -> None:
+    handoff = kv_pb2.Handoff(request_id=request_id, prompt_token_ids=ids).SerializeToString()
+    frame = wire.encode_commit(length, handoff, version)
+    message = kv_pb2.KvFrame.FromString(frame)
+    assert (message.commit.length, message.commit.version) == (length, version)
+    assert message.commit.handoff.prompt_token_ids == ids
+    assert message.SerializeToString() == frame
+    assert wire.decode(frame) == wire.Commit(length, version, handoff)
+
+
+def test_a_checksum_of_zero_is_sent_all_the_same() -> None:
+    message = as_message(0, range(1), range(1), [PartData("k", "float16", (1, 1), b"ab")], 0)
+    assert message.SerializeToString()[: -len(b"\x12\x02ab")].endswith(b"\x3d\0\0\0\0")
+
+
+def test_every_flipped_bit_of_a_small_frame_is_caught() -> None:
+    frame = small_frame()
+    for bit in range(8 * len(frame)):
+        with pytest.raises(CorruptFrame):
+            wire.decode(flipped(frame, bit))
+
+
+def test_flipped_bits_of_a_large_frame_are_caught() -> None:
+    rng = random.Random(1)
+    parts = [PartData(name, "bfloat16", (64, 8, 512), rng.randbytes(1 << 19)) for name in ("k", "v")]
+    frame, _ = wire.encode_data(1, range(64), range(8), parts)
+    header_bits = 8 * (len(frame) - (1 << 20))
+    for bit in [*range(header_bits), *(rng.randrange(header_bits, 8 * len(frame)) for _ in range(300))]:
+        with pytest.raises(CorruptFrame):
+            wire.decode(flipped(frame, bit))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        wire.encode_manifest(wire.Manifest(3, ((0, 0, 5), (2, 7, 300)), 0xDEADBEEF)),
+        wire.encode_commit(300, b"handoff"),
+    ],
+)
+def test_a_flipped_bit_of_manifest_or_commit_changes_or_breaks_it(frame: bytes) -> None:
+    for bit in range(8 * len(frame)):
+        try:
+            assert wire.decode(flipped(frame, bit)) != wire.decode(frame)
+        except CorruptFrame:
+            continue
+
+
+@pytest.mark.parametrize("extra", [b"\x48\x01", b"\x18\x00", b"\x08\x03"])
+def test_a_manifest_with_anything_more_is_refused(extra: bytes) -> None:
+    body = b"\x08\x03" + extra
+    with pytest.raises(CorruptFrame):
+        wire.decode(b"\x1a" + bytes((len(body),)) + body)
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_refused_or_a_manifest(data: bytes) -> None:
+    try:
+        frame = wire.decode(data)
+    except CorruptFrame:
+        return
+    assert isinstance(frame, wire.Manifest)
+    assert wire.encode_manifest(frame) == data
+
+
+@given(st.data())
+def test_cut_and_spliced_frames_are_refused(data: st.DataObject) -> None:
+    frame = small_frame()
+    start = data.draw(st.integers(0, len(frame) - 1))
+    stop = data.draw(st.integers(start, len(frame)))
+    spliced = frame[:start] + data.draw(st.binary(max_size=8)) + frame[stop:]
+    if spliced != frame:
+        with pytest.raises(CorruptFrame):
+            wire.decode(spliced)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"token_count": 0}, "0 tokens"),
+        ({"head_count": 3}, "shape"),
+        ({"parts": []}, "0 parts"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(change: dict[str, object], complaint: str) -> None:
+    header = kv_pb2.KvFrame.FromString(small_frame()).header
+    fields = {field.name: value for field, value in header.ListFields() if field.name != "checksum"}
+    _refused_with(kv_pb2.KvHeader(**(fields | change)), complaint)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"dtype": "float64"}, "float64"),
+        ({"shape": [3, 2, 3]}, "bytes for"),
+        ({"shape": [3, 2, 2] + [1] * 100}, "described by"),
+        ({"length": 23}, "23 bytes"),
+        ({"length": 2**40}, "bytes for"),
+    ],
+)
+def test_a_part_that_contradicts_the_payload_is_refused(change: dict[str, object], complaint: str) -> None:
+    header = kv_pb2.KvFrame.FromString(small_frame()).header
+    header.ClearField("checksum")
+    part = {field.name: value for field, value in header.parts[1].ListFields()} | change
+    header.parts[1].CopyFrom(kv_pb2.KvPart(**part))
+    _refused_with(header, complaint)
+
+
+def _refused_with(header: kv_pb2.KvHeader, complaint: str) -> None:
+    payload = kv_pb2.KvFrame.FromString(small_frame()).payload
+    header.checksum = wire.crc32c.crc32c(payload, wire.crc32c.crc32c(header.SerializeToString()))
+    with pytest.raises(CorruptFrame, match=complaint):
+        wire.decode(kv_pb2.KvFrame(header=header, payload=payload).SerializeToString())
+
+
+def test_reading_does_not_copy_the_payload() -> None:
+    frame = small_frame()
+    data = wire.decode(frame)
+    assert isinstance(data, wire.KvData)
+    assert all(isinstance(part.data, memoryview) and part.data.obj is frame for part in data.parts)
