@@ -158,7 +158,7 @@ class Engine(Protocol):
         """Count pages."""
 
     def audit(self) -> dict[str, int]:
-        """Check the conservation invariant and return pages by owner; raises EngineError with the ledger if it fails."""
+        """Check the conservation invariant and return pages by owner; raises EngineError with the ledger."""
 
     def close(self) -> None:
         """Free all."""

@@ -1,0 +1,56 @@
+"""What an operator decides about an engine. No torch: services read it before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from baton.kv.format import DTYPE_BYTES
+
+CPU_PAGE_SIZE = 16
+CUDA_PAGE_SIZE = 256
+"""Default page sizes; stock flash-attn kernels want a multiple of 256."""
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How a model is run. Raises ConfigError naming the field and the value seen.
+
+    `model`: checkpoint directory or hub name. `device`: auto (CUDA if there), cpu, cuda, cuda:N. `dtype`:
+    auto (the checkpoint's) or a dtype's name. `kv_dtype`: auto (the same as `dtype`). `max_model_len`: tokens
+    of prompt and output together, 0 for the model's. `page_size`: tokens, 0 for 16 on CPU and 256 on CUDA.
+    `kv_memory`: bytes of the page pool, 0 for automatic. `slots`: places in the generation batch, 0 on a
+    prefill worker. `block_size`: tokens of a prefix block, one for the fleet. `threads`: of torch on CPU, 0
+    for torch's choice. `host_kv_memory`: bytes for the KV of paused sequences, 0 for none.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    max_model_len: int = 0
+    page_size: int = 0
+    kv_memory: int = 0
+    slots: int = 0
+    block_size: int = 16
+    threads: int = 0
+    host_kv_memory: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model: must name a checkpoint, got ''")
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        for name in ("dtype", "kv_dtype"):
+            value = getattr(self, name)
+            if value not in ("auto", *DTYPE_BYTES):
+                raise ConfigError(f"{name}: must be auto, {', '.join(DTYPE_BYTES)}, got {value!r}")
+        for name in ("max_model_len", "page_size", "kv_memory", "slots", "threads", "host_kv_memory"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"{name}: must be 0 or more, got {value}")
+        if self.block_size < 1:
+            raise ConfigError(f"block_size: must be 1 or more, got {self.block_size}")

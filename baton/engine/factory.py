@@ -1,0 +1,100 @@
+"""From an EngineConfig to a running engine."""
+
+from __future__ import annotations
+
+import torch
+
+from baton.engine import host_memory
+from baton.engine.config import CPU_PAGE_SIZE, CUDA_PAGE_SIZE, EngineConfig
+from baton.engine.contract import EngineSpec
+from baton.engine.torch_engine import TorchEngine
+from baton.engine.torch_memory import DTYPES, dtype_name
+from baton.errors import ConfigError
+from baton.kv.format import KvFormat, KvPart
+from baton.model.checkpoint import resolve
+from baton.model.config import ModelConfig
+from baton.model.load import LoadedModel, load_model
+
+_HOST_SHARE, _DEVICE_SHARE = 0.15, 0.85
+"""What an automatic pool may take of free memory. A host runs several workers beside other programs; a device runs
+one, whose activations need the rest."""
+
+_WAITING_SEQUENCES = 8
+"""Beside those in slots: transfers waiting for a slot, exports not yet pulled."""
+
+
+def build(config: EngineConfig) -> TorchEngine:
+    """Load the model and allocate the pool; takes seconds to minutes, so not on an event loop.
+
+    Raises ConfigError naming a field that does not fit the machine or the model, ModelError for the checkpoint.
+    """
+    path = resolve(config.model)
+    model_config = ModelConfig.from_pretrained(path)
+    device = _device(config.device)
+    max_model_len = _max_model_len(config.max_model_len, model_config.max_position_embeddings)
+    dtype = DTYPES[config.dtype] if config.dtype != "auto" else _auto_dtype(model_config.dtype, device)
+    kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    model = load_model(path, dtype=dtype, device=device)
+    kv_format = _kv_format(model, kv_dtype, config.block_size)
+    page_size = config.page_size or (CUDA_PAGE_SIZE if device.type == "cuda" else CPU_PAGE_SIZE)
+    pages = _pages(config, kv_format.token_bytes * page_size, page_size, max_model_len, device)
+    spec = EngineSpec(
+        fingerprint=model.fingerprint,
+        kv_format=kv_format,
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(model_config.eos_token_ids),
+        page_size=page_size,
+        pages=pages,
+        slots=config.slots,
+    )
+    return TorchEngine(model, model.new_kv_cache(pages, page_size, kv_dtype), spec, config.host_kv_memory)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device: {name} is not there, torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _auto_dtype(checkpoint: str | None, device: torch.device) -> torch.dtype:
+    """The checkpoint's dtype; float32, which holds every float16 exactly, for float16 on CPU.
+
+    CPUs have no fast float16 arithmetic as a rule, and bfloat16 would drop three bits of each weight.
+    """
+    if checkpoint == "float16" and device.type == "cpu":
+        return torch.float32
+    return DTYPES.get(checkpoint or "", torch.float32)
+
+
+def _max_model_len(wanted: int, model: int) -> int:
+    if wanted > model:
+        raise ConfigError(f"max_model_len: {wanted} is above the model's {model}")
+    return wanted or model
+
+
+def _kv_format(model: LoadedModel, dtype: torch.dtype, block_size: int) -> KvFormat:
+    shape = (model.config.num_kv_heads, model.config.head_dim)
+    parts = tuple(KvPart(name, dtype_name(dtype), shape) for name in ("k", "v"))
+    return KvFormat(parts, model.config.num_layers, block_size)
+
+
+def _pages(config: EngineConfig, page_bytes: int, page_size: int, max_model_len: int, device: torch.device) -> int:
+    """Pages of the pool: those that `kv_memory` holds, or what can be used of a share of free memory."""
+    if config.kv_memory:
+        pages = config.kv_memory // page_bytes
+    else:
+        sequences = config.slots + _WAITING_SEQUENCES
+        if device.type == "cuda":
+            share = int(torch.cuda.mem_get_info(device)[0] * _DEVICE_SHARE)
+        else:
+            share = int(host_memory.available() * _HOST_SHARE)
+        pages = min(share // page_bytes, sequences * -(-max_model_len // page_size))
+    if pages < 1:
+        raise ConfigError(f"kv_memory: {config.kv_memory} bytes hold no page, which has {page_bytes} bytes")
+    return pages

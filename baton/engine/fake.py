@@ -1,0 +1,294 @@
+"""An engine whose tokens can be computed by hand.
+
+With prompt and output ids t[0..n) of one choice, the next token is
+
+    (1·t[0] + 2·t[1] + … + n·t[n-1] + stage + noise) mod vocab_size
+
+where `stage` is 1 for the first output token, which is prefill's, and 2 for every later one, which are
+decode's; `noise` is 0 for greedy sampling and `seed + choice_index` otherwise. For example, greedy with the
+prompt [5, 7] and a vocabulary of 1000: prefill samples 1·5 + 2·7 + 1 = 20; decode then yields 5 + 14 + 3·20 +
+2 = 81, then 5 + 14 + 60 + 4·81 + 2 = 405. A replay (prefill with output ids present) samples what decode
+would have. Prefill's log-probability is always -1, decode's -2, so a test can tell who computed a token;
+prompt tokens have -3.
+
+The KV is real. The token t at position p stores, in each layer, head and part (k: 0, v: 1), its digits in
+base 251
+
+    element e = (t // 251**e + 3·p + 7·layer + 11·head + 13·part) mod 251
+
+as numbers that every supported dtype holds exactly. Decode compares what is in the sequence's pages with what
+its tokens imply, and if anything differs, its token is certain to be another one: a transfer that loses,
+misplaces or alters a single element changes the output. No torch, no numpy.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from baton.engine.contract import ChunkResult, EngineSpec
+from baton.engine.paged import PagedEngine, Row
+from baton.errors import EngineError
+from baton.kv.format import DTYPE_BYTES, KvFormat, KvPart, PartData
+from baton.request import SamplingParams, SequenceState, TokenInfo
+
+BASE = 251
+PREFILL_LOGPROB, DECODE_LOGPROB, PROMPT_LOGPROB = -1.0, -2.0, -3.0
+
+
+def next_token(ids: Sequence[int], stage: int, params: SamplingParams, choice_index: int, vocab_size: int) -> int:
+    """The module's formula."""
+    noise = 0 if params.greedy else (params.seed or 0) + choice_index
+    return (sum(i * token for i, token in enumerate(ids, 1)) + stage + noise) % vocab_size
+
+
+def expected_tokens(
+    prompt_ids: Sequence[int],
+    count: int,
+    *,
+    params: SamplingParams | None = None,
+    choice_index: int = 0,
+    vocab_size: int = 1000,
+) -> list[int]:
+    """The first `count` output tokens of a choice (greedy without `params`), whatever ends it left aside."""
+    params = params or SamplingParams(temperature=0.0)
+    ids = list(prompt_ids)
+    for index in range(count):
+        ids.append(next_token(ids, 2 if index else 1, params, choice_index, vocab_size))
+    return ids[len(prompt_ids) :]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a token's state lies in a page: `[layers][parts][heads][head_dim]`, tokens one after another."""
+
+    kv_format: KvFormat
+    page_size: int
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """One token, one layer, one part."""
+        return self.kv_format.parts[0].token_bytes
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """One token."""
+        return self.kv_format.token_bytes
+
+    def start(self, offset: int, layer: int, part: int, head: int) -> int:
+        """Where a head's elements begin in a page."""
+        row = layer * len(self.kv_format.parts) + part
+        head_bytes = self.row_bytes // self.kv_format.heads
+        return offset * self.token_bytes + row * self.row_bytes + head * head_bytes
+
+    @cached_property
+    def _numbers(self) -> list[bytes]:
+        return [encode([float(number)], self.kv_format.parts[0].dtype) for number in range(BASE)]
+
+    def token(self, token_id: int, position: int) -> bytes:
+        """The state of a token."""
+        digits = [token_id // BASE**e for e in range(self.kv_format.parts[0].shape[1])]
+        return b"".join(
+            self._numbers[(digit + 3 * position + 7 * layer + 11 * head + 13 * part) % BASE]
+            for layer in range(self.kv_format.layers)
+            for part in range(len(self.kv_format.parts))
+            for head in range(self.kv_format.heads)
+            for digit in digits
+        )
+
+
+class _FakeMemory:
+    """Pages as byte arrays; see `baton.engine.paged.KvMemory`."""
+
+    def __init__(self, layout: _Layout, pages: int) -> None:
+        self._layout = layout
+        self._pages = [bytearray(layout.page_size * layout.token_bytes) for _ in range(pages)]
+
+    def put(self, pages: Sequence[int], position: int, states: bytes, layer: int | None = None) -> None:
+        """Store whole tokens' states from `position` on, or of each token only one layer."""
+        size, layout = self._layout.token_bytes, self._layout
+        low, high = 0, size
+        if layer is not None:
+            low, high = layout.start(0, layer, 0, 0), layout.start(0, layer + 1, 0, 0)
+        for i in range(len(states) // size):
+            page, offset = divmod(position + i, layout.page_size)
+            at = offset * size
+            self._pages[pages[page]][at + low : at + high] = states[i * size + low : i * size + high]
+
+    def get(self, pages: Sequence[int], tokens: int) -> bytes:
+        """The states of the first `tokens` tokens."""
+        size, per_page = self._layout.token_bytes, self._layout.page_size
+        return b"".join(
+            self._pages[page][: min(per_page, tokens - i * per_page) * size]
+            for i, page in enumerate(pages[: -(-tokens // per_page)])
+        )
+
+    def copy_page(self, source: int, target: int, tokens: int) -> None:
+        """See KvMemory."""
+        size = tokens * self._layout.token_bytes
+        self._pages[target][:size] = self._pages[source][:size]
+
+    def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
+        """See KvMemory."""
+        found = []
+        for index, part in enumerate(self._layout.kv_format.parts):
+            rows = []
+            for token in tokens:
+                page, offset = divmod(token, self._layout.page_size)
+                low, high = (self._layout.start(offset, layer, index, head) for head in (heads.start, heads.stop))
+                rows.append(self._pages[pages[page]][low:high])
+            found.append(PartData(part.name, part.dtype, (len(tokens), len(heads), *part.shape[1:]), b"".join(rows)))
+        return found
+
+    def write(
+        self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+    ) -> None:
+        """See KvMemory."""
+        index_of = {part.name: index for index, part in enumerate(self._layout.kv_format.parts)}
+        for part in parts:
+            index = index_of[part.name]
+            dtype = self._layout.kv_format.parts[index].dtype
+            data = bytes(part.data) if part.dtype == dtype else encode(decode(part.data, part.dtype), dtype)
+            tokens = part.shape[0]
+            width = len(data) // tokens
+            for i in range(tokens):
+                page, offset = divmod(token_start + i, self._layout.page_size)
+                low = self._layout.start(offset, layer, index, head_start)
+                self._pages[pages[page]][low : low + width] = data[i * width : (i + 1) * width]
+
+    def save(self, pages: Sequence[int], tokens: int) -> bytes:
+        """See KvMemory."""
+        return self.get(pages, tokens)
+
+    def restore(self, pages: Sequence[int], saved: bytes) -> None:
+        """See KvMemory."""
+        self.put(pages, 0, saved)
+
+
+class FakeEngine(PagedEngine):
+    """See the module's text.
+
+    `step_time` and `chunk_time` are seconds that a step and a chunk take, spent through `delay`, the chunk's
+    in equal shares before each layer's `on_layer`. Tests pass a `delay` of their own to stop the engine at a
+    chosen point.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 1000,
+        max_model_len: int = 4096,
+        eos_token_ids: frozenset[int] = frozenset(),
+        page_size: int = 16,
+        pages: int = 512,
+        slots: int = 8,
+        block_size: int = 16,
+        layers: int = 2,
+        heads: int = 2,
+        head_dim: int = 2,
+        kv_dtype: str = "float32",
+        fingerprint: str = "fake",
+        host_kv_memory: int = 1 << 20,
+        step_time: float = 0.0,
+        chunk_time: float = 0.0,
+        delay: Callable[[float], object] = time.sleep,
+    ) -> None:
+        if not 1 < vocab_size <= BASE**head_dim:
+            raise EngineError(f"vocab_size {vocab_size} can't be told apart in {head_dim} digits of base {BASE}")
+        parts = tuple(KvPart(name, kv_dtype, (heads, head_dim)) for name in ("k", "v"))
+        kv_format = KvFormat(parts, layers, block_size)
+        spec = EngineSpec(fingerprint, kv_format, vocab_size, max_model_len, eos_token_ids, page_size, pages, slots)
+        self._layout = _Layout(kv_format, page_size)
+        self._fake_memory = _FakeMemory(self._layout, pages)
+        self._implied: list[bytearray] = []
+        self._step_time, self._chunk_time, self._delay = step_time, chunk_time, delay
+        super().__init__(spec, self._fake_memory, host_kv_memory)
+
+    def _prefill(
+        self,
+        pages: Sequence[int],
+        token_ids: Sequence[int],
+        start: int,
+        end: int,
+        on_layer: Callable[[int], None],
+        sample: Sequence[SequenceState],
+        prompt_logprobs: int | None,
+    ) -> ChunkResult:
+        states = b"".join(self._layout.token(token_ids[p], p) for p in range(start, end))
+        for layer in range(self.spec.kv_format.layers):
+            if self._chunk_time:
+                self._delay(self._chunk_time / self.spec.kv_format.layers)
+            self._fake_memory.put(pages, start, states, layer)
+            on_layer(layer)
+        implied = self._imply(token_ids[:end]) if sample else b""
+        tokens = [self._choose(state, pages, implied, decoding=False) for state in sample]
+        prompt: tuple[TokenInfo, ...] = ()
+        if prompt_logprobs is not None:
+            successors = token_ids[start + 1 : end + 1]
+            prompt = tuple(self._info(token, PROMPT_LOGPROB, prompt_logprobs) for token in successors)
+        return ChunkResult(tuple(tokens), prompt)
+
+    def _decode(self, rows: Sequence[Row]) -> list[TokenInfo]:
+        if self._step_time:
+            self._delay(self._step_time)
+        infos = []
+        for row, implied in zip(rows, self._implied, strict=True):
+            ids = row.output_ids or row.state.prompt_ids
+            last = self._layout.token(ids[-1], row.position)
+            self._fake_memory.put(row.handle.pages, row.position, last)
+            implied[row.position * self._layout.token_bytes :] = last
+            infos.append(self._choose(row.state, row.handle.pages, implied, decoding=True))
+        return infos
+
+    def _joined(self, row: Row) -> None:
+        ids = [*row.state.prompt_ids, *row.output_ids]
+        self._implied.append(bytearray(self._imply(ids[:-1])))
+
+    def _left(self, index: int) -> None:
+        last = self._implied.pop()
+        if index < len(self._implied):
+            self._implied[index] = last
+
+    def _imply(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self._layout.token(token, position) for position, token in enumerate(ids))
+
+    def _choose(
+        self, state: SequenceState, pages: Sequence[int], implied: bytes | bytearray, decoding: bool
+    ) -> TokenInfo:
+        ids = [*state.prompt_ids, *state.output_ids]
+        vocab = self.spec.vocab_size
+        stage = 2 if decoding or state.output_ids else 1
+        token = next_token(ids, stage, state.params, state.choice_index, vocab)
+        seen = self._fake_memory.get(pages, len(implied) // self._layout.token_bytes)
+        if seen != implied:
+            token = (token + 1 + zlib.crc32(seen) % (vocab - 1)) % vocab
+        logprob = DECODE_LOGPROB if decoding else PREFILL_LOGPROB
+        return self._info(token, logprob, state.params.logprobs)
+
+    def _info(self, token: int, logprob: float, alternatives: int | None) -> TokenInfo:
+        if alternatives is None:
+            return TokenInfo(token)
+        top = tuple(((token + i) % self.spec.vocab_size, logprob - i) for i in range(alternatives))
+        return TokenInfo(token, logprob, top)
+
+
+def encode(numbers: Sequence[float], dtype: str) -> bytes:
+    """Little-endian elements of `dtype`; bfloat16 drops the lower half of a float32."""
+    if dtype == "bfloat16":
+        wide = struct.pack(f"<{len(numbers)}f", *numbers)
+        return b"".join(wide[i + 2 : i + 4] for i in range(0, len(wide), 4))
+    return struct.pack(f"<{len(numbers)}{'f' if dtype == 'float32' else 'e'}", *numbers)
+
+
+def decode(data: bytes | memoryview, dtype: str) -> tuple[float, ...]:
+    """Undo `encode`."""
+    raw = bytes(data)
+    count = len(raw) // DTYPE_BYTES[dtype]
+    if dtype == "bfloat16":
+        wide = b"".join(b"\0\0" + raw[i : i + 2] for i in range(0, len(raw), 2))
+        return struct.unpack(f"<{count}f", wide)
+    return struct.unpack(f"<{count}{'f' if dtype == 'float32' else 'e'}", raw)

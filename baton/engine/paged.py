@@ -1,0 +1,350 @@
+"""What every engine shares: handles, slots, pausing, and the checks at the contract's edge.
+
+`PagedEngine` implements the contract (`baton.engine.contract`) over a page pool and a `KvMemory`; an engine
+adds how a chunk and a batch are computed. The batch is dense: a sequence that leaves is replaced by the last
+one, and the hooks `_joined` and `_left` let an engine keep its own per-row state in step with that.
+
+A freed handle may still have a row. Rows of dead handles are removed when the next step, insert or resume
+begins, on the engine thread; until then they hold a slot, but no page. A step pins its rows' pages while it
+runs, so a `free` in its midst returns pages only after it.
+
+Locks: the pool has its own; `_paused` and the host pool's count are guarded by `_host_lock`. Rows belong to
+the engine thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from baton.engine.contract import ChunkResult, EngineSpec, KvHandle, PoolStats
+from baton.errors import CorruptFrame, EngineError, InvalidRequest, Overloaded
+from baton.kv.format import DTYPE_BYTES, KvFormat, PartData
+from baton.kv.pool import PageHandle, PagePool
+from baton.request import SequenceState, TokenInfo, check_token_ids
+
+
+class KvMemory(Protocol):
+    """The memory behind the pages. The caller has checked every range and holds a pin."""
+
+    def copy_page(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` of a page, in all layers and parts."""
+
+    def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
+        """One layer's parts as contiguous `[tokens, heads, ...]`."""
+
+    def write(
+        self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+    ) -> None:
+        """Store one layer's parts, converting element types where they differ."""
+
+    def save(self, pages: Sequence[int], tokens: int) -> Any:
+        """A copy in host memory of the first `tokens` tokens, all layers and parts."""
+
+    def restore(self, pages: Sequence[int], saved: Any) -> None:
+        """Undo `save`, into other pages."""
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A sequence in the batch, with its own copy of the output ids."""
+
+    handle: PageHandle
+    state: SequenceState
+    output_ids: list[int]
+
+    @property
+    def position(self) -> int:
+        """Where the next step writes KV: the position of the sequence's last token."""
+        return self.state.length - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Paused:
+    row: Row
+    saved: Any
+    bytes: int
+    capacity: int
+
+
+class FinishedStep:
+    """A step that was complete when `step` returned."""
+
+    def __init__(self, results: list[tuple[KvHandle, tuple[TokenInfo, ...]]]) -> None:
+        self._results = results
+
+    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...]]]:
+        """See `baton.engine.contract.StepHandle`."""
+        return [(handle, tokens) for handle, tokens in self._results if handle.alive]
+
+
+class PagedEngine(ABC):
+    """The contract's bookkeeping; see the module's text."""
+
+    def __init__(self, spec: EngineSpec, memory: KvMemory, host_kv_memory: int) -> None:
+        self._spec = spec
+        self._memory = memory
+        self._pool = PagePool(spec.pages, spec.page_size)
+        self._rows: list[Row] = []
+        self._row_of: dict[PageHandle, int] = {}
+        self._host_lock = threading.Lock()
+        self._host_free = host_kv_memory
+        self._paused: dict[PageHandle, _Paused] = {}
+
+    @abstractmethod
+    def _prefill(
+        self,
+        pages: Sequence[int],
+        token_ids: Sequence[int],
+        start: int,
+        end: int,
+        on_layer: Callable[[int], None],
+        sample: Sequence[SequenceState],
+        prompt_logprobs: int | None,
+    ) -> ChunkResult:
+        """Compute a chunk; arguments are checked, pages are pinned."""
+
+    @abstractmethod
+    def _decode(self, rows: Sequence[Row]) -> list[TokenInfo]:
+        """One forward pass over all rows and one token for each; pages are pinned and have room."""
+
+    @abstractmethod
+    def _joined(self, row: Row) -> None:
+        """`row` is now the last of the batch."""
+
+    @abstractmethod
+    def _left(self, index: int) -> None:
+        """Row `index` left, and the last row took its place."""
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What does not change."""
+        return self._spec
+
+    def reserve(self, owner: str, tokens: int) -> PageHandle:
+        """See `Engine.reserve`."""
+        return self._pool.reserve(owner, tokens)
+
+    def extend(self, handle: KvHandle, tokens: int) -> None:
+        """See `Engine.extend`."""
+        self._pool.extend(_own(handle), tokens)
+
+    def fork(self, handle: KvHandle, owner: str, shared_tokens: int, tokens: int) -> PageHandle:
+        """See `Engine.fork`."""
+        parent = _own(handle)
+        with self._pool.pinned(parent):
+            child, copy = self._pool.fork(parent, owner, shared_tokens, tokens)
+            if copy is not None:
+                try:
+                    self._memory.copy_page(copy.source, copy.target, copy.tokens)
+                except BaseException:
+                    self._pool.free(child)
+                    raise
+        return child
+
+    def prefill_chunk(
+        self,
+        handle: KvHandle,
+        token_ids: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        on_layer: Callable[[int], None],
+        sample: Sequence[SequenceState] = (),
+        prompt_logprobs: int | None = None,
+    ) -> ChunkResult:
+        """See `Engine.prefill_chunk`. Raises InvalidRequest for a token id outside the vocabulary."""
+        if not 0 <= start < end <= min(len(token_ids), self._spec.max_model_len):
+            raise EngineError(
+                f"{handle.owner}: chunk [{start}, {end}) of {len(token_ids)} tokens, "
+                f"max_model_len is {self._spec.max_model_len}"
+            )
+        check_token_ids("token_ids", token_ids[start:end], self._spec.vocab_size)
+        with self._pool.pinned(_own(handle), writes=range(start, end)) as pages:
+            return self._prefill(pages, token_ids, start, end, on_layer, sample, prompt_logprobs)
+
+    def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
+        """See `Engine.read_kv`. Raises InvalidRequest for a range that the handle does not have."""
+        own, kv_format = _own(handle), self._spec.kv_format
+        with self._pool.pinned(own) as pages:
+            _check_range("layer", range(layer, layer + 1), kv_format.layers)
+            _check_range("tokens", tokens, len(pages) * self._spec.page_size)
+            _check_range("heads", heads, kv_format.heads)
+            return self._memory.read(pages, layer, tokens, heads)
+
+    def write_kv(
+        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+    ) -> None:
+        """See `Engine.write_kv`. Raises CorruptFrame for parts or ranges that don't fit the format or the handle."""
+        own = _own(handle)
+        count = check_parts(self._spec.kv_format, layer, head_start, parts)
+        tokens = range(token_start, token_start + count)
+        if token_start < 0 or (own.alive and tokens.stop > own.capacity):
+            raise CorruptFrame(f"tokens {tokens} of {own.owner}, which holds {own.capacity}")
+        with self._pool.pinned(own, writes=tokens) as pages:
+            self._memory.write(pages, layer, token_start, head_start, parts)
+
+    def insert(self, handle: KvHandle, state: SequenceState) -> None:
+        """See `Engine.insert`."""
+        own = _own(handle)
+        self._pool.check_alive(own)
+        self._remove_dead()
+        if own in self._row_of or own in self._paused:
+            raise EngineError(f"{own.owner}: was inserted before")
+        if not 0 < state.length <= own.capacity + 1:
+            raise EngineError(f"{own.owner}: {state.length} tokens in pages for {own.capacity}")
+        self._check_length(own, state)
+        self._check_slot()
+        output_ids = list(state.output_ids)
+        self._join(Row(own, replace(state, output_ids=output_ids), output_ids))
+
+    def step(self) -> FinishedStep:
+        """See `Engine.step`. Raises EngineError naming a sequence without room; then no sequence has moved."""
+        with self._pinned_rows() as rows:
+            for row in rows:
+                self._check_length(row.handle, row.state)
+            infos = self._decode(rows) if rows else []
+            results: list[tuple[KvHandle, tuple[TokenInfo, ...]]] = []
+            for row, info in zip(rows, infos, strict=True):
+                row.output_ids.append(info.token_id)
+                results.append((row.handle, (info,)))
+        return FinishedStep(results)
+
+    def pause(self, handle: KvHandle) -> None:
+        """See `Engine.pause`."""
+        own = _own(handle)
+        with self._pool.pinned(own) as pages:
+            index = self._row_of.get(own)
+            if index is None:
+                raise EngineError(f"{own.owner}: is not running")
+            row = self._rows[index]
+            size = row.position * self._spec.kv_format.token_bytes
+            with self._host_lock:
+                if size > self._host_free:
+                    raise Overloaded(f"{own.owner}: needs {size} bytes of host_kv_memory, {self._host_free} are free")
+            paused = _Paused(row, self._memory.save(pages, row.position), size, own.capacity)
+        with self._host_lock:
+            if self._pool.detach(own):
+                self._paused[own] = paused
+                self._host_free -= size
+        self._leave(index)
+
+    def resume(self, handle: KvHandle) -> None:
+        """See `Engine.resume`."""
+        own = _own(handle)
+        self._pool.check_alive(own)
+        paused = self._paused.get(own)
+        if paused is None:
+            raise EngineError(f"{own.owner}: is not paused")
+        self._remove_dead()
+        self._check_slot()
+        self._pool.extend(own, paused.capacity)
+        with self._pool.pinned(own) as pages:
+            self._memory.restore(pages, paused.saved)
+        self._forget_paused(own)
+        self._join(paused.row)
+
+    def free(self, handle: KvHandle) -> None:
+        """See `Engine.free`."""
+        own = _own(handle)
+        self._pool.free(own)
+        self._forget_paused(own)
+
+    def stats(self) -> PoolStats:
+        """See `Engine.stats`."""
+        return self._pool.stats()
+
+    def audit(self) -> dict[str, int]:
+        """See `Engine.audit`."""
+        return self._pool.audit()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._pool.free_all()
+        self._remove_dead()
+        for handle in list(self._paused):
+            self._forget_paused(handle)
+
+    @contextmanager
+    def _pinned_rows(self) -> Iterator[list[Row]]:
+        """The living rows with their pages pinned."""
+        while True:
+            handles = [row.handle for row in self._rows]
+            with self._pool.pinned_batch(handles, [row.position for row in self._rows]) as dead:
+                if not dead:
+                    yield self._rows
+                    return
+            self._remove_dead()
+
+    def _remove_dead(self) -> None:
+        for handle in [row.handle for row in self._rows if not row.handle.alive]:
+            self._leave(self._row_of[handle])
+
+    def _check_length(self, handle: PageHandle, state: SequenceState) -> None:
+        if state.length >= self._spec.max_model_len:
+            raise EngineError(f"{handle.owner}: has {state.length} tokens, max_model_len is {self._spec.max_model_len}")
+
+    def _check_slot(self) -> None:
+        if len(self._rows) >= self._spec.slots:
+            raise Overloaded(f"all {self._spec.slots} slots are taken")
+
+    def _join(self, row: Row) -> None:
+        self._row_of[row.handle] = len(self._rows)
+        self._rows.append(row)
+        self._joined(row)
+
+    def _leave(self, index: int) -> None:
+        row, last = self._rows[index], self._rows.pop()
+        if last is not row:
+            self._rows[index] = last
+            self._row_of[last.handle] = index
+        del self._row_of[row.handle]
+        self._left(index)
+
+    def _forget_paused(self, handle: PageHandle) -> None:
+        with self._host_lock:
+            paused = self._paused.pop(handle, None)
+            if paused is not None:
+                self._host_free += paused.bytes
+
+
+def check_parts(kv_format: KvFormat, layer: int, head_start: int, parts: Sequence[PartData]) -> int:
+    """The number of tokens in `parts`, each part of `kv_format` once, in any supported dtype.
+
+    Raises CorruptFrame naming what does not fit.
+    """
+    if not 0 <= layer < kv_format.layers:
+        raise CorruptFrame(f"layer {layer} of {kv_format.layers}")
+    if sorted(part.name for part in parts) != sorted(part.name for part in kv_format.parts):
+        raise CorruptFrame(f"parts {[part.name for part in parts]}, expected {[p.name for p in kv_format.parts]}")
+    expected = {part.name: part for part in kv_format.parts}
+    leading = parts[0].shape[:2]
+    for part in parts:
+        rest = expected[part.name].shape[1:]
+        if len(part.shape) != 2 + len(rest) or part.shape[:2] != leading or part.shape[2:] != rest:
+            raise CorruptFrame(f"part {part.name}: shape {part.shape}, expected (tokens, heads, {rest})")
+        if part.dtype not in DTYPE_BYTES:
+            raise CorruptFrame(f"part {part.name}: dtype {part.dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
+        size = math.prod(part.shape) * DTYPE_BYTES[part.dtype]
+        if memoryview(part.data).nbytes != size:
+            raise CorruptFrame(f"part {part.name}: {memoryview(part.data).nbytes} bytes, expected {size}")
+    tokens, heads = leading
+    if tokens < 1 or heads < 1 or head_start < 0 or head_start + heads > kv_format.heads:
+        raise CorruptFrame(f"{tokens} tokens of heads [{head_start}, {head_start + heads}) of {kv_format.heads}")
+    return tokens
+
+
+def _check_range(name: str, value: range, limit: int) -> None:
+    if value.step != 1 or not 0 <= value.start < value.stop <= limit:
+        raise InvalidRequest(name, f"must be a range within [0, {limit})", value)
+
+
+def _own(handle: KvHandle) -> PageHandle:
+    if not isinstance(handle, PageHandle):
+        raise EngineError(f"{handle.owner}: the handle is of another engine")
+    return handle

@@ -1,0 +1,279 @@
+"""The page pool: who owns which page of a worker's KV memory.
+
+    reserve ──▶ handle ──▶ free
+                  │  └ detach (paused: alive, without pages) ─ extend (resumed)
+                  └ pin … unpin   around every read, write and forward pass on its pages
+
+A handle holds a *lease* on a list of pages. Giving the lease up (`free`, `detach`) takes effect at once for
+the handle, but the pages return to the pool only when the pins on that lease have drained: a late frame or a
+running forward pass never touches pages that have a new owner. A forked handle's lease lists the same full
+pages, so each page carries a reference count. The invariant that `audit` checks: each page is free, cached,
+or its count equals the leases that list it. No page is cached today: `_drop` is the one place where a page
+loses its last owner, and so the place where a prefix tier will keep it.
+
+Pure bookkeeping: pages are numbers, and the memory behind them belongs to the engine. Every method may be
+called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from baton.engine.contract import PoolStats
+from baton.errors import EngineError, OutOfPages
+
+
+@dataclass(eq=False, slots=True)
+class _Lease:
+    owner: str
+    pages: list[int]
+    pins: int = 0
+    held: bool = True
+
+
+class PageHandle:
+    """The right to the pages of one sequence; see `baton.engine.contract.KvHandle`."""
+
+    __slots__ = ("_lease", "_page_size")
+
+    def __init__(self, lease: _Lease, page_size: int) -> None:
+        self._lease = lease
+        self._page_size = page_size
+
+    @property
+    def owner(self) -> str:
+        """Who holds it, for the ledger."""
+        return self._lease.owner
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that its pages hold."""
+        return len(self._lease.pages) * self._page_size
+
+    @property
+    def alive(self) -> bool:
+        """False from the moment it was freed."""
+        return self._lease.held
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """Its pages in token order. They only grow in number while a pin is held."""
+        return self._lease.pages
+
+    def __repr__(self) -> str:
+        state = "" if self.alive else ", dead"
+        return f"PageHandle({self.owner!r}, {len(self._lease.pages)} pages{state})"
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """What a fork must copy: the first `tokens` of page `source` to page `target`."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+class PagePool:
+    """Hands out `pages` pages of `page_size` tokens each, numbered from 0."""
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        if pages < 1 or page_size < 1:
+            raise EngineError(f"a pool needs a page of a token or more, got {pages} pages of {page_size}")
+        self.pages = pages
+        self.page_size = page_size
+        self._lock = threading.Lock()
+        self._free = list(range(pages - 1, -1, -1))
+        self._refs = [0] * pages
+        self._leases: set[_Lease] = set()
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
+    def reserve(self, owner: str, tokens: int) -> PageHandle:
+        """A handle of capacity `tokens` at least. Raises OutOfPages, and then takes nothing."""
+        if tokens < 0:
+            raise EngineError(f"{owner}: can't reserve {tokens} tokens")
+        with self._lock:
+            return self._handle(owner, self._take(self.pages_for(tokens)))
+
+    def extend(self, handle: PageHandle, tokens: int) -> None:
+        """Grow the handle to capacity `tokens` at least. Raises OutOfPages, and then changes nothing."""
+        with self._lock:
+            self._check_alive(handle)
+            pages = handle._lease.pages
+            pages += self._take(max(0, self.pages_for(tokens) - len(pages)))
+
+    def fork(
+        self, handle: PageHandle, owner: str, shared_tokens: int, tokens: int
+    ) -> tuple[PageHandle, PageCopy | None]:
+        """A new handle of capacity `tokens` that shares the full pages of the first `shared_tokens`.
+
+        The partly filled page after them, if any, is for the caller to copy. Raises OutOfPages, changing
+        nothing.
+        """
+        with self._lock:
+            self._check_alive(handle)
+            if not 0 <= shared_tokens <= min(tokens, handle.capacity):
+                raise EngineError(
+                    f"{owner}: can't share {shared_tokens} tokens of {handle.capacity} in a fork of {tokens}"
+                )
+            full, rest = divmod(shared_tokens, self.page_size)
+            own = self._take(self.pages_for(tokens) - full)
+            shared = handle._lease.pages[:full]
+            for page in shared:
+                self._refs[page] += 1
+            copy = PageCopy(handle._lease.pages[full], own[0], rest) if rest else None
+            return self._handle(owner, shared + own), copy
+
+    @contextmanager
+    def pinned(self, handle: PageHandle, writes: range = range(0)) -> Iterator[Sequence[int]]:
+        """Keep the handle's pages from returning to the pool; yields them in token order.
+
+        `writes` are the tokens about to be written. Raises EngineError if the handle is dead, or if a page to
+        be written has other owners.
+        """
+        with self._lock:
+            self._check_alive(handle)
+            lease = handle._lease
+            if writes:
+                self._check_private(lease, writes)
+            lease.pins += 1
+        try:
+            yield lease.pages
+        finally:
+            with self._lock:
+                self._unpin(lease)
+
+    @contextmanager
+    def pinned_batch(self, handles: Sequence[PageHandle], positions: Sequence[int]) -> Iterator[list[PageHandle]]:
+        """Pin all of `handles`, each about to write its entry of `positions`, or none if some are dead.
+
+        Yields the dead ones. Raises EngineError if a position lies outside its handle or in a shared page.
+        """
+        with self._lock:
+            dead = [handle for handle in handles if not handle.alive]
+            leases = [] if dead else [handle._lease for handle in handles]
+            for lease, position in zip(leases, positions, strict=False):
+                self._check_private(lease, range(position, position + 1))
+            for lease in leases:
+                lease.pins += 1
+        try:
+            yield dead
+        finally:
+            with self._lock:
+                for lease in leases:
+                    self._unpin(lease)
+
+    def detach(self, handle: PageHandle) -> bool:
+        """Give up the handle's pages, but not the handle: its capacity is 0 until it is extended.
+
+        False if the handle is dead, and so has none.
+        """
+        with self._lock:
+            lease = handle._lease
+            if lease.held:
+                handle._lease = self._lease(lease.owner, [])
+                self._give_up(lease)
+            return handle.alive
+
+    def free(self, handle: PageHandle) -> None:
+        """Kill the handle; its pages return when the pins on them have drained. Idempotent."""
+        with self._lock:
+            if handle.alive:
+                self._give_up(handle._lease)
+
+    def free_all(self) -> None:
+        """Free every handle."""
+        with self._lock:
+            for lease in [lease for lease in self._leases if lease.held]:
+                self._give_up(lease)
+
+    def check_alive(self, handle: PageHandle) -> None:
+        """Raise EngineError if the handle is dead."""
+        with self._lock:
+            self._check_alive(handle)
+
+    def stats(self) -> PoolStats:
+        """Count pages."""
+        with self._lock:
+            free = len(self._free)
+        return PoolStats(used=self.pages - free, free=free, cached=0, total=self.pages)
+
+    def audit(self) -> dict[str, int]:
+        """Check the conservation invariant; pages by owner, shared ones counted for each.
+
+        Owners that gave up pages still pinned are listed with " (draining)". Raises EngineError with the
+        ledger.
+        """
+        with self._lock:
+            ledger: dict[str, int] = {}
+            counts = [0] * self.pages
+            faults = []
+            for lease in self._leases:
+                name = lease.owner if lease.held else f"{lease.owner} (draining)"
+                ledger[name] = ledger.get(name, 0) + len(lease.pages)
+                for page in lease.pages:
+                    counts[page] += 1
+                if not lease.held and lease.pins <= 0:
+                    faults.append(f"{lease.owner} gave up {len(lease.pages)} pages that did not return")
+            free = set(self._free)
+            if len(free) != len(self._free):
+                faults.append("a page is twice in the free list")
+            for page in range(self.pages):
+                if counts[page] != self._refs[page] or (page in free) != (counts[page] == 0):
+                    state = "free" if page in free else "not free"
+                    faults.append(f"page {page}: count {self._refs[page]}, owners {counts[page]}, {state}")
+        if faults:
+            raise EngineError(f"page audit failed: {'; '.join(faults[:20])}; ledger {ledger}")
+        return ledger
+
+    def _lease(self, owner: str, pages: list[int]) -> _Lease:
+        lease = _Lease(owner, pages)
+        self._leases.add(lease)
+        return lease
+
+    def _handle(self, owner: str, pages: list[int]) -> PageHandle:
+        return PageHandle(self._lease(owner, pages), self.page_size)
+
+    def _take(self, count: int) -> list[int]:
+        if count > len(self._free):
+            raise OutOfPages(count, len(self._free), self.pages)
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._refs[page] = 1
+        return taken
+
+    def _give_up(self, lease: _Lease) -> None:
+        lease.held = False
+        if not lease.pins:
+            self._drop(lease)
+
+    def _unpin(self, lease: _Lease) -> None:
+        lease.pins -= 1
+        if not lease.pins and not lease.held:
+            self._drop(lease)
+
+    def _drop(self, lease: _Lease) -> None:
+        self._leases.discard(lease)
+        for page in lease.pages:
+            self._refs[page] -= 1
+            if not self._refs[page]:
+                self._free.append(page)
+
+    def _check_private(self, lease: _Lease, tokens: range) -> None:
+        first, last = tokens[0] // self.page_size, tokens[-1] // self.page_size
+        if last >= len(lease.pages):
+            raise EngineError(f"{lease.owner}: token {tokens[-1]} lies beyond its {len(lease.pages)} pages")
+        for page in lease.pages[first : last + 1]:
+            if self._refs[page] != 1:
+                raise EngineError(f"{lease.owner}: page {page} is shared, tokens {tokens} can't be written")
+
+    @staticmethod
+    def _check_alive(handle: PageHandle) -> None:
+        if not handle.alive:
+            raise EngineError(f"{handle.owner}: its KV was freed")

@@ -1,0 +1,37 @@
+"""Sampling noise that depends on nothing but (seed, choice index, output index).
+
+A counter-based generator has no state to carry, lose or share: any worker, in any batch, after any replay,
+computes the same uniform for the same token. Philox-4x32-10 is from Salmon et al., "Parallel Random Numbers:
+As Easy as 1, 2, 3" (SC'11); its published vectors are in the tests. Plain integers: a step needs one call a
+sequence, about 4 µs.
+"""
+
+from __future__ import annotations
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+Words = tuple[int, int, int, int]
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """Four 32-bit words from four of counter and two of key."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        first, second = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second & _MASK, (first >> 32) ^ c3 ^ k1, first & _MASK
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, choice_index: int, output_index: int) -> float:
+    """A number in [0, 1) with all 53 bits of a double.
+
+    `seed` in [0, 2**64), `choice_index` in [0, 2**32), `output_index` in [0, 2**64).
+    """
+    counter = (output_index & _MASK, output_index >> 32, choice_index, 0)
+    high, low, _, _ = philox(counter, (seed & _MASK, seed >> 32))
+    return ((high >> 5) * 2**26 + (low >> 6)) / 2**53

@@ -1,0 +1,58 @@
+"""Rigs of the engine contract: the fake engine, and the torch engine over a tiny random checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.fake import FakeEngine
+from baton.engine.paged import PagedEngine
+from tests.contract.engines import Rig
+
+SIZES = {"page_size": 16, "pages": 64, "slots": 6, "host_kv_memory": 1 << 22, "max_model_len": 512}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 with sliding and full layers, the head ids of a byte tokenizer, float32."""
+    from tests.checkpoints import make_checkpoint
+
+    return make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2"))
+
+
+def make_fake(**sizes: Any) -> PagedEngine:
+    """A fake engine of the contract's usual sizes."""
+    return FakeEngine(**{**SIZES, **sizes})
+
+
+def make_torch(checkpoint: Path, **sizes: Any) -> PagedEngine:
+    """A torch engine on CPU of the contract's usual sizes; one thread, as its matrices are tiny."""
+    from baton.engine.config import EngineConfig
+    from baton.engine.factory import build
+    from baton.kv.format import DTYPE_BYTES
+    from baton.model.config import ModelConfig
+
+    chosen = {**SIZES, "kv_dtype": "float32", **sizes}
+    model = ModelConfig.from_pretrained(checkpoint)
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[chosen["kv_dtype"]]
+    kv_memory = token_bytes * chosen["page_size"] * chosen.pop("pages")
+    return build(EngineConfig(str(checkpoint), device="cpu", threads=1, kv_memory=kv_memory, **chosen))
+
+
+@pytest.fixture(params=["fake", "torch"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Each engine in turn; afterwards all that it made audit clean, and hold nothing once closed."""
+    if request.param == "fake":
+        made = Rig("fake", make_fake, vocab=1000, exact=True)
+    else:
+        path: Path = request.getfixturevalue("checkpoint")
+        made = Rig("torch", lambda **sizes: make_torch(path, **sizes), vocab=256, exact=False)
+    yield made
+    for engine in made.made:
+        engine.audit()
+        engine.close()
+        assert engine.audit() == {}
+        assert engine.stats().free == engine.stats().total

@@ -1,0 +1,118 @@
+"""The engines under contract, each from a `Rig` that makes any number of equal ones with sizes of choice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.engine.contract import Engine, KvHandle
+from baton.engine.paged import PagedEngine
+from baton.kv.format import PartData
+from baton.request import SamplingParams, SequenceState, TokenInfo
+
+GREEDY = SamplingParams(temperature=0.0)
+MIXED = (
+    GREEDY,
+    SamplingParams(seed=3, temperature=0.9, top_k=12),
+    SamplingParams(seed=4, temperature=1.3, top_p=0.8),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+    SamplingParams(seed=5, min_p=0.05, logit_bias=((7, 2.0), (9, -50.0))),
+)
+"""Settings that share a batch."""
+
+
+@dataclass
+class Rig:
+    """`make(page_size=, pages=, slots=, host_kv_memory=, kv_dtype=, max_model_len=)`; `vocab` bounds prompt ids."""
+
+    name: str
+    make: Callable[..., PagedEngine]
+    vocab: int
+    exact: bool
+    made: list[Engine] = field(default_factory=list)
+
+    def engine(self, **sizes: Any) -> PagedEngine:
+        """A new engine, audited and closed by the fixture."""
+        engine = self.make(**sizes)
+        self.made.append(engine)
+        return engine
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        """Reproducible token ids."""
+        return [random.Random(f"{seed}/{i}").randrange(self.vocab) for i in range(length)]
+
+
+def ignore(_layer: int) -> None:
+    """An `on_layer` that does nothing."""
+
+
+def state(
+    prompt: Sequence[int], params: SamplingParams = GREEDY, outputs: Sequence[int] = (), choice: int = 0
+) -> SequenceState:
+    """A sequence as the sampler sees it."""
+    return SequenceState(params, prompt, list(outputs), choice)
+
+
+def chunks(length: int, size: int) -> Iterator[tuple[int, int]]:
+    """Bounds of chunks of at most `size`."""
+    for start in range(0, length, size):
+        yield start, min(start + size, length)
+
+
+def prefill(engine: Engine, handle: KvHandle, wanted: SequenceState, chunk: int = 1000) -> TokenInfo:
+    """Prefill prompt and outputs in chunks, and the next token."""
+    ids = [*wanted.prompt_ids, *wanted.output_ids]
+    result = None
+    for start, end in chunks(len(ids), chunk):
+        result = engine.prefill_chunk(
+            handle, ids, start, end, on_layer=ignore, sample=[wanted] if end == len(ids) else ()
+        )
+    assert result is not None
+    (token,) = result.tokens
+    return token
+
+
+def start(engine: Engine, owner: str, wanted: SequenceState, room: int = 40) -> tuple[KvHandle, list[int]]:
+    """Prefill and insert; the handle and its output ids so far."""
+    handle = engine.reserve(owner, wanted.length + room)
+    first = prefill(engine, handle, wanted).token_id
+    outputs = [*wanted.output_ids, first]
+    engine.insert(handle, SequenceState(wanted.params, wanted.prompt_ids, outputs, wanted.choice_index))
+    return handle, outputs
+
+
+def step(engine: Engine) -> dict[KvHandle, int]:
+    """One step: the new token of each sequence."""
+    return {handle: infos[0].token_id for handle, infos in engine.step().result()}
+
+
+def generate(engine: Engine, wanted: SequenceState, count: int) -> list[int]:
+    """`count` output tokens of a sequence alone in an idle engine."""
+    handle, outputs = start(engine, "alone", wanted, count)
+    while len(outputs) < count:
+        outputs.append(step(engine)[handle])
+    engine.free(handle)
+    engine.step()
+    return outputs
+
+
+def move(source: Engine, origin: KvHandle, target: Engine, home: KvHandle, tokens: int, run: int = 11) -> None:
+    """Transfer the KV of `tokens` tokens in frames of `run` tokens, one head at a time, last layer first."""
+    kv_format = source.spec.kv_format
+    for layer in reversed(range(kv_format.layers)):
+        for head in range(kv_format.heads):
+            for begin, end in chunks(tokens, run):
+                parts = source.read_kv(origin, layer, range(begin, end), range(head, head + 1))
+                target.write_kv(home, layer, begin, head, parts)
+
+
+def whole_kv(engine: Engine, handle: KvHandle, tokens: int) -> list[PartData]:
+    """All parts of all layers."""
+    kv_format = engine.spec.kv_format
+    return [
+        part
+        for layer in range(kv_format.layers)
+        for part in engine.read_kv(handle, layer, range(tokens), range(kv_format.heads))
+    ]

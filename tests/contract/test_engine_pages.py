@@ -1,0 +1,304 @@
+"""What every engine does with pages: reserve, extend, free at any moment, refuse what does not fit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import CorruptFrame, EngineError, InvalidRequest, OutOfPages
+from baton.kv.format import PartData
+from tests.contract.engines import MIXED, Rig, generate, ignore, prefill, start, state, step, whole_kv
+
+
+def test_reserve_takes_whole_pages_or_nothing(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=8)
+    first = engine.reserve("a/1", 33)
+    assert (first.owner, first.capacity, first.alive) == ("a/1", 48, True)
+    with pytest.raises(OutOfPages, match=r"needs 6 pages, 5 of 8") as refused:
+        engine.reserve("b/1", 96)
+    assert not refused.value.never
+    with pytest.raises(OutOfPages) as refused:
+        engine.reserve("b/1", 16 * 9)
+    assert refused.value.never
+    assert engine.audit() == {"a/1": 3}
+    second = engine.reserve("b/1", 80)
+    stats = engine.stats()
+    assert (stats.used, stats.free, stats.cached, stats.total) == (8, 0, 0, 8)
+    engine.free(first)
+    assert engine.stats().free == 3
+    engine.free(second)
+
+
+def test_extend_grows_or_changes_nothing(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=4)
+    handle = engine.reserve("a/1", 10)
+    engine.extend(handle, 16)
+    assert handle.capacity == 16
+    engine.extend(handle, 17)
+    assert handle.capacity == 32
+    with pytest.raises(OutOfPages):
+        engine.extend(handle, 65)
+    assert handle.capacity == 32
+    engine.extend(handle, 64)
+    assert engine.audit() == {"a/1": 4}
+
+
+def test_fork_out_of_pages_takes_nothing(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=4)
+    parent = engine.reserve("a/1", 40)
+    with pytest.raises(OutOfPages):
+        engine.fork(parent, "a/1/0", 40, 80)
+    assert engine.audit() == {"a/1": 3}
+    with pytest.raises(EngineError, match="share"):
+        engine.fork(parent, "a/1/0", 49, 60)
+
+
+def test_dead_handles_are_refused(rig: Rig) -> None:
+    engine = rig.engine()
+    donor = engine.reserve("donor", 20)
+    prompt = rig.prompt(10)
+    prefill(engine, donor, state(prompt))
+    parts = engine.read_kv(donor, 0, range(3), range(1))
+    handle = engine.reserve("a/1", 20)
+    engine.free(handle)
+    engine.free(handle)
+    assert not handle.alive
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.extend(handle, 30),
+        lambda: engine.fork(handle, "b/1", 3, 20),
+        lambda: engine.prefill_chunk(handle, prompt, 0, 4, on_layer=ignore),
+        lambda: engine.read_kv(handle, 0, range(3), range(1)),
+        lambda: engine.write_kv(handle, 0, 0, 0, parts),
+        lambda: engine.insert(handle, state(prompt, outputs=[1])),
+        lambda: engine.pause(handle),
+        lambda: engine.resume(handle),
+    ]
+    for call in calls:
+        with pytest.raises(EngineError, match="a/1: its KV was freed"):
+            call()
+    assert engine.audit() == {"donor": 2}
+
+
+def test_a_handle_is_inserted_once(rig: Rig) -> None:
+    engine = rig.engine()
+    handle, outputs = start(engine, "a/1", state(rig.prompt(10)))
+    again = state(rig.prompt(10), outputs=outputs)
+    with pytest.raises(EngineError, match="inserted before"):
+        engine.insert(handle, again)
+    engine.pause(handle)
+    with pytest.raises(EngineError, match="inserted before"):
+        engine.insert(handle, again)
+    small = engine.reserve("b/1", 5)
+    with pytest.raises(EngineError, match="in pages for 16"):
+        engine.insert(small, state(rig.prompt(18), outputs=[1]))
+
+
+def test_a_freed_sequence_leaves_at_the_next_step(rig: Rig) -> None:
+    engine = rig.engine()
+    wanted = [state(rig.prompt(10 + i, seed=i), MIXED[i]) for i in range(3)]
+    expected = [generate(engine, one, 6) for one in wanted]
+    running = [start(engine, f"a/{i}", one) for i, one in enumerate(wanted)]
+    tokens = step(engine)
+    for handle, outputs in running:
+        outputs.append(tokens[handle])
+    engine.free(running[0][0])
+    # Its pages are someone else's before the next step.
+    other = engine.reserve("other", 16 * engine.stats().free)
+    other_kv = whole_kv(engine, other, other.capacity)
+    for _ in range(4):
+        tokens = step(engine)
+        assert set(tokens) == {running[1][0], running[2][0]}
+        for handle, outputs in running[1:]:
+            outputs.append(tokens[handle])
+    assert whole_kv(engine, other, other.capacity) == other_kv
+    assert [outputs for _, outputs in running[1:]] == expected[1:]
+    engine.free(running[1][0])
+    engine.free(running[2][0])
+    assert engine.step().result() == []
+
+
+def test_a_result_read_late_leaves_out_what_was_freed(rig: Rig) -> None:
+    engine = rig.engine()
+    first, _ = start(engine, "a/1", state(rig.prompt(10)))
+    second, _ = start(engine, "b/1", state(rig.prompt(10)))
+    pending = engine.step()
+    engine.free(first)
+    assert [handle for handle, _ in pending.result()] == [second]
+
+
+def test_free_in_the_midst_of_a_step_waits_for_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = rig.engine()
+    handle, _ = start(engine, "a/1", state(rig.prompt(10)))
+    other, _ = start(engine, "b/1", state(rig.prompt(10)))
+    decode = engine._decode
+    seen = []
+
+    def freed_meanwhile(rows: Any) -> Any:
+        engine.free(handle)
+        assert not handle.alive
+        seen.append(engine.audit())
+        return decode(rows)
+
+    monkeypatch.setattr(engine, "_decode", freed_meanwhile)
+    assert set(step(engine)) == {other}
+    assert seen == [{"a/1 (draining)": 4, "b/1": 4}]
+    assert engine.audit() == {"b/1": 4}
+
+
+class GatedMemory:
+    """An engine's memory whose reads and writes wait inside for the test."""
+
+    def __init__(self, engine: Any) -> None:
+        self._memory = engine._memory
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        engine._memory = self
+
+    def read(self, *args: Any) -> Any:
+        self.entered.set()
+        assert self.go_on.wait(10)
+        return self._memory.read(*args)
+
+    def write(self, *args: Any) -> None:
+        self.entered.set()
+        assert self.go_on.wait(10)
+        self._memory.write(*args)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_free_while_a_copy_is_in_flight_returns_pages_after_it(rig: Rig, kind: str) -> None:
+    engine = rig.engine()
+    handle = engine.reserve("a/1", 40)
+    prefill(engine, handle, state(rig.prompt(40)))
+    parts = engine.read_kv(handle, 1, range(40), range(1))
+    total = engine.stats().total
+    gate = GatedMemory(engine)
+    with ThreadPoolExecutor(1) as threads:
+        if kind == "read":
+            copy = threads.submit(engine.read_kv, handle, 1, range(40), range(1))
+        else:
+            copy = threads.submit(engine.write_kv, handle, 1, 0, 0, parts)
+        assert gate.entered.wait(10)
+        engine.free(handle)
+        assert not handle.alive
+        assert engine.audit() == {"a/1 (draining)": 3}
+        with pytest.raises(OutOfPages):
+            engine.reserve("b/1", 16 * total)
+        gate.go_on.set()
+        found = copy.result(10)
+    if kind == "read":
+        assert [bytes(part.data) for part in found] == [bytes(part.data) for part in parts]
+    assert engine.audit() == {}
+
+
+def test_close_frees_all(rig: Rig) -> None:
+    engine = rig.engine()
+    handle, _ = start(engine, "a/1", state(rig.prompt(10)))
+    paused, _ = start(engine, "b/1", state(rig.prompt(10)))
+    engine.pause(paused)
+    reserved = engine.reserve("c/1", 10)
+    engine.close()
+    assert [handle.alive, paused.alive, reserved.alive] == [False, False, False]
+    assert engine.audit() == {}
+
+
+def test_ranges_that_are_not_there_are_refused(rig: Rig) -> None:
+    engine = rig.engine()
+    handle = engine.reserve("a/1", 20)
+    kv_format = engine.spec.kv_format
+    heads = range(kv_format.heads)
+    for layer, tokens, wanted, field in (
+        (kv_format.layers, range(3), heads, "layer"),
+        (-1, range(3), heads, "layer"),
+        (0, range(30, 33), heads, "tokens"),
+        (0, range(-1, 3), heads, "tokens"),
+        (0, range(3, 3), heads, "tokens"),
+        (0, range(0, 8, 2), heads, "tokens"),
+        (0, range(3), range(kv_format.heads + 1), "heads"),
+    ):
+        with pytest.raises(InvalidRequest, match=field):
+            engine.read_kv(handle, layer, tokens, wanted)
+
+
+def _shape(parts: list[PartData], *shape: int) -> list[PartData]:
+    return [replace(part, shape=shape + part.shape[len(shape) :]) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "where"),
+    [
+        (lambda parts: parts[:1], {}),
+        (lambda parts: [*parts, parts[0]], {}),
+        (lambda parts: [replace(parts[0], name="q"), parts[1]], {}),
+        (lambda parts: [replace(parts[0], dtype="float64"), parts[1]], {}),
+        (lambda parts: [replace(parts[0], data=bytes(parts[0].data)[:-1]), parts[1]], {}),
+        (lambda parts: [parts[0], *_shape(parts[1:], 5)], {}),
+        (lambda parts: _shape(parts, 4, 1, 99), {}),
+        (lambda parts: [replace(part, shape=part.shape[:2]) for part in parts], {}),
+        (lambda parts: [replace(p, shape=(0, *p.shape[1:]), data=b"") for p in parts], {}),
+        (lambda parts: parts, {"token_start": 30}),
+        (lambda parts: parts, {"token_start": -1}),
+        (lambda parts: parts, {"head_start": 99}),
+        (lambda parts: parts, {"head_start": -1}),
+        (lambda parts: parts, {"layer": 99}),
+    ],
+)
+def test_parts_that_do_not_fit_are_corrupt(
+    rig: Rig, spoil: Callable[[list[PartData]], list[PartData]], where: dict[str, int]
+) -> None:
+    engine = rig.engine()
+    handle = engine.reserve("a/1", 20)
+    good = engine.read_kv(handle, 0, range(4), range(1))
+    place = {"layer": 0, "token_start": 0, "head_start": 0, **where}
+    with pytest.raises(CorruptFrame):
+        engine.write_kv(handle, place["layer"], place["token_start"], place["head_start"], spoil(good))
+    engine.write_kv(handle, 0, 0, 0, good)
+
+
+def test_threads_may_copy_and_free_while_steps_run(rig: Rig) -> None:
+    engine = rig.engine(pages=96)
+    wanted = [state(rig.prompt(12 + i, seed=i), MIXED[i]) for i in range(3)]
+    expected = [generate(engine, one, 16) for one in wanted]
+    running = [start(engine, f"a/{i}", one) for i, one in enumerate(wanted)]
+    donor = engine.reserve("donor", 60)
+    prefill(engine, donor, state(rig.prompt(60)))
+    stop = threading.Event()
+
+    def transfer(worker: int) -> int:
+        rounds = 0
+        while not stop.is_set() or not rounds:
+            _round_trip(engine, donor, f"t{worker}/{rounds}", worker)
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(2) as threads:
+        transfers = [threads.submit(transfer, worker) for worker in range(2)]
+        try:
+            while len(running[0][1]) < 16:
+                tokens = step(engine)
+                for handle, outputs in running:
+                    outputs.append(tokens[handle])
+                engine.audit()
+        finally:
+            stop.set()
+        assert all(done.result(10) for done in transfers)
+    assert [outputs for _, outputs in running] == expected
+    assert set(engine.audit()) == {"a/0", "a/1", "a/2", "donor"}
+
+
+def _round_trip(engine: Engine, donor: KvHandle, owner: str, seed: int) -> None:
+    heads = range(engine.spec.kv_format.heads)
+    handle = engine.reserve(owner, 60)
+    for layer in range(engine.spec.kv_format.layers):
+        parts = engine.read_kv(donor, layer, range(60), heads)
+        engine.write_kv(handle, layer, 0, 0, parts)
+        assert engine.read_kv(handle, layer, range(60), heads) == parts
+    child = engine.fork(handle, f"{owner}/0", 20 + seed, 64)
+    engine.free(handle)
+    engine.extend(child, 70)
+    engine.free(child)

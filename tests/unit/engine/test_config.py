@@ -1,0 +1,60 @@
+"""EngineConfig, and the memory that the machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine import host_memory
+from baton.engine.config import EngineConfig
+from baton.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", ""),
+        ("device", "tpu"),
+        ("device", "cuda:x"),
+        ("dtype", "float64"),
+        ("kv_dtype", "int8"),
+        ("max_model_len", -1),
+        ("page_size", -16),
+        ("kv_memory", -1),
+        ("slots", -1),
+        ("block_size", 0),
+        ("threads", -2),
+        ("host_kv_memory", -1),
+    ],
+)
+def test_a_bad_field_is_named_with_its_value(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field}: .*got {value!r}$"):
+        EngineConfig(**{"model": "m", field: value})
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1"])
+def test_good_devices(device: str) -> None:
+    assert EngineConfig("m", device=device).device == device
+
+
+def test_available_memory_is_bounded_by_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  2000 kB\nMemAvailable:  1000 kB\n")
+    monkeypatch.setattr(host_memory, "_MEMINFO", meminfo)
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    assert host_memory.available() == 1000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("70000\n")
+    assert host_memory.available() == 1000 * 1024
+    (tmp_path / "memory.max").write_text("90000\n")
+    assert host_memory.available() == 20000
+    (tmp_path / "memory.current").write_text("95000\n")
+    assert host_memory.available() == 0
+
+
+def test_available_memory_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    assert host_memory.available() > 1 << 20

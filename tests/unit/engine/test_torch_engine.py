@@ -1,0 +1,189 @@
+"""What only the torch engine has: the build from a config, equality with transformers, failures of the model."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine import factory, torch_engine
+from baton.engine.config import EngineConfig
+from baton.engine.factory import build
+from baton.errors import ConfigError, EngineError
+from baton.request import SamplingParams
+from tests.checkpoints import lively_prompt, load_reference, make_checkpoint
+from tests.contract.engines import MIXED, generate, ignore, prefill, start, state, step
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+def engine_of(checkpoint: Path, **fields: Any) -> torch_engine.TorchEngine:
+    defaults = {"device": "cpu", "slots": 4, "kv_memory": 8 << 20, "threads": 1}
+    return build(EngineConfig(str(checkpoint), **{**defaults, **fields}))
+
+
+def test_the_spec_tells_what_was_built(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, block_size=32, page_size=8)
+    spec = engine.spec
+    assert (spec.vocab_size, spec.max_model_len, spec.slots, spec.page_size) == (264, 1024, 4, 8)
+    assert spec.eos_token_ids == {257}
+    assert [(part.name, part.dtype, part.shape) for part in spec.kv_format.parts] == [
+        ("k", "float32", (2, 24)),
+        ("v", "float32", (2, 24)),
+    ]
+    assert (spec.kv_format.layers, spec.kv_format.block_size) == (3, 32)
+    assert spec.pages == (8 << 20) // (spec.kv_format.token_bytes * 8)
+    assert len(spec.fingerprint) == 64
+
+
+def test_dtypes_come_from_the_checkpoint_or_the_config(checkpoint: Path, tmp_path: Path) -> None:
+    assert engine_of(checkpoint, dtype="bfloat16").spec.kv_format.parts[0].dtype == "bfloat16"
+    mixed = engine_of(checkpoint, dtype="float32", kv_dtype="float16")
+    assert mixed.spec.kv_format.parts[0].dtype == "float16"
+    assert engine_of(checkpoint).spec.fingerprint != engine_of(checkpoint, dtype="bfloat16").spec.fingerprint
+    config = json.loads((checkpoint / "config.json").read_text())
+    for dtype, expected in (("bfloat16", "bfloat16"), ("float16", "float32")):
+        saved = tmp_path / dtype
+        shutil.copytree(checkpoint, saved)
+        (saved / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+        assert engine_of(saved).spec.kv_format.parts[0].dtype == expected
+
+
+def test_bad_sizes_name_the_field(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len: 2000 is above the model's 1024"):
+        engine_of(checkpoint, max_model_len=2000)
+    with pytest.raises(ConfigError, match="kv_memory: 100 bytes hold no page, which has 18432 bytes"):
+        engine_of(checkpoint, kv_memory=100)
+    with pytest.raises(ConfigError, match="device: cuda:99"):
+        engine_of(checkpoint, device="cuda:99")
+
+
+def test_automatic_memory_is_a_share_of_what_is_free(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory.host_memory, "available", lambda: 50 << 20)
+    page_bytes = 18432
+    small = engine_of(checkpoint, kv_memory=0)
+    assert small.spec.pages == int((50 << 20) * 0.15) // page_bytes
+    bounded = engine_of(checkpoint, kv_memory=0, max_model_len=64, slots=2)
+    assert bounded.spec.pages == (2 + 8) * 4
+
+
+def test_greedy_equals_transformers(checkpoint: Path) -> None:
+    model = load_reference(checkpoint)
+    prompt, reference = lively_prompt(model, 40, 48)
+    engine = engine_of(checkpoint, page_size=7)
+    assert generate(engine, state(prompt), 48) == reference.token_ids
+
+
+def test_log_probabilities_equal_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Seven rows of logits at a time.
+    monkeypatch.setattr(torch_engine, "_LOGITS_AT_ONCE", 7 * 264)
+    engine = engine_of(checkpoint)
+    prompt = list(range(50, 80))
+    with torch.inference_mode():
+        expected = load_reference(checkpoint)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    handle = engine.reserve("a/1", 40)
+    params = SamplingParams(temperature=0.0, logprobs=3)
+    result = engine.prefill_chunk(
+        handle, prompt, 0, 30, on_layer=ignore, sample=[state(prompt, params)], prompt_logprobs=2
+    )
+    for position, info in enumerate(result.prompt_logprobs):
+        assert info.token_id == prompt[position + 1]
+        assert info.logprob == pytest.approx(float(expected[position, info.token_id]), abs=1e-4)
+        best = expected[position].topk(2)
+        assert [token for token, _ in info.top] == best.indices.tolist()
+        assert [logprob for _, logprob in info.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    (token,) = result.tokens
+    assert token.token_id == int(expected[-1].argmax())
+    assert len(token.top) == 3
+
+
+def test_not_a_number_is_an_error_that_names_the_sequence(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint)
+    wanted = [state(list(range(20 + 3 * i)), params) for i, params in enumerate(MIXED[:3])]
+    expected = [generate(engine, one, 5) for one in wanted]
+    running = [start(engine, f"a/{i}", one) for i, one in enumerate(wanted)]
+    spoiled = running[1][0]
+    kv = engine._kv.parts["k"]
+    before = kv[:, spoiled.pages[0]].clone()
+    kv[:, spoiled.pages[0]] = math.nan
+    with pytest.raises(EngineError, match=r"not finite: a/1$"):
+        engine.step()
+    engine.audit()
+    # No sequence moved, so the same step can run once the cause is gone.
+    kv[:, spoiled.pages[0]] = before
+    for _ in range(4):
+        tokens = step(engine)
+        for handle, outputs in running:
+            outputs.append(tokens[handle])
+    assert [outputs for _, outputs in running] == expected
+
+
+def test_not_a_number_in_a_prompt_is_an_error(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint)
+    prompt = list(range(40))
+    handle = engine.reserve("a/1", 40)
+    engine.prefill_chunk(handle, prompt, 0, 16, on_layer=ignore)
+    engine._kv.parts["v"][:, handle.pages[0]] = math.nan
+    with pytest.raises(EngineError, match="not finite"):
+        engine.prefill_chunk(handle, prompt, 16, 40, on_layer=ignore, sample=[state(prompt)])
+    with pytest.raises(EngineError, match="not finite"):
+        engine.prefill_chunk(handle, prompt, 16, 40, on_layer=ignore, prompt_logprobs=0)
+
+
+def test_what_the_model_raises_becomes_an_engine_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(checkpoint)
+    handle, outputs = start(engine, "a/1", state(list(range(10))))
+
+    def fail(*_args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._decoder, "forward", fail)
+        with pytest.raises(EngineError, match="RuntimeError: out of memory"):
+            engine.step()
+        with pytest.raises(EngineError, match="out of memory"):
+            prefill(engine, engine.reserve("b/1", 10), state([1, 2, 3]))
+    assert [*outputs, step(engine)[handle]] == generate(engine_of(checkpoint), state(list(range(10))), 2)
+
+    def abort(_layer: int) -> None:
+        raise RuntimeError("from the caller")
+
+    with pytest.raises(RuntimeError, match="from the caller"):
+        engine.prefill_chunk(engine.reserve("c/1", 10), [1, 2], 0, 2, on_layer=abort)
+
+
+def test_read_bytes_are_canonical(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, page_size=4)
+    prompt = list(range(30))
+    handle = engine.reserve("a/1", 30)
+    prefill(engine, handle, state(prompt))
+    cache = engine._kv.parts["v"][2]
+    expected = cache[list(handle.pages)].flatten(0, 1)[5:21, 1:2].contiguous()
+    part = engine.read_kv(handle, 2, range(5, 21), range(1, 2))[1]
+    assert (part.name, part.dtype, part.shape) == ("v", "float32", (16, 1, 24))
+    assert isinstance(part.data, memoryview)
+    assert (part.data.format, part.data.ndim, part.data.c_contiguous) == ("B", 1, True)
+    assert part.data == expected.numpy().tobytes()
+    # Frames arrive at any offset of a larger buffer.
+    padded = b"\0" + bytes(part.data)
+    other = engine.read_kv(handle, 2, range(5, 21), range(1, 2))
+    home = engine.reserve("b/1", 30)
+    engine.write_kv(home, 2, 3, 0, [other[0], replace(part, data=memoryview(padded)[1:])])
+    assert engine.read_kv(home, 2, range(3, 19), range(1))[1].data == part.data
+
+
+def test_threads_are_set(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    engine_of(checkpoint, threads=0)
+    engine_of(checkpoint, threads=3)
+    assert seen == [3]

@@ -1,0 +1,315 @@
+"""The sampler against a plain one, row by row, and what must not matter: batch mates, history, order."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.errors import EngineError
+from baton.model.noise import uniform
+from baton.model.penalties import PenaltyTable, has_penalties
+from baton.model.sampler import WINDOW, SamplerBatch, draw, token_infos
+from baton.request import SamplingParams, SequenceState
+
+EOS = frozenset({2})
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+
+EVERYTHING = [
+    GREEDY,
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, temperature=0.3),
+    SamplingParams(seed=3, temperature=50.0),
+    SamplingParams(seed=4, temperature=1e-30),
+    SamplingParams(seed=5, top_k=1),
+    SamplingParams(seed=6, top_k=7, temperature=1.5),
+    SamplingParams(seed=7, top_p=0.6),
+    SamplingParams(seed=8, top_p=0.999, temperature=2.0),
+    SamplingParams(seed=9, min_p=0.2, temperature=2.0),
+    SamplingParams(seed=10, min_p=1.0),
+    SamplingParams(seed=11, top_k=20, top_p=0.7, min_p=0.01, temperature=1.7),
+    SamplingParams(seed=12, top_k=2**31 - 1, top_p=0.5),
+    SamplingParams(temperature=0.0, repetition_penalty=1.8),
+    SamplingParams(temperature=0.0, repetition_penalty=0.5, presence_penalty=-1.0),
+    SamplingParams(seed=13, frequency_penalty=1.5, presence_penalty=0.5, top_k=5),
+    SamplingParams(seed=14, logit_bias=((3, 4.0), (5, -100.0), (6, 1.0))),
+    SamplingParams(temperature=0.0, logit_bias=((3, 100.0),), repetition_penalty=2.0),
+    SamplingParams(seed=15, allowed_token_ids=(1, 4, 9, 11)),
+    SamplingParams(temperature=0.0, allowed_token_ids=(8,)),
+    SamplingParams(seed=16, min_tokens=4, stop_token_ids=(0, 1), top_k=3),
+    SamplingParams(temperature=0.0, min_tokens=6, logit_bias=((2, 100.0),)),
+    SamplingParams(temperature=0.0, min_tokens=6, ignore_eos=True, logit_bias=((2, 100.0),)),
+]
+
+
+def plain(logits: Tensor, state: SequenceState, mask: Tensor | None = None) -> int:
+    """One token, step by step, after vLLM's documented order; sums and probabilities in float64."""
+    params, x = state.params, logits.clone()
+    if params.allowed_token_ids:
+        keep = torch.zeros_like(x, dtype=torch.bool)
+        keep[list(params.allowed_token_ids)] = True
+        x[~keep] = -math.inf
+    if mask is not None:
+        x[~mask] = -math.inf
+    if len(state.output_ids) < params.min_tokens:
+        x[[*params.stop_token_ids, *([] if params.ignore_eos else EOS)]] = -math.inf
+    for token, bias in params.logit_bias:
+        x[token] += bias
+    for token in {*state.prompt_ids, *state.output_ids}:
+        count = list(state.output_ids).count(token)
+        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        x[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+    if params.greedy:
+        return int(x.argmax())
+    x = ((x - x.max()) / params.temperature).double()
+    x[x < math.log(params.min_p or 1e-300)] = -math.inf
+    if 0 < params.top_k < len(x):
+        x[x < x.sort(descending=True).values[params.top_k - 1]] = -math.inf
+    if params.top_p < 1.0:
+        ordered = x.softmax(-1).sort(descending=True)
+        before = ordered.values.cumsum(-1) - ordered.values
+        x[ordered.indices[before >= params.top_p]] = -math.inf
+    target = uniform(params.seed or 0, state.choice_index, len(state.output_ids))
+    sums = x.softmax(-1).cumsum(-1)
+    return int((sums <= target * sums[-1]).sum())
+
+
+def batch_of(states: list[SequenceState], vocab: int) -> SamplerBatch:
+    batch = SamplerBatch(vocab, EOS, CPU)
+    for i, state in enumerate(states):
+        batch.add(f"row {i}", state)
+    return batch
+
+
+def states_of(params: list[SamplingParams], vocab: int, seed: int = 0) -> list[SequenceState]:
+    chooser = random.Random(seed)
+    return [
+        SequenceState(
+            p,
+            [chooser.randrange(vocab) for _ in range(chooser.randrange(1, 30))],
+            [chooser.randrange(vocab) for _ in range(chooser.randrange(8))],
+            chooser.randrange(3),
+        )
+        for p in params
+    ]
+
+
+def some_logits(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def ids(batch: SamplerBatch, logits: Tensor, mask: Tensor | None = None) -> list[int]:
+    return [info.token_id for info in batch.sample(logits.clone(), mask)]
+
+
+@pytest.mark.parametrize("vocab", [16, 300, 5000])
+@pytest.mark.parametrize("seed", range(4))
+def test_each_row_equals_the_plain_sampler(vocab: int, seed: int) -> None:
+    states = states_of(EVERYTHING, vocab, seed)
+    logits = some_logits(len(states), vocab, seed)
+    expected = [plain(row, state) for row, state in zip(logits, states, strict=True)]
+    assert ids(batch_of(states, vocab), logits) == expected
+
+
+def test_a_nucleus_wider_than_the_window_is_exact() -> None:
+    vocab = 24 * WINDOW
+    wide = [
+        SamplingParams(seed=1, top_p=0.9),
+        SamplingParams(seed=2, top_k=3 * WINDOW),
+        SamplingParams(seed=7, top_k=17 * WINDOW),
+        SamplingParams(seed=3, top_k=5),
+        SamplingParams(seed=4, min_p=0.3),
+        SamplingParams(seed=5, top_k=2 * WINDOW, top_p=0.99),
+        SamplingParams(seed=6, top_p=0.001),
+    ]
+    for seed in range(3):
+        states = states_of(wide, vocab, seed)
+        logits = some_logits(len(states), vocab, seed, spread=0.3)
+        expected = [plain(row, state) for row, state in zip(logits, states, strict=True)]
+        assert max(row.softmax(-1).topk(WINDOW).values.sum() for row in logits) < 0.5
+        assert ids(batch_of(states, vocab), logits) == expected
+
+
+def test_batch_mates_change_nothing() -> None:
+    vocab = 2000
+    states = states_of(EVERYTHING, vocab)
+    logits = some_logits(len(states), vocab)
+    together = ids(batch_of(states, vocab), logits)
+    alone = [ids(batch_of([state], vocab), row[None])[0] for state, row in zip(states, logits, strict=True)]
+    assert together == alone
+    order = list(range(len(states)))
+    random.Random(1).shuffle(order)
+    shuffled = ids(batch_of([states[i] for i in order], vocab), logits[order])
+    assert shuffled == [together[i] for i in order]
+
+
+def test_running_state_equals_the_rebuilt_one_while_rows_come_and_go() -> None:
+    vocab = 40
+    chooser = random.Random(5)
+    waiting = states_of(EVERYTHING * 4, vocab, 3)
+    batch = SamplerBatch(vocab, EOS, CPU)
+    running: list[SequenceState] = []
+    for round_ in range(120):
+        while waiting and len(running) < 12 and chooser.random() < 0.6:
+            state = waiting.pop()
+            running.append(replace(state, output_ids=list(state.output_ids)))
+            batch.add(f"row {len(waiting)}", state)
+        if running and chooser.random() < 0.25:
+            gone = chooser.randrange(len(running))
+            batch.remove(gone)
+            last = running.pop()
+            if gone < len(running):
+                running[gone] = last
+        if not running:
+            continue
+        logits = some_logits(len(running), vocab, round_)
+        tokens = ids(batch, logits)
+        assert tokens == ids(batch_of(running, vocab), logits)
+        batch.accept(tokens)
+        for state, token in zip(running, tokens, strict=True):
+            state.output_ids.append(token)  # type: ignore[attr-defined]
+
+
+def test_penalty_counts_grow_to_what_a_rebuild_counts() -> None:
+    table = PenaltyTable(CPU)
+    chooser = random.Random(2)
+    params = SamplingParams(repetition_penalty=1.2)
+    states = [
+        SequenceState(params, [chooser.randrange(900) for _ in range(length)], []) for length in (1, 5, 700, 30) * 5
+    ]
+    entries = [table.add(state) for state in states]
+    for _ in range(60):
+        tokens = [chooser.randrange(900) for _ in states]
+        table.append(entries, tokens)
+        for state, token in zip(states, tokens, strict=True):
+            state.output_ids.append(token)  # type: ignore[attr-defined]
+    fresh = PenaltyTable(CPU)
+    for entry, state in zip(entries, states, strict=True):
+        assert table.counts(entry) == fresh.counts(fresh.add(state))
+    table.remove(entries[2])
+    again = table.add(states[0])
+    assert again == entries[2]
+    table.append([again], [states[0].prompt_ids[0]])
+    assert (
+        table.counts(again)[states[0].prompt_ids[0]] == fresh.counts(fresh.add(states[0]))[states[0].prompt_ids[0]] + 1
+    )
+
+
+def test_only_real_penalties_are_tracked() -> None:
+    assert not has_penalties(SamplingParams())
+    for field, value in (("repetition_penalty", 1.1), ("presence_penalty", -0.1), ("frequency_penalty", 0.1)):
+        assert has_penalties(SamplingParams(**{field: value}))
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 3.0, -math.log(4)]])
+    expected = logits[0].softmax(-1)
+    counts = torch.zeros(6)
+    state = SequenceState(SamplingParams(seed=99), [0], [])
+    batch = batch_of([state], 6)
+    rounds = 4000
+    for _ in range(rounds):
+        (token,) = ids(batch, logits)
+        counts[token] += 1
+        batch.accept([token])
+    # Chi-squared with 5 degrees of freedom; 20.5 has probability 0.001.
+    assert float(((counts - rounds * expected) ** 2 / (rounds * expected)).sum()) < 20.5
+
+
+def test_a_mask_bounds_greedy_and_drawn_rows() -> None:
+    vocab = 50
+    states = states_of(EVERYTHING[:13], vocab)
+    logits = some_logits(len(states), vocab)
+    mask = torch.rand(len(states), vocab, generator=torch.Generator().manual_seed(1)) < 0.3
+    expected = [plain(row, state, allowed) for row, state, allowed in zip(logits, states, mask, strict=True)]
+    found = ids(batch_of(states, vocab), logits, mask)
+    assert found == expected
+    assert all(mask[i, token] for i, token in enumerate(found))
+
+
+def test_rows_without_an_allowed_token_are_named() -> None:
+    batch = batch_of(states_of([GREEDY, SamplingParams(temperature=0.0, allowed_token_ids=(3,))], 10), 10)
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    mask[1, 3] = False
+    with pytest.raises(EngineError, match=r"no token is allowed: row 1$"):
+        batch.sample(some_logits(2, 10), mask)
+    only_eos = SamplingParams(temperature=0.0, min_tokens=3, allowed_token_ids=(2,))
+    with pytest.raises(EngineError, match=r"no token is allowed: row 0$"):
+        batch_of([SequenceState(only_eos, [1], [])], 10).sample(some_logits(1, 10))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rows_that_are_not_finite_are_named(value: float) -> None:
+    logits = some_logits(3, 10)
+    logits[1, 4] = value
+    with pytest.raises(EngineError, match=r"not finite: row 1$"):
+        batch_of(states_of([GREEDY] * 3, 10), 10).sample(logits)
+    with pytest.raises(EngineError, match="not finite"):
+        token_infos(logits.masked_fill(logits == -math.inf, math.nan), [1, 2, 3], [0, 0, 0])
+
+
+def test_min_tokens_ends_when_enough_are_there() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=3, logit_bias=((2, 100.0),))
+    batch = batch_of([SequenceState(params, [1], [])], 10)
+    tokens = []
+    for _ in range(5):
+        (token,) = ids(batch, some_logits(1, 10))
+        tokens.append(token)
+        batch.accept([token])
+    assert 2 not in tokens[:3]
+    assert tokens[3:] == [2, 2]
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    vocab = 30
+    params = [
+        SamplingParams(seed=1, temperature=0.2, logprobs=3, allowed_token_ids=(5, 6)),
+        GREEDY,
+        SamplingParams(temperature=0.0, logprobs=0, repetition_penalty=3.0),
+        SamplingParams(seed=2, top_k=2, logprobs=5, logit_bias=((1, 9.0),)),
+    ]
+    states = states_of(params, vocab)
+    logits = some_logits(4, vocab)
+    expected = logits.log_softmax(-1)
+    infos = batch_of(states, vocab).sample(logits.clone())
+    assert (infos[1].logprob, infos[1].top) == (None, ())
+    for row, count in ((0, 3), (2, 0), (3, 5)):
+        info = infos[row]
+        assert info.logprob == pytest.approx(float(expected[row, info.token_id]), abs=1e-5)
+        best = expected[row].topk(count)
+        assert [token for token, _ in info.top] == best.indices.tolist()
+        assert [logprob for _, logprob in info.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_ties_are_kept_together_and_greedy_takes_the_first() -> None:
+    logits = torch.zeros(1, 8)
+    assert ids(batch_of([SequenceState(GREEDY, [1], [])], 8), logits) == [0]
+    found = {
+        ids(batch_of([SequenceState(SamplingParams(seed=seed, top_k=1), [1], [])], 8), logits)[0] for seed in range(60)
+    }
+    assert found == set(range(8))
+
+
+def test_a_likely_token_at_a_border_of_the_uniform_is_never_one_of_probability_zero() -> None:
+    logits = torch.full((1, 5), -math.inf)
+    logits[0, 2] = 0.0
+    for value in (0.0, 0.5, 1 - 2**-53):
+        assert draw(logits, torch.tensor([[value]], dtype=torch.float64)).tolist() == [2]
+
+
+def test_draws_over_a_large_vocabulary_land_on_the_right_side_of_every_border() -> None:
+    logits = some_logits(64, 3001, spread=2.0)
+    sums = logits.double().softmax(-1).cumsum(-1)
+    columns = torch.arange(64)[:, None] * 46
+    # Just beyond a token's border lies the next token; just before it, the token itself.
+    border = sums.gather(1, columns)
+    assert draw(logits - logits.amax(-1, keepdim=True), border + 1e-6).tolist() == [
+        int((row <= limit + 1e-6).sum()) for row, limit in zip(sums, border[:, 0], strict=True)
+    ]
+    ends = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64).repeat(32, 1)
+    assert draw(logits - logits.amax(-1, keepdim=True), ends).tolist() == [0, 3000] * 32
