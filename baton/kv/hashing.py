@@ -1,0 +1,55 @@
+"""Names of prefix blocks: a SHA-256 chain, the same in every process, on every machine, for ever.
+
+    root = SHA-256(fields("baton prefix chain 1", model fingerprint, KV format digest, salt))
+    d[0] = SHA-256(root ‖ ids of block 0)
+    d[i] = SHA-256(d[i-1] ‖ ids of block i)
+
+`fields` puts each field's length before it as a little-endian uint32, so that no two tuples of fields meet;
+token ids are little-endian uint32. A digest thus names a block together with all that its KV depends on: the
+model, the layout, the tenant, and every token before it. Only full blocks have one. Root and parent both have
+32 bytes, and a block's length is part of the KV format, so a root can't be taken for a block.
+
+The golden vectors in the tests hold this encoding fast: a fleet mid-upgrade must agree on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import sys
+from array import array
+from collections.abc import Sequence
+
+DIGEST_BYTES = 32
+
+_CHAIN = b"baton prefix chain 1"
+_SALT = b"baton tenant salt 1"
+_ID_BYTES = 4
+
+
+def chain_root(fingerprint: str, kv_format: str, salt: bytes = b"") -> bytes:
+    """Root of the chains of one (model fingerprint, KV format digest, tenant salt): 32 bytes."""
+    return hashlib.sha256(_fields(_CHAIN, fingerprint.encode(), kv_format.encode(), salt)).digest()
+
+
+def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """One 32-byte digest for each full block of `block_size` tokens; ids must be in [0, 2**32)."""
+    full = len(token_ids) // block_size
+    ids = array("I", token_ids[: full * block_size])
+    if sys.byteorder == "big":
+        ids.byteswap()
+    data, stride = ids.tobytes(), block_size * _ID_BYTES
+    digests, parent, sha256 = [], root, hashlib.sha256
+    for start in range(0, len(data), stride):
+        parent = sha256(parent + data[start : start + stride]).digest()
+        digests.append(parent)
+    return digests
+
+
+def tenant_salt(fleet_secret: str, tenant: str) -> bytes:
+    """Salt of a tenant's chains: the same on every router, not guessable without the fleet's secret."""
+    return hmac.digest(fleet_secret.encode(), _fields(_SALT, tenant.encode()), "sha256")
+
+
+def _fields(*values: bytes) -> bytes:
+    return b"".join(len(value).to_bytes(4, "little") + value for value in values)

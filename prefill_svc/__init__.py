@@ -1,0 +1,1 @@
+"""The prefill service: one prompt in, its first token out, its KV held for decode to pull."""

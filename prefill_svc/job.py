@@ -1,0 +1,163 @@
+"""One attempt at one prompt: what was asked, what it holds, and the stream of what happens to it.
+
+A job ends once, with `PrefillDone` or an error as the last event of its stream. Its pages are shared by up to
+three owners (the job, its export, its write-back) and are freed when the last of them lets go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.engine.contract import KvHandle
+from baton.errors import BatonError, DeadlineExceeded
+from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, TokenInfo, finish_reason
+from baton.transfer.export import Export
+from prefill_svc.scheduler import Work
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTask:
+    """What a router asks for; `deadline` is on this process's monotonic clock, in seconds.
+
+    `output_ids` are tokens that the client has already: a replay. `transfer_id` is empty when no decode
+    follows.
+    """
+
+    request_id: str
+    attempt: int
+    transfer_id: str
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    choices: Sequence[int]
+    params: SamplingParams
+    cache_salt: bytes = b""
+    deadline: float | None = None
+
+    @property
+    def name(self) -> str:
+        """For the ledger and for logs."""
+        return f"{self.request_id}/{self.attempt}"
+
+    def states(self) -> list[SequenceState]:
+        """What the sampler must know of each choice."""
+        return [SequenceState(self.params, self.prompt_ids, self.output_ids, choice) for choice in self.choices]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """`computed` of `total` tokens have final KV; `cached` prompt tokens came from the prefix cache."""
+
+    computed: int
+    total: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """The end of a prefill; `prompt_tokens` is empty unless log-probabilities were asked for."""
+
+    first_tokens: tuple[FirstToken, ...]
+    cached: int
+    prompt_tokens: tuple[TokenInfo, ...]
+    queue_ms: float
+    compute_ms: float
+
+
+class SharedPages:
+    """A KV handle with several owners, on the asyncio loop; begins with one."""
+
+    def __init__(self, handle: KvHandle, free: Callable[[KvHandle], None]) -> None:
+        self.handle = handle
+        self._free = free
+        self._owners = 1
+
+    def share(self) -> None:
+        """One more owner."""
+        self._owners += 1
+
+    def release(self) -> None:
+        """An owner lets go; the last one frees."""
+        self._owners -= 1
+        if not self._owners:
+            self._free(self.handle)
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """An accepted task; belongs to the asyncio loop, but for `check`.
+
+    `digests` name the full blocks of `ids`; the KV of the first `loaded_blocks` came from the cache.
+    """
+
+    task: PrefillTask
+    work: Work
+    ids: Sequence[int]
+    admitted_at: float
+    pages: SharedPages | None = None
+    export: Export | None = None
+    digests: Sequence[bytes] = ()
+    hits: int = 0
+    loaded_blocks: int = 0
+    cached: int = 0
+    computed: int = 0
+    started_at: float | None = None
+    prompt_tokens: list[TokenInfo] = field(default_factory=list)
+    error: BatonError | None = None
+    over: bool = False
+    timer: asyncio.TimerHandle | None = None
+    _events: asyncio.Queue[PrefillProgress | PrefillDone | BatonError] = field(default_factory=asyncio.Queue)
+
+    def check(self) -> None:
+        """Raise if the job was aborted or its deadline has passed; from any thread."""
+        if self.error is not None:
+            raise self.error
+        if self.task.deadline is not None and time.monotonic() >= self.task.deadline:
+            raise deadline_exceeded(self)
+
+    def tell(self, event: PrefillProgress | PrefillDone | BatonError) -> None:
+        """Add an event to the stream."""
+        self._events.put_nowait(event)
+
+    async def events(self) -> AsyncIterator[PrefillProgress | PrefillDone]:
+        """Progress, then `PrefillDone`; raises what ended the job instead."""
+        while True:
+            event = await self._events.get()
+            if isinstance(event, BatonError):
+                raise event
+            yield event
+            if isinstance(event, PrefillDone):
+                return
+
+
+def finished(
+    job: Job, tokens: Sequence[TokenInfo], eos_token_ids: frozenset[int], now: float
+) -> tuple[Handoff, PrefillDone]:
+    """What decode and what the router get of a computed job, given one token for each choice."""
+    task, started_at = job.task, job.started_at or now
+    first_tokens = tuple(
+        FirstToken(choice, token, finish_reason(task.params, [*task.output_ids, token.token_id], eos_token_ids))
+        for choice, token in zip(task.choices, tokens, strict=True)
+    )
+    prompt_tokens: tuple[TokenInfo, ...] = ()
+    if task.params.prompt_logprobs is not None:
+        prompt_tokens = (TokenInfo(job.ids[0]), *job.prompt_tokens)[: len(task.prompt_ids)]
+    handoff = Handoff(
+        task.request_id,
+        task.attempt,
+        task.prompt_ids,
+        task.output_ids,
+        task.params,
+        first_tokens,
+        job.cached,
+        (now - job.admitted_at) * 1e3,
+    )
+    queue_ms, compute_ms = (started_at - job.admitted_at) * 1e3, (now - started_at) * 1e3
+    return handoff, PrefillDone(first_tokens, job.cached, prompt_tokens, queue_ms, compute_ms)
+
+
+def deadline_exceeded(job: Job) -> DeadlineExceeded:
+    """The error of a job whose deadline passed."""
+    return DeadlineExceeded(f"the deadline passed with {job.computed} of {len(job.ids)} tokens prefilled")

@@ -1,0 +1,116 @@
+"""The Prefill RPC. Translates only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.engine.contract import EngineSpec
+from baton.errors import Cancelled, InvalidRequest
+from baton.pb import prefill_pb2, prefill_pb2_grpc
+from baton.request import SamplingParams, check_token_ids
+from baton.rpc.convert import first_token_to_proto, sampling_from_proto, token_to_proto
+from prefill_svc.job import PrefillDone, PrefillProgress, PrefillTask
+from prefill_svc.worker import PrefillWorker
+
+MOST_SALT_BYTES = 64
+_LARGE_TOKENS = 16_384
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
+    """Serves prefills."""
+
+    def __init__(self, worker: PrefillWorker, spec: EngineSpec) -> None:
+        self._worker = worker
+        self._spec = spec
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        """Stream a job's events; a call that ends before `done` aborts it."""
+        left = context.time_remaining()
+        deadline = None if left is None else time.monotonic() + left
+        if len(request.prompt_token_ids) + len(request.output_token_ids) > _LARGE_TOKENS:
+            task = await asyncio.to_thread(task_from_proto, request, self._spec, deadline)
+        else:
+            task = task_from_proto(request, self._spec, deadline)
+        job = self._worker.submit(task)
+        try:
+            async for event in job.events():
+                yield event_to_proto(event)
+        finally:
+            self._worker.abort(job, Cancelled("the caller went away"))
+
+
+def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadline: float | None) -> PrefillTask:
+    """The task in a request; raises InvalidRequest naming the field and the value seen."""
+    if not request.request_id:
+        raise InvalidRequest("request_id", "must not be empty")
+    if not request.prompt_token_ids:
+        raise InvalidRequest("prompt_token_ids", "must not be empty")
+    prompt_ids, output_ids = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
+    check_token_ids("prompt_token_ids", prompt_ids, spec.vocab_size)
+    check_token_ids("output_token_ids", output_ids, spec.vocab_size)
+    params = _sampling(request, spec)
+    if len(request.cache_salt) > MOST_SALT_BYTES:
+        raise InvalidRequest("cache_salt", f"must have at most {MOST_SALT_BYTES} bytes", len(request.cache_salt))
+    return PrefillTask(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        transfer_id=request.transfer_id,
+        prompt_ids=prompt_ids,
+        output_ids=output_ids,
+        choices=_choices(request, params),
+        params=params,
+        cache_salt=request.cache_salt,
+        deadline=deadline,
+    )
+
+
+def event_to_proto(event: PrefillProgress | PrefillDone) -> prefill_pb2.PrefillEvent:
+    """One message of the stream."""
+    if isinstance(event, PrefillProgress):
+        return prefill_pb2.PrefillEvent(
+            progress=prefill_pb2.PrefillProgress(
+                computed_tokens=event.computed, total_tokens=event.total, cached_tokens=event.cached
+            )
+        )
+    return prefill_pb2.PrefillEvent(
+        done=prefill_pb2.PrefillDone(
+            first_tokens=[first_token_to_proto(first) for first in event.first_tokens],
+            cached_tokens=event.cached,
+            prompt_tokens=[token_to_proto(token) for token in event.prompt_tokens],
+            queue_ms=event.queue_ms,
+            compute_ms=event.compute_ms,
+        )
+    )
+
+
+def _sampling(request: prefill_pb2.PrefillRequest, spec: EngineSpec) -> SamplingParams:
+    params = sampling_from_proto(request.sampling)
+    params.check_model(spec.vocab_size)
+    if params.max_tokens is None:
+        raise InvalidRequest("sampling.max_tokens", "must be set")
+    if params.seed is None and not params.greedy:
+        raise InvalidRequest("sampling.seed", "must be set")
+    if len(request.output_token_ids) >= params.max_tokens:
+        raise InvalidRequest(
+            "output_token_ids",
+            f"must leave room for a token in max_tokens ({params.max_tokens})",
+            len(request.output_token_ids),
+        )
+    return params
+
+
+def _choices(request: prefill_pb2.PrefillRequest, params: SamplingParams) -> tuple[int, ...]:
+    choices = tuple(request.choice_indexes)
+    if not choices:
+        raise InvalidRequest("choice_indexes", "must not be empty")
+    if max(choices) >= params.n:
+        raise InvalidRequest("choice_indexes", f"must be below n ({params.n})", max(choices))
+    if len(set(choices)) != len(choices):
+        raise InvalidRequest("choice_indexes", "must not repeat", list(choices))
+    return choices

@@ -1,0 +1,207 @@
+"""The prefill service over real gRPC, on an engine whose tokens are computable by hand."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.engine.fake import PREFILL_LOGPROB, PROMPT_LOGPROB, FakeEngine, expected_tokens
+from baton.pb import inference_pb2, prefill_pb2
+from baton.request import SamplingParams
+from tests.prefill import GREEDY, PROMPT, Gate, decode, decoder, read, serving, status_of
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 7, 16, 64])
+async def test_first_token_and_progress(chunk: int) -> None:
+    async with serving(chunk_size=chunk) as client:
+        events = await client.events()
+        first = events[-1].done.first_tokens[0]
+        assert first.token.token_id == expected_tokens(PROMPT, 1)[0]
+        assert first.finish_reason == inference_pb2.FINISH_REASON_UNSPECIFIED
+        computed = [event.progress.computed_tokens for event in events[:-1]]
+        assert computed == list(range(0, 100, chunk or 100))
+        assert events[-1].done.compute_ms > 0
+
+
+@pytest.mark.parametrize("pages", [(16, 16), (16, 256), (256, 16), (7, 5)])
+async def test_kv_is_handed_over_while_and_after_it_is_computed(pages: tuple[int, int]) -> None:
+    async with serving(FakeEngine(page_size=pages[0]), chunk_size=9) as client:
+        with decoder(pages[1]) as engine:
+            for late in (False, True):
+                transfer_id = f"t{late}"
+                handle = engine.reserve("r", 120)
+                pulling = asyncio.create_task(client.fetch(engine, handle, transfer_id, 100))
+                if late:
+                    pulling.cancel()
+                    await asyncio.wait([pulling])
+                    transfer_id += "-again"
+                await client.done(transfer_id=transfer_id)
+                if late:
+                    pulling = asyncio.create_task(client.fetch(engine, handle, transfer_id, 100))
+                handoff = await pulling
+                assert decode(engine, handle, handoff, 5) == expected_tokens(PROMPT, 6)
+            await client.pages_back()
+
+
+async def test_a_replay_continues_where_the_stream_broke() -> None:
+    tokens = expected_tokens(PROMPT, 6)
+    async with serving(chunk_size=16) as client:
+        with decoder() as engine:
+            handle = engine.reserve("r", 120)
+            pulling = asyncio.create_task(client.fetch(engine, handle, "t", 103))
+            done = await client.done(output=tokens[:3], transfer_id="t")
+            assert done.first_tokens[0].token.token_id == tokens[3]
+            handoff = await pulling
+            assert (list(handoff.prompt_ids), list(handoff.output_ids)) == (PROMPT, tokens[:3])
+            assert decode(engine, handle, handoff, 2) == tokens
+
+
+async def test_choices_are_sampled_from_one_prefill() -> None:
+    params = SamplingParams(max_tokens=8, seed=3, n=4, logprobs=2)
+    async with serving() as client:
+        done = await client.done(params=params, choices=[0, 2, 3])
+    assert [first.choice_index for first in done.first_tokens] == [0, 2, 3]
+    for first in done.first_tokens:
+        expected = expected_tokens(PROMPT, 1, params=params, choice_index=first.choice_index)
+        assert first.token.token_id == expected[0]
+        assert first.token.logprob == PREFILL_LOGPROB
+        assert len(first.token.top) == 2
+
+
+async def test_finish_reasons_of_the_first_token() -> None:
+    token = expected_tokens(PROMPT, 1)[0]
+    cases = [
+        (SamplingParams(max_tokens=1, temperature=0.0), inference_pb2.FINISH_REASON_LENGTH),
+        (
+            SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=(token,)),
+            inference_pb2.FINISH_REASON_STOP,
+        ),
+        (GREEDY, inference_pb2.FINISH_REASON_UNSPECIFIED),
+    ]
+    async with serving() as client:
+        for params, reason in cases:
+            assert (await client.done(params=params)).first_tokens[0].finish_reason == reason
+    async with serving(FakeEngine(eos_token_ids=frozenset({token}))) as client:
+        assert (await client.done()).first_tokens[0].finish_reason == inference_pb2.FINISH_REASON_STOP
+        last = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        done = await client.done(params=last, output=[1, 2, 3])
+        assert done.first_tokens[0].finish_reason == inference_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize("output", [(), (5, 6)])
+async def test_prompt_logprobs_cover_the_prompt(output: tuple[int, ...]) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=1)
+    async with serving(chunk_size=7) as client:
+        done = await client.done(PROMPT[:20], params=params, output=output)
+    assert [token.token_id for token in done.prompt_tokens] == PROMPT[:20]
+    assert not done.prompt_tokens[0].HasField("logprob")
+    assert {token.logprob for token in done.prompt_tokens[1:]} == {PROMPT_LOGPROB}
+
+
+async def test_a_short_prompt_overtakes_a_long_one_at_a_chunk_boundary() -> None:
+    gate = Gate()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate), chunk_size=40) as client:
+        order: list[str] = []
+        ended = [
+            asyncio.create_task(_note(client.call(PROMPT), "long", order)),
+        ]
+        await gate.reached()
+        ended.append(asyncio.create_task(_note(client.call(PROMPT[:10]), "short", order)))
+        await client.status(lambda status: status.load.waiting == 2)
+        gate.pass_layers(2)
+        await gate.reached(2)
+        gate.pass_layers(2)
+        await ended[1]
+        assert order == ["short"]
+        assert not ended[0].done()
+        gate.open()
+        await ended[0]
+        assert order == ["short", "long"]
+
+
+async def _note(call: Any, name: str, order: list[str]) -> None:
+    await read(call)
+    order.append(name)
+
+
+async def test_fifty_prompts_at_once() -> None:
+    async with serving(FakeEngine(pages=40), chunk_size=16) as client:
+        prompts = [[(i * j) % 1000 for j in range(1, 5 + 7 * (i % 20))] for i in range(50)]
+        dones = await asyncio.gather(*(client.done(prompt) for prompt in prompts))
+        for prompt, done in zip(prompts, dones, strict=True):
+            assert done.first_tokens[0].token.token_id == expected_tokens(prompt, 1)[0]
+        await client.pages_back()
+
+
+async def test_a_prompt_waits_for_pages_that_an_export_holds() -> None:
+    async with serving(FakeEngine(pages=8)) as client:
+        await client.done(PROMPT, transfer_id="t")
+        waiting = asyncio.create_task(client.done(PROMPT))
+        small = await client.done(PROMPT[:10])
+        assert small.first_tokens, "a smaller one goes by"
+        assert not waiting.done()
+        with decoder() as engine:
+            handle = engine.reserve("r", 100)
+            await client.fetch(engine, handle, "t", 100)
+            engine.free(handle)
+        assert (await waiting).first_tokens[0].token.token_id == expected_tokens(PROMPT, 1)[0]
+
+
+async def test_too_many_waiting_are_refused_with_a_delay() -> None:
+    gate = Gate()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate), max_waiting=2) as client:
+        calls = [asyncio.create_task(client.done()) for _ in range(2)]
+        await gate.reached()
+        await client.status(lambda status: status.load.waiting == 2)
+        refused = client.call()
+        code, details = await status_of(refused)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "2 prompts wait, at most 2 may" in details
+        assert float(dict(await refused.trailing_metadata())["retry-after"]) > 0
+        gate.open()
+        await asyncio.gather(*calls)
+
+
+async def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
+    async with serving(FakeEngine(pages=6, max_model_len=200)) as client:
+        code, details = await status_of(client.call())
+        assert (code, details) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "needs 7 pages, 6 of 6 are free",
+        )
+        code, details = await status_of(client.call(range(200)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details.startswith("prompt_token_ids: ")
+        assert details.count("200") == 2
+        await client.done(PROMPT[:96])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"prompt": []}, "prompt_token_ids"),
+        ({"prompt": [1, 1000]}, "prompt_token_ids[1]"),
+        ({"output": [1000]}, "output_token_ids[0]"),
+        ({"output": [1] * 8}, "output_token_ids"),
+        ({"choices": []}, "choice_indexes"),
+        ({"choices": [1]}, "choice_indexes"),
+        ({"choices": [0, 0]}, "choice_indexes"),
+        ({"salt": b"x" * 65}, "cache_salt"),
+        ({"params": SamplingParams(temperature=0.0)}, "sampling.max_tokens"),
+        ({"params": SamplingParams(max_tokens=8)}, "sampling.seed"),
+        ({"params": SamplingParams(max_tokens=8, seed=1, stop_token_ids=(1000,))}, "stop_token_ids[0]"),
+    ],
+)
+async def test_bad_fields_are_named(wrong: dict[str, Any], field: str) -> None:
+    async with serving() as client:
+        code, details = await status_of(client.call(**wrong))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details.startswith(f"{field}: ")
+        assert (await client.done()).first_tokens
+
+
+async def test_a_request_without_an_id_is_refused() -> None:
+    async with serving() as client:
+        code, details = await status_of(client.prefill.Prefill(prefill_pb2.PrefillRequest()))
+        assert (code, details.split(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id")

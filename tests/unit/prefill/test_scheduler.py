@@ -1,0 +1,197 @@
+"""The prefill scheduler in simulated time."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.contract import EngineSpec
+from baton.errors import InvalidRequest, OutOfPages, Overloaded
+from baton.kv.format import KvFormat, KvPart
+from prefill_svc.scheduler import PATIENCE_S, PREPARED_AHEAD, Rate, Scheduler, Stage, Work, chunk_size
+
+FORMAT = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=16)
+
+
+def scheduler(pages: int = 1000, chunk: int = 100, max_waiting: int = 64, max_model_len: int = 100_000) -> Scheduler:
+    spec = EngineSpec("m", FORMAT, 1000, max_model_len, frozenset(), 16, pages, 0)
+    return Scheduler(spec, chunk, max_waiting)
+
+
+def admit_ready(s: Scheduler, tokens: int, now: float = 0.0, done: int = 0) -> Work:
+    work = s.admit(tokens, 0, now)
+    s.looked_up(work, done)
+    s.ready(work, done)
+    return work
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"),
+    [
+        (1, 1), (31_999, 31_999), (32_000, 16_384), (127_999, 16_384), (128_000, 8_192), (511_999, 8_192),
+        (512_000, 4_096), (2_000_000, 4_096),
+    ],
+)  # fmt: skip
+def test_automatic_chunk_sizes(tokens: int, size: int) -> None:
+    assert chunk_size(tokens, 0, 0.0) == size
+    assert chunk_size(tokens, 0, 1e9) == size
+    assert chunk_size(tokens, 7, 1.0) == 7, "a configured size is taken as it is"
+
+
+def test_automatic_chunks_are_capped_by_the_rate() -> None:
+    assert chunk_size(10_000, 0, 1_000.0) == 500
+    assert chunk_size(600_000, 0, 10_000.0) == 4_096
+    assert chunk_size(600_000, 0, 8_000.0) == 4_000
+    assert chunk_size(10, 0, 0.001) == 1
+
+
+def test_rate_forgets() -> None:
+    rate = Rate()
+    assert rate.value == 0.0
+    rate.add(1_000, 1.0)
+    assert rate.value == 1_000
+    for _ in range(50):
+        rate.add(100, 1.0)
+    assert rate.value == pytest.approx(100, rel=0.01)
+
+
+def test_a_short_prompt_overtakes_at_the_chunk_boundary() -> None:
+    s = scheduler()
+    long = admit_ready(s, 1_000)
+    assert s.next_chunk(0.0) == (long, 100)
+    s.computed(long, 100, 0.1)
+    short = admit_ready(s, 50, now=0.1)
+    assert s.next_chunk(0.1) == (short, 50)
+    s.computed(short, 50, 0.05)
+    s.remove(short)
+    assert s.next_chunk(0.15) == (long, 200)
+
+
+def test_remaining_counts_not_length() -> None:
+    s = scheduler()
+    cached = admit_ready(s, 1_000, done=960)
+    admit_ready(s, 50)
+    assert s.next_chunk(0.0) == (cached, 1_000)
+
+
+def test_equals_go_in_order_of_arrival() -> None:
+    s = scheduler()
+    works = [admit_ready(s, 50) for _ in range(3)]
+    for work in works:
+        assert s.next_chunk(0.0) == (work, 50)
+        s.remove(work)
+
+
+def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time() -> None:
+    s = scheduler()
+    long, now, rate = admit_ready(s, 1_000), 0.0, 1_000.0
+    while long.left:
+        assert now < 13 * 1_000 / rate, "starved"
+        fresh = admit_ready(s, 10, now=now)
+        work, end = s.next_chunk(now) or (fresh, 0)
+        seconds = (end - work.done) / rate
+        s.computed(work, end, seconds)
+        now += seconds
+        for done in (fresh, work):
+            if done is not long:
+                s.remove(done)
+    assert now > 5 * 1_000 / rate, "short ones did go first"
+
+
+def test_only_a_few_are_prepared_ahead() -> None:
+    s = scheduler()
+    works = [s.admit(tokens, 0, 0.0) for tokens in (400, 300, 200, 100)]
+    assert s.grant(0.0, lambda work: True) == [], "no hit is known yet"
+    for work in works:
+        s.looked_up(work, 0)
+    assert s.grant(0.0, lambda work: True) == [works[3], works[2]]
+    assert s.grant(0.0, lambda work: True) == []
+    s.ready(works[3], 0)
+    assert s.grant(0.0, lambda work: True) == [], "READY but not begun is still ahead"
+    s.computed(works[3], 100, 0.1)
+    assert s.grant(0.1, lambda work: True) == [works[1]]
+    assert PREPARED_AHEAD == 2
+
+
+def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:
+    s = scheduler()
+    big = s.admit(50, 0, 0.0)
+    s.looked_up(big, 0)
+    assert s.grant(0.0, lambda work: work is not big) == []
+    small = s.admit(60, 0, 0.0)
+    s.looked_up(small, 0)
+    assert s.grant(0.1, lambda work: work is not big) == [small]
+    late = s.admit(10, 0, 0.0)
+    s.looked_up(late, 0)
+    assert s.grant(PATIENCE_S, lambda work: work is not big) == [], "none before the starved one"
+    assert s.grant(PATIENCE_S, lambda work: True) == [big]
+    s.remove(small)
+    assert s.grant(PATIENCE_S, lambda work: True) == [late]
+    assert late.stage is Stage.LOADING
+
+
+def test_refusals_name_both_numbers() -> None:
+    s = scheduler(pages=4, max_model_len=1_000)
+    with pytest.raises(OutOfPages, match="needs 5 pages, 3 of 4 are free") as caught:
+        s.admit(65, 3, 0.0)
+    assert caught.value.never
+    assert caught.value.retry_after is None
+    with pytest.raises(InvalidRequest, match=r"1000, got 1000"):
+        s.admit(1_000, 0, 0.0)
+    assert s.admit(64, 0, 0.0).pages == 4
+
+
+def test_waiting_is_bounded_and_tells_when_to_retry() -> None:
+    s = scheduler(max_waiting=2)
+    first, _ = admit_ready(s, 1_000), admit_ready(s, 3_000)
+    with pytest.raises(Overloaded, match="2 prompts wait, at most 2 may") as caught:
+        s.admit(1, 0, 0.0)
+    assert caught.value.retry_after == 4.0
+    s.computed(first, 500, 5.0)
+    assert (s.waiting, s.running, s.pending_tokens) == (1, 1, 3_500)
+    admit_ready(s, 10)
+    with pytest.raises(Overloaded) as caught:
+        s.admit(1, 0, 0.0)
+    assert caught.value.retry_after == pytest.approx(35.1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 500), st.integers(0, 499), st.floats(0, 5)), min_size=1, max_size=12),
+    st.integers(1, 200),
+    st.integers(32, 40),
+)
+def test_every_prompt_is_computed_whole_and_once(prompts: list[tuple[int, int, float]], chunk: int, pages: int) -> None:
+    """Random prompts with random hits through a small pool: each ends, in steps that join."""
+    s, now, free = scheduler(pages=pages, chunk=chunk), 0.0, pages
+    coming = sorted(prompts, key=lambda prompt: prompt[2])
+    computed: dict[Work, int] = {}
+
+    def take(work: Work) -> bool:
+        nonlocal free
+        if work.pages > free:
+            return False
+        free -= work.pages
+        return True
+
+    while coming or computed:
+        while coming and coming[0][2] <= now:
+            tokens, cached, _ = coming.pop(0)
+            work = s.admit(tokens, free, now)
+            s.looked_up(work, min(cached, tokens - 1))
+            computed[work] = work.done
+        for work in s.grant(now, take):
+            s.ready(work, work.done)
+        choice = s.next_chunk(now)
+        if choice is None:
+            assert coming, "prompts wait and nothing runs"
+            now = coming[0][2]
+            continue
+        work, end = choice
+        assert computed[work] == work.done < end <= min(work.tokens, work.done + chunk)
+        s.computed(work, end, 0.01)
+        computed[work], now = end, now + 0.01
+        if end == work.tokens:
+            s.remove(work)
+            del computed[work]
+            free += work.pages
+    assert free == pages
+    assert s.waiting == s.running == s.pending_tokens == 0

@@ -1,0 +1,57 @@
+"""The circuit breaker on a clock of our own."""
+
+from baton.kv.prefix.breaker import Breaker
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_one_try_a_pause_and_the_pause_doubles() -> None:
+    clock = Clock()
+    breaker = Breaker(first_s=1.0, most_s=3.0, clock=clock)
+    assert breaker.closed
+    assert breaker.allows()
+    breaker.failed()
+    assert not breaker.closed
+    for pause in (1.0, 2.0, 3.0, 3.0):
+        clock.now += pause - 0.01
+        assert not breaker.allows()
+        clock.now += 0.02
+        assert breaker.allows()
+        assert not breaker.allows(), "one try is under way"
+        breaker.failed()
+        assert not breaker.allows()
+
+
+def test_success_closes() -> None:
+    clock = Clock()
+    breaker = Breaker(clock=clock)
+    breaker.failed()
+    clock.now += 1.1
+    assert breaker.allows()
+    breaker.succeeded()
+    assert breaker.closed
+    assert all(breaker.allows() for _ in range(3))
+
+
+def test_failures_of_calls_already_under_way_do_not_lengthen_the_pause() -> None:
+    clock = Clock()
+    breaker = Breaker(first_s=1.0, clock=clock)
+    for _ in range(10):
+        breaker.failed()
+    clock.now += 1.01
+    assert breaker.allows()
+
+
+def test_a_try_that_never_reports_is_followed_by_another() -> None:
+    clock = Clock()
+    breaker = Breaker(first_s=1.0, clock=clock)
+    breaker.failed()
+    clock.now += 1.01
+    assert breaker.allows()
+    clock.now += 1.01
+    assert breaker.allows()
