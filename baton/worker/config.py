@@ -1,0 +1,89 @@
+"""Settings that prefill and decode workers share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from baton import bundled
+from baton.config import option, parse_address
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.engine.config import EngineConfig
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Settings of one worker; raises ConfigError naming the field and the value seen."""
+
+    model: str = option("", help="Checkpoint directory or hub name; empty: the bundled one.")
+    served_model_name: str = option("", help="Name of the served model; empty: the last part of the model.")
+    device: str = option("auto", help="Where the model runs.", choices=DEVICES)
+    dtype: str = option("auto", help="Element type of weights and computation.", choices=DTYPES)
+    kv_dtype: str = option("auto", help="Element type of the KV cache.", choices=DTYPES)
+    max_model_len: int = option(0, help="Most tokens of prompt and output together; 0: the model's.", minimum=0)
+    kv_memory: int = option(0, help="Memory of the KV pool; 0: automatic.", unit="bytes", minimum=0)
+    page_size: int = option(0, help="Tokens in a page; 0: 16 on CPU, 256 on CUDA.", minimum=0)
+    block_size: int = option(16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1)
+    threads: int = option(0, help="Compute threads; 0: one per core.", minimum=0)
+    control: str = option("127.0.0.1:0", help="Listener for routers; port 0: any free one.", unit="address")
+    kv: str = option("127.0.0.1:0", help="Listener for KV transfers.", unit="address")
+    ops: str = option("127.0.0.1:0", help="HTTP listener for live, ready and metrics.", unit="address")
+    kv_advertise: str = option(
+        "", help="HOST:PORT at which peers reach the kv listener; empty: its port, at the host routers dial."
+    )
+    worker_id: str = option("", help="Name of the worker; empty: role, host and a random part.")
+    insecure: bool = option(False, help="Bind control and kv beyond loopback without TLS and keys.")
+    stall_s: float = option(30.0, help="Seconds without progress after which a busy engine is unhealthy.", minimum=0.01)
+    log_level: str = option("info", help="Least level that is logged.", choices=LOG_LEVELS)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            try:
+                _check(getattr(self, each.name), each.metadata)
+            except ConfigError as error:
+                raise ConfigError(f"{each.name}: {error}") from None
+
+    @property
+    def checkpoint(self) -> str:
+        """Checkpoint directory or hub name."""
+        return self.model or str(bundled.path())
+
+    @property
+    def model_name(self) -> str:
+        """Name under which the model is served."""
+        return self.served_model_name or self.checkpoint.rstrip("/").rpartition("/")[2]
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's share of the settings, without slots."""
+        from baton.engine.config import EngineConfig
+
+        return EngineConfig(
+            model=self.checkpoint,
+            device=self.device,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            max_model_len=self.max_model_len,
+            page_size=self.page_size,
+            kv_memory=self.kv_memory,
+            block_size=self.block_size,
+            threads=self.threads,
+        )
+
+
+def _check(value: object, metadata: Mapping[str, Any]) -> None:
+    """Hold a value that did not come through `baton.config.load` against its option's limits."""
+    if metadata["choices"] and value not in metadata["choices"]:
+        raise ConfigError(f"must be one of {', '.join(metadata['choices'])}, got {value!r}")
+    minimum = metadata["minimum"]
+    if minimum is not None and not (isinstance(value, int | float) and minimum <= value < math.inf):
+        raise ConfigError(f"must be a number of at least {minimum}, got {value!r}")
+    if metadata["unit"] == "address":
+        parse_address(str(value))

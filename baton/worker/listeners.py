@@ -1,0 +1,86 @@
+"""A worker's three listeners: control for routers, kv for peers, ops for probes and metrics.
+
+The kv listener binds first, because the status that control serves names its address; they close in reverse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import grpc
+
+from baton.pb import worker_pb2_grpc
+from baton.rpc.server import listen
+from baton.telemetry.ops import serve_ops
+from baton.worker.config import WorkerConfig
+from baton.worker.progress import Progress, watch_progress
+from baton.worker.servicer import WorkerServicer
+from baton.worker.status import StatusHub
+
+WORKER_SERVICE = "baton.v1.Worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A gRPC service to be served: its full name, and what adds it to a server."""
+
+    name: str
+    add: Callable[[grpc.aio.Server], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a worker really listens, each "host:port"."""
+
+    control: str
+    kv: str
+    ops: str
+
+
+@contextlib.asynccontextmanager
+async def listeners(
+    config: WorkerConfig, status: StatusHub, progress: Progress, *, control: Service, kv: Service
+) -> AsyncIterator[Addresses]:
+    """Serve `control` (beside Worker, health and reflection), `kv` and ops until the block ends.
+
+    Both gRPC listeners tell their health, and ops its readiness, by `progress`. Raises ConfigError naming an
+    address that is refused or taken.
+    """
+
+    def add_control(server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(status), server)
+        control.add(server)
+
+    async with contextlib.AsyncExitStack() as stack:
+        kv_listener = await stack.enter_async_context(
+            listen(config.kv, insecure=config.insecure, add=kv.add, services=[kv.name])
+        )
+        status.advertise(config.kv_advertise or f":{kv_listener.address.rpartition(':')[2]}")
+        control_listener = await stack.enter_async_context(
+            listen(
+                config.control,
+                insecure=config.insecure,
+                add=add_control,
+                services=[control.name, WORKER_SERVICE],
+            )
+        )
+        stack.callback(status.close)
+        ops_listener = await stack.enter_async_context(
+            serve_ops(config.ops, ready=lambda: not status.draining and progress.stalled() < config.stall_s)
+        )
+
+        def report(healthy: bool) -> None:
+            for listener in (kv_listener, control_listener):
+                listener.set_serving(healthy)
+
+        report(True)
+
+        watching = asyncio.create_task(watch_progress(progress, config.stall_s, report), name="watch-progress")
+        try:
+            yield Addresses(control_listener.address, kv_listener.address, ops_listener.address)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)

@@ -1,0 +1,44 @@
+"""Health means progress: a worker whose engine has work but does not move is not serving."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+_CHECKS_PER_LIMIT = 4
+
+
+class Progress:
+    """When the engine thread last moved; written by that thread, read by any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._moved_at: float | None = None
+
+    def moved(self) -> None:
+        """There is work, and it has just moved."""
+        self._moved_at = self._clock()
+
+    def idle(self) -> None:
+        """There is no work."""
+        self._moved_at = None
+
+    def stalled(self) -> float:
+        """Seconds since work last moved; 0 without work."""
+        moved_at = self._moved_at
+        return 0.0 if moved_at is None else self._clock() - moved_at
+
+
+async def watch_progress(progress: Progress, limit_s: float, report: Callable[[bool], object]) -> None:
+    """Call `report(False)` when work has stood still for `limit_s` seconds, `report(True)` once it moves.
+
+    Runs until cancelled; looks four times in each `limit_s`.
+    """
+    healthy = True
+    while True:
+        await asyncio.sleep(limit_s / _CHECKS_PER_LIMIT)
+        now = progress.stalled() < limit_s
+        if now != healthy:
+            healthy = now
+            report(healthy)

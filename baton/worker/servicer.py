@@ -1,0 +1,92 @@
+"""The Worker service: status in messages, and back for those who watch."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.errors import InvalidRequest
+from baton.pb import worker_pb2, worker_pb2_grpc
+from baton.rpc.convert import kv_format_from_proto, kv_format_to_proto
+from baton.worker.status import Shard, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole, WorkerStatus
+
+_ROLES = {
+    WorkerRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
+    WorkerRole.DECODE: worker_pb2.WORKER_ROLE_DECODE,
+}
+_LOAD_FIELDS = WorkerLoad.__slots__
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """Streams one worker's status."""
+
+    def __init__(self, status: StatusHub) -> None:
+        self._status = status
+
+    async def Watch(
+        self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.WorkerStatus]:
+        """Stream the status until the worker stops or the watcher goes."""
+        async for status in self._status.watch():
+            yield status_to_proto(status)
+
+
+def status_to_proto(status: WorkerStatus) -> worker_pb2.WorkerStatus:
+    """A status as its message."""
+    identity = status.identity
+    return worker_pb2.WorkerStatus(
+        identity=worker_pb2.WorkerIdentity(
+            worker_id=identity.worker_id,
+            role=_ROLES[identity.role],
+            incarnation=identity.incarnation,
+            model=identity.model,
+            fingerprint=identity.fingerprint,
+            kv_format=kv_format_to_proto(identity.kv_format),
+            converts_kv=identity.converts_kv,
+            tokenizer_digest=identity.tokenizer_digest,
+            max_model_len=identity.max_model_len,
+            shards=[
+                worker_pb2.Shard(
+                    kv_address=shard.kv_address,
+                    layer_start=shard.layer_start,
+                    layer_end=shard.layer_end,
+                    head_start=shard.head_start,
+                    head_end=shard.head_end,
+                )
+                for shard in identity.shards
+            ],
+        ),
+        load=worker_pb2.WorkerLoad(**{name: getattr(status.load, name) for name in _LOAD_FIELDS}),
+        draining=status.draining,
+    )
+
+
+def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
+    """The status in a message; raises InvalidRequest when the role or the KV format is not known."""
+    identity = message.identity
+    return WorkerStatus(
+        identity=WorkerIdentity(
+            worker_id=identity.worker_id,
+            role=_role(identity.role),
+            incarnation=identity.incarnation,
+            model=identity.model,
+            fingerprint=identity.fingerprint,
+            kv_format=kv_format_from_proto(identity.kv_format),
+            converts_kv=identity.converts_kv,
+            tokenizer_digest=identity.tokenizer_digest,
+            max_model_len=identity.max_model_len,
+            shards=tuple(
+                Shard(s.kv_address, s.layer_start, s.layer_end, s.head_start, s.head_end) for s in identity.shards
+            ),
+        ),
+        load=WorkerLoad(**{name: getattr(message.load, name) for name in _LOAD_FIELDS}),
+        draining=message.draining,
+    )
+
+
+def _role(number: int) -> WorkerRole:
+    for role, known in _ROLES.items():
+        if known == number:
+            return role
+    raise InvalidRequest("identity.role", "must be prefill or decode", number)

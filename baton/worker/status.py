@@ -1,0 +1,166 @@
+"""Who a worker is and how it fares, and the Watch stream that tells routers.
+
+`WorkerIdentity` holds for one incarnation, which is a new random id at every start. `StatusHub` is the
+worker's side: services call `changed` and `drain`; each watcher gets the status at once, then after a change
+(changes that come while a message is on its way, or within MIN_INTERVAL_S of it, are told together) and at
+least every MAX_INTERVAL_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+from baton.engine.contract import EngineSpec
+from baton.kv.format import KvFormat
+from baton.worker.config import WorkerConfig
+
+MAX_INTERVAL_S = 1.0
+MIN_INTERVAL_S = 0.02
+
+
+class WorkerRole(enum.Enum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One part of a worker's KV with an address of its own; ranges are half-open.
+
+    An empty host in `kv_address` (":7001") means the one that the worker was dialled at.
+    """
+
+    kv_address: str
+    layer_start: int
+    layer_end: int
+    head_start: int
+    head_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """What does not change during one incarnation."""
+
+    worker_id: str
+    role: WorkerRole
+    incarnation: str
+    model: str
+    fingerprint: str
+    kv_format: KvFormat
+    converts_kv: bool
+    tokenizer_digest: str
+    max_model_len: int
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What changes all the time; `tokens_per_second` is 0 while unknown."""
+
+    waiting: int = 0
+    running: int = 0
+    pending_tokens: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    page_size: int = 0
+    slots_used: int = 0
+    slots_total: int = 0
+    tokens_per_second: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One message of a watch."""
+
+    identity: WorkerIdentity
+    load: WorkerLoad
+    draining: bool
+
+
+def new_identity(
+    config: WorkerConfig,
+    role: WorkerRole,
+    spec: EngineSpec,
+    tokenizer_digest: str,
+    *,
+    converts_kv: bool = False,
+) -> WorkerIdentity:
+    """The identity of a starting worker, with a fresh incarnation; its one shard has no address yet."""
+    incarnation = secrets.token_hex(8)
+    return WorkerIdentity(
+        worker_id=config.worker_id or f"{role.value}-{socket.gethostname()}-{incarnation[:6]}",
+        role=role,
+        incarnation=incarnation,
+        model=config.model_name,
+        fingerprint=spec.fingerprint,
+        kv_format=spec.kv_format,
+        converts_kv=converts_kv,
+        tokenizer_digest=tokenizer_digest,
+        max_model_len=spec.max_model_len,
+        shards=(Shard("", 0, spec.kv_format.layers, 0, spec.kv_format.heads),),
+    )
+
+
+class StatusHub:
+    """Gathers a worker's status and wakes its watchers; lives on the asyncio loop."""
+
+    def __init__(self, identity: WorkerIdentity, load: Callable[[], WorkerLoad]) -> None:
+        self._identity = identity
+        self._load = load
+        self._draining = False
+        self._closed = False
+        self._news = asyncio.Event()
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        """Who the worker is."""
+        return self._identity
+
+    @property
+    def draining(self) -> bool:
+        """Whether the worker takes no new work."""
+        return self._draining
+
+    def status(self) -> WorkerStatus:
+        """The status now."""
+        return WorkerStatus(self._identity, self._load(), self._draining)
+
+    def advertise(self, kv_address: str) -> None:
+        """Set the shard's address, once its listener is bound."""
+        (shard,) = self._identity.shards
+        self._identity = replace(self._identity, shards=(replace(shard, kv_address=kv_address),))
+        self.changed()
+
+    def changed(self) -> None:
+        """Tell watchers that the load is another."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def drain(self) -> None:
+        """Tell watchers that the worker takes no new work."""
+        self._draining = True
+        self.changed()
+
+    def close(self) -> None:
+        """End all watches."""
+        self._closed = True
+        self.changed()
+
+    async def watch(self) -> AsyncIterator[WorkerStatus]:
+        """Yield the status at once, on change, and at least every MAX_INTERVAL_S, until the hub is closed."""
+        while not self._closed:
+            news = self._news
+            yield self.status()
+            await asyncio.sleep(MIN_INTERVAL_S)
+            try:
+                async with asyncio.timeout(MAX_INTERVAL_S - MIN_INTERVAL_S):
+                    await news.wait()
+            except TimeoutError:
+                continue

@@ -1,0 +1,32 @@
+"""Settings of a decode worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from baton.config import option
+from baton.engine.config import EngineConfig
+from baton.worker.config import WorkerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(WorkerConfig):
+    """Settings of one decode worker; raises ConfigError naming the field and the value seen."""
+
+    slots: int = option(32, help="Most sequences in the generation batch.", minimum=1)
+    convert_kv: bool = option(False, help="Accept KV of another element type and convert it.")
+    host_kv_memory: int = option(0, help="Host memory for paused sequences.", unit="bytes", minimum=0)
+    start_timeout_s: float = option(
+        10.0, help="Seconds for which pages are held for a request that is not started.", minimum=0.01
+    )
+    fetch_timeout_s: float = option(
+        600.0, help="Most seconds from a request's start until its KV is there.", minimum=0.01
+    )
+    fetch_stall_s: float = option(
+        30.0, help="Seconds without a frame after which a KV transfer is given up.", minimum=0.01
+    )
+    drain_s: float = option(30.0, help="Seconds that running sequences have to finish at a drain.", minimum=0)
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's share of the settings."""
+        return replace(super().engine_config(), slots=self.slots, host_kv_memory=self.host_kv_memory)

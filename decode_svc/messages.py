@@ -1,0 +1,114 @@
+"""What routers and the decode service say to each other, in plain Python; see decode.proto."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.request import FinishReason, TokenInfo
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptKey:
+    """One attempt at serving a request."""
+
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Asks for pages: `context_tokens` are transferred, each choice may generate `max_new_tokens` more."""
+
+    key: AttemptKey
+    context_tokens: int
+    max_new_tokens: int
+    choices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Says where to fetch the KV; `deadline_s` from now, None without a deadline."""
+
+    key: AttemptKey
+    transfer_id: str
+    source_address: str
+    source_incarnation: str
+    deadline_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ends an attempt, or one choice of it."""
+
+    key: AttemptKey
+    choice_index: int | None = None
+
+
+Command = Reserve | Start | Cancel
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Answers a Reserve; `never` when the request can't fit even an empty worker."""
+
+    key: AttemptKey
+    granted: bool
+    reason: str = ""
+    never: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTimings:
+    """Durations on decode's clock, in milliseconds: Start to commit, commit to slot, slot to first result."""
+
+    fetch_ms: float
+    slot_wait_ms: float
+    first_step_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step yielded for one choice; `timings` come with its first."""
+
+    key: AttemptKey
+    choice_index: int
+    output_index: int
+    tokens: Sequence[TokenInfo]
+    finish: FinishReason | None
+    timings: DecodeTimings | None
+
+
+class FailureKind(enum.Enum):
+    """What ended an attempt before its time."""
+
+    SOURCE_UNREACHABLE = "source unreachable"
+    TRANSFER = "transfer"
+    ENGINE = "engine"
+    DEADLINE = "deadline"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Ends an attempt with a fault."""
+
+    key: AttemptKey
+    kind: FailureKind
+    message: str
+
+
+@dataclass(slots=True)
+class Down:
+    """One message to a router."""
+
+    reserved: list[Reserved] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reserved or self.outputs or self.failures)

@@ -1,0 +1,158 @@
+"""The Session stream: commands up, one message a step down. Translates only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.errors import DeadlineExceeded, InvalidRequest
+from baton.pb import decode_pb2, decode_pb2_grpc
+from baton.rpc.convert import finish_to_proto, token_to_proto
+from decode_svc.messages import (
+    AttemptKey,
+    Cancel,
+    Command,
+    DecodeTimings,
+    Down,
+    Failure,
+    FailureKind,
+    Output,
+    Reserve,
+    Reserved,
+    Start,
+)
+from decode_svc.service import DecodeService
+from decode_svc.session import Session as RouterSession
+
+HELLO_TIMEOUT_S = 10.0
+
+_KINDS = {
+    FailureKind.SOURCE_UNREACHABLE: decode_pb2.AttemptFailure.KIND_SOURCE_UNREACHABLE,
+    FailureKind.TRANSFER: decode_pb2.AttemptFailure.KIND_TRANSFER,
+    FailureKind.ENGINE: decode_pb2.AttemptFailure.KIND_ENGINE,
+    FailureKind.DEADLINE: decode_pb2.AttemptFailure.KIND_DEADLINE,
+    FailureKind.DRAINING: decode_pb2.AttemptFailure.KIND_DRAINING,
+}
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    """Serves sessions."""
+
+    def __init__(self, service: DecodeService) -> None:
+        self._service = service
+
+    async def Session(
+        self, request_iterator: AsyncIterator[decode_pb2.SessionUp], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[decode_pb2.SessionDown]:
+        """Serve one router until either side ends the stream; what it owned is then freed.
+
+        Raises InvalidRequest when the first message is no Hello, or a later one is.
+        """
+        session = self._service.open_session(await _hello(request_iterator))
+        reading = asyncio.create_task(self._read(request_iterator, session), name="session-up")
+        try:
+            async for down in session.messages():
+                yield down_to_proto(down)
+            if reading.done():
+                reading.result()
+        finally:
+            self._service.close_session(session)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read(self, requests: AsyncIterator[decode_pb2.SessionUp], session: RouterSession) -> None:
+        try:
+            async for message in requests:
+                if (command := command_from_proto(message)) is not None:
+                    self._service.handle(session, command)
+        finally:
+            self._service.close_session(session)
+
+
+async def _hello(requests: AsyncIterator[decode_pb2.SessionUp]) -> str:
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            first = await anext(aiter(requests), None)
+    except TimeoutError:
+        raise DeadlineExceeded(f"no hello came within {HELLO_TIMEOUT_S:g} s") from None
+    kind = first.WhichOneof("message") if first is not None else None
+    if first is None or kind != "hello":
+        raise InvalidRequest("message", "the first message of a session must be hello", kind or "nothing")
+    return first.hello.router_id
+
+
+def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
+    """A router's command; None for a heartbeat and for what a later version may say.
+
+    Raises InvalidRequest for a second hello and for a command without a request id.
+    """
+    kind = message.WhichOneof("message")
+    match kind:
+        case "reserve":
+            reserve = message.reserve
+            return Reserve(_key(reserve.key, kind), reserve.context_tokens, reserve.max_new_tokens, reserve.choices)
+        case "start":
+            start = message.start
+            return Start(
+                _key(start.key, kind),
+                start.transfer_id,
+                start.source_address,
+                start.source_incarnation,
+                start.deadline_ms / 1e3 if start.deadline_ms else None,
+            )
+        case "cancel":
+            cancel = message.cancel
+            return Cancel(_key(cancel.key, kind), cancel.choice_index if cancel.HasField("choice_index") else None)
+        case "hello":
+            raise InvalidRequest("hello", "must come once, as the first message")
+    return None
+
+
+def down_to_proto(down: Down) -> decode_pb2.SessionDown:
+    """One message to a router."""
+    return decode_pb2.SessionDown(
+        reserved=[_reserved(each) for each in down.reserved],
+        outputs=[_output(each) for each in down.outputs],
+        failures=[_failure(each) for each in down.failures],
+    )
+
+
+def _key(key: decode_pb2.AttemptKey, kind: str) -> AttemptKey:
+    if not key.request_id:
+        raise InvalidRequest(f"{kind}.key.request_id", "must not be empty")
+    return AttemptKey(key.request_id, key.attempt)
+
+
+def _key_to_proto(key: AttemptKey) -> decode_pb2.AttemptKey:
+    return decode_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt)
+
+
+def _reserved(result: Reserved) -> decode_pb2.ReserveResult:
+    return decode_pb2.ReserveResult(
+        key=_key_to_proto(result.key), granted=result.granted, reason=result.reason, never=result.never
+    )
+
+
+def _output(output: Output) -> decode_pb2.SequenceOutput:
+    return decode_pb2.SequenceOutput(
+        key=_key_to_proto(output.key),
+        choice_index=output.choice_index,
+        output_index=output.output_index,
+        tokens=[token_to_proto(token) for token in output.tokens],
+        finish_reason=finish_to_proto(output.finish),
+        timings=_timings(output.timings),
+    )
+
+
+def _timings(timings: DecodeTimings | None) -> decode_pb2.DecodeTimings | None:
+    if timings is None:
+        return None
+    return decode_pb2.DecodeTimings(
+        fetch_ms=timings.fetch_ms, slot_wait_ms=timings.slot_wait_ms, first_step_ms=timings.first_step_ms
+    )
+
+
+def _failure(failure: Failure) -> decode_pb2.AttemptFailure:
+    return decode_pb2.AttemptFailure(key=_key_to_proto(failure.key), kind=_KINDS[failure.kind], message=failure.message)

@@ -1,0 +1,160 @@
+"""The engine thread's turns, taken one by one on the test's own thread."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from baton.errors import EngineError
+from baton.request import FinishReason, SequenceState
+from baton.worker.progress import Progress
+from decode_svc.loop import DecodeLoop, Report
+from decode_svc.scheduler import Decoding
+from tests.decoding import LoggingEngine, alone, greedy, prefill
+
+
+class Turns:
+    """A loop over a fake engine, and what it reported."""
+
+    def __init__(self, **settings: int) -> None:
+        self.engine = LoggingEngine(**{"page_size": 4, "pages": 64, "slots": 2, **settings})
+        self.reports: list[Report] = []
+        self.progress = Progress()
+        self.loop = DecodeLoop(self.engine, self.progress, self.reports.append)
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, FinishReason] = {}
+
+    def add(self, number: int, prompt: list[int], max_tokens: int) -> Decoding:
+        """Give the loop a sequence whose KV is there."""
+        ready = prefill(prompt, greedy(max_tokens))
+        handle = self.engine.reserve(f"s{number}", len(prompt) + max_tokens)
+        ready.write(self.engine, handle)
+        first = ready.handoff.first_tokens[0].token.token_id
+        state = SequenceState(ready.handoff.params, prompt, (first,))
+        self.tokens[number] = [first]
+        sequence = Decoding(number, handle, state, [first], 0.0, 0.0)
+        self.loop.add([sequence])
+        return sequence
+
+    def until_finished(self, *numbers: int) -> None:
+        """Turn until these sequences have finished."""
+        for _ in range(50):
+            if set(numbers) <= set(self.finished):
+                return
+            self.turn()
+        pytest.fail(f"{numbers} have not finished, but {self.finished}")
+
+    def turn(self) -> Report:
+        """One turn and its report; a drop of nothing keeps it from waiting for work."""
+        self.loop.drop([])
+        assert self.loop.turn()
+        report = self.reports[-1]
+        for output in report.outputs:
+            assert output.output_index == len(self.tokens[output.id])
+            self.tokens[output.id] += [token.token_id for token in output.tokens]
+            if output.finish is not None:
+                self.finished[output.id] = output.finish
+        return report
+
+
+def test_a_freed_slot_is_filled_in_the_very_next_step() -> None:
+    turns = Turns()
+    prompts = {1: [3, 1, 4], 2: [1, 5], 3: [9, 2, 6, 5], 4: [3, 5]}
+    for number, length in ((1, 3), (2, 6), (3, 4), (4, 3)):
+        turns.add(number, prompts[number], length)
+    turns.until_finished(1, 2, 3, 4)
+    assert turns.engine.steps == [
+        ["s1", "s2"],
+        ["s1", "s2"],
+        ["s2", "s3"],
+        ["s2", "s3"],
+        ["s2", "s3"],
+        ["s4"],
+        ["s4"],
+    ]
+    for number, length in ((1, 3), (2, 6), (3, 4), (4, 3)):
+        assert turns.tokens[number] == alone(prompts[number], greedy(length))
+    assert turns.engine.audit() == {}
+
+
+def test_a_cancelled_sequence_is_gone_in_the_next_step_and_its_slot_taken() -> None:
+    turns = Turns()
+    for number in (1, 2, 3):
+        turns.add(number, [number], 8)
+    turns.turn()
+    turns.loop.drop([1, 99])
+    report = turns.turn()
+    assert turns.engine.steps == [["s1", "s2"], ["s2", "s3"]]
+    assert (report.running, report.waiting) == (2, 0)
+    assert "s1" not in turns.engine.audit()
+
+
+def test_a_waiting_sequence_is_cancelled_without_ever_having_run() -> None:
+    turns = Turns(slots=1)
+    turns.add(1, [1], 3)
+    turns.add(2, [2], 3)
+    turns.loop.drop([2])
+    turns.until_finished(1)
+    assert all(batch == ["s1"] for batch in turns.engine.steps)
+    assert turns.engine.audit() == {}
+
+
+def test_each_turn_makes_one_report_of_its_step_and_of_the_load_after_it() -> None:
+    turns = Turns()
+    turns.add(1, [1, 2], 2)
+    turns.add(2, [3], 3)
+    turns.add(3, [4], 3)
+    report = turns.turn()
+    assert len(turns.reports) == 1
+    assert [output.id for output in report.outputs] == [1, 2]
+    assert (report.batch, report.running, report.waiting) == (2, 1, 1)
+
+
+def test_a_step_that_raises_fails_its_batch_and_no_other() -> None:
+    turns = Turns()
+    for number in (1, 2, 3):
+        turns.add(number, [number], 4)
+    turns.engine.fail_next = "out of memory"
+    report = turns.turn()
+    assert report.failures == [(1, "EngineError: out of memory"), (2, "EngineError: out of memory")]
+    assert set(turns.engine.audit()) == {"s3"}
+    turns.until_finished(3)
+    assert turns.tokens[3] == alone([3], greedy(4))
+    assert turns.engine.audit() == {}
+
+
+def test_a_sequence_that_cant_be_inserted_fails_alone() -> None:
+    turns = Turns()
+    bad = turns.add(1, [1, 2, 3], 4)
+    turns.engine.free(bad.handle)
+    turns.add(2, [2], 2)
+    report = turns.turn()
+    assert [number for number, _ in report.failures] == [1]
+    assert turns.finished == {2: FinishReason.LENGTH}
+
+
+def test_pages_that_dont_audit_clean_after_a_fault_end_the_loop_and_free_everything() -> None:
+    turns = Turns()
+    turns.add(1, [1], 4)
+    turns.add(2, [2], 4)
+    turns.add(3, [3], 4)
+    turns.engine.fail_next, turns.engine.broken = "NaN", True
+    with pytest.raises(EngineError, match="page audit failed"):
+        turns.loop.run()
+    assert turns.engine.stats().used == 0
+    assert turns.progress.stalled() == 0
+
+
+def test_the_loop_sleeps_without_work_and_stops_when_told() -> None:
+    turns = Turns()
+    thread = threading.Thread(target=turns.loop.run)
+    thread.start()
+    turns.add(1, [1], 2)
+    assert turns.engine.entered.acquire(timeout=10)
+    turns.add(2, [2], 2)
+    assert turns.engine.entered.acquire(timeout=10)
+    turns.loop.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert turns.engine.audit() == {}

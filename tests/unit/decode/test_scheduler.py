@@ -1,0 +1,114 @@
+"""Slots: who gets one, when it comes back, and what a step's tokens mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from baton.engine.contract import EngineSpec
+from baton.kv.format import KvFormat, KvPart
+from baton.request import FinishReason, SamplingParams, SequenceState, TokenInfo
+from decode_svc.scheduler import Decoding, Scheduler
+
+FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
+SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, slots=2)
+
+
+@dataclass(eq=False)
+class Handle:
+    """A handle that holds nothing."""
+
+    owner: str = "r/0"
+    capacity: int = 64
+    alive: bool = True
+
+
+def sequence(number: int, *, max_tokens: int = 4, ready_at: float = 0.0, first: int = 50) -> Decoding:
+    state = SequenceState(SamplingParams(max_tokens=max_tokens), (10, 11, 12), (first,))
+    return Decoding(number, Handle(), state, [first], fetch_ms=7.0, ready_at=ready_at)
+
+
+def ids(sequences: list[Decoding]) -> list[int]:
+    return [each.id for each in sequences]
+
+
+def infos(*tokens: int) -> list[TokenInfo]:
+    return [TokenInfo(token) for token in tokens]
+
+
+def test_slots_go_to_those_that_were_ready_first() -> None:
+    scheduler = Scheduler(SPEC)
+    scheduler.add([sequence(5), sequence(2)])
+    scheduler.add([sequence(9)])
+    assert ids(scheduler.admit(0.0)) == [5, 2]
+    assert scheduler.admit(0.0) == []
+    assert (scheduler.running, scheduler.waiting) == (2, 1)
+
+
+def test_a_slot_is_free_for_the_next_as_soon_as_a_sequence_ends() -> None:
+    scheduler = Scheduler(SPEC)
+    last = sequence(1, max_tokens=2)
+    scheduler.add([last, sequence(2), sequence(3)])
+    scheduler.admit(0.0)
+    output = scheduler.advance(last.handle, infos(60), 0.0)
+    assert output is not None
+    assert (output.output_index, output.finish) == (1, FinishReason.LENGTH)
+    assert ids(scheduler.admit(0.0)) == [3]
+
+
+def test_tokens_after_the_one_that_ends_a_sequence_are_left_out() -> None:
+    scheduler = Scheduler(SPEC)
+    one = sequence(1, max_tokens=9)
+    scheduler.add([one])
+    scheduler.admit(0.0)
+    output = scheduler.advance(one.handle, infos(60, 1, 61), 0.0)
+    assert output is not None
+    assert [token.token_id for token in output.tokens] == [60, 1]
+    assert output.finish is FinishReason.STOP
+    assert scheduler.running == 0
+
+
+def test_a_sequence_ends_at_the_models_length_whatever_it_may_generate() -> None:
+    scheduler = Scheduler(replace(SPEC, max_model_len=6))
+    one = sequence(1, max_tokens=50)
+    scheduler.add([one])
+    scheduler.admit(0.0)
+    first = scheduler.advance(one.handle, infos(60), 0.0)
+    second = scheduler.advance(one.handle, infos(61), 0.0)
+    assert first is not None
+    assert second is not None
+    assert (first.finish, second.finish) == (None, FinishReason.LENGTH)
+
+
+def test_timings_come_once_and_are_durations() -> None:
+    scheduler = Scheduler(SPEC)
+    one = sequence(1, ready_at=100.0)
+    scheduler.add([one])
+    scheduler.admit(100.25)
+    first = scheduler.advance(one.handle, infos(60), 100.75)
+    second = scheduler.advance(one.handle, infos(61), 101.0)
+    assert first is not None
+    assert second is not None
+    assert first.timings is not None
+    assert (first.timings.fetch_ms, first.timings.slot_wait_ms, first.timings.first_step_ms) == (7, 250, 500)
+    assert second.timings is None
+    assert second.output_index == 2
+
+
+def test_dropping_takes_a_sequence_out_wherever_it_is_and_only_once() -> None:
+    scheduler = Scheduler(SPEC)
+    running = sequence(1)
+    scheduler.add([running, sequence(2), sequence(3)])
+    scheduler.admit(0.0)
+    assert ids(scheduler.drop([3, 1, 77])) == [3, 1]
+    assert scheduler.drop([3, 1]) == []
+    assert (scheduler.running, scheduler.waiting) == (1, 0)
+    assert scheduler.advance(running.handle, infos(60), 0.0) is None
+
+
+def test_no_tokens_are_nothing_to_tell() -> None:
+    scheduler = Scheduler(SPEC)
+    one = sequence(1)
+    scheduler.add([one])
+    scheduler.admit(0.0)
+    assert scheduler.advance(one.handle, (), 0.0) is None
+    assert scheduler.running == 1

@@ -1,0 +1,83 @@
+"""What is told a router, gathered into messages; and the translation of both directions."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.pb import decode_pb2, inference_pb2
+from baton.request import FinishReason, TokenInfo
+from decode_svc.messages import (
+    AttemptKey,
+    Cancel,
+    DecodeTimings,
+    Down,
+    Failure,
+    FailureKind,
+    Output,
+    Reserve,
+    Reserved,
+    Start,
+)
+from decode_svc.servicer import command_from_proto, down_to_proto
+from decode_svc.session import Session
+
+KEY = AttemptKey("r", 2)
+KEY_MESSAGE = decode_pb2.AttemptKey(request_id="r", attempt=2)
+
+
+async def test_what_came_up_together_is_one_message_and_the_end_comes_after_the_last() -> None:
+    session = Session(1, "router")
+    output = Output(KEY, 0, 1, (TokenInfo(5),), None, None)
+    failure = Failure(KEY, FailureKind.ENGINE, "why")
+    session.tell(output)
+    session.tell(failure)
+    messages = session.messages()
+    assert await anext(messages) == Down(outputs=[output], failures=[failure])
+    session.tell(Reserved(KEY, True))
+    session.end()
+    assert await anext(messages) == Down(reserved=[Reserved(KEY, True)])
+    with pytest.raises(StopAsyncIteration):
+        await anext(messages)
+
+
+def test_commands_are_read() -> None:
+    up = decode_pb2.SessionUp
+    reserve = decode_pb2.Reserve(key=KEY_MESSAGE, context_tokens=5, max_new_tokens=6, choices=2)
+    assert command_from_proto(up(reserve=reserve)) == Reserve(KEY, 5, 6, 2)
+    start = decode_pb2.Start(
+        key=KEY_MESSAGE, transfer_id="t", source_address="h:1", source_incarnation="i", deadline_ms=1500
+    )
+    assert command_from_proto(up(start=start)) == Start(KEY, "t", "h:1", "i", 1.5)
+    start.deadline_ms = 0
+    assert command_from_proto(up(start=start)) == Start(KEY, "t", "h:1", "i", None)
+    assert command_from_proto(up(cancel=decode_pb2.Cancel(key=KEY_MESSAGE))) == Cancel(KEY)
+    choice = decode_pb2.Cancel(key=KEY_MESSAGE, choice_index=0)
+    assert command_from_proto(up(cancel=choice)) == Cancel(KEY, 0)
+    assert command_from_proto(up(heartbeat=decode_pb2.Heartbeat())) is None
+    assert command_from_proto(up()) is None
+
+
+def test_a_command_without_a_request_id_and_a_second_hello_are_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"cancel\.key\.request_id"):
+        command_from_proto(decode_pb2.SessionUp(cancel=decode_pb2.Cancel()))
+    with pytest.raises(InvalidRequest, match="hello"):
+        command_from_proto(decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id="x")))
+
+
+def test_messages_are_written() -> None:
+    timings = DecodeTimings(1.0, 2.0, 3.0)
+    down = Down(
+        reserved=[Reserved(KEY, False, "full", never=True)],
+        outputs=[Output(KEY, 1, 7, (TokenInfo(5, -0.5, ((5, -0.5),)),), FinishReason.STOP, timings)],
+        failures=[Failure(KEY, kind, "why") for kind in FailureKind],
+    )
+    message = down_to_proto(down)
+    (reserved,), (output,) = message.reserved, message.outputs
+    assert (reserved.key, reserved.granted, reserved.reason, reserved.never) == (KEY_MESSAGE, False, "full", True)
+    assert (output.choice_index, output.output_index, output.tokens[0].token_id) == (1, 7, 5)
+    assert output.tokens[0].top[0].logprob == -0.5
+    assert output.finish_reason == inference_pb2.FINISH_REASON_STOP
+    assert output.timings.first_step_ms == 3.0
+    kinds = {failure.kind for failure in message.failures}
+    assert kinds == set(decode_pb2.AttemptFailure.Kind.values()) - {0}

@@ -1,0 +1,77 @@
+"""The three listeners of a worker on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.engine.contract import EngineSpec
+from baton.kv.format import KvFormat, KvPart
+from baton.pb import worker_pb2, worker_pb2_grpc
+from baton.rpc.channel import control_channel
+from baton.worker.config import WorkerConfig
+from baton.worker.listeners import Service, listeners
+from baton.worker.progress import Progress
+from baton.worker.servicer import status_from_proto
+from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, new_identity
+
+FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
+SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, 4)
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def nothing(server: grpc.aio.Server) -> None:
+    """Add no service."""
+
+
+async def ops_status(address: str, path: str) -> int:
+    """The status of a GET."""
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+    line = await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+    return int(line.split()[1])
+
+
+async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_follows_progress() -> None:
+    config = WorkerConfig(stall_s=0.05)
+    hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, "digest"), WorkerLoad)
+    now = 0.0
+    progress = Progress(lambda: now)
+    both = {"control": Service("x.Control", nothing), "kv": Service("x.Kv", nothing)}
+    async with listeners(config, hub, progress, **both) as addresses, control_channel(addresses.control) as channel:
+        watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
+        first = status_from_proto(await watch.read())
+        assert first.identity == hub.identity
+        assert first.identity.shards[0].kv_address == f":{addresses.kv.split(':')[1]}"
+        assert await ops_status(addresses.ops, "/ready") == 200
+
+        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="x.Control"))
+        while (await health.read()).status != SERVING:
+            pass
+        progress.moved()
+        now = 1.0
+        assert (await health.read()).status == NOT_SERVING
+        assert await ops_status(addresses.ops, "/ready") == 503
+        assert await ops_status(addresses.ops, "/live") == 200
+        progress.idle()
+        assert (await health.read()).status == SERVING
+
+        hub.drain()
+        while not (await watch.read()).draining:
+            pass
+        assert await ops_status(addresses.ops, "/ready") == 503
+        health.cancel()
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "watch-progress"]
+
+
+async def test_an_advertised_address_replaces_the_bound_one() -> None:
+    config = WorkerConfig(kv_advertise="kv.example:7001")
+    hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, ""), WorkerLoad)
+    both = {"control": Service("x.Control", nothing), "kv": Service("x.Kv", nothing)}
+    async with listeners(config, hub, Progress(), **both):
+        assert hub.identity.shards[0].kv_address == "kv.example:7001"

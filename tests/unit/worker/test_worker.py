@@ -1,0 +1,151 @@
+"""Settings, identity, status, engine thread and progress of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from baton.digest import tokenizer_digest
+from baton.engine.contract import EngineSpec
+from baton.errors import ConfigError
+from baton.kv.format import KvFormat, KvPart
+from baton.worker import status as status_module
+from baton.worker.config import WorkerConfig
+from baton.worker.progress import Progress, watch_progress
+from baton.worker.servicer import status_from_proto, status_to_proto
+from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, WorkerStatus, new_identity
+from baton.worker.thread import EngineThread
+
+FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=3, block_size=16)
+SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dtype": "int7"}, "dtype: .*'int7'"),
+        ({"device": "tpu"}, "device: .*'tpu'"),
+        ({"page_size": -1}, "page_size: .*-1"),
+        ({"block_size": 0}, "block_size: .*0"),
+        ({"control": "nowhere"}, "control: .*'nowhere'"),
+        ({"kv": "host:99999"}, "kv: .*99999"),
+        ({"stall_s": float("nan")}, "stall_s: .*nan"),
+        ({"log_level": "loud"}, "log_level: .*'loud'"),
+    ],
+)
+def test_a_bad_setting_names_field_and_value(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        WorkerConfig(**settings)
+
+
+def test_the_engine_gets_its_share_of_the_settings() -> None:
+    engine = WorkerConfig(model="/m", dtype="float32", kv_memory=123, page_size=32, threads=2).engine_config()
+    assert (engine.model, engine.dtype, engine.kv_memory) == ("/m", "float32", 123)
+    assert (engine.page_size, engine.threads, engine.slots) == (32, 2, 0)
+
+
+def test_the_model_is_named_after_its_directory_unless_told_otherwise() -> None:
+    assert WorkerConfig(model="/models/llama/").model_name == "llama"
+    assert WorkerConfig(model="/models/llama", served_model_name="x").model_name == "x"
+    assert Path(WorkerConfig().checkpoint).name == "bundled"
+
+
+def test_each_start_is_another_incarnation() -> None:
+    first, second = (new_identity(WorkerConfig(), WorkerRole.DECODE, SPEC, "d") for _ in range(2))
+    assert first.incarnation != second.incarnation
+    assert first.shards[0].layer_end == 3
+    assert first.shards[0].head_end == 2
+
+
+def test_a_status_survives_its_message() -> None:
+    identity = new_identity(WorkerConfig(model="/x/m"), WorkerRole.PREFILL, SPEC, "digest", converts_kv=True)
+    status = WorkerStatus(identity, WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9.5), draining=True)
+    assert status_from_proto(status_to_proto(status)) == status
+
+
+async def test_a_watch_tells_at_once_then_on_change_and_ends_with_the_hub() -> None:
+    hub = StatusHub(new_identity(WorkerConfig(), WorkerRole.DECODE, SPEC, ""), lambda: WorkerLoad(waiting=3))
+    watch = hub.watch()
+    first = await anext(watch)
+    assert first.load.waiting == 3
+    assert not first.draining
+    hub.advertise(":7001")
+    hub.drain()
+    second = await anext(watch)
+    assert second.draining
+    assert second.identity.shards[0].kv_address == ":7001"
+    hub.close()
+    with pytest.raises(StopAsyncIteration):
+        await anext(watch)
+
+
+async def test_a_watch_speaks_without_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_module, "MAX_INTERVAL_S", 0.03)
+    hub = StatusHub(new_identity(WorkerConfig(), WorkerRole.DECODE, SPEC, ""), WorkerLoad)
+    watch = hub.watch()
+    assert await anext(watch) == await anext(watch)
+
+
+async def test_calls_run_in_order_on_one_other_thread() -> None:
+    thread = EngineThread("engine-test")
+    seen = [await thread.run(threading.current_thread) for _ in range(3)]
+    assert len(set(seen)) == 1
+    assert seen[0].name.startswith("engine-test")
+    with pytest.raises(ZeroDivisionError):
+        await thread.run(lambda: 1 / 0)
+    await thread.close()
+    assert not seen[0].is_alive()
+
+
+async def test_closing_the_engine_thread_withdraws_what_has_not_begun() -> None:
+    thread, began, go_on = EngineThread(), threading.Event(), threading.Event()
+
+    def work() -> str:
+        began.set()
+        return "done" if go_on.wait(10) else "late"
+
+    first, second = thread.run(work), thread.run(work)
+    await asyncio.to_thread(began.wait, 10)
+    closing = asyncio.create_task(thread.close())
+    await asyncio.wait([second], timeout=10)
+    assert second.cancelled()
+    go_on.set()
+    await closing
+    assert await first == "done"
+
+
+def test_progress_stalls_only_while_there_is_work() -> None:
+    now = 100.0
+    progress = Progress(lambda: now)
+    assert progress.stalled() == 0
+    progress.moved()
+    now = 105.0
+    assert progress.stalled() == 5
+    progress.idle()
+    assert progress.stalled() == 0
+
+
+async def test_a_stall_is_reported_once_and_so_is_its_end() -> None:
+    now, reports = 0.0, asyncio.Queue[bool]()
+    progress = Progress(lambda: now)
+    progress.moved()
+    watching = asyncio.create_task(watch_progress(progress, 0.02, reports.put_nowait))
+    now = 1.0
+    assert await asyncio.wait_for(reports.get(), 10) is False
+    progress.moved()
+    assert await asyncio.wait_for(reports.get(), 10) is True
+    watching.cancel()
+    assert reports.empty()
+
+
+def test_the_tokenizer_digest_depends_on_the_files_that_matter(tmp_path: Path) -> None:
+    assert tokenizer_digest(tmp_path) == ""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    first = tokenizer_digest(tmp_path)
+    (tmp_path / "model.safetensors").write_text("weights")
+    assert tokenizer_digest(tmp_path) == first
+    (tmp_path / "chat_template.jinja").write_text("{{ x }}")
+    assert tokenizer_digest(tmp_path) not in (first, "")
