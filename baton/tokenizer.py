@@ -1,0 +1,187 @@
+"""A checkpoint's tokenizer and chat template, on `tokenizers` and `jinja2` alone.
+
+`Tokenizer.load` reads `tokenizer.json`, `tokenizer_config.json` and the chat template (`chat_template.jinja`, or
+the `chat_template` key of older checkpoints, a string or a list of named ones). Chats are rendered as transformers'
+`apply_chat_template` renders them. `tokenizers` gives up the GIL while it works: long texts belong on a thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.detokenizer import Detokenizer, Vocabulary
+from baton.errors import InvalidRequest, ModelError
+
+_NORMALIZED_SHRINK = 4
+"""How many bytes of text a normalizer may turn into one; NFC's worst is 3."""
+
+
+class Tokenizer:
+    """Text to token ids and back. Safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat_template: str | None) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._special_tokens = _special_tokens(config)
+        self._chat_template = chat_template
+        self.vocabulary = Vocabulary(backend)
+        """What incremental decoding must know of each token."""
+        shrink = 1 if backend.normalizer is None else _NORMALIZED_SHRINK
+        self.longest_token = shrink * self.vocabulary.longest_token
+        """Most bytes of text that one token can stand for."""
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Tokenizer:
+        """Read a checkpoint directory; raises ModelError naming the file that is missing or unreadable."""
+        folder = Path(directory)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} has no tokenizer.json")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ModelError(f"{path} can't be read: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        legacy = _read_json(folder / "special_tokens_map.json")
+        return cls(backend, {**legacy, **config}, _template(folder, config))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that have a text, added tokens included."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be rendered."""
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the special tokens that the post-processor adds."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids without a token are left out, bytes that are not UTF-8 become U+FFFD."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A new incremental decoder, whose pieces together equal `decode`."""
+        return self.vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)
+
+    def check_size(self, field: str, size: int, max_tokens: int) -> None:
+        """Raise InvalidRequest naming the sizes if `size` bytes of text need more than `max_tokens`."""
+        if size > (limit := max_tokens * self.longest_token):
+            raise InvalidRequest(
+                field,
+                f"{size} bytes can't fit: {max_tokens} tokens of at most {self.longest_token} bytes hold {limit} bytes",
+            )
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as one text, special tokens written out; encode it without adding them again.
+
+        Raises InvalidRequest when there is no template, or with what the template itself raises.
+        """
+        if self._chat_template is None:
+            raise InvalidRequest("chat", "the model has no chat template; send text or token_ids")
+        try:
+            rendered: str = self._compiled.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+            return rendered
+        except TemplateError as error:
+            raise InvalidRequest("chat", f"the chat template refuses it: {error.message or error}") from error
+        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise InvalidRequest("chat", f"the chat template fails on it: {error}") from error
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return _environment().from_string(self._chat_template or "")
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %} ... {% endgeneration %}` marks words for training; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 the base class declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return the statements between the two tags; what they set stays among them."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} can't be read: {error}") from error
+    template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{folder}: chat_template must be a text or a list of named texts, got {template!r}")
+    return template
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The `*_token` entries of a configuration: "<s>", or an object whose "content" is that."""
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value

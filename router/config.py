@@ -1,0 +1,49 @@
+"""Settings of a router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton import bundled
+from baton.config import option
+from baton.errors import ConfigError
+from baton.telemetry.logs import LEVELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Settings of one router; raises ConfigError naming the field and the value seen."""
+
+    prefill: tuple[str, ...] = option((), help="Prefill workers: HOST:PORT or dns:///NAME:PORT, with commas.")
+    decode: tuple[str, ...] = option((), help="Decode workers: HOST:PORT or dns:///NAME:PORT, with commas.")
+    grpc: str = option("127.0.0.1:0", help="HOST:PORT for clients; port 0: any free one.", unit="address")
+    ops: str = option("127.0.0.1:0", help="HOST:PORT for live, ready and metrics over HTTP.", unit="address")
+    model: str = option("", help="Checkpoint directory or hub name; empty: the bundled one.")
+    served_model_name: str = option("", help="Name of the served model; empty: from --model.")
+    max_model_len: int = option(0, help="Most tokens of prompt and output together; 0: the workers'.", minimum=0)
+    line_capacity: int = option(1024, help="Requests that may wait for a worker.", minimum=1)
+    prefill_limit: int = option(4, help="Requests sent to one prefill worker at a time.", minimum=1)
+    max_attempts: int = option(3, help="Attempts at serving a request before its fault is reported.", minimum=1)
+    reserve_timeout_s: float = option(5.0, help="Seconds for a decode worker's answer to a reservation.", minimum=0.01)
+    worker_wait_s: float = option(
+        10.0, help="Seconds that accepted requests wait for a worker when none is left.", minimum=0
+    )
+    resolve_s: float = option(5.0, help="Seconds between two look-ups of a dns:/// name.", minimum=0.1)
+    drain_s: float = option(30.0, help="Seconds that running requests have to finish at a drain.", minimum=0)
+    insecure: bool = option(False, help="Allow --grpc beyond loopback without TLS and keys.")
+    log_level: str = option("info", help="Least level that is logged.", choices=LEVELS)
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            if not getattr(self, name):
+                raise ConfigError(f"--{name}: names no worker")
+
+    @property
+    def checkpoint(self) -> str:
+        """Checkpoint directory or hub name."""
+        return self.model or str(bundled.path())
+
+    @property
+    def model_name(self) -> str:
+        """Name under which the model is served."""
+        return self.served_model_name or self.checkpoint.rstrip("/").rsplit("/", 1)[-1]

@@ -1,0 +1,62 @@
+"""What happens to an attempt, in plain Python, wherever it comes from.
+
+Prefill call and decode session deliver into the attempt's one inbox, so the pipeline reads them in order of arrival
+and need not care which of the two was first.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.request import FinishReason, FirstToken, TokenInfo
+
+
+class Blame(enum.Enum):
+    """Which part of an attempt a fault lies in."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PAIR = "pair"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTimings:
+    """Durations on decode's clock, in milliseconds: Start to commit, commit to slot."""
+
+    fetch_ms: float
+    slot_wait_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Prefill is done; `prompt_tokens` carry prompt log-probabilities, if they were asked for."""
+
+    first_tokens: tuple[FirstToken, ...]
+    cached_tokens: int
+    prompt_tokens: tuple[TokenInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Tokens of one choice; `output_index` is that of the first, `finish` belongs to the last."""
+
+    choice_index: int
+    output_index: int
+    tokens: tuple[TokenInfo, ...]
+    finish: FinishReason | None = None
+    timings: DecodeTimings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The attempt can't go on."""
+
+    error: BatonError
+    blame: Blame
+
+
+Event = Prefilled | Output | Failed
+Deliver = Callable[[Event], None]

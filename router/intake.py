@@ -1,0 +1,144 @@
+"""From the client's message to a request that can be served, or to the reason why it can't.
+
+Checks go from cheap to costly, and every refusal names the field and the value seen. Small texts are tokenized at
+once; larger ones on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from baton.errors import InvalidRequest, NotFound, shown
+from baton.pb import inference_pb2
+from baton.request import check_token_ids
+from baton.rpc.convert import sampling_from_proto
+from baton.tokenizer import Tokenizer
+from router.request import NoText, Request
+from router.stops import StopString
+
+_INLINE_BYTES = 4096
+_INLINE_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the router knows of the served model; `tokenizer` is None when the checkpoint has none."""
+
+    name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
+
+
+class Intake:
+    """Checks and tokenizes; `max_model_len` tells the most tokens of prompt and output together."""
+
+    def __init__(self, model: Model, max_model_len: Callable[[], int]) -> None:
+        self._model = model
+        self.max_model_len = max_model_len
+
+    def check_model(self, name: str) -> None:
+        """Raise NotFound unless `name` is the served model's, or empty."""
+        if name and name != self._model.name:
+            raise NotFound(f"model: {shown(name)} is not served; {self._model.name!r} is")
+
+    async def request(
+        self, message: inference_pb2.GenerateRequest, *, arrived: float, deadline: float | None
+    ) -> Request:
+        """The request, with seed and max_tokens set. Raises InvalidRequest or NotFound."""
+        self.check_model(message.model)
+        params = sampling_from_proto(message.sampling)
+        params.check_model(self._model.vocab_size)
+        field, prompt_ids = await self._prompt(message)
+        limit, count = self.max_model_len(), len(prompt_ids)
+        max_tokens = max(limit - count, 1) if params.max_tokens is None else params.max_tokens
+        if count + max_tokens > limit:
+            raise InvalidRequest(
+                "max_tokens" if count < limit else field,
+                f"{count} prompt tokens + {max_tokens} to generate exceed the model's length of {limit}",
+            )
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        return Request(
+            id=secrets.token_hex(12),
+            prompt_ids=prompt_ids,
+            params=replace(params, max_tokens=max_tokens, seed=seed),
+            max_tokens=max_tokens,
+            arrived=arrived,
+            deadline=deadline,
+            stops=tuple(map(StopString.build, params.stop)),
+            detokenizer=lambda: (
+                self._model.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+                if self._model.tokenizer
+                else NoText()
+            ),
+        )
+
+    async def tokenize(self, message: inference_pb2.TokenizeRequest) -> list[int]:
+        """Token ids of a text or a chat. Raises InvalidRequest or NotFound."""
+        self.check_model(message.model)
+        match message.WhichOneof("input"):
+            case "text":
+                special = message.add_special_tokens if message.HasField("add_special_tokens") else True
+                return await self._text(message.text, add_special_tokens=special)
+            case "chat":
+                return await self._chat(message.chat)
+        raise InvalidRequest("input", "one of text and chat must be set")
+
+    async def detokenize(self, message: inference_pb2.DetokenizeRequest) -> str:
+        """Text of token ids. Raises InvalidRequest or NotFound."""
+        self.check_model(message.model)
+        check_token_ids("token_ids", message.token_ids, self._model.vocab_size)
+        tokenizer, token_ids = self._tokenizer("token_ids"), list(message.token_ids)
+        skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+        if len(token_ids) <= _INLINE_TOKENS:
+            return tokenizer.decode(token_ids, skip_special_tokens=skip)
+        return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=skip)
+
+    async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[str, Sequence[int]]:
+        """The field that holds the prompt, and its token ids."""
+        field = message.WhichOneof("prompt")
+        match field:
+            case "text":
+                if not message.text:
+                    raise InvalidRequest("text", "must not be empty", "")
+                prompt_ids: Sequence[int] = await self._text(message.text, add_special_tokens=True)
+            case "chat":
+                prompt_ids = await self._chat(message.chat)
+            case "token_ids":
+                prompt_ids = list(message.token_ids.ids)
+                check_token_ids("token_ids", prompt_ids, self._model.vocab_size)
+            case _:
+                raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
+        if not prompt_ids:
+            raise InvalidRequest(field, "must not be empty", [])
+        return field, prompt_ids
+
+    async def _text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokenizer, size = self._tokenizer("text"), len(text.encode())
+        tokenizer.check_size("text", size, self.max_model_len())
+        if size <= _INLINE_BYTES:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def _chat(self, chat: inference_pb2.Chat) -> list[int]:
+        tokenizer = self._tokenizer("chat")
+        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        if not messages:
+            raise InvalidRequest("chat.messages", "must not be empty", [])
+        size = sum(len(message["content"].encode()) for message in messages)
+        tokenizer.check_size("chat", size, self.max_model_len())
+        prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+
+        def render_and_encode() -> list[int]:
+            text = tokenizer.render_chat(messages, add_generation_prompt=prompted)
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        return render_and_encode() if size <= _INLINE_BYTES else await asyncio.to_thread(render_and_encode)
+
+    def _tokenizer(self, field: str) -> Tokenizer:
+        if self._model.tokenizer is None:
+            raise InvalidRequest(field, "the model has no tokenizer; send token_ids")
+        return self._model.tokenizer

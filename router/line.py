@@ -1,0 +1,108 @@
+"""The waiting line: bounded, fair between tenants, aware of deadlines. Pure.
+
+Each tenant has a queue of its own, and the queues take turns. A tenant may hold its share of the capacity, which is
+an equal part for each tenant that waits; so a flood fills the flooder's share alone, and the whole line holds at most
+capacity × (1 + 1/2 + 1/3 + ...) entries. What lies past its deadline is never handed out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+from baton.errors import DeadlineExceeded, Overloaded
+
+T = TypeVar("T", bound=Hashable)
+
+_SMOOTHING = 0.2
+_FIRST_GUESS_S = 1.0
+_SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
+
+
+class WaitingLine(Generic[T]):
+    """A line of distinct entries; times are in seconds on the caller's clock."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._queues: OrderedDict[str, OrderedDict[T, float]] = OrderedDict()
+        self._tenants: dict[T, str] = {}
+        self._interval = 0.0
+        self._last_departure: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._tenants))
+
+    def check(self, tenant: str) -> None:
+        """Raise Overloaded, with a delay after which a retry makes sense, if the tenant's share is full."""
+        waiting = len(self._queues.get(tenant, ()))
+        share = max(1, self._capacity // (len(self._queues) + (tenant not in self._queues)))
+        if waiting >= share:
+            raise Overloaded(f"{waiting} requests wait, {share} may; try again later", self.retry_after())
+
+    def push(self, entry: T, *, tenant: str, deadline: float = math.inf, now: float) -> None:
+        """Join the tenant's queue at its end. Raises Overloaded, or DeadlineExceeded when it is too late."""
+        if deadline <= now:
+            raise DeadlineExceeded("the deadline had passed when the request came")
+        self.check(tenant)
+        self._queue(tenant)[entry] = deadline
+        self._tenants[entry] = tenant
+
+    def push_front(self, entry: T, *, tenant: str, deadline: float = math.inf) -> None:
+        """Return to the head of the line: what was accepted once is neither refused nor overtaken."""
+        queue = self._queue(tenant)
+        queue[entry] = deadline
+        queue.move_to_end(entry, last=False)
+        self._queues.move_to_end(tenant, last=False)
+        self._tenants[entry] = tenant
+
+    def head(self, now: float) -> T | None:
+        """Whose turn it is; entries past their deadline leave the line."""
+        while self._queues:
+            entry, deadline = next(iter(next(iter(self._queues.values())).items()))
+            if deadline > now:
+                return entry
+            self.remove(entry)
+        return None
+
+    def pop(self, now: float) -> T | None:
+        """Take the head, and give the turn to the next tenant."""
+        entry = self.head(now)
+        if entry is None:
+            return None
+        tenant = self._tenants[entry]
+        self.remove(entry)
+        if tenant in self._queues:
+            self._queues.move_to_end(tenant)
+        self._departed(now)
+        return entry
+
+    def remove(self, entry: T) -> bool:
+        """Leave the line; False if the entry was not in it."""
+        tenant = self._tenants.pop(entry, None)
+        if tenant is None:
+            return False
+        queue = self._queues[tenant]
+        del queue[entry]
+        if not queue:
+            del self._queues[tenant]
+        return True
+
+    def retry_after(self) -> float:
+        """Seconds in which the line, at the pace of its latest departures, would be empty."""
+        estimate = len(self) * self._interval if self._interval else _FIRST_GUESS_S
+        return min(max(estimate, _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+
+    def _queue(self, tenant: str) -> OrderedDict[T, float]:
+        return self._queues.setdefault(tenant, OrderedDict())
+
+    def _departed(self, now: float) -> None:
+        # Only intervals within a busy period tell the pace; an idle line has none.
+        if self._last_departure is not None:
+            interval = now - self._last_departure
+            self._interval += (interval - self._interval) * (_SMOOTHING if self._interval else 1.0)
+        self._last_departure = now if self._tenants else None

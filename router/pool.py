@@ -1,0 +1,170 @@
+"""All workers of a router: found, watched, checked against each other, and shown to placement as a snapshot.
+
+A worker is accepted when it agrees with the router (role, model name, tokenizer) and with every worker accepted before
+it (fingerprint; KV format across the two roles). One that does not is refused by name, logged once with both values,
+and judged again with every status it sends, since those it disagrees with may have gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from baton.kv.format import KvFormat
+from baton.worker.status import WorkerIdentity, WorkerRole
+from router.config import RouterConfig
+from router.discovery import Discovery
+from router.policy import Fleet, pairable, servable
+from router.worker import WorkerLink
+
+_logger = logging.getLogger(__name__)
+
+
+class Pool:
+    """The workers; use as `async with pool.running():`."""
+
+    def __init__(self, config: RouterConfig, router_id: str, tokenizer_digest: str) -> None:
+        self._model_name = config.model_name
+        self._tokenizer_digest = tokenizer_digest
+        self._router_id = router_id
+        self._links: dict[tuple[WorkerRole, str], tuple[WorkerLink, asyncio.Task[None]]] = {}
+        self._accepted: dict[str, WorkerLink] = {}
+        self._refusals: dict[str, str] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._fleet: Fleet | None = None
+        self._discoveries = [
+            Discovery(f"--{role.value}", targets, config.resolve_s, self._finder(role))
+            for role, targets in ((WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode))
+        ]
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Pool]:
+        """Find and watch workers until the block ends."""
+        searches = [asyncio.create_task(discovery.run()) for discovery in self._discoveries]
+        try:
+            yield self
+        finally:
+            await _end(searches)
+            await _end([task for _, task in self._links.values()])
+
+    def on_news(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after every change that may matter to a waiting request."""
+        self._listeners.append(listener)
+
+    def forget_snapshot(self) -> None:
+        """What this router has given to a worker changed, so the next snapshot is a new one."""
+        self._fleet = None
+
+    def fleet(self) -> Fleet:
+        """The accepted workers as they are now."""
+        if self._fleet is None:
+            links = self._accepted.values()
+            prefill = (link.prefill_view() for link in links if link.role is WorkerRole.PREFILL)
+            decode = (link.decode_view() for link in links if link.role is WorkerRole.DECODE)
+            self._fleet = Fleet(tuple(v for v in prefill if v), tuple(v for v in decode if v))
+        return self._fleet
+
+    @property
+    def serving(self) -> bool:
+        """Whether at least one pair of workers can serve."""
+        return servable(self.fleet(), decodes=True)
+
+    def prefill(self, name: str) -> WorkerLink:
+        """The prefill worker that a snapshot calls `name`."""
+        return self._links[WorkerRole.PREFILL, name][0]
+
+    def decode(self, name: str) -> WorkerLink | None:
+        """The decode worker that a snapshot called `name`, if it is still there."""
+        found = self._links.get((WorkerRole.DECODE, name))
+        return found[0] if found else None
+
+    @property
+    def identities(self) -> list[WorkerIdentity]:
+        """Identities of the accepted workers."""
+        return [link.status.identity for link in self._accepted.values() if link.status]
+
+    def missing(self) -> str:
+        """In words, why a request can't be served: which workers are not there, and which were refused."""
+        fleet = self.fleet()
+        roles = (("prefill", fleet.prefill), ("decode", fleet.decode))
+        lacking = [role for role, views in roles if all(view.draining for view in views)]
+        parts = [f"no {' and no '.join(lacking)} worker is there"] if lacking else ["no workers match each other"]
+        return "; ".join([*parts, *self._refusals.values()])
+
+    def _finder(self, role: WorkerRole) -> Callable[[set[str]], None]:
+        def found(addresses: set[str]) -> None:
+            for (known_role, address), (link, _) in self._links.items():
+                if known_role is role:
+                    link.listed = address in addresses
+            for address in addresses:
+                if (role, address) not in self._links:
+                    self._dial(role, address)
+
+        return found
+
+    def _dial(self, role: WorkerRole, address: str) -> None:
+        link = WorkerLink(address, role, self._router_id, self._judge)
+        task = asyncio.create_task(link.run(), name=f"worker {address}")
+        self._links[role, address] = (link, task)
+        task.add_done_callback(lambda _: self._links.pop((role, address), None))
+
+    def _judge(self) -> None:
+        """Look at every worker again: who is lost, who may join."""
+        self._accepted = {name: link for name, link in self._accepted.items() if link.status is not None}
+        refusals: dict[str, str] = {}
+        for link, _ in self._links.values():
+            key = f"{link.role.value} {link.address}"
+            if link.status is None or key in self._accepted:
+                continue
+            problem = self._problem(link, link.status.identity)
+            if problem is None:
+                self._accepted[key] = link
+                link.accept()
+                _logger.info("%s worker %s joined", link.role.value, link.name)
+                continue
+            refusals[key] = f"{link.role.value} worker {link.name} is refused: {problem}"
+            if self._refusals.get(key) != refusals[key]:
+                _logger.error("%s", refusals[key])
+        self._refusals = refusals
+        self._fleet = None
+        for listener in self._listeners:
+            listener()
+
+    def _problem(self, link: WorkerLink, identity: WorkerIdentity) -> str | None:
+        """What keeps the worker from joining."""
+        pairs: list[tuple[str, str, str, str]] = [
+            ("role", identity.role.value, link.role.value, f"--{link.role.value}, which lists it"),
+            ("model", identity.model, self._model_name, "this router"),
+            ("tokenizer digest", identity.tokenizer_digest, self._tokenizer_digest, "this router"),
+        ]
+        for other in self._accepted.values():
+            if other.status is None:
+                continue
+            theirs = other.status.identity
+            if theirs.incarnation == identity.incarnation:
+                return f"it is the worker that was dialled at {other.address}"
+            pairs.append(("fingerprint", identity.fingerprint, theirs.fingerprint, other.name))
+            if theirs.role is not identity.role and not _pair(identity, theirs):
+                pairs.append(("KV format", _words(identity.kv_format), _words(theirs.kv_format), other.name))
+        for what, seen, wanted, whose in pairs:
+            if seen != wanted:
+                return f"its {what} is {seen!r}, that of {whose} is {wanted!r}"
+        return None
+
+
+def _pair(one: WorkerIdentity, other: WorkerIdentity) -> bool:
+    prefill, decode = (one, other) if one.role is WorkerRole.PREFILL else (other, one)
+    return pairable(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
+
+
+def _words(kv_format: KvFormat) -> str:
+    parts = ", ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in kv_format.parts)
+    return f"v{kv_format.version}: {parts}; {kv_format.layers} layers, blocks of {kv_format.block_size}"
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

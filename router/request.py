@@ -1,0 +1,37 @@
+"""A request as the pipeline serves it: checked, tokenized, with seed and max_tokens set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.detokenizer import Detokenizer
+from baton.request import SamplingParams
+from router.stops import StopString
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request; `arrived` and `deadline` are on the event loop's clock, `tenant` is "" for the only one."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    arrived: float
+    deadline: float | None = None
+    tenant: str = ""
+    stops: tuple[StopString, ...] = ()
+    detokenizer: Callable[[], Detokenizer] = field(default=lambda: NoText())
+
+
+class NoText:
+    """The detokenizer of a model without a tokenizer: token ids are all there is."""
+
+    def push(self, token_id: int) -> str:
+        """No text."""
+        return ""
+
+    def flush(self) -> str:
+        """No text."""
+        return ""

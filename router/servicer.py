@@ -1,0 +1,141 @@
+"""The public API of a router: validates through the intake, runs the pipeline, translates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.errors import BatonError, Unavailable
+from baton.pb import inference_pb2, inference_pb2_grpc
+from baton.rpc.convert import finish_to_proto, timings_to_proto, token_to_proto, usage_to_proto
+from baton.telemetry.metrics import REQUESTS
+from router.dispatcher import Dispatcher
+from router.emission import Delta, Emission, News, Outbox
+from router.intake import Intake, Model
+from router.pipeline import Pipeline
+from router.pool import Pool
+from router.request import Request
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Serves clients."""
+
+    def __init__(self, model: Model, intake: Intake, pool: Pool, dispatcher: Dispatcher, pipeline: Pipeline) -> None:
+        self._model = model
+        self._intake = intake
+        self._pool = pool
+        self._dispatcher = dispatcher
+        self._pipeline = pipeline
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when the running ones have ended."""
+        self._draining = True
+        await self._idle.wait()
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Stream the completion of one prompt."""
+        status = "CANCELLED"
+        try:
+            async with self._accepted(request, context.time_remaining()) as (accepted, outbox):
+                while True:
+                    news = await outbox.take()
+                    yield _response(accepted.id, news)
+                    if news.usage is not None:
+                        break
+            status = "OK"
+        except BatonError as error:
+            status = error.grpc_status
+            raise
+        except Exception:
+            status = "INTERNAL"
+            raise
+        finally:
+            REQUESTS.labels(status).inc()
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        """Turn a text or a chat into token ids."""
+        return inference_pb2.TokenizeResponse(token_ids=await self._intake.tokenize(request))
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.DetokenizeResponse:
+        """Turn token ids into text."""
+        return inference_pb2.DetokenizeResponse(text=await self._intake.detokenize(request))
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.GetModelResponse:
+        """Describe the served model; the fingerprint is empty while no worker is there."""
+        self._intake.check_model(request.model)
+        tokenizer, identities = self._model.tokenizer, self._pool.identities
+        return inference_pb2.GetModelResponse(
+            name=self._model.name,
+            max_model_len=self._intake.max_model_len(),
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.eos_token_ids,
+            has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+            fingerprint=identities[0].fingerprint if identities else "",
+        )
+
+    @contextlib.asynccontextmanager
+    async def _accepted(
+        self, message: inference_pb2.GenerateRequest, remaining: float | None
+    ) -> AsyncIterator[tuple[Request, Outbox]]:
+        """A request being served, from its checks until its client has all or is gone."""
+        now = asyncio.get_running_loop().time
+        arrived = now()
+        if self._draining:
+            raise Unavailable("the router is draining")
+        self._running += 1
+        self._idle.clear()
+        try:
+            self._intake.check_model(message.model)
+            self._dispatcher.check("", decodes=message.sampling.max_tokens != 1)
+            deadline = None if remaining is None else arrived + remaining
+            request = await self._intake.request(message, arrived=arrived, deadline=deadline)
+            emission = Emission(request, now)
+            serving = asyncio.create_task(self._pipeline.run(request, emission), name=f"request {request.id}")
+            try:
+                yield request, emission.outbox
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+
+def _response(request_id: str, news: News) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        choices=[_delta(delta) for delta in news.deltas.values()],
+        prompt_tokens=map(token_to_proto, news.prompt_tokens),
+        usage=None if news.usage is None else usage_to_proto(news.usage),
+        timings=None if news.timings is None else timings_to_proto(news.timings),
+    )
+
+
+def _delta(delta: Delta) -> inference_pb2.ChoiceDelta:
+    message = inference_pb2.ChoiceDelta(
+        index=delta.index,
+        text=delta.text,
+        tokens=map(token_to_proto, delta.tokens),
+        finish_reason=finish_to_proto(delta.finish),
+    )
+    if delta.stop_string is not None:
+        message.stop_string = delta.stop_string
+    elif delta.stop_token_id is not None:
+        message.stop_token_id = delta.stop_token_id
+    return message

@@ -1,0 +1,158 @@
+"""The waiting line: bounds, turns between tenants, deadlines."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from baton.errors import DeadlineExceeded, Overloaded
+from router.line import WaitingLine
+
+
+def drain(line: WaitingLine[str], now: float = 0.0) -> list[str]:
+    popped = []
+    while (entry := line.pop(now)) is not None:
+        popped.append(entry)
+    return popped
+
+
+def test_one_tenant_is_served_in_order() -> None:
+    line: WaitingLine[str] = WaitingLine(10)
+    for entry in "abc":
+        line.push(entry, tenant="", now=0)
+    assert (line.head(0), len(line)) == ("a", 3)
+    assert drain(line) == ["a", "b", "c"]
+
+
+def test_tenants_take_turns() -> None:
+    line: WaitingLine[str] = WaitingLine(100)
+    for i in range(5):
+        line.push(f"flood{i}", tenant="flood", now=0)
+    for i in range(2):
+        line.push(f"calm{i}", tenant="calm", now=0)
+    assert drain(line) == ["flood0", "calm0", "flood1", "calm1", "flood2", "flood3", "flood4"]
+
+
+def test_a_full_line_refuses_at_once_but_a_flood_takes_no_other_tenants_share() -> None:
+    line: WaitingLine[str] = WaitingLine(4)
+    for i in range(4):
+        line.push(f"flood{i}", tenant="flood", now=0)
+    with pytest.raises(Overloaded, match="4 requests wait, 4 may") as refusal:
+        line.push("flood4", tenant="flood", now=0)
+    assert refusal.value.retry_after is not None
+    for i in range(2):
+        line.push(f"calm{i}", tenant="calm", now=0)
+    with pytest.raises(Overloaded, match="2 requests wait, 2 may"):
+        line.push("calm2", tenant="calm", now=0)
+
+
+def test_retry_delay_follows_the_pace() -> None:
+    line: WaitingLine[int] = WaitingLine(1000)
+    for i in range(100):
+        line.push(i, tenant="", now=0)
+    for i in range(50):
+        line.pop(now=0.5 * i)
+    assert line.retry_after() == pytest.approx(25, rel=0.01)
+
+
+def test_what_is_too_late_is_refused_and_never_handed_out() -> None:
+    line: WaitingLine[str] = WaitingLine(10)
+    with pytest.raises(DeadlineExceeded):
+        line.push("late", tenant="", deadline=5, now=5)
+    line.push("short", tenant="", deadline=6, now=5)
+    line.push("long", tenant="", now=5)
+    assert line.pop(now=6) == "long"
+    assert len(line) == 0
+
+
+def test_who_returns_is_first_and_not_bound_by_the_capacity() -> None:
+    line: WaitingLine[str] = WaitingLine(1)
+    line.push("b", tenant="b", now=0)
+    line.push_front("a", tenant="a")
+    line.push_front("first", tenant="b")
+    assert drain(line) == ["first", "a", "b"]
+
+
+def test_leaving_is_idempotent() -> None:
+    line: WaitingLine[str] = WaitingLine(1)
+    line.push("a", tenant="", now=0)
+    assert (line.remove("a"), line.remove("a"), len(line)) == (True, False, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 6)), min_size=1, max_size=3, unique_by=lambda t: t[0]))
+def test_while_all_wait_nobody_gets_two_turns_more_than_another(floods: list[tuple[str, int]]) -> None:
+    line: WaitingLine[tuple[str, int]] = WaitingLine(1000)
+    for tenant, count in floods:
+        for i in range(count):
+            line.push((tenant, i), tenant=tenant, now=0)
+    turns = dict.fromkeys((tenant for tenant, _ in floods), 0)
+    left = dict(floods)
+    while (entry := line.pop(0)) is not None:
+        turns[entry[0]] += 1
+        left[entry[0]] -= 1
+        waiting = [turns[tenant] for tenant in turns if left[tenant]]
+        assert not waiting or max(waiting) - min(waiting) <= 1
+
+
+class LineMachine(RuleBasedStateMachine):
+    """Beside a plain list of what waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line: WaitingLine[int] = WaitingLine(6)
+        self.model: dict[int, tuple[str, float]] = {}
+        self.now = 0.0
+        self.next = 0
+
+    @rule(tenant=st.sampled_from("abc"), patience=st.sampled_from([1.0, 3.0, math.inf]))
+    def push(self, tenant: str, patience: float) -> None:
+        own = sum(1 for other, _ in self.model.values() if other == tenant)
+        tenants = {other for other, _ in self.model.values()} | {tenant}
+        try:
+            self.line.push(self.next, tenant=tenant, deadline=self.now + patience, now=self.now)
+        except Overloaded:
+            assert own >= max(1, 6 // len(tenants))
+        else:
+            assert own < max(1, 6 // len(tenants))
+            self.model[self.next] = (tenant, self.now + patience)
+            self.next += 1
+
+    @rule()
+    def pop(self) -> None:
+        entry = self.line.pop(self.now)
+        alive = {e for e, (_, deadline) in self.model.items() if deadline > self.now}
+        if entry is None:
+            assert not alive
+            self.model.clear()
+            return
+        assert entry in alive
+        tenant = self.model[entry][0]
+        older = [e for e in alive if self.model[e][0] == tenant and e < entry]
+        assert not older
+        # Those of the tenant that were before it are past their deadline, and left the line with it.
+        for e in [e for e in self.model if e not in alive and e not in set(self.line)]:
+            del self.model[e]
+        del self.model[entry]
+
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        if self.model:
+            entry = data.draw(st.sampled_from(sorted(self.model)))
+            self.line.remove(entry)
+            del self.model[entry]
+
+    @rule()
+    def tick(self) -> None:
+        self.now += 1.0
+
+    @invariant()
+    def holds_what_came_and_did_not_leave(self) -> None:
+        assert set(self.line) == set(self.model)
+        assert len(self.line) == len(self.model)
+
+
+TestLine = LineMachine.TestCase

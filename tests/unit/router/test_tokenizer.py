@@ -1,0 +1,192 @@
+"""Loading, chat rendering beside transformers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from baton.errors import InvalidRequest, ModelError
+from baton.tokenizer import Tokenizer
+
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+{%- endif %}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL = """{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant!') }}
+    {%- endif %}
+    {%- if message['role'] == 'user' %}
+        {%- if loop.first and system_message is defined %}
+            {{- ' [INST] ' + system_message + '\\n\\n' + message['content'] + ' [/INST]' }}
+        {%- else %}
+            {{- ' [INST] ' + message['content'] + ' [/INST]' }}
+        {%- endif %}
+    {%- elif message['role'] == 'assistant' %}
+        {{- ' ' + message['content'] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+LOOPS = """{% set ns = namespace(n=0) %}
+{% for m in messages %}
+    {% if m.role == 'skip' %}{% continue %}{% endif %}
+    {% if m.role == 'halt' %}{% break %}{% endif %}
+    {% set ns.n = ns.n + 1 %}
+  {% generation %}
+    {{ m | tojson }} {{ m.content | tojson(indent=2) }}
+  {% endgeneration %}
+{% endfor %}
+{{ ns.n }} {{ pad_token }} {{ eos_token }}"""
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "loops": LOOPS}
+CHATS = {
+    "one": [("user", "Hello, wörld <b>&'\"")],
+    "system": [("system", "  Be brief.\n"), ("user", " Why? ")],
+    "turns": [("user", "a"), ("assistant", "b"), ("user", "日本語\n\n")],
+    "control": [("user", "a"), ("skip", "b"), ("user", "c"), ("halt", "d"), ("user", "e")],
+}
+
+
+def checkpoint(folder: Path, template: object = None, *, jinja: str | None = None) -> Path:
+    vocab = {word: i for i, word in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    backend.enable_truncation(3)
+    backend.save(str(folder / "tokenizer.json"))
+    config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": {"content": "<s>", "__type": "AddedToken", "special": True},
+        "eos_token": "</s>",
+        "unk_token": None,
+    }
+    if template is not None:
+        config["chat_template"] = template
+    if jinja is not None:
+        (folder / "chat_template.jinja").write_text(jinja, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("generate", [True, False])
+def test_renders_as_transformers_does(tmp_path: Path, name: str, chat: str, generate: bool) -> None:
+    folder = checkpoint(tmp_path, jinja=TEMPLATES[name])
+    messages = [{"role": role, "content": content} for role, content in CHATS[chat]]
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = Tokenizer.load(folder)
+    try:
+        wanted = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+    except Exception as refusal:
+        with pytest.raises(InvalidRequest, match=str(refusal)):
+            tokenizer.render_chat(messages, add_generation_prompt=generate)
+    else:
+        rendered = tokenizer.render_chat(messages, add_generation_prompt=generate)
+        assert rendered == wanted
+        ids = reference(wanted, add_special_tokens=False)["input_ids"]
+        assert tokenizer.encode(rendered, add_special_tokens=False) == ids
+
+
+NAMED = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
+
+
+@pytest.mark.parametrize("template", [CHATML, NAMED])
+def test_old_places_of_the_template(tmp_path: Path, template: object) -> None:
+    tokenizer = Tokenizer.load(checkpoint(tmp_path, template))
+    assert tokenizer.render_chat([{"role": "system", "content": "hi"}], add_generation_prompt=False) == (
+        "<|im_start|>system\nhi<|im_end|>\n"
+    )
+
+
+def test_the_file_beats_the_key(tmp_path: Path) -> None:
+    assert Tokenizer.load(checkpoint(tmp_path, "old", jinja="new")).render_chat([]) == "new"
+
+
+def test_special_tokens_come_from_the_post_processor(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint(tmp_path))
+    assert tokenizer.decode(tokenizer.encode("abcdef"), skip_special_tokens=False) == "<s>abcdef"
+    assert tokenizer.decode(tokenizer.encode("abcdef", add_special_tokens=False)) == "abcdef"
+
+
+def test_no_template(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint(tmp_path))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequest, match="chat: the model has no chat template"):
+        tokenizer.render_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages[0].content + 1 }}", "{{ messages[5].content.x }}", "{% if %}", "{{ ''.__class__.mro() }}"],
+)
+def test_template_errors_are_the_requests(tmp_path: Path, template: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^chat: the chat template"):
+        Tokenizer.load(checkpoint(tmp_path, jinja=template)).render_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_text_that_cannot_fit_is_refused_by_its_size(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint(tmp_path))
+    assert tokenizer.longest_token == len("</s>")
+    tokenizer.check_size("text", 400, 100)
+    with pytest.raises(InvalidRequest, match=r"text: 401 bytes can't fit: 100 tokens of at most 4 bytes"):
+        tokenizer.check_size("text", 401, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", None),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "{"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str | None) -> None:
+    folder = checkpoint(tmp_path)
+    (folder / name).unlink() if content is None else (folder / name).write_text(content)
+    with pytest.raises(ModelError, match=name):
+        Tokenizer.load(folder)
