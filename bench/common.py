@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,20 @@ RESULTS = Path(__file__).parent / "results"
 
 @contextlib.contextmanager
 def running_fleet(*flags: str) -> Iterator[dict[str, str]]:
-    """`baton up` with `flags` on a free port; yields the key=value pairs of its ready line."""
+    """`baton up` with `flags` on a free port; yields addresses: `grpc`, and `prefill-0`, `decode-0` ... (control)."""
     command = [sys.executable, "-m", "baton", "up", "--grpc", "127.0.0.1:0", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
         try:
             line = process.stdout.readline() if process.stdout else ""
+            log.seek(0)
+            said = log.read()
             if not line.startswith("ready "):
-                raise RuntimeError(f"{' '.join(command)} did not get ready: {line!r}")
-            yield dict(re.findall(r"(\w+)=(\S+)", line))
+                raise RuntimeError(f"{' '.join(command)} did not get ready: {said[-2000:]}")
+            workers = dict(re.findall(r"^(\S+) *\| .*listening control=(\S+)", said, re.MULTILINE))
+            yield dict(re.findall(r"(\w+)=(\S+)", line)) | workers
         finally:
             process.terminate()
             process.wait(30)
@@ -32,9 +41,6 @@ def running_fleet(*flags: str) -> Iterator[dict[str, str]]:
 
 def machine() -> dict[str, Any]:
     """What ran it: processor, cores, memory in GiB, Python and the versions that matter."""
-    import os
-    from importlib.metadata import version
-
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
     return {

@@ -58,7 +58,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         ]
         try:
             until = time.perf_counter() + arguments.seconds
-            names = ("grpc", "prefill", "decode")
+            names = ("grpc", "prefill-0", "decode-0")
             found = await asyncio.gather(*(probe(ready[name], until) for name in names))
             for task in loads:
                 if task.done():
@@ -69,7 +69,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*loads, return_exceptions=True)
     return {
-        {"grpc": "router"}.get(name, name): {
+        {"grpc": "router"}.get(name, name.removesuffix("-0")): {
             "checks": len(took),
             **{f"p{share}_ms": round(percentile(took, share / 100) * 1e3, 2) for share in (50, 90, 99, 100)},
         }
