@@ -11,7 +11,10 @@ from baton.worker.config import WorkerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(WorkerConfig):
-    """Settings of one decode worker; raises ConfigError naming the field and the value seen."""
+    """Settings of one decode worker.
+
+    Raises ConfigError naming the field and the value seen.
+    """
 
     slots: int = option(32, help="Most sequences in the generation batch.", minimum=1)
     convert_kv: bool = option(False, help="Accept KV of another element type and convert it.")

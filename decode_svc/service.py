@@ -65,7 +65,7 @@ class DecodeService:
         self._config = config
         self._engine = engine
         self._fetch = fetch
-        self._attempts = Attempts(engine)
+        self.attempts = Attempts(engine)
         self._channels = KvChannels()
         self._sessions: dict[int, Session] = {}
         self._numbers = itertools.count()
@@ -93,14 +93,19 @@ class DecodeService:
 
     def close_session(self, session: Session) -> None:
         """End a session, for whatever reason, and free all that it owned; idempotent."""
-        for attempt in self._attempts:
+        for attempt in self.attempts:
             if attempt.session == session.number:
                 self._end(attempt)
         self._sessions.pop(session.number, None)
         session.end()
 
     def handle(self, session: Session, command: Command) -> None:
-        """Do what a router says; what makes no sense is answered or ignored, and never ends the session."""
+        """Do what a router says; what makes no sense is answered or ignored, and never ends the session.
+
+        What comes after the session's end is ignored: nobody would free what it takes.
+        """
+        if session.number not in self._sessions:
+            return
         match command:
             case Reserve():
                 session.tell(self._reserve(session, command))
@@ -120,6 +125,7 @@ class DecodeService:
 
     async def close(self, turning: asyncio.Future[None]) -> None:
         """End all sessions, stop the loop and wait for everything that was begun."""
+        self.status.drain()
         for session in list(self._sessions.values()):
             self.close_session(session)
         self.loop.stop()
@@ -134,7 +140,7 @@ class DecodeService:
         if self.failed.done():
             return Reserved(request.key, False, "the worker's engine has failed")
         try:
-            attempt = self._attempts.reserve(session.number, request)
+            attempt = self.attempts.reserve(session.number, request)
         except Refused as error:
             return Reserved(request.key, False, str(error), never=True)
         except OutOfPages as error:
@@ -145,13 +151,13 @@ class DecodeService:
         return Reserved(request.key, True)
 
     def _start(self, session: Session, start: Start) -> None:
-        attempt = self._attempts.get(session.number, start.key)
+        attempt = self.attempts.get(session.number, start.key)
         if attempt is None:
             session.tell(Failure(start.key, FailureKind.TRANSFER, f"nothing is reserved for {start.key}"))
             return
         if attempt.state is not AttemptState.RESERVED:
             return
-        self._attempts.start(attempt)
+        self.attempts.start(attempt)
         self._timers.pop(attempt).cancel()
         if start.deadline_s is not None:
             self._set_timer(attempt, start.deadline_s, "has passed its deadline")
@@ -161,13 +167,13 @@ class DecodeService:
         task.add_done_callback(self._tasks.discard)
 
     def _cancel(self, session: Session, cancel: Cancel) -> None:
-        attempt = self._attempts.get(session.number, cancel.key)
+        attempt = self.attempts.get(session.number, cancel.key)
         if attempt is None:
             return
         if cancel.choice_index is not None:
-            if dropped := self._attempts.cancel_choice(attempt, cancel.choice_index):
+            if dropped := self.attempts.cancel_choice(attempt, cancel.choice_index):
                 self.loop.drop(dropped)
-            if not self._attempts.over(attempt):
+            if not self.attempts.over(attempt):
                 return
         self._end(attempt)
 
@@ -187,7 +193,7 @@ class DecodeService:
                     stall_timeout_s=self._config.fetch_stall_s,
                 )
             now = time.monotonic()
-            sequences = self._attempts.commit(attempt, handoff, (now - started) * 1e3, now)
+            sequences = self.attempts.commit(attempt, handoff, (now - started) * 1e3, now)
         except BatonError as error:
             self._fail(attempt, _kind(error), str(error))
         except Exception as error:
@@ -203,7 +209,7 @@ class DecodeService:
     def _reported(self, report: Report) -> None:
         """Pass one turn of the engine thread on to the routers: one message for each."""
         for output in report.outputs:
-            owner = self._attempts.owner(output.id)
+            owner = self.attempts.owner(output.id)
             if owner is None:
                 continue
             attempt, choice = owner
@@ -211,11 +217,11 @@ class DecodeService:
                 Output(attempt.key, choice, output.output_index, output.tokens, output.finish, output.timings)
             )
             if output.finish is not None:
-                self._attempts.sequence_ended(output.id)
-                if self._attempts.over(attempt):
+                self.attempts.sequence_ended(output.id)
+                if self.attempts.over(attempt):
                     self._end(attempt)
         for sequence, message in report.failures:
-            if (owner := self._attempts.owner(sequence)) is not None:
+            if (owner := self.attempts.owner(sequence)) is not None:
                 self._fail(owner[0], FailureKind.ENGINE, message)
         self._measure(report)
 
@@ -243,19 +249,19 @@ class DecodeService:
             self._end(attempt)
 
     def _fail_all(self, kind: FailureKind, message: str) -> None:
-        for attempt in self._attempts:
+        for attempt in self.attempts:
             self._fail(attempt, kind, message)
 
     def _end(self, attempt: Attempt) -> None:
         """The one way out: whatever the attempt holds, here or on the engine thread, is given back."""
-        if dropped := self._attempts.end(attempt):
+        if dropped := self.attempts.end(attempt):
             self.loop.drop(dropped)
         if (timer := self._timers.pop(attempt, None)) is not None:
             timer.cancel()
         task = self._fetches.pop(attempt, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-        if not self._attempts:
+        if not self.attempts:
             self._idle.set()
         self._load_changed()
 

@@ -75,15 +75,15 @@ class PrefillWorker:
         self._write_backs = 0
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
-        self._refusal: BatonError | None = None
+        self._refusal = ""
         self._closing = False
         self._loop_task = asyncio.create_task(self._run(), name="prefill-loop")
         self._loop_task.add_done_callback(self._loop_ended)
 
     def submit(self, task: PrefillTask) -> Job:
         """Accept a task; raises InvalidRequest, Overloaded or Unavailable, or what refuses the transfer id."""
-        if self._refusal is not None:
-            raise self._refusal
+        if self._refusal:
+            raise Unavailable(self._refusal)
         now, ids = time.monotonic(), [*task.prompt_ids, *task.output_ids]
         stats = self._engine.stats()
         work = self._scheduler.admit(len(ids), stats.free + stats.cached, now)
@@ -131,10 +131,10 @@ class PrefillWorker:
 
     def refuse(self) -> None:
         """Take no new work."""
-        self._refusal = self._refusal or Unavailable("the worker is draining")
+        self._refusal = self._refusal or "the worker is draining"
 
     async def finished(self) -> None:
-        """Return once no job, no export and no write-back is left; follows `refuse`."""
+        """Return once no job, no export and no write-back is left; at a drain, after `refuse`."""
         await self._idle.wait()
         await self._exports.drained()
         while self._tasks:
@@ -305,9 +305,9 @@ class PrefillWorker:
 
     def _break(self, error: BaseException) -> None:
         """The engine can't be trusted any more: end all jobs, and tell whoever runs this worker."""
-        self._refusal, self._current = Unavailable(f"the engine failed: {error}"), None
+        self._refusal, self._current = f"the engine failed: {error}", None
         for job in list(self._jobs.values()):
-            self.abort(job, self._refusal)
+            self.abort(job, Unavailable(self._refusal))
         if not self.failed.done():
             self.failed.set_exception(error)
 

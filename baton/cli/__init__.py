@@ -1,0 +1,1 @@
+"""The `baton` command: starts services as processes, imports none of them."""

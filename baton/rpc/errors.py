@@ -50,6 +50,7 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._wrapped: dict[str, tuple[Any, Any]] = {}
+        self._running: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         """Return the handler of the call, wrapped."""
@@ -58,8 +59,15 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return None
         known = self._wrapped.get(details.method)
         if known is None or known[0] is not handler:
-            known = self._wrapped[details.method] = (handler, _wrap(handler, details.method))
+            known = self._wrapped[details.method] = (handler, _wrap(handler, details.method, self._running))
         return known[1]
+
+    async def ended(self, timeout: float) -> None:
+        """Return when no handler runs; those that still do after `timeout` seconds are logged."""
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=timeout)
+            for task in late:
+                _logger.error("a handler has not ended %s s after its server: %r", timeout, task)
 
 
 def status_of(error: errors.BatonError) -> grpc.StatusCode:
@@ -91,12 +99,12 @@ def _retry_after(error: grpc.RpcError) -> float | None:
     return None
 
 
-def _wrap(handler: Any, method: str) -> Any:
+def _wrap(handler: Any, method: str, running: set[asyncio.Task[Any]]) -> Any:
     behaviour, make = _behaviour(handler)
     if not (inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)):
         return handler
     return make(
-        _guarded(behaviour, method, stream_in=handler.request_streaming),
+        _guarded(behaviour, method, running, stream_in=handler.request_streaming),
         request_deserializer=strict(handler.request_deserializer, method),
         response_serializer=handler.response_serializer,
     )
@@ -113,8 +121,13 @@ def _behaviour(handler: Any) -> tuple[Any, Any]:
     return kinds[handler.request_streaming, handler.response_streaming]
 
 
-def _guarded(behaviour: Any, method: str, *, stream_in: bool) -> Callable[[Any, Any], Awaitable[Any]]:
+def _guarded(
+    behaviour: Any, method: str, running: set[asyncio.Task[Any]], *, stream_in: bool
+) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
+        if (task := asyncio.current_task()) is not None:
+            running.add(task)
+            task.add_done_callback(running.discard)
         try:
             if isinstance(request, Undecodable):
                 raise request.error

@@ -22,6 +22,7 @@ from baton.errors import ConfigError
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES, KEEPALIVE, Options
 from baton.rpc.errors import Boundary
 
+_HANDLERS_S = 5.0
 _Status = health_pb2.HealthCheckResponse
 
 _OPTIONS: Options = [
@@ -71,13 +72,15 @@ async def listen(
 ) -> AsyncIterator[Listener]:
     """Serve what `add` registers on `address` ("host:port"; port 0 picks a free one).
 
-    `services` are full names, for health and reflection. At the end running calls have `grace` seconds.
-    Raises ConfigError naming the address if it can't be bound, or lies beyond loopback without `insecure`.
+    `services` are full names, for health and reflection. At the end running calls have `grace` seconds;
+    no handler runs after the block. Raises ConfigError naming the address if it can't be bound, or lies beyond
+    loopback without `insecure`.
     """
     host, port = parse_address(address)
     if not insecure and not is_loopback(host):
         raise ConfigError(f"{address} can be reached from other machines and has no TLS; --insecure allows that")
-    server = grpc.aio.server(interceptors=[Boundary()], options=_OPTIONS)
+    boundary = Boundary()
+    server = grpc.aio.server(interceptors=[boundary], options=_OPTIONS)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = [*services, health.SERVICE_NAME]
@@ -99,6 +102,8 @@ async def listen(
         await asyncio.gather(reporting, return_exceptions=True)
         await servicer.enter_graceful_shutdown()
         await server.stop(grace)
+        # gRPC cancels the handlers and does not wait for what they do at their end.
+        await boundary.ended(_HANDLERS_S)
 
 
 def _bracketed(host: str) -> str:

@@ -21,7 +21,10 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """Settings of one worker; raises ConfigError naming the field and the value seen."""
+    """Settings of one worker.
+
+    Raises ConfigError naming the field and the value seen.
+    """
 
     model: str = option("", help="Checkpoint directory or hub name; empty: the bundled one.")
     served_model_name: str = option("", help="Name of the served model; empty: the last part of the model.")

@@ -83,7 +83,7 @@ def test_a_live_name_is_not_given_twice_but_each_session_has_its_own() -> None:
 
 
 def test_choices_share_the_prompt_and_never_need_more_pages_than_reserved() -> None:
-    fake = engine()
+    fake = engine(pages=9)
     attempts = Attempts(fake)
     attempt = attempts.reserve(1, Reserve(KEY, 6, 6, 4))
     used = fake.stats().used

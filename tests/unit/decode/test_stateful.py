@@ -143,6 +143,9 @@ class DecodeMachine(RuleBasedStateMachine):
         for ours in self.by_transfer.values():
             ours.told_to_end |= ours.session is session
         self._call(self.service.close_session, session)
+        late = AttemptKey("late", 0)
+        self._call(self.service.handle, session, Reserve(late, 1, 1, 1))
+        assert self.service.attempts.get(session.number, late) is None
 
     @rule(
         target=tries,
@@ -219,7 +222,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_belong_to_live_attempts(self) -> None:
-        live = {str(attempt.key) for attempt in self.service._attempts}
+        live = {str(attempt.key) for attempt in self.service.attempts}
         owners = {"/".join(owner.split("/")[:2]) for owner in self.engine.audit()}
         if not self.service.loop._inbox.qsize():
             assert owners <= live
@@ -246,7 +249,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.turn("")
         self.deliver()
         assert self.engine.audit() == {}
-        assert len(self.service._attempts) == 0
+        assert len(self.service.attempts) == 0
         assert not self.service._timers
         assert not self.service._fetches
         self.loop.run_until_complete(asyncio.wait_for(self._close(), 10))

@@ -1,0 +1,61 @@
+"""A finished request for people (the latency account) and for programs (one JSON object)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.client import Choice, Completion
+from baton.request import TokenInfo
+
+_ACCOUNT = ("line", "prefill", "transfer", "slot_wait", "decode", "total")
+
+
+def print_account(completion: Completion, console: Console | None = None) -> None:
+    """Write where the request's time went, and its usage, to `console` (default: standard error)."""
+    console = console or Console(stderr=True, highlight=False)
+    if (timings := completion.timings_ms) is not None:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name in _ACCOUNT:
+            table.add_column(name.replace("_", " "), justify="right")
+        table.add_row(*(f"{getattr(timings, name):.1f} ms" for name in _ACCOUNT))
+        console.print(table)
+        console.print(f"first token {timings.first_token:.1f} ms, ITL {timings.mean_itl:.2f} ms", style="dim")
+    if (usage := completion.usage) is not None:
+        reasons = [choice.finish_reason.value for choice in completion.choices if choice.finish_reason]
+        console.print(
+            f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
+            f"completion {usage.completion_tokens} tokens, finish reason {', '.join(reasons)}",
+            style="dim",
+        )
+
+
+def as_json(completion: Completion) -> dict[str, Any]:
+    """The completion as plain values: the first choice on top, and all under `choices` if there are several."""
+    usage, timings = completion.usage, completion.timings_ms
+    result = {"request_id": completion.request_id} | (_choice(completion.choices[0]) if completion.choices else {})
+    if completion.prompt_tokens:
+        result["prompt_logprobs"] = [_token(token) for token in completion.prompt_tokens]
+    result["usage"] = asdict(usage) if usage else None
+    result["timings_ms"] = asdict(timings) if timings else None
+    if len(completion.choices) > 1:
+        result["choices"] = [{"index": choice.index} | _choice(choice) for choice in completion.choices]
+    return result
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    return {
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason.value if choice.finish_reason else None,
+        "stop": choice.stop,
+        "logprobs": None if choice.logprobs is None else [_token(token) for token in choice.logprobs],
+    }
+
+
+def _token(token: TokenInfo) -> dict[str, Any]:
+    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in token.top]
+    return {"token_id": token.token_id, "logprob": token.logprob, "top": top}

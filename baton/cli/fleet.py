@@ -1,0 +1,195 @@
+"""Child processes under one roof: their logs in one stream, the first death noticed, the end in bounded time.
+
+    start ── listening ── … ── stop
+                │ a child ends unasked
+                └── `death` is set: which child, why, its last words
+
+Each child leads a session of its own, so that Ctrl-C reaches only the supervisor, and is killed by the
+kernel when the supervisor dies. Stopping goes in order, the reverse of starting: SIGTERM; a second SIGTERM,
+which cuts a drain short; SIGKILL to the child's whole session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from baton.errors import Unavailable
+from baton.launcher import bound_to_me
+
+FIRST_S, CUT_S, KILL_S = 1.0, 2.0, 3.5
+"""Seconds since a stop began: the last child has gone first; drains are cut; what is left is killed."""
+
+_LAST_LINES = 15
+_LAST_WORDS_S = 0.5
+_LISTENING = "listening "
+_CHUNK = 1 << 16
+
+
+class Child:
+    """A running child; `listening` gets the addresses of its line `listening name=address …` on stdout."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.process = process
+        self.listening: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self.followers: list[asyncio.Task[None]] = []
+        self.end: asyncio.Task[None] | None = None
+
+    def signal(self, number: int) -> None:
+        """Send a signal, if the child still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+
+class Fleet:
+    """An async context manager that stops its children at the end."""
+
+    def __init__(self, log: TextIO | None = None) -> None:
+        self.children: list[Child] = []
+        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._log = log or sys.stderr
+        self._stopping = False
+        self._width = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self, name: str, command: Sequence[str], environ: Mapping[str, str]) -> Child:
+        """Start a child from the calling thread, which must live as long as the child may."""
+        outputs = [await _Pipe.open(), await _Pipe.open()]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *bound_to_me(command),
+                env=dict(environ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=outputs[0].write_end,
+                stderr=outputs[1].write_end,
+                start_new_session=True,
+            )
+        finally:
+            for output in outputs:
+                os.close(output.write_end)
+        child = Child(name, process)
+        self.children.append(child)
+        self._width = max(self._width, len(name))
+        child.followers = [
+            asyncio.create_task(self._follow(child, output, output is outputs[0]), name=f"log of {name}")
+            for output in outputs
+        ]
+        child.end = asyncio.create_task(self._await_end(child), name=f"end of {name}")
+        return child
+
+    async def addresses(self, child: Child) -> dict[str, str]:
+        """Where the child listens; raises Unavailable when any child dies first."""
+        either: list[asyncio.Future[Any]] = [child.listening, self.death]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not child.listening.done():
+            raise Unavailable(self.death.result())
+        return child.listening.result()
+
+    async def stop(self) -> None:
+        """End all children, the last started first; returns once every one is gone and its log is written."""
+        self._stopping = True
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        ends = {child: asyncio.create_task(child.process.wait()) for child in self.children}
+        if ends:
+            self.children[-1].signal(signal.SIGTERM)
+            await asyncio.wait([ends[self.children[-1]]], timeout=FIRST_S)
+            for number, until in ((signal.SIGTERM, CUT_S), (signal.SIGTERM, KILL_S)):
+                alive = [child for child in self.children if not ends[child].done()]
+                for child in alive:
+                    child.signal(number)
+                if alive:
+                    await asyncio.wait(ends.values(), timeout=max(0.0, begin + until - loop.time()))
+        for child in self.children:
+            # Whatever a child started and left behind is in its session.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+        tasks = [task for child in self.children for task in (*child.followers, child.end) if task is not None]
+        await asyncio.gather(*ends.values())
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=_LAST_WORDS_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        if not self.death.done():
+            self.death.cancel()
+        for child in self.children:
+            child.listening.cancel()
+
+    def say(self, name: str, line: str) -> None:
+        """Write one line to the common log."""
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{name:<{self._width}} | {line}", file=self._log, flush=True)
+
+    async def _await_end(self, child: Child) -> None:
+        status = await child.process.wait()
+        if self._stopping or self.death.done():
+            return
+        # Its last words may still be in the pipes, which close with it unless it left children of its own.
+        await asyncio.wait(child.followers, timeout=_LAST_WORDS_S)
+        if not self._stopping and not self.death.done():
+            words = "".join(f"\n    {line}" for line in child.last_lines)
+            self.death.set_result(f"{child.name} {_how(status)}; its last lines:{words or ' none'}")
+
+    async def _follow(self, child: Child, output: _Pipe, is_stdout: bool) -> None:
+        rest = b""
+        try:
+            while data := await output.reader.read(_CHUNK):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._take(child, line.decode("utf-8", "replace").rstrip("\r"), is_stdout)
+            if rest:
+                self._take(child, rest.decode("utf-8", "replace"), is_stdout)
+        finally:
+            output.transport.close()
+
+    def _take(self, child: Child, line: str, is_stdout: bool) -> None:
+        if is_stdout and line.startswith(_LISTENING) and not child.listening.done():
+            child.listening.set_result(dict(part.split("=", 1) for part in line.split()[1:] if "=" in part))
+            return
+        child.last_lines.append(line)
+        self.say(child.name, line)
+
+
+@dataclass(frozen=True)
+class _Pipe:
+    """A pipe of our own: asyncio's take a process for alive as long as a grandchild holds them."""
+
+    reader: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+    write_end: int
+
+    @classmethod
+    async def open(cls) -> _Pipe:
+        reader = asyncio.StreamReader()
+        read_end, write_end = os.pipe()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+        )
+        return cls(reader, transport, write_end)
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

@@ -1,0 +1,152 @@
+"""`baton generate`: one request, streamed to the terminal or printed as one JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from baton.cli.account import as_json, print_account
+from baton.cli.options import DEFAULT_GRPC, Address, TokenIds
+from baton.client import Client, Completion, Delta
+from baton.completion import Prompt
+from baton.errors import BatonError
+
+_SAMPLING = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "logprobs",
+    "prompt_logprobs",
+    "ignore_eos",
+    "n",
+)
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--target", type=Address(), default=DEFAULT_GRPC, show_default=True, help="The router.")
+@click.option("--model", default="", help="Name of the served model.  [default: the only one]")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the prompt, in UTF-8.")
+@click.option("--token-ids", type=TokenIds(), help="The prompt as token ids.")
+@click.option("--chat", type=click.Path(path_type=Path), help="JSON file with a list of {role, content}.")
+@click.option("--max-tokens", type=int, help="Most tokens to generate.")
+@click.option("--min-tokens", type=int, help="Tokens before which generation does not end.")
+@click.option("--temperature", type=float, help="Softmax temperature; 0 is greedy.  [default: 1]")
+@click.option("--top-p", type=float, help="Nucleus mass in (0, 1].")
+@click.option("--top-k", type=int, help="Most likely tokens considered; 0: all.")
+@click.option("--min-p", type=float, help="Least probability relative to the most likely token.")
+@click.option("--seed", type=int, help="Seed of the sampling noise.")
+@click.option("--stop", multiple=True, help="String that ends generation; may be given again.")
+@click.option("--logprobs", type=int, help="Most likely tokens reported beside each output token.")
+@click.option("--prompt-logprobs", type=int, help="Most likely tokens reported beside each prompt token.")
+@click.option("--ignore-eos", is_flag=True, default=None, help="Keep generating past end-of-sequence tokens.")
+@click.option("-n", type=int, help="Choices generated from one prefill.")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Deadline in seconds.")
+@click.option("--json", "as_object", is_flag=True, help="Print one JSON object at the end.")
+@click.option("--quiet", is_flag=True, help="Print no latency account.")
+def generate(
+    prompt: str | None,
+    target: str,
+    model: str,
+    prompt_file: Path | None,
+    token_ids: list[int] | None,
+    chat: Path | None,
+    timeout: float | None,
+    as_object: bool,
+    quiet: bool,
+    **flags: Any,
+) -> None:
+    """Complete PROMPT, or the prompt of --prompt-file, --token-ids or --chat."""
+    wanted = _prompt(prompt, prompt_file, token_ids, chat)
+    sampling = {name: flags[name] for name in _SAMPLING if flags[name] not in (None, ())}
+    printer = _Printer(live=not as_object, several=sampling.get("n", 1) > 1)
+    completion = Completion()
+    try:
+        with Client(target, model=model) as client:
+            for delta in client.generate(wanted, timeout=timeout, **sampling):
+                completion.add(delta)
+                printer.show(delta, completion)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BatonError as error:
+        printer.end()
+        click.echo(f"error: {error.grpc_status}: {error}", err=True)
+        sys.exit(1)
+    printer.end()
+    if as_object:
+        click.echo(json.dumps(as_json(completion), ensure_ascii=False))
+    elif not quiet:
+        print_account(completion)
+
+
+class _Printer:
+    """Writes text as it comes; of several choices, each as a whole when it has ended."""
+
+    def __init__(self, *, live: bool, several: bool) -> None:
+        self._live, self._several = live, several
+        self._column_0 = True
+
+    def show(self, delta: Delta, completion: Completion) -> None:
+        """Write what is due after this delta."""
+        if not self._live:
+            return
+        if not self._several:
+            self._write(delta.text)
+        elif delta.finish_reason:
+            self._write(f"[{delta.index}] {completion.choices[delta.index].text}")
+            self.end()
+
+    def end(self) -> None:
+        """Begin a new line, unless at the begin of one."""
+        if not self._column_0:
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        if text:
+            # Bytes, so that text in any script reaches a terminal of any locale.
+            click.echo(text.encode("utf-8", "replace"), nl=False)
+            self._column_0 = text.endswith("\n")
+
+
+def _prompt(text: str | None, file: Path | None, token_ids: list[int] | None, chat: Path | None) -> Prompt:
+    given = [value for value in (text, file, token_ids, chat) if value is not None]
+    if len(given) != 1:
+        raise click.UsageError("give one of PROMPT, --prompt-file, --token-ids, --chat")
+    if file is not None:
+        return _read("--prompt-file", file)
+    if chat is not None:
+        return _messages(chat)
+    return text if text is not None else token_ids or []
+
+
+def _read(flag: str, file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise _bad(flag, f"{str(file)!r} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise _bad(flag, f"{str(file)!r} is not valid UTF-8 at byte {error.start} (0x{byte:02x})") from None
+
+
+def _messages(file: Path) -> list[dict[str, str]]:
+    try:
+        messages = json.loads(_read("--chat", file))
+    except ValueError as error:
+        raise _bad("--chat", f"{str(file)!r} is not JSON: {error}") from None
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise _bad("--chat", f"{str(file)!r} must hold a list of {{role, content}}")
+    return messages
+
+
+def _bad(flag: str, problem: str) -> click.BadParameter:
+    return click.BadParameter(problem, param_hint=f"'{flag}'")

@@ -1,0 +1,18 @@
+"""`baton`: the group of all commands."""
+
+from __future__ import annotations
+
+import click
+
+from baton.cli.demo import demo
+from baton.cli.generate import generate
+from baton.cli.up import up
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def main() -> None:
+    """Serve large language models with prefill and decode on separate machines."""
+
+
+for _command in (up, generate, demo):
+    main.add_command(_command)

@@ -1,0 +1,259 @@
+"""`baton up`: a whole fleet on this machine.
+
+    embedded Valkey ── prefill × N, decode × N ── router ── "ready grpc=…" ── until a signal or a death
+
+The services are started as processes with the flags that they have everywhere; `up` learns their addresses
+from the line that each prints when it listens, and restarts nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton import bundled
+from baton.cli.fleet import Child, Fleet
+from baton.cli.options import DEFAULT_GRPC, Address, Size
+from baton.config import is_loopback, parse_address
+from baton.errors import BatonError, ModelError, Unavailable
+from baton.rpc.channel import control_channel
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DTYPES = click.Choice(["auto", "float32", "bfloat16", "float16"])
+_SHARED_FLAGS = ("model", "served_model_name", "max_model_len", "log_level")
+_WORKER_FLAGS = ("device", "dtype", "kv_dtype", "kv_memory", "page_size", "threads")
+_ROLE_FLAGS = {"prefill": ("chunk_size",), "decode": ("slots",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpOptions:
+    """What was asked for; None stands for a flag that was not given."""
+
+    model: str
+    prefill: int
+    decode: int
+    grpc: str
+    redis: str
+    served_model_name: str
+    device: str | None
+    dtype: str | None
+    kv_dtype: str | None
+    max_model_len: int | None
+    kv_memory: int | None
+    page_size: int | None
+    chunk_size: int | None
+    slots: int | None
+    threads: int
+    insecure: bool
+    log_level: str
+    start_timeout: float
+
+
+_SERVICES = {"prefill": "prefill_svc", "decode": "decode_svc", "router": "router"}
+COMMANDS = {role: [sys.executable, "-m", module] for role, module in _SERVICES.items()}
+"""Command of each role; tests put others in its place."""
+
+
+def _option(flag: str, *, env: bool = True, **keywords: Any) -> Callable[[F], F]:
+    """An option that is also read from the variable that the services read."""
+    variable = "BATON_" + flag.removeprefix("--").replace("-", "_").upper() if env else None
+    return click.option(flag, envvar=variable, show_default=keywords.get("default") not in (None, "", 0), **keywords)
+
+
+@click.command()
+@_option("--model", default="", help="Checkpoint directory or hub name.  [default: the bundled checkpoint]")
+@_option("--served-model-name", default="", help="Name that clients use.  [default: from --model]")
+@_option("--prefill", env=False, type=click.IntRange(1, 64), default=1, help="Prefill workers.")
+@_option("--decode", env=False, type=click.IntRange(1, 64), default=1, help="Decode workers.")
+@_option("--grpc", type=Address(), default=DEFAULT_GRPC, help="Address for clients; port 0 picks one.")
+@_option("--redis", default="embedded", help="Prefix cache: a redis://, rediss:// or unix:// URL, embedded, or none.")
+@_option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where the model runs.")
+@_option("--dtype", type=_DTYPES, help="Type of weights and compute.")
+@_option("--kv-dtype", type=_DTYPES, help="Type of the KV cache.")
+@_option("--max-model-len", type=click.IntRange(min=0), help="Most tokens of prompt and output; 0: the model's.")
+@_option("--slots", type=click.IntRange(min=1), help="Most sequences in a generation batch.")
+@_option("--kv-memory", type=Size(), help="Memory of each worker's KV pool, such as 4GiB; 0: automatic.")
+@_option("--page-size", type=click.IntRange(min=0), help="Tokens in a page; 0: automatic.")
+@_option("--chunk-size", type=click.IntRange(min=0), help="Tokens in a prefill chunk; 0: automatic.")
+@_option("--threads", type=click.IntRange(min=0), default=0, help="Compute threads per worker; 0: cores / workers.")
+@_option("--insecure", is_flag=True, help="Allow --grpc beyond loopback without TLS and keys.")
+@_option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@_option(
+    "--start-timeout",
+    env=False,
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    help="Seconds until all must be ready.",
+)
+def up(**flags: Any) -> None:
+    """Run router, prefill and decode on this machine until Ctrl-C."""
+    options = _checked(UpOptions(**flags))
+    sys.exit(run(options))
+
+
+def run(options: UpOptions) -> int:
+    """Run the fleet on the calling thread, which must be the main one; the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        with _prefix_cache(options.redis) as redis:
+            return asyncio.run(_serve(options, redis))
+    except KeyboardInterrupt:
+        return 0
+    except BatonError as error:
+        click.echo(f"error: {error.grpc_status}: {error}", err=True)
+        return 1
+
+
+def _checked(options: UpOptions) -> UpOptions:
+    """The options with the model found and names filled in; raises click.BadParameter naming flag and value."""
+    host, _ = parse_address(options.grpc)
+    if not options.insecure and not is_loopback(host):
+        raise _bad(
+            "--grpc", f"{options.grpc} can be reached from other machines and has no TLS; --insecure allows that"
+        )
+    if options.redis not in ("embedded", "none") and not options.redis.startswith(_REDIS_SCHEMES):
+        seen = options.redis.rpartition("@")[2]
+        raise _bad("--redis", f"must be embedded, none or begin with {', '.join(_REDIS_SCHEMES)}, got {seen!r}")
+    path, name = _find_model(options.model)
+    threads = options.threads or max(1, _cores() // (options.prefill + options.decode))
+    served = options.served_model_name or name
+    return replace(options, model=str(path), served_model_name=served, threads=threads)
+
+
+def _find_model(model: str) -> tuple[Path, str]:
+    """Directory and default name of a model."""
+    if not model:
+        return bundled.path(), bundled.path().name
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise _bad("--model", f"{model!r} has no config.json")
+        return path.resolve(), path.resolve().name
+    if path.exists() or not _HUB_NAME.fullmatch(model):
+        raise _bad("--model", f"{model!r} is not a directory")
+    from baton.model.checkpoint import resolve
+
+    try:
+        return resolve(model), model
+    except ModelError as error:
+        raise _bad("--model", str(error)) from None
+
+
+def _bad(flag: str, problem: str) -> click.BadParameter:
+    return click.BadParameter(problem, param_hint=f"'{flag}'")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _prefix_cache(redis: str) -> Iterator[str]:
+    if redis != "embedded":
+        yield redis
+        return
+    from baton.kv.embedded import embedded_valkey
+
+    with embedded_valkey() as url:
+        yield url
+
+
+async def _serve(options: UpOptions, redis: str) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with Fleet() as fleet:
+        stopped = asyncio.create_task(stop.wait())
+        starting = asyncio.create_task(_start(fleet, options, redis))
+        ends: list[asyncio.Future[Any]] = [stopped, fleet.death]
+        try:
+            await asyncio.wait([*ends, starting], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done() and not stopped.done():
+                click.echo(starting.result())
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                return 0
+            raise Unavailable(fleet.death.result())
+        except BatonError as error:
+            click.echo(f"error: {error.grpc_status}: {error}", err=True)
+            return 1
+        finally:
+            stopped.cancel()
+            starting.cancel()
+            await asyncio.gather(stopped, starting, return_exceptions=True)
+
+
+async def _start(fleet: Fleet, options: UpOptions, redis: str) -> str:
+    """Start all; returns the ready line once the router serves."""
+    environ = _environment(options, redis)
+    try:
+        async with asyncio.timeout(options.start_timeout):
+            control = {role: await _start_workers(fleet, role, options, environ) for role in ("prefill", "decode")}
+            workers = [f"--{role}={','.join(await _control(fleet, started))}" for role, started in control.items()]
+            router = await fleet.start("router", [*COMMANDS["router"], *workers, *_router_flags(options)], environ)
+            where = await fleet.addresses(router)
+            await _until_serving(where["grpc"])
+    except TimeoutError:
+        raise Unavailable(f"not ready after {options.start_timeout:g} s (--start-timeout)") from None
+    return (
+        f"ready grpc={where['grpc']} ops={where['ops']} model={options.served_model_name} "
+        f"prefill={options.prefill} decode={options.decode}"
+    )
+
+
+async def _start_workers(fleet: Fleet, role: str, options: UpOptions, environ: dict[str, str]) -> list[Child]:
+    flags = _flags(options, (*_SHARED_FLAGS, *_WORKER_FLAGS, *_ROLE_FLAGS[role]))
+    listen = [f"--{name}=127.0.0.1:0" for name in ("control", "kv", "ops")]
+    return [
+        await fleet.start(f"{role}-{index}", [*COMMANDS[role], f"--worker-id={role}-{index}", *listen, *flags], environ)
+        for index in range(getattr(options, role))
+    ]
+
+
+async def _control(fleet: Fleet, workers: Sequence[Child]) -> list[str]:
+    return [(await fleet.addresses(worker))["control"] for worker in workers]
+
+
+def _router_flags(options: UpOptions) -> list[str]:
+    insecure = ["--insecure"] if options.insecure else []
+    return [f"--grpc={options.grpc}", "--ops=127.0.0.1:0", *insecure, *_flags(options, _SHARED_FLAGS)]
+
+
+def _flags(options: UpOptions, names: Sequence[str]) -> list[str]:
+    values = {name: getattr(options, name) for name in names}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+
+
+def _environment(options: UpOptions, redis: str) -> dict[str, str]:
+    # The secret, and a URL that may hold a password, stay off the command lines that everybody can see.
+    return {
+        **os.environ,
+        "BATON_REDIS": redis,
+        "BATON_FLEET_SECRET": os.environ.get("BATON_FLEET_SECRET") or secrets.token_hex(32),
+        "OMP_NUM_THREADS": str(options.threads),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+async def _until_serving(address: str) -> None:
+    async with control_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        async for response in watch:
+            if response.status == health_pb2.HealthCheckResponse.SERVING:
+                return

@@ -1,0 +1,183 @@
+"""The Python client: `AsyncClient`, and `Client` with the same face without async.
+
+    with Client("127.0.0.1:50051") as client:
+        for delta in client.generate("def fib(n):", max_tokens=64, temperature=0):
+            print(delta.text, end="")
+
+A prompt is text, token ids, or a conversation (a list of `{"role": ..., "content": ...}`). The sampling
+arguments are the fields of `baton.request.SamplingParams`. Failures are the exceptions of `baton.errors`; a
+request that the server could only refuse, because a value is out of range or the prompt too large, is
+refused before it is sent. Leaving the loop over a stream, or closing the stream, cancels the request on the
+server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.completion import Choice, Completion, Delta, Messages, Model, Prompt, Sampling
+from baton.pb import inference_pb2 as pb
+from baton.pb import inference_pb2_grpc
+from baton.rpc import requests
+from baton.rpc.channel import CLIENT_OPTIONS
+from baton.rpc.errors import from_rpc_error
+
+__all__ = ["AsyncClient", "Choice", "Client", "Completion", "Delta", "Model"]
+
+
+class AsyncClient:
+    """A client of the router at `target` ("host:port"); close it, or use it as an async context manager.
+
+    `model` names the served model; empty means the only one. Every `timeout` is in seconds and is the
+    deadline of the request on the server too.
+    """
+
+    def __init__(self, target: str, *, model: str = "") -> None:
+        self._model = model
+        self._channel = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection, cancelling what is in flight."""
+        await self._channel.close()
+
+    def generate(
+        self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]
+    ) -> AsyncGenerator[Delta, None]:
+        """Stream the completion of `prompt`."""
+        return self._stream(requests.generate_request(self._model, prompt, sampling), timeout)
+
+    async def complete(
+        self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]
+    ) -> Completion:
+        """The whole completion of `prompt`."""
+        completion = Completion()
+        async for delta in self.generate(prompt, timeout=timeout, **sampling):
+            completion.add(delta)
+        return completion
+
+    async def tokenize(
+        self, text: str | Messages, *, add_special_tokens: bool = True, timeout: float | None = None
+    ) -> list[int]:
+        """The token ids of a text, or of a conversation rendered with the chat template."""
+        request = requests.tokenize_request(self._model, text, add_special_tokens)
+        return list((await self._ask(self._stub.Tokenize, request, timeout)).token_ids)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout: float | None = None
+    ) -> str:
+        """The text of token ids."""
+        request = requests.detokenize_request(self._model, token_ids, skip_special_tokens)
+        return str((await self._ask(self._stub.Detokenize, request, timeout)).text)
+
+    async def get_model(self, *, timeout: float | None = None) -> Model:
+        """The served model."""
+        return requests.model(await self._ask(self._stub.GetModel, pb.GetModelRequest(model=self._model), timeout))
+
+    async def health(self, *, timeout: float | None = None) -> bool:
+        """Whether the router serves requests now; raises Unavailable if it can't be reached."""
+        return requests.serving(await self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
+
+    async def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
+        try:
+            return await method(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncGenerator[Delta, None]:
+        call = self._stub.Generate(request, timeout=timeout)
+        try:
+            async for response in call:
+                for delta in requests.deltas(response):
+                    yield delta
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+
+
+class Client:
+    """The same as `AsyncClient`, without async; may be used from several threads at once."""
+
+    def __init__(self, target: str, *, model: str = "") -> None:
+        self._model = model
+        self._channel = grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection, cancelling what is in flight."""
+        self._channel.close()
+
+    def generate(
+        self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]
+    ) -> Generator[Delta, None, None]:
+        """Stream the completion of `prompt`."""
+        return self._stream(requests.generate_request(self._model, prompt, sampling), timeout)
+
+    def complete(self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]) -> Completion:
+        """The whole completion of `prompt`."""
+        completion = Completion()
+        for delta in self.generate(prompt, timeout=timeout, **sampling):
+            completion.add(delta)
+        return completion
+
+    def tokenize(
+        self, text: str | Messages, *, add_special_tokens: bool = True, timeout: float | None = None
+    ) -> list[int]:
+        """The token ids of a text, or of a conversation rendered with the chat template."""
+        request = requests.tokenize_request(self._model, text, add_special_tokens)
+        return list(self._ask(self._stub.Tokenize, request, timeout).token_ids)
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout: float | None = None
+    ) -> str:
+        """The text of token ids."""
+        request = requests.detokenize_request(self._model, token_ids, skip_special_tokens)
+        return str(self._ask(self._stub.Detokenize, request, timeout).text)
+
+    def get_model(self, *, timeout: float | None = None) -> Model:
+        """The served model."""
+        return requests.model(self._ask(self._stub.GetModel, pb.GetModelRequest(model=self._model), timeout))
+
+    def health(self, *, timeout: float | None = None) -> bool:
+        """Whether the router serves requests now; raises Unavailable if it can't be reached."""
+        return requests.serving(self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
+
+    def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
+        try:
+            return method(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> Generator[Delta, None, None]:
+        call = self._stub.Generate(request, timeout=timeout)
+        try:
+            for response in call:
+                yield from requests.deltas(response)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()

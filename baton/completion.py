@@ -1,0 +1,134 @@
+"""What a client gives and gets: prompts, sampling arguments, deltas, completions; plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from baton.request import FinishReason, Timings, TokenInfo, Usage
+
+Messages = Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Messages
+
+
+class Sampling(TypedDict, total=False):
+    """Keyword arguments that say how tokens are chosen; see `baton.request.SamplingParams`."""
+
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    n: int
+    allowed_token_ids: Sequence[int]
+    skip_special_tokens: bool
+    include_stop_in_output: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new about choice `index`; `usage` and `timings_ms` come with the last delta of the stream.
+
+    `stop` is the stop string or stop token that ended the choice. `prompt_tokens` comes with the first
+    delta, if `prompt_logprobs` was asked for.
+    """
+
+    request_id: str
+    index: int
+    text: str = ""
+    tokens: tuple[TokenInfo, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+    prompt_tokens: tuple[TokenInfo, ...] = ()
+    usage: Usage | None = None
+    timings_ms: Timings | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One completion; `logprobs` has an entry for each token, None unless they were asked for."""
+
+    index: int
+    text: str = ""
+    tokens: list[TokenInfo] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens' ids."""
+        return [token.token_id for token in self.tokens]
+
+    @property
+    def logprobs(self) -> list[TokenInfo] | None:
+        """The tokens with their log-probabilities."""
+        return self.tokens if any(token.logprob is not None for token in self.tokens) else None
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished request; the properties without a choice in their name are those of the first one."""
+
+    request_id: str = ""
+    choices: list[Choice] = field(default_factory=list)
+    prompt_tokens: list[TokenInfo] = field(default_factory=list)
+    usage: Usage | None = None
+    timings_ms: Timings | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenInfo] | None:
+        """Log-probabilities of the first choice."""
+        return self.choices[0].logprobs
+
+    def add(self, delta: Delta) -> None:
+        """Take in one delta of the stream."""
+        self.request_id = delta.request_id
+        while len(self.choices) <= delta.index:
+            self.choices.append(Choice(len(self.choices)))
+        choice = self.choices[delta.index]
+        choice.text += delta.text
+        choice.tokens.extend(delta.tokens)
+        choice.finish_reason = delta.finish_reason or choice.finish_reason
+        choice.stop = choice.stop if delta.stop is None else delta.stop
+        self.prompt_tokens.extend(delta.prompt_tokens)
+        self.usage = delta.usage or self.usage
+        self.timings_ms = delta.timings_ms or self.timings_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The served model."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+    fingerprint: str

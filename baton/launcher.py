@@ -1,0 +1,27 @@
+"""Commands whose processes can't outlive the process that starts them.
+
+The command is run through a tiny interpreter that asks the kernel (Linux) for SIGKILL at the end of its
+parent, and then becomes the command; so even a parent that is killed leaves no orphan. What ends the child
+is the end of the *thread* that started it: start children from the main thread, or another that lives as
+long as they may.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+# prctl(PR_SET_PDEATHSIG = 1, SIGKILL = 9); a parent that died before it has already become another one.
+_LAUNCHER = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def bound_to_me(command: Sequence[str]) -> list[str]:
+    """`command`, whose first word is the path of an executable, bound to the life of this process."""
+    return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]

@@ -1,0 +1,111 @@
+"""The ops listener: plain HTTP with /live, /ready and /metrics, and nothing else.
+
+It runs on the process's own event loop, so /live answers exactly as long as the loop turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from baton.config import parse_address
+from baton.errors import ConfigError
+
+_GRACE_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OpsListener:
+    """A running ops listener; `address` is "host:port" as bound."""
+
+    address: str
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that is a guest in the process: it leaves the signal handlers alone."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+@contextlib.asynccontextmanager
+async def serve_ops(address: str, *, ready: Callable[[], bool]) -> AsyncIterator[OpsListener]:
+    """Serve on `address` ("host:port"; port 0 picks a free one); /ready answers 200 or 503 as `ready` says.
+
+    Raises ConfigError naming the address if it can't be bound.
+    """
+    bound = _bind(address)
+    config = uvicorn.Config(
+        _app(ready),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve([bound]), name=f"ops {address}")
+    try:
+        await _listening(server, serving)
+        host, port = bound.getsockname()[:2]
+        yield OpsListener(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    finally:
+        server.should_exit = True
+        await serving
+        bound.close()
+
+
+async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:
+    waiting = asyncio.create_task(server.listening.wait())
+    await asyncio.wait([waiting, serving], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if serving.done():
+        await serving
+
+
+def _bind(address: str) -> socket.socket:
+    host, port = parse_address(address)
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, proto)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(where)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"{address} can't be bound: {error}") from None
+    return bound
+
+
+def _app(ready: Callable[[], bool]) -> Starlette:
+    async def live(request: Request) -> Response:
+        return PlainTextResponse("live\n")
+
+    async def is_ready(request: Request) -> Response:
+        return PlainTextResponse("ready\n") if ready() else PlainTextResponse("not ready\n", 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(routes=[Route("/live", live), Route("/ready", is_ready), Route("/metrics", metrics)])

@@ -1,0 +1,209 @@
+"""A decode worker on real sockets between a router's session and a KV exporter, both reduced to the tests' needs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.engine.fake import FakeEngine
+from baton.pb import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, finish_reason
+from baton.rpc.channel import control_channel
+from baton.rpc.convert import finish_from_proto
+from baton.rpc.server import listen
+from baton.transfer.exports import Exports
+from baton.transfer.servicer import KvServicer
+from decode_svc.app import App, run
+from decode_svc.attempts import AttemptState
+from decode_svc.config import DecodeConfig
+from tests.decoding import LoggingEngine
+
+WAIT_S = 20.0
+
+
+class Exporter:
+    """A prefill worker reduced to its exports."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.engine = FakeEngine(**{"page_size": 8, "pages": 512, **settings})
+        self.exports = Exports(self.engine, "inc-1")
+        self.address = ""
+
+    def open(self, transfer_id: str, prompt: Sequence[int], outputs: Sequence[int] = ()) -> Callable[..., None]:
+        """Open an export; the returned function prefills it and commits, for given params and choices."""
+        ids = [*prompt, *outputs]
+        handle = self.engine.reserve(transfer_id, len(ids))
+        export = self.exports.open(transfer_id, handle, len(ids), on_closed=lambda: self.engine.free(handle))
+
+        def commit(params: SamplingParams, choices: Sequence[int] = (0,), attempt: int = 0) -> None:
+            states = [SequenceState(params, list(prompt), list(outputs), choice) for choice in choices]
+            result = self.engine.prefill_chunk(
+                handle, ids, 0, len(ids), on_layer=lambda layer: export.advance(layer, len(ids)), sample=states
+            )
+            eos = self.engine.spec.eos_token_ids
+            firsts = tuple(
+                FirstToken(choice, token, finish_reason(params, [*outputs, token.token_id], eos))
+                for choice, token in zip(choices, result.tokens, strict=True)
+            )
+            request_id = transfer_id.partition("/")[0]
+            handoff = Handoff(request_id, attempt, tuple(prompt), tuple(outputs), params, firsts, 0, 1.0)
+            self.firsts = {first.choice_index: first for first in firsts}
+            export.commit(handoff)
+
+        return commit
+
+
+@dataclass
+class Router:
+    """A router's session, and all that it was told."""
+
+    call: Any
+    exporter: Exporter
+    messages: list[decode_pb2.SessionDown] = field(default_factory=list)
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    finished: dict[tuple[str, int], Any] = field(default_factory=dict)
+    timings: dict[tuple[str, int], Any] = field(default_factory=dict)
+    reserved: dict[str, decode_pb2.ReserveResult] = field(default_factory=dict)
+    failures: dict[str, decode_pb2.AttemptFailure] = field(default_factory=dict)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def say(self, **message: Any) -> None:
+        await self.call.write(decode_pb2.SessionUp(**message))
+
+    async def reserve(
+        self, name: str, context: int, new: int, choices: int = 1, attempt: int = 0
+    ) -> decode_pb2.ReserveResult:
+        self.reserved.pop(name, None)
+        request = decode_pb2.Reserve(
+            key=key(name, attempt), context_tokens=context, max_new_tokens=new, choices=choices
+        )
+        await self.say(reserve=request)
+        await self.until(lambda: name in self.reserved)
+        return self.reserved[name]
+
+    def transfer_id(self, name: str, attempt: int) -> str:
+        return f"{name}/{attempt}/{id(self)}"
+
+    def open(
+        self, name: str, prompt: Sequence[int], outputs: Sequence[int] = (), attempt: int = 0
+    ) -> Callable[..., None]:
+        """Let the exporter open the attempt's export."""
+        return self.exporter.open(self.transfer_id(name, attempt), prompt, outputs)
+
+    async def start(self, name: str, attempt: int = 0, **change: Any) -> None:
+        start = {
+            "transfer_id": self.transfer_id(name, attempt),
+            "source_address": self.exporter.address,
+            "source_incarnation": "inc-1",
+            **change,
+        }
+        await self.say(start=decode_pb2.Start(key=key(name, attempt), **start))
+
+    async def cancel(self, name: str, choice: int | None = None) -> None:
+        await self.say(cancel=decode_pb2.Cancel(key=key(name), choice_index=choice))
+
+    async def request(
+        self, name: str, prompt: Sequence[int], params: SamplingParams, choices: Sequence[int] = (0,)
+    ) -> None:
+        """Reserve, start and prefill; the first tokens count as told."""
+        result = await self.reserve(name, len(prompt), params.max_tokens or 1, len(choices))
+        assert result.granted, result.reason
+        commit = self.open(name, prompt)
+        await self.start(name)
+        commit(params, choices)
+        for choice, first in self.exporter.firsts.items():
+            self.tokens[name, choice] = [first.token.token_id]
+            if first.finish is not None:
+                self.finished[name, choice] = first.finish
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self.news.clear()
+                await self.news.wait()
+
+    async def until_finished(self, *keys: tuple[str, int]) -> None:
+        await self.until(lambda: set(keys) <= set(self.finished) or bool(self.failures))
+        assert not self.failures
+
+    async def listen(self) -> None:
+        async for message in self.call:
+            self.messages.append(message)
+            for result in message.reserved:
+                self.reserved[result.key.request_id] = result
+            for failure in message.failures:
+                self.failures[failure.key.request_id] = failure
+            for output in message.outputs:
+                where = output.key.request_id, output.choice_index
+                told = self.tokens.setdefault(where, [])
+                assert output.output_index == len(told)
+                told += [token.token_id for token in output.tokens]
+                if output.HasField("timings"):
+                    assert where not in self.timings
+                    self.timings[where] = output.timings
+                if output.finish_reason:
+                    self.finished[where] = finish_from_proto(output.finish_reason)
+            self.news.set()
+
+
+def key(name: str, attempt: int = 0) -> decode_pb2.AttemptKey:
+    return decode_pb2.AttemptKey(request_id=name, attempt=attempt)
+
+
+@dataclass
+class Rig:
+    """A decode worker, an exporter, and sessions on demand."""
+
+    app: App
+    engine: LoggingEngine
+    exporter: Exporter
+    stack: contextlib.AsyncExitStack
+
+    async def router(self) -> Router:
+        channel = await self.stack.enter_async_context(control_channel(self.app.control_address))
+        call = decode_pb2_grpc.DecodeStub(channel).Session()
+        router = Router(call, self.exporter)
+        await router.say(hello=decode_pb2.Hello(router_id="router"))
+        listening = asyncio.create_task(router.listen())
+
+        async def stop() -> None:
+            call.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+        self.stack.push_async_callback(stop)
+        return router
+
+    async def until_decoding(self, router: Router, count: int) -> None:
+        """Wait until so many attempts have their KV, a round trip at a time."""
+        async with asyncio.timeout(WAIT_S):
+            while [a.state for a in self.app.service.attempts] != [AttemptState.DECODING] * count:
+                await router.reserve("barrier", 0, 1)
+
+    async def until_free(self) -> None:
+        """Wait, by the worker's own status, until no page is in use."""
+        async with asyncio.timeout(WAIT_S), control_channel(self.app.control_address) as channel:
+            async for status in worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()):
+                if not status.load.pages_used:
+                    break
+        assert self.engine.audit() == {}
+
+
+@contextlib.asynccontextmanager
+async def rig(config: dict[str, Any] | None = None, **engine: Any) -> AsyncIterator[Rig]:
+    fake = LoggingEngine(**{"page_size": 4, "pages": 512, "slots": 4, **engine})
+    exporter = Exporter()
+    names = ["baton.v1.Kv"]
+    add = KvServicer(exporter.exports).add_to_server
+    async with contextlib.AsyncExitStack() as stack:
+        listener = await stack.enter_async_context(listen("127.0.0.1:0", insecure=False, add=add, services=names))
+        exporter.address = listener.address
+        app = await stack.enter_async_context(run(DecodeConfig(**(config or {})), engine=fake))
+        stack.callback(fake.gate.set)
+        async with contextlib.AsyncExitStack() as sessions:
+            yield Rig(app, fake, exporter, sessions)
+        exporter.exports.close()
+    assert fake.audit() == {}
+    assert exporter.engine.audit() == {}

@@ -1,0 +1,111 @@
+"""What decode's tests share: prompts prefilled by hand on a fake engine, and an engine that keeps a log."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from baton.engine.contract import Engine, KvHandle, StepHandle
+from baton.engine.fake import FakeEngine, expected_tokens
+from baton.errors import EngineError
+from baton.kv.format import PartData
+from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, finish_reason
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A handoff with its KV, by layer."""
+
+    handoff: Handoff
+    layers: list[list[PartData]]
+
+    def write(self, engine: Engine, handle: KvHandle) -> None:
+        """Put the KV into another engine's pages."""
+        for layer, parts in enumerate(self.layers):
+            engine.write_kv(handle, layer, 0, 0, parts)
+
+
+def prefill(
+    prompt: Sequence[int],
+    params: SamplingParams = GREEDY,
+    *,
+    request_id: str = "r",
+    attempt: int = 0,
+    choices: Sequence[int] = (0,),
+    outputs: Sequence[int] = (),
+    **settings: Any,
+) -> Prefilled:
+    """Prefill on a fake engine of its own, made with `settings`."""
+    engine = FakeEngine(**{"page_size": 4, "pages": 1024, **settings})
+    ids = [*prompt, *outputs]
+    handle = engine.reserve("prefill", len(ids))
+    states = [SequenceState(params, list(prompt), list(outputs), choice) for choice in choices]
+    result = engine.prefill_chunk(handle, ids, 0, len(ids), on_layer=lambda layer: None, sample=states)
+    firsts = tuple(
+        FirstToken(
+            choice,
+            token,
+            finish_reason(params, [*outputs, token.token_id], engine.spec.eos_token_ids),
+        )
+        for choice, token in zip(choices, result.tokens, strict=True)
+    )
+    layers = [
+        engine.read_kv(handle, layer, range(len(ids)), range(engine.spec.kv_format.heads))
+        for layer in range(engine.spec.kv_format.layers)
+    ]
+    handoff = Handoff(request_id, attempt, tuple(prompt), tuple(outputs), params, firsts, 0, 0.0)
+    return Prefilled(handoff, layers)
+
+
+def alone(prompt: Sequence[int], params: SamplingParams, choice: int = 0, **engine: Any) -> list[int]:
+    """All output tokens of a choice, by the fake engine's formula, up to what ends it."""
+    settings = FakeEngine(**{"pages": 1, **engine}).spec
+    tokens = expected_tokens(
+        prompt, params.max_tokens or 0, params=params, choice_index=choice, vocab_size=settings.vocab_size
+    )
+    for count in range(1, len(tokens) + 1):
+        if finish_reason(params, tokens[:count], settings.eos_token_ids) is not None:
+            return tokens[:count]
+    return tokens
+
+
+class LoggingEngine(FakeEngine):
+    """A fake engine that keeps the owners of each step's batch, and can be stopped before a step or made to fail.
+
+    While `gate` is not set, a step waits for it; `entered` is released as each step begins.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.steps: list[list[str]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+        self.fail_next = ""
+        self.broken = False
+
+    def step(self) -> StepHandle:
+        """Log, wait, fail or step."""
+        self.steps.append(sorted(row.handle.owner for row in self._rows if row.handle.alive))
+        self.entered.release()
+        if not self.gate.wait(30):
+            raise EngineError("the test never opened the gate")
+        if self.fail_next:
+            message, self.fail_next = self.fail_next, ""
+            raise EngineError(message)
+        return super().step()
+
+    def audit(self) -> dict[str, int]:
+        """Fail if told to."""
+        if self.broken:
+            raise EngineError("page audit failed: told so by the test")
+        return super().audit()
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    """Greedy parameters."""
+    return replace(GREEDY, max_tokens=max_tokens, **more)

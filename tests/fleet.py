@@ -1,0 +1,89 @@
+"""A whole fleet in one process: the real services on real sockets, without the cost of starting interpreters.
+
+    async with Fleet(checkpoint, dtype="float32") as fleet:
+        prefill = await fleet.prefill(chunk_size=7, page_size=16)
+        decode = await fleet.decode(page_size=256)
+        client = await fleet.router([prefill], [decode])
+
+Several routers may share workers. Leaving the block stops everything, and fails if a worker still holds a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import decode_svc.app
+import decode_svc.config
+import prefill_svc.app
+import prefill_svc.config
+import router.app
+import router.config
+from baton import AsyncClient
+from baton.engine.contract import Engine
+
+KV_MEMORY = 64 << 20
+SECRET = "a secret of the tests"
+
+
+async def serving(address: str) -> None:
+    """Return when the health service at `address` says SERVING."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        async for answer in call:
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                call.cancel()
+                return
+
+
+class Fleet:
+    """Starts workers and routers for one checkpoint; `settings` go to every worker."""
+
+    def __init__(self, checkpoint: Path, **settings: Any) -> None:
+        self._checkpoint = str(checkpoint)
+        self._settings = {"kv_memory": KV_MEMORY, "threads": 1, "served_model_name": "m", **settings}
+        self._stack = contextlib.AsyncExitStack()
+        self.workers: list[Any] = []
+
+    async def __aenter__(self) -> Fleet:
+        await self._stack.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._stack.__aexit__(*exc)
+        for worker in self.workers:
+            assert worker.engine.audit() == {}
+
+    async def prefill(self, *, engine: Engine | None = None, **settings: Any) -> Any:
+        """Start a prefill worker; returns its app."""
+        config = prefill_svc.config.PrefillConfig(
+            model=self._checkpoint, **{"fleet_secret": SECRET, **self._settings, **settings}
+        )
+        return await self._start(prefill_svc.app.run(config, engine=engine))
+
+    async def decode(self, *, engine: Engine | None = None, **settings: Any) -> Any:
+        """Start a decode worker; returns its app."""
+        config = decode_svc.config.DecodeConfig(model=self._checkpoint, **{**self._settings, **settings})
+        return await self._start(decode_svc.app.run(config, engine=engine))
+
+    async def router(self, prefill: Sequence[Any], decode: Sequence[Any], **settings: Any) -> AsyncClient:
+        """Start a router over these workers; returns a client once it is ready."""
+        config = router.config.RouterConfig(
+            model=self._checkpoint,
+            prefill=tuple(worker.addresses.control for worker in prefill),
+            decode=tuple(worker.addresses.control for worker in decode),
+            **{"served_model_name": "m", **settings},
+        )
+        app = await self._stack.enter_async_context(router.app.run(config))
+        await serving(app.address)
+        return await self._stack.enter_async_context(AsyncClient(app.address))
+
+    async def _start(self, app: Any) -> Any:
+        worker = await self._stack.enter_async_context(app)
+        self.workers.append(worker)
+        return worker

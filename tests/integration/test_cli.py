@@ -1,0 +1,174 @@
+"""The `baton` command with the real services, the embedded Valkey and the bundled checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+BATON = [sys.executable, "-m", "baton"]
+PROMPT = """def read(self, size=-1):
+    if self.closed:
+        raise ValueError("I/O operation on closed file")
+    if size < 0:
+"""
+
+
+@contextmanager
+def running(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+    """`baton up`: the process, the address, and the file with its standard error."""
+    log = tmp_path / "up.log"
+    command = [*BATON, "up", "--grpc=127.0.0.1:0", "--dtype=float32", *flags]
+    with log.open("w") as stream, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True) as up:
+        try:
+            ready = up.stdout.readline()
+            assert ready.startswith("ready grpc=127.0.0.1:"), log.read_text()
+            yield up, ready.split()[1].removeprefix("grpc="), log
+        finally:
+            up.kill()
+
+
+def generate(target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*BATON, "generate", f"--target={target}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def family(pid: int) -> dict[int, str]:
+    """All descendants of a process with their command lines."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {child: Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ") for child in found - {pid}}
+
+
+def all_gone(pids: dict[int, str], within: float) -> bool:
+    until = time.monotonic() + within
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
+                return False
+        finally:
+            os.close(fd)
+    return True
+
+
+def test_up_generate_and_stop_while_streaming(tmp_path: Path) -> None:
+    with running(tmp_path) as (up, target, log):
+        greedy = ("--max-tokens=16", "--temperature=0")
+        first = generate(target, PROMPT, *greedy)
+        assert (first.returncode, first.stdout.strip() != "") == (0, True), first.stderr
+        assert re.search(r"line +prefill +transfer +slot wait +decode +total", first.stderr)
+        answer = json.loads(generate(target, PROMPT, *greedy, "--json", "--logprobs=2").stdout)
+        assert answer["text"].rstrip("\n") == first.stdout.rstrip("\n")
+        assert answer["usage"]["completion_tokens"] == len(answer["token_ids"]) == len(answer["logprobs"])
+        assert answer["usage"]["cached_tokens"] > 0
+        account = answer["timings_ms"]
+        parts = sum(account[name] for name in ("line", "prefill", "transfer", "slot_wait", "decode"))
+        assert parts == pytest.approx(account["total"], abs=0.1)
+        several = json.loads(generate(target, PROMPT, "--json", "-n", "4", "--seed=3", "--max-tokens=8").stdout)
+        assert len({choice["text"] for choice in several["choices"]}) == 4
+
+        chat = tmp_path / "chat.json"
+        chat.write_text(json.dumps([{"role": "user", "content": "Write a function that adds two numbers."}]))
+        assert generate(target, f"--chat={chat}", "--max-tokens=4", "--quiet").returncode == 0
+        assert generate(target, "--token-ids=5,6,7", "--max-tokens=4", "--quiet").returncode == 0
+
+        for arguments, status, part in (
+            (("",), "INVALID_ARGUMENT", "text"),
+            (("--token-ids=5,999999",), "INVALID_ARGUMENT", "999999"),
+            (("x", "--max-tokens=1000000"), "INVALID_ARGUMENT", "1000000"),
+            (("x", "--top-p=0"), "INVALID_ARGUMENT", "top_p"),
+            (("x", "--model=other"), "NOT_FOUND", "other"),
+        ):
+            refused = generate(target, *arguments)
+            assert refused.returncode == 1, arguments
+            assert refused.stderr.startswith(f"error: {status}: "), refused.stderr
+            assert part in refused.stderr
+
+        pids = family(up.pid)
+        names = " ".join(pids.values())
+        assert len(pids) == 4
+        assert all(name in names for name in ("prefill_svc", "decode_svc", "-m router", "valkey"))
+        command = [*BATON, "generate", f"--target={target}", "x = 1\n", "--ignore-eos", "--max-tokens=1500"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as client:
+            client.stdout.read(1)
+            begin = time.monotonic()
+            up.send_signal(signal.SIGTERM)
+            assert up.wait(10) == 0
+            assert time.monotonic() - begin < 5
+            client.communicate(timeout=10)
+        assert all_gone(pids, 0)
+        assert up.stdout.read() == ""
+        assert re.search(r"^decode-0 +\| ", log.read_text(), re.MULTILINE)
+
+
+def test_a_killed_service_is_named(tmp_path: Path) -> None:
+    with running(tmp_path, "--redis=none") as (up, _, log):
+        pids = family(up.pid)
+        os.kill(next(pid for pid, command in pids.items() if "decode_svc" in command), signal.SIGKILL)
+        assert up.wait(10) == 1
+        assert "error: UNAVAILABLE: decode-0 was killed by SIGKILL" in log.read_text()
+        assert all_gone(pids, 0)
+
+
+def test_a_killed_supervisor_leaves_nothing_even_while_streaming(tmp_path: Path) -> None:
+    with running(tmp_path) as (up, target, _):
+        command = [*BATON, "generate", f"--target={target}", "x = 1\n", "--ignore-eos", "--max-tokens=1500"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
+            client.stdout.read(1)
+            pids = family(up.pid)
+            up.kill()
+            assert all_gone(pids, 5)
+            _, said = client.communicate(timeout=10)
+            assert client.returncode == 1
+            assert "error: UNAVAILABLE" in said
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    from baton import bundled
+
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in bundled.path().iterdir():
+        if file.suffix in (".json", ".jinja"):
+            (damaged / file.name).write_bytes(file.read_bytes())
+    weights = (bundled.path() / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    done = subprocess.run(
+        [*BATON, "up", f"--model={damaged}", "--grpc=127.0.0.1:0", "--redis=none"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert re.search(r"error: UNAVAILABLE: (prefill|decode)-0 ended with exit status \d", done.stderr)
+    assert "model.safetensors" in done.stderr
+
+
+def test_demo() -> None:
+    done = subprocess.run([*BATON, "demo"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "the same prompt again" in done.stdout
+    assert re.search(r"prompt \d+ tokens \([1-9]\d* cached\)", done.stdout)
+    assert re.search(r"all 5 processes have ended", done.stdout)

@@ -1,0 +1,112 @@
+"""Faults of a transfer, seen from the client: caught, counted, and the answer is what it would have been."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from baton.errors import PairingRefused, Unavailable
+from baton.transfer.export import Export
+from tests.checkpoints import make_checkpoint, prompt_ids
+from tests.fleet import Fleet
+
+SETTINGS: dict[str, Any] = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
+Frames = AsyncGenerator[bytes, None]
+
+
+def faults(kind: str) -> float:
+    return REGISTRY.get_sample_value("baton_transfer_faults_total", {"kind": kind}) or 0.0
+
+
+async def flip_one_bit(frames: Frames) -> Frames:
+    first = True
+    async for frame in frames:
+        data = bytearray(frame)
+        if first:
+            data[-1] ^= 1
+        first = False
+        yield bytes(data)
+
+
+async def cut_short(frames: Frames) -> Frames:
+    async for frame in frames:
+        yield frame
+        return
+
+
+async def lose_one_frame(frames: Frames) -> Frames:
+    index = 0
+    async for frame in frames:
+        if index != 1:
+            yield frame
+        index += 1
+
+
+@pytest.mark.parametrize("tamper", [flip_one_bit, cut_short, lose_one_frame])
+@pytest.mark.parametrize("streams", [1, 2], ids=["once", "twice"])
+async def test_a_damaged_transfer_never_changes_the_answer(
+    tamper: Callable[[Frames], Frames], streams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_ids(90)
+    honest = Export.frames
+    damaged = 0
+
+    async def frames(self: Export, box: Any) -> Frames:
+        nonlocal damaged
+        damaged += 1
+        stream = honest(self, box)
+        async for frame in tamper(stream) if damaged <= streams else stream:
+            yield frame
+
+    async with Fleet(make_checkpoint("llama", tmp_path), dtype="float32") as fleet:
+        client = await fleet.router([await fleet.prefill()], [await fleet.decode()])
+        expected = await client.complete(prompt, **SETTINGS)
+        before = sum(
+            sample.value
+            for metric in REGISTRY.collect()
+            for sample in metric.samples
+            if sample.name == "baton_transfer_faults_total"
+        )
+        monkeypatch.setattr(Export, "frames", frames)
+        found = await client.complete(prompt, **SETTINGS)
+        after = sum(
+            sample.value
+            for metric in REGISTRY.collect()
+            for sample in metric.samples
+            if sample.name == "baton_transfer_faults_total"
+        )
+    assert damaged > streams - 1
+    assert found.token_ids == expected.token_ids
+    assert after > before
+
+
+async def test_other_weights_are_refused_by_name(tmp_path: Path) -> None:
+    """Two checkpoints of the same shape and different weights never serve a request together."""
+    async with (
+        Fleet(make_checkpoint("llama", tmp_path / "a"), dtype="float32") as fleet,
+        Fleet(make_checkpoint("llama", tmp_path / "b", seed=1), dtype="float32") as other,
+    ):
+        prefill, decode = await fleet.prefill(), await other.decode()
+        with pytest.raises((PairingRefused, Unavailable, TimeoutError)):
+            async with asyncio.timeout(2):
+                await fleet.router([prefill], [decode])
+
+
+async def test_kv_of_another_dtype_needs_to_be_asked_for(tmp_path: Path) -> None:
+    prompt = prompt_ids(40)
+    async with Fleet(make_checkpoint("llama", tmp_path), dtype="float32") as fleet:
+        prefill = await fleet.prefill(kv_dtype="bfloat16")
+        with pytest.raises((PairingRefused, Unavailable, TimeoutError)):
+            async with asyncio.timeout(2):
+                await fleet.router([prefill], [await fleet.decode()])
+        same = await fleet.router([prefill], [await fleet.decode(kv_dtype="bfloat16")])
+        converting = await fleet.router([prefill], [await fleet.decode(convert_kv=True)])
+        short = {**SETTINGS, "max_tokens": 2}
+        expected = await same.complete(prompt, **short)
+        found = await converting.complete(prompt, **short)
+    assert found.token_ids == expected.token_ids

@@ -1,0 +1,199 @@
+"""How prefills end before their end, and how a prefill worker does; nothing may stay behind."""
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import REGISTRY
+
+from baton.engine.fake import FakeEngine, expected_tokens
+from baton.errors import EngineError, TransferError
+from tests.prefill import PROMPT, WAIT_S, Client, Gate, decode, decoder, read, serving, status_of
+
+
+def sample(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+async def test_a_cancelled_call_stops_after_the_layer_and_frees_all() -> None:
+    gate = Gate()
+    decode_engine = FakeEngine(layers=8)
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate, layers=8)) as client:
+        call = client.call(transfer_id="t")
+        reading = asyncio.create_task(read(call))
+        await gate.reached()
+        handle = decode_engine.reserve("r", 100)
+        pulling = asyncio.create_task(client.fetch(decode_engine, handle, "t", 100))
+        call.cancel()
+        await asyncio.wait([reading])
+        assert reading.cancelled()
+        await client.status(lambda status: status.load.pages_used > 0)
+        gate.pass_layers(1)
+        await client.pages_back()
+        with pytest.raises(TransferError):
+            await pulling
+        gate.open()
+        assert (await client.done()).first_tokens
+
+
+async def test_a_cancelled_call_that_waits_holds_nothing() -> None:
+    gate = Gate()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
+        first = asyncio.create_task(client.done())
+        await gate.reached()
+        call = client.call(PROMPT[:50], transfer_id="t")
+        await client.status(lambda status: status.load.waiting == 2)
+        call.cancel()
+        await client.status(lambda status: status.load.waiting == 1 and status.load.pages_used == 7)
+        gate.open()
+        await first
+
+
+async def test_a_deadline_stops_the_chunk() -> None:
+    gate = Gate()
+    before = sample("baton_wasted_prefill_tokens_total")
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate, layers=2), chunk_size=60) as client:
+        reading = asyncio.create_task(status_of(client.call(timeout=0.2)))
+        await gate.reached()
+        gate.pass_layers(2)
+        await gate.reached()
+        assert (await reading)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        gate.pass_layers(1)
+        await client.pages_back()
+        assert sample("baton_wasted_prefill_tokens_total") == before + 60
+        gate.open()
+
+
+async def test_an_unfetched_export_ends_with_its_lease() -> None:
+    async with serving(lease_s=0.05) as client:
+        await client.done(transfer_id="t")
+        await client.pages_back()
+
+
+async def test_cancelling_after_done_leaves_the_export_to_its_lease() -> None:
+    async with serving() as client:
+        call = client.call(transfer_id="t")
+        async for event in call:
+            if event.WhichOneof("event") == "done":
+                break
+        call.cancel()
+        with decoder() as engine:
+            handle = engine.reserve("r", 110)
+            handoff = await client.fetch(engine, handle, "t", 100)
+            assert decode(engine, handle, handoff, 3) == expected_tokens(PROMPT, 4)
+
+
+async def test_a_transfer_id_is_used_once() -> None:
+    async with serving() as client:
+        await client.done(transfer_id="t")
+        assert (await status_of(client.call(transfer_id="t")))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        client.app.worker.load()
+        assert (await client.done(transfer_id="u")).first_tokens
+
+
+class BrokenEngine(FakeEngine):
+    """Fails once in a chunk, and its audit as well if told so."""
+
+    fails = True
+    audits = True
+
+    def prefill_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("out of memory")
+        return super().prefill_chunk(*args, **kwargs)
+
+    def audit(self) -> dict[str, int]:
+        if not self.audits:
+            self.audits = True
+            raise EngineError("pages are missing")
+        return super().audit()
+
+
+async def test_a_chunk_that_raises_fails_its_job_alone() -> None:
+    async with serving(BrokenEngine()) as client:
+        code, details = await status_of(client.call())
+        assert (code, details) == (grpc.StatusCode.INTERNAL, "RuntimeError: out of memory")
+        assert (await client.done()).first_tokens
+        assert not client.app.failed.done()
+
+
+async def test_a_worker_whose_pages_do_not_audit_is_done() -> None:
+    engine = BrokenEngine()
+    engine.audits = False
+    async with serving(engine) as client:
+        await status_of(client.call())
+        with pytest.raises(EngineError, match="pages are missing"):
+            await asyncio.wait_for(asyncio.shield(client.app.failed), WAIT_S)
+        assert (await status_of(client.call()))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_drain_refuses_new_work_and_waits_for_jobs_and_pulls() -> None:
+    gate = Gate()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
+        running_job = asyncio.create_task(client.done(transfer_id="t"))
+        await gate.reached()
+        draining = asyncio.create_task(client.app.drain())
+        await client.status(lambda status: status.draining)
+        assert (await status_of(client.call()))[0] is grpc.StatusCode.UNAVAILABLE
+        gate.open()
+        await running_job
+        assert not draining.done()
+        with decoder() as engine:
+            handle = engine.reserve("r", 100)
+            await client.fetch(engine, handle, "t", 100)
+            engine.free(handle)
+        async with asyncio.timeout(WAIT_S):
+            await draining
+
+
+async def test_stopping_in_the_middle_of_everything_leaves_nothing() -> None:
+    gate = Gate()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate, pages=16)) as client:
+        calls = [asyncio.create_task(status_of(client.call(transfer_id=f"t{i}"))) for i in range(4)]
+        await gate.reached()
+        await client.status(lambda status: status.load.waiting == 4)
+        asyncio.get_running_loop().call_later(0.1, gate.open)
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_storm_of_ends_leaves_nothing(seed: int) -> None:
+    """Prompts of all sizes through a small pool; some are cancelled, late, fetched or left to their lease."""
+    dice = random.Random(seed)
+    engine = FakeEngine(chunk_time=0.002, pages=24)
+    async with serving(engine, chunk_size=32, max_waiting=20, lease_s=0.05) as client:
+
+        async def one(number: int) -> str:
+            await asyncio.sleep(dice.random())
+            prompt = [(number * i) % 1000 for i in range(dice.randrange(1, 300))]
+            transfer_id = f"t{number}" if dice.random() < 0.7 else ""
+            timeout = dice.choice([None, None, 0.05, 0.3])
+            reading = asyncio.create_task(read(client.call(prompt, transfer_id=transfer_id, timeout=timeout)))
+            if dice.random() < 0.3:
+                asyncio.get_running_loop().call_later(dice.random() / 5, reading.cancel)
+            pulling = None
+            if transfer_id and dice.random() < 0.6:
+                pulling = asyncio.create_task(_pull(client, transfer_id, len(prompt)))
+            outcome, *_ = await asyncio.gather(reading, *filter(None, [pulling]), return_exceptions=True)
+            if isinstance(outcome, list):
+                assert outcome[-1].done.first_tokens[0].token.token_id == expected_tokens(prompt, 1)[0]
+                return "done"
+            assert isinstance(outcome, asyncio.CancelledError | grpc.aio.AioRpcError), outcome
+            return "ended" if isinstance(outcome, asyncio.CancelledError) else outcome.code().name
+
+        async with asyncio.timeout(30):
+            outcomes = Counter(await asyncio.gather(*(one(number) for number in range(120))))
+        assert outcomes.keys() <= {"done", "ended", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}, outcomes
+        assert outcomes["done"] > 10
+        await client.pages_back()
+
+
+async def _pull(client: Client, transfer_id: str, tokens: int) -> None:
+    engine = FakeEngine()
+    with contextlib.suppress(TransferError):
+        await client.fetch(engine, engine.reserve("r", tokens), transfer_id, tokens)

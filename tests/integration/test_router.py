@@ -1,0 +1,184 @@
+"""Requests through the router over real gRPC, between a client and stub workers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from baton.pb import decode_pb2, inference_pb2, prefill_pb2
+from tests.integration.router_bench import bench, whole
+from tests.integration.router_stubs import (
+    LENGTH,
+    MAX_MODEL_LEN,
+    STOP,
+    DownStream,
+    letter,
+    never_ending,
+    text,
+)
+
+
+async def test_happy_path(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        b.prefill[0].cached_tokens = 2
+        answer = await b.answer(max_tokens=6, temperature=0)
+        assert answer.text() == text(0, 6) == "abcdef"
+        assert answer.tokens() == [letter(i) for i in range(6)]
+        assert answer.last().finish_reason == LENGTH
+        assert answer.usage == inference_pb2.Usage(prompt_tokens=3, cached_tokens=2, completion_tokens=6)
+        t = answer.events[-1].timings
+        assert t.line + t.prefill + t.transfer + t.slot_wait + t.decode == pytest.approx(t.total, rel=1e-12)
+        assert 0 < t.line < t.first_token <= t.total
+        assert t.slot_wait == 0.5
+        assert {event.request_id for event in answer.events} == {b.prefill[0].requests[0].request_id}
+        (start,) = b.decode[0].starts
+        assert start.source_address == "127.0.0.1:7001"
+        assert start.source_incarnation == "incarnation-prefill-0"
+        assert start.transfer_id == b.prefill[0].requests[0].transfer_id != ""
+        (reserve,) = b.decode[0].reserves
+        assert (reserve.context_tokens, reserve.max_new_tokens, reserve.choices) == (3, 6, 1)
+        sampling = b.prefill[0].requests[0].sampling
+        assert sampling.max_tokens == 6
+        assert sampling.HasField("seed")
+        # Decode ended the request itself, so nothing is left to be cancelled.
+        assert b.decode[0].cancels == []
+
+
+async def test_max_tokens_default_is_what_the_models_length_leaves(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        answer = await b.answer()
+        assert answer.usage.completion_tokens == MAX_MODEL_LEN - 3
+
+
+async def test_token_two_before_token_one_and_duplicates(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        gate = asyncio.Event()
+
+        async def late(_: prefill_pb2.PrefillRequest) -> None:
+            await gate.wait()
+
+        async def shuffled(down: DownStream, start: decode_pb2.Start, _: prefill_pb2.PrefillRequest) -> None:
+            for index in (2, 1, 2, 1):
+                down.send(start.key, 0, index, [letter(index)])
+            down.send(start.key, 0, 1, [letter(1), letter(2), letter(3)])
+            down.send(start.key, 0, 3, [letter(3), letter(4)], LENGTH)
+
+        b.prefill[0].script, b.decode[0].script = late, shuffled
+        call = b.call(max_tokens=5)
+        await b.decode[0].log.until(lambda: len(b.decode[0].starts) == 1)
+        await b.prefill[0].log.until(lambda: len(b.prefill[0].requests) == 1)
+        # The KV overtakes the first token: decode speaks while the prefill call has yet to.
+        b.prefill[0].handoffs.prefilled[b.decode[0].starts[0].transfer_id].set_result(b.prefill[0].requests[0])
+        b.prefill[0].handoffs.prefilled.clear()
+        asyncio.get_running_loop().call_later(0.05, gate.set)
+        assert (await whole(call)).text() == "abcde"
+
+
+async def test_four_choices_from_one_prefill(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        answer = await b.answer(max_tokens=5, n=4)
+        assert [answer.text(choice) for choice in range(4)] == [text(choice, 5) for choice in range(4)]
+        assert answer.usage.completion_tokens == 20
+        assert [list(r.choice_indexes) for r in b.prefill[0].requests] == [[0, 1, 2, 3]]
+        assert b.decode[0].reserves[0].choices == 4
+
+
+async def test_one_token_reserves_nothing(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        answer = await b.answer(max_tokens=1)
+        assert answer.text() == "a"
+        assert answer.last().finish_reason == LENGTH
+        assert b.prefill[0].requests[0].transfer_id == ""
+        assert b.decode[0].reserves == []
+
+
+async def test_first_token_that_ends_the_request_frees_decode(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        b.decode[0].script = never_ending
+        answer = await b.answer(max_tokens=5, stop=["a"])
+        assert (answer.text(), answer.last().stop_string) == ("", "a")
+        await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 1)
+        assert not b.decode[0].cancels[0].HasField("choice_index")
+
+
+async def test_stop_string_across_tokens_ends_one_choice_of_two(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        gate = asyncio.Event()
+
+        async def gated(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+            for choice in (0, 1):
+                down.send(start.key, choice, 1, [letter(choice + i) for i in range(1, 5)])
+            await gate.wait()
+            down.send(start.key, 1, 5, [letter(6)], LENGTH)
+
+        b.decode[0].script = gated
+        call = b.call(max_tokens=6, n=2, stop=["abcd"])
+        await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 1)
+        assert b.decode[0].cancels[0].choice_index == 0
+        gate.set()
+        answer = await whole(call)
+        assert (answer.text(0), answer.text(1)) == ("", "bcdefg")
+        assert (answer.last(0).stop_string, answer.last(0).finish_reason) == ("abcd", STOP)
+        assert answer.last(1).finish_reason == LENGTH
+        # Four tokens of choice 0 were read, and those after the stop string were not.
+        assert answer.usage.completion_tokens == 4 + 6
+
+
+async def test_stop_token_is_named_and_its_text_left_out(tmp_path: Path) -> None:
+    async def stops(down: DownStream, start: decode_pb2.Start, _: prefill_pb2.PrefillRequest) -> None:
+        down.send(start.key, 0, 1, [letter(1), letter(2)], STOP)
+
+    async with bench(tmp_path) as b:
+        b.decode[0].script = stops
+        answer = await b.answer(max_tokens=9, stop_token_ids=[letter(2)])
+        assert (answer.text(), answer.tokens()) == ("ab", [letter(0), letter(1), letter(2)])
+        assert answer.last().stop_token_id == letter(2)
+        kept = await b.answer(max_tokens=9, stop_token_ids=[letter(2)], include_stop_in_output=True)
+        assert kept.text() == "abc"
+
+
+async def test_slow_client_holds_back_nobody(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        slow = b.call(max_tokens=60)
+        assert (await b.answer(max_tokens=60)).text() == text(0, 60)
+        assert (await whole(slow)).text() == text(0, 60)
+
+
+async def test_chat_tokenize_detokenize_and_model(tmp_path: Path) -> None:
+    turns = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    template = turns + "{{ 'A' if add_generation_prompt }}"
+    async with bench(tmp_path, template=template) as b:
+        chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="é")])
+        ids = (await b.client.Tokenize(inference_pb2.TokenizeRequest(chat=chat))).token_ids
+        detokenize = inference_pb2.DetokenizeRequest(token_ids=ids, skip_special_tokens=False)
+        assert (await b.client.Detokenize(detokenize)).text == "<s>user:é;A"
+        await whole(b.client.Generate(inference_pb2.GenerateRequest(chat=chat, sampling={"max_tokens": 1})))
+        assert list(b.prefill[0].requests[0].prompt_token_ids) == list(ids)
+        plain = await b.client.Tokenize(inference_pb2.TokenizeRequest(text="ab", add_special_tokens=False))
+        assert list(plain.token_ids) == [letter(0), letter(1)]
+        model = await b.client.GetModel(inference_pb2.GetModelRequest())
+        assert (model.name, model.max_model_len, model.vocab_size) == (tmp_path.name, MAX_MODEL_LEN, 300)
+        assert (list(model.eos_token_ids), model.has_chat_template) == ([257], True)
+        assert model.fingerprint == "f" * 64
+
+
+async def test_logprobs_of_prompt_and_output(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        done = b.prefill[0].done
+
+        def with_logprobs(asked: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillDone:
+            answer = done(asked)
+            answer.prompt_tokens.add(token_id=asked.prompt_token_ids[0])
+            answer.prompt_tokens.add(token_id=asked.prompt_token_ids[1], logprob=-1.5)
+            answer.first_tokens[0].token.logprob = -0.5
+            answer.first_tokens[0].token.top.add(token_id=7, logprob=-0.25)
+            return answer
+
+        b.prefill[0].done = with_logprobs  # type: ignore[method-assign]
+        answer = await b.answer(max_tokens=1, logprobs=1, prompt_logprobs=0)
+        assert [token.logprob for token in answer.events[0].prompt_tokens] == [0.0, -1.5]
+        assert not answer.events[0].prompt_tokens[0].HasField("logprob")
+        token = answer.deltas(0)[0].tokens[0]
+        assert (token.logprob, token.top[0].token_id, token.top[0].logprob) == (-0.5, 7, -0.25)

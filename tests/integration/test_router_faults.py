@@ -1,0 +1,210 @@
+"""Faults on either side of the router, over real gRPC: streams go on without a seam, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.errors import EngineError
+from baton.pb import decode_pb2, prefill_pb2
+from tests.integration.router_bench import bench, refused, until, whole
+from tests.integration.router_stubs import (
+    LENGTH,
+    DownStream,
+    continue_by_hand,
+    granted,
+    letter,
+    never_ending,
+    text,
+)
+
+Kind = decode_pb2.AttemptFailure
+
+
+@pytest.mark.parametrize("kind", ["KIND_SOURCE_UNREACHABLE", "KIND_TRANSFER", "KIND_ENGINE", "KIND_DRAINING"])
+async def test_failed_attempt_goes_on_elsewhere_without_a_seam(tmp_path: Path, kind: str) -> None:
+    async with bench(tmp_path, prefill=2, decode=2) as b:
+        failed: list[decode_pb2.AttemptKey] = []
+
+        async def once(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+            if failed:
+                await continue_by_hand(down, start, asked)
+                return
+            failed.append(start.key)
+            down.send(start.key, 0, 1, [letter(1), letter(2)])
+            # A token beyond a gap is the failed attempt's word, and must not outlive it.
+            down.send(start.key, 0, 4, [letter(25)])
+            down.fail(start.key, getattr(Kind, kind))
+            down.send(start.key, 0, 3, [letter(25)])
+
+        for stub in b.decode:
+            stub.script = once
+        answer = await b.answer(max_tokens=6)
+        assert answer.text() == text(0, 6)
+        assert answer.last().finish_reason == LENGTH
+        requests = sorted((r for stub in b.prefill for r in stub.requests), key=lambda r: r.attempt)
+        assert [list(r.output_token_ids) for r in requests] == [[], [letter(0), letter(1), letter(2)]]
+        assert len({r.request_id for r in requests}) == 1
+        assert len({r.transfer_id for r in requests}) == 2
+        used = [[stub.identity.worker_id for stub in b.decode if stub.reserves], [len(s.requests) for s in b.prefill]]
+        if kind in ("KIND_ENGINE", "KIND_DRAINING"):
+            assert used[0] == ["decode-0", "decode-1"]
+        else:
+            assert used != [["decode-0"], [2, 0]]
+        replay = next(r for stub in b.decode for r in stub.reserves if r.key.attempt == 1)
+        assert (replay.context_tokens, replay.max_new_tokens) == (3 + 3, 3)
+
+
+async def test_choices_are_replayed_one_by_one(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+
+        async def uneven(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+            if start.key.attempt:
+                await continue_by_hand(down, start, asked)
+                return
+            down.send(start.key, 1, 1, [letter(2), letter(3)])
+            down.send(start.key, 2, 1, [letter(2 + i) for i in range(1, 5)], LENGTH)
+            down.fail(start.key, Kind.KIND_ENGINE)
+
+        b.decode[0].script = uneven
+        answer = await b.answer(max_tokens=5, n=3)
+        assert [answer.text(choice) for choice in range(3)] == [text(choice, 5) for choice in range(3)]
+        replays = [(list(r.choice_indexes), len(r.output_token_ids)) for r in b.prefill[0].requests[1:]]
+        assert sorted(replays) == [([0], 1), ([1], 3)]
+        assert sorted(r.key.attempt for r in b.decode[0].reserves) == [0, 1, 2]
+
+
+async def test_last_token_of_a_replay_needs_no_decode(tmp_path: Path) -> None:
+    async def fails_late(down: DownStream, start: decode_pb2.Start, _: prefill_pb2.PrefillRequest) -> None:
+        down.send(start.key, 0, 1, [letter(1), letter(2)])
+        down.fail(start.key, Kind.KIND_ENGINE)
+
+    async with bench(tmp_path) as b:
+        b.decode[0].script = fails_late
+        assert (await b.answer(max_tokens=4)).text() == "abcd"
+        assert [r.transfer_id != "" for r in b.prefill[0].requests] == [True, False]
+
+
+async def test_an_attempt_that_ends_without_all_of_its_tokens_is_a_fault(tmp_path: Path) -> None:
+    async def gap(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+        if start.key.attempt:
+            await continue_by_hand(down, start, asked)
+        else:
+            down.send(start.key, 0, 2, [letter(2), letter(3)], LENGTH)
+
+    async with bench(tmp_path) as b:
+        b.decode[0].script = gap
+        assert (await b.answer(max_tokens=4)).text() == "abcd"
+        assert len(b.prefill[0].requests) == 2
+
+
+async def test_attempts_are_bounded_and_the_last_fault_is_told(tmp_path: Path) -> None:
+    async def broken(_: prefill_pb2.PrefillRequest) -> None:
+        raise EngineError("layer 3 yielded NaN")
+
+    async with bench(tmp_path, max_attempts=3) as b:
+        b.prefill[0].script = broken
+        error = await refused(b.call(max_tokens=4))
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert "layer 3 yielded NaN" in (error.details() or "")
+        assert len(b.prefill[0].requests) == 3
+        await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 3)
+
+
+async def test_lost_session_fails_over(tmp_path: Path) -> None:
+    async with bench(tmp_path, decode=2) as b:
+        for stub in b.decode:
+            stub.script = never_ending
+        call = b.call(max_tokens=4)
+        assert (await call.read()).choices[0].text == "a"
+        first = next(stub for stub in b.decode if stub.starts)
+        other = next(stub for stub in b.decode if stub is not first)
+        other.script = continue_by_hand
+        first.sessions[-1].end()
+        assert (await whole(call)).text() == "bcd"
+        # The worker itself is alive, so it gets a new session.
+        await first.log.until(lambda: len(first.hellos) == 2)
+
+
+async def test_lost_watch_is_a_lost_worker(tmp_path: Path) -> None:
+    async with bench(tmp_path, prefill=2) as b:
+        blocked = asyncio.Event()
+
+        async def block(_: prefill_pb2.PrefillRequest) -> None:
+            blocked.set()
+            await asyncio.get_running_loop().create_future()
+
+        b.prefill[0].script = b.prefill[1].script = block
+        call = b.call(max_tokens=4)
+        await asyncio.wait_for(blocked.wait(), 10)
+        first, other = sorted(b.prefill, key=lambda stub: -len(stub.requests))
+        other.script = lambda request: asyncio.sleep(0)  # type: ignore[assignment,return-value]
+        first.status.close()
+        assert (await whole(call)).text() == "abcd"
+        await first.log.until(lambda: first.cancelled == 1)
+
+
+@pytest.mark.parametrize("while_", ["prefilling", "decoding", "waiting"])
+async def test_cancel_reaches_both(tmp_path: Path, while_: str) -> None:
+    async with bench(tmp_path) as b:
+        b.decode[0].script = never_ending
+        if while_ == "prefilling":
+
+            async def block(_: prefill_pb2.PrefillRequest) -> None:
+                await asyncio.get_running_loop().create_future()
+
+            b.prefill[0].script = block
+        if while_ == "waiting":
+            b.decode[0].answer = lambda reserve: decode_pb2.ReserveResult(key=reserve.key, reason="full")
+        call = b.call(max_tokens=4)
+        if while_ == "prefilling":
+            await b.prefill[0].log.until(lambda: len(b.prefill[0].requests) == 1)
+            await b.decode[0].log.until(lambda: len(b.decode[0].starts) == 1)
+        elif while_ == "decoding":
+            await call.read()
+        else:
+            await b.decode[0].log.until(lambda: len(b.decode[0].reserves) == 1)
+        call.cancel()
+        if while_ != "waiting":
+            await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 1)
+        if while_ == "prefilling":
+            await b.prefill[0].log.until(lambda: b.prefill[0].cancelled == 1)
+        # Nothing of it is left: the one prefill seat is free, and the next request is served.
+        b.prefill[0].script = lambda request: asyncio.sleep(0)  # type: ignore[assignment,return-value]
+        b.decode[0].script, b.decode[0].answer = continue_by_hand, granted
+        assert (await b.answer(max_tokens=3)).text() == "abc"
+        await until(b.app, lambda: b.app.pool.fleet().decode[0].own_requests == 0)
+        assert b.app.pool.fleet().prefill[0].own_requests == 0
+
+
+async def test_deadline_ends_all(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        b.decode[0].script = never_ending
+        error = await refused(b.call(timeout=0.3, max_tokens=4))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 1)
+        assert 0 < b.decode[0].starts[0].deadline_ms <= 300
+
+
+async def test_drain_lets_running_requests_finish(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        gate = asyncio.Event()
+
+        async def gated(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+            await gate.wait()
+            await continue_by_hand(down, start, asked)
+
+        b.decode[0].script = gated
+        call = b.call(max_tokens=3)
+        first = await call.read()
+        draining = asyncio.create_task(b.app.drain())
+        await asyncio.sleep(0)
+        error = await refused(b.call(max_tokens=3))
+        assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the router is draining")
+        assert not draining.done()
+        gate.set()
+        assert first.choices[0].text + (await whole(call)).text() == "abc"
+        await asyncio.wait_for(draining, 10)

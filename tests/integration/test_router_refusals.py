@@ -1,0 +1,212 @@
+"""What the router refuses, and what it says: full fleets, workers that do not match, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.kv.format import KvFormat
+from baton.pb import decode_pb2, inference_pb2, prefill_pb2
+from baton.worker.status import WorkerLoad, WorkerRole
+from tests.integration.router_bench import bench, refused, until
+from tests.integration.router_stubs import (
+    KV,
+    StubDecode,
+    StubPrefill,
+    granted,
+    renamed,
+)
+
+
+async def test_full_line_refuses_at_once_with_a_delay(tmp_path: Path) -> None:
+    async with bench(tmp_path, line_capacity=2, prefill_limit=1) as b:
+
+        async def block(_: prefill_pb2.PrefillRequest) -> None:
+            await asyncio.get_running_loop().create_future()
+
+        b.prefill[0].script = block
+        running = b.call(max_tokens=4)
+        await b.prefill[0].log.until(lambda: len(b.prefill[0].requests) == 1)
+        waiting = [b.call(max_tokens=4) for _ in range(3)]
+        refusals = [asyncio.create_task(refused(call)) for call in waiting]
+        done, rest = await asyncio.wait(refusals, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        (error,) = [task.result() for task in done]
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "2 requests wait, 2 may" in (error.details() or "")
+        assert float(dict(error.trailing_metadata() or ())["retry-after"]) > 0
+        assert len(rest) == 2
+        for call in (running, *waiting):
+            call.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+
+async def test_prefill_limit_holds_requests_in_the_line(tmp_path: Path) -> None:
+    async with bench(tmp_path, prefill_limit=2) as b:
+        gate = asyncio.Event()
+
+        async def block(_: prefill_pb2.PrefillRequest) -> None:
+            await gate.wait()
+
+        b.prefill[0].script = block
+        calls = [asyncio.create_task(b.answer(max_tokens=2)) for _ in range(5)]
+        await b.prefill[0].log.until(lambda: len(b.prefill[0].requests) == 2)
+        assert len(b.decode[0].reserves) == 2
+        gate.set()
+        assert [(await call).text() for call in calls] == ["ab"] * 5
+
+
+async def test_refused_reservation_waits_for_news(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        b.decode[0].answer = lambda reserve: decode_pb2.ReserveResult(key=reserve.key, reason="full")
+        calls = [asyncio.create_task(b.answer(max_tokens=2)) for _ in range(3)]
+        await b.decode[0].log.until(lambda: len(b.decode[0].reserves) >= 1)
+        assert b.prefill[0].requests == []
+        b.decode[0].answer = granted
+        b.decode[0].load = WorkerLoad(pages_total=65, page_size=16, slots_total=8)
+        b.decode[0].status.changed()
+        assert [(await call).text() for call in calls] == ["ab"] * 3
+
+
+async def test_refused_reservation_goes_to_another_worker(tmp_path: Path) -> None:
+    async with bench(tmp_path, decode=2) as b:
+        for stub in b.decode:
+            stub.answer = lambda reserve: decode_pb2.ReserveResult(key=reserve.key, reason="full")
+        b.decode[1].answer = granted
+        assert (await b.answer(max_tokens=3)).text() == "abc"
+        assert len(b.decode[1].starts) == 1
+
+
+async def test_a_request_that_never_fits_is_refused_with_numbers(tmp_path: Path) -> None:
+    def never(reserve: decode_pb2.Reserve) -> decode_pb2.ReserveResult:
+        return decode_pb2.ReserveResult(key=reserve.key, reason="needs 9 pages, there are 4", never=True)
+
+    async with bench(tmp_path) as b:
+        b.decode[0].answer = never
+        error = await refused(b.call(max_tokens=40))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "needs 9 pages, there are 4" in (error.details() or "")
+        b.decode[0].answer = granted
+        assert (await b.answer(max_tokens=2)).text() == "ab"
+
+
+MISMATCHES = {
+    "fingerprint": ("fingerprint", "0" * 64),
+    "KV format": ("kv_format", KvFormat(KV.parts, layers=2, block_size=32)),
+    "tokenizer digest": ("tokenizer_digest", "1" * 64),
+    "model": ("model", "another"),
+    "role": ("role", WorkerRole.PREFILL),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+async def test_mismatched_worker_is_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    name, value = MISMATCHES[what]
+    odd: list[StubDecode] = []
+
+    def change(stub: StubPrefill | StubDecode) -> None:
+        if isinstance(stub, StubDecode):
+            odd.append(stub)
+            stub.status._identity = renamed(stub.identity, **{name: value})
+
+    with caplog.at_level(logging.ERROR):
+        async with bench(tmp_path, change=change, ready=False) as b:
+            await until(b.app, lambda: bool(b.app.pool.fleet().prefill or b.app.pool.missing().count("refused")))
+            await until(b.app, lambda: "refused" in b.app.pool.missing())
+            for _ in range(3):
+                odd[0].status.changed()
+            error = await refused(b.call(max_tokens=2))
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert f"its {what} is" in (error.details() or "")
+    said = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
+    if what in ("fingerprint", "KV format"):
+        # Whoever came first is the measure; the other one is named, once.
+        assert len(said) == 1
+    assert all("decode-0" in line or "prefill-0" in line for line in said)
+    assert odd[0].reserves == []
+
+
+async def test_kv_of_another_dtype_is_accepted_where_it_is_converted(tmp_path: Path) -> None:
+    half = KvFormat(tuple(type(part)(part.name, "bfloat16", part.shape) for part in KV.parts), KV.layers, KV.block_size)
+
+    def change(stub: StubPrefill | StubDecode) -> None:
+        if isinstance(stub, StubDecode):
+            stub.status._identity = renamed(stub.identity, kv_format=half, converts_kv=True)
+
+    async with bench(tmp_path, change=change) as b:
+        assert (await b.answer(max_tokens=2)).text() == "ab"
+
+
+async def test_health_follows_the_fleet(tmp_path: Path) -> None:
+    async with bench(tmp_path, ready=False) as b:
+        watch = health_pb2_grpc.HealthStub(b.channel).Watch(health_pb2.HealthCheckRequest())
+        Status = health_pb2.HealthCheckResponse
+
+        async def reaches(status: int) -> None:
+            async with asyncio.timeout(10):
+                async for response in watch:
+                    if response.status == status:
+                        return
+
+        await reaches(Status.SERVING)
+        b.decode[0].status.drain()
+        await reaches(Status.NOT_SERVING)
+        error = await refused(b.call(max_tokens=2))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await b.answer(max_tokens=1)).text() == "a"
+
+
+def asked(**fields: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(**fields)
+
+
+NO_TEMPLATE = {"messages": [{"role": "user", "content": "x"}]}
+BAD = {
+    "empty text": (asked(text=""), "text: must not be empty"),
+    "no prompt": (asked(), "prompt: one of text, token_ids and chat must be set"),
+    "no ids": (asked(token_ids={}), "token_ids: must not be empty"),
+    "id outside": (asked(token_ids={"ids": [1, 300]}), "token_ids[1]: must be in [0, 300), got 300"),
+    "no template": (asked(chat=NO_TEMPLATE), "chat: the model has no chat template"),
+    "no messages": (asked(chat={}), "chat.messages: must not be empty"),
+    "temperature": (asked(text="x", sampling={"temperature": float("nan")}), "temperature: must be in"),
+    "negative": (asked(text="x", sampling={"temperature": -1}), "temperature: must be in"),
+    "top_p 0": (asked(text="x", sampling={"top_p": 0}), "top_p: must be in (0.0, 1.0], got 0"),
+    "top_p 2": (asked(text="x", sampling={"top_p": 2}), "top_p: must be in (0.0, 1.0], got 2"),
+    "stops": (asked(text="x", sampling={"stop": ["x"] * 10_000}), "stop: at most 64 strings"),
+    "stop id": (asked(text="x", sampling={"stop_token_ids": [999]}), "stop_token_ids[0]: must be in [0, 300)"),
+    "max_tokens 0": (asked(text="x", sampling={"max_tokens": 0}), "max_tokens: must be in"),
+    "too long": (
+        asked(text="x" * 9, sampling={"max_tokens": 60}),
+        "max_tokens: 10 prompt tokens + 60 to generate exceed the model's length of 64",
+    ),
+    "full prompt": (
+        asked(text="x" * 63),
+        "text: 64 prompt tokens + 1 to generate exceed the model's length of 64",
+    ),
+    "huge": (asked(text="x" * 10_000_000), "text: 10000000 bytes can't fit: 64 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_input_is_answered_at_once_and_names_the_field(tmp_path: Path, name: str) -> None:
+    bad, words = BAD[name]
+    async with bench(tmp_path) as b:
+        error = await refused(b.client.Generate(bad, timeout=10))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in (error.details() or "")
+        assert b.prefill[0].requests == []
+        assert (await b.answer(max_tokens=3)).text() == "abc"
+
+
+async def test_unknown_model_is_not_found_and_the_served_one_named(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        error = await refused(b.client.Generate(asked(text="x", model="gpt")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert error.details() == f"model: 'gpt' is not served; {tmp_path.name!r} is"

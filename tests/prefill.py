@@ -1,0 +1,180 @@
+"""A prefill worker on the fake engine, and a router's side of it, for tests.
+
+Whether KV that leaves the worker is right is judged by a second engine: it fetches, inserts, steps, and yields the
+expected tokens only if every element arrived in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.engine.fake import FakeEngine
+from baton.pb import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.request import Handoff, SamplingParams, SequenceState
+from baton.rpc.channel import control_channel, kv_channel
+from baton.rpc.convert import sampling_to_proto
+from baton.transfer.fetcher import fetch
+from prefill_svc.app import App, run
+from prefill_svc.config import PrefillConfig
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+PROMPT = [(7 * i) % 1000 for i in range(100)]
+WAIT_S = 10
+
+_ids = itertools.count()
+
+
+class Gate:
+    """Holds the engine before each layer of a chunk until told to go on."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._arrivals: asyncio.Queue[None] = asyncio.Queue()
+        self._go = threading.Semaphore(0)
+        self._open = False
+
+    def __call__(self, _seconds: float) -> None:
+        self._loop.call_soon_threadsafe(self._arrivals.put_nowait, None)
+        if not self._open:
+            self._go.acquire(timeout=WAIT_S)
+
+    async def reached(self, layers: int = 1) -> None:
+        """Return when the engine has come to that many layers."""
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(layers):
+                await self._arrivals.get()
+
+    def pass_layers(self, layers: int) -> None:
+        """Let that many go."""
+        self._go.release(layers)
+
+    def open(self) -> None:
+        """Hold nothing any more."""
+        self._open = True
+        self._go.release(1_000)
+
+
+class Client:
+    """A router's side of one worker."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.channel = control_channel(app.control_address)
+        self.prefill = prefill_pb2_grpc.PrefillStub(self.channel)
+        self.worker = worker_pb2_grpc.WorkerStub(self.channel)
+
+    def call(
+        self,
+        prompt: Sequence[int] = PROMPT,
+        *,
+        params: SamplingParams = GREEDY,
+        output: Sequence[int] = (),
+        choices: Sequence[int] = (0,),
+        transfer_id: str = "",
+        salt: bytes = b"",
+        timeout: float | None = None,
+    ) -> Any:
+        """Begin a prefill."""
+        request = prefill_pb2.PrefillRequest(
+            request_id=f"r{next(_ids)}",
+            transfer_id=transfer_id,
+            prompt_token_ids=prompt,
+            output_token_ids=output,
+            choice_indexes=choices,
+            sampling=sampling_to_proto(params),
+            cache_salt=salt,
+        )
+        return self.prefill.Prefill(request, timeout=timeout)
+
+    async def done(self, *args: Any, **kwargs: Any) -> prefill_pb2.PrefillDone:
+        """Run a prefill to its end."""
+        return (await self.events(*args, **kwargs))[-1].done
+
+    async def events(self, *args: Any, **kwargs: Any) -> list[prefill_pb2.PrefillEvent]:
+        """All events of a prefill."""
+        async with asyncio.timeout(WAIT_S):
+            events = [event async for event in self.call(*args, **kwargs)]
+        assert [event.WhichOneof("event") for event in events] == ["progress"] * (len(events) - 1) + ["done"]
+        return events
+
+    async def fetch(self, engine: FakeEngine, handle: Any, transfer_id: str, tokens: int) -> Handoff:
+        """Pull finished KV, as decode does."""
+        async with kv_channel(self.app.kv_address) as channel:
+            return await fetch(
+                channel,
+                engine,
+                handle,
+                transfer_id=transfer_id,
+                incarnation=self.app.status.identity.incarnation,
+                tokens=tokens,
+                timeout_s=WAIT_S,
+                stall_timeout_s=WAIT_S,
+            )
+
+    async def status(self, wanted: Callable[[worker_pb2.WorkerStatus], bool]) -> worker_pb2.WorkerStatus:
+        """Watch until the worker is as wanted."""
+        async with asyncio.timeout(WAIT_S):
+            async for status in self.worker.Watch(worker_pb2.WatchRequest()):
+                if wanted(status):
+                    return status
+        raise AssertionError("the watch ended")
+
+    async def pages_back(self) -> None:
+        """Watch until nothing is held."""
+        await self.status(lambda status: status.load.pages_used == 0)
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[Client]:
+    """A worker and a client; at the end no page may be held."""
+    engine = engine or FakeEngine()
+    config = PrefillConfig(fleet_secret="secret", **settings)
+    try:
+        async with run(config, engine=engine) as app:
+            client = Client(app)
+            yield client
+            await client.channel.close()
+    finally:
+        assert engine.audit() == {}
+        assert engine.stats().used == 0
+
+
+@contextlib.contextmanager
+def decoder(page_size: int = 16) -> Iterator[FakeEngine]:
+    """A decode worker's engine; at the end no page may be held."""
+    engine = FakeEngine(page_size=page_size)
+    yield engine
+    assert engine.audit() == {}
+
+
+def decode(engine: FakeEngine, handle: Any, handoff: Handoff, steps: int) -> list[int]:
+    """Continue the first choice for some steps."""
+    first = handoff.first_tokens[0]
+    output = [*handoff.output_ids, first.token.token_id]
+    state = SequenceState(handoff.params, list(handoff.prompt_ids), list(output), first.choice_index)
+    engine.insert(handle, state)
+    for _ in range(steps):
+        ((_, tokens),) = engine.step().result()
+        output += [token.token_id for token in tokens]
+    engine.free(handle)
+    return output
+
+
+async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    """How a call that must fail ends."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(read(call), WAIT_S)
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def read(call: Any) -> list[prefill_pb2.PrefillEvent]:
+    """All events of a call."""
+    return [event async for event in call]

@@ -1,0 +1,66 @@
+"""`baton up` with stubs in the services' place, and the stubs; run as a script.
+
+stub_up.py up …              `baton up`, its services being this script
+stub_up.py service ROLE …    a stub; the variable STUB_<ROLE> says how it behaves:
+    "" serves until SIGTERM · "die" says why and ends with status 3 · "deaf" ignores SIGTERM · "mute" never listens
+    · "parent" has a child of its own that ignores SIGTERM
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+
+def up() -> None:
+    from baton.cli import up
+
+    for role in up.COMMANDS:
+        up.COMMANDS[role] = [sys.executable, __file__, "service", role]
+    up.up.main(sys.argv[2:])
+
+
+def service(role: str) -> None:
+    way = os.environ.get(f"STUB_{role.upper()}", "")
+    print(f"pid={os.getpid()} argv={' '.join(sys.argv[3:])}", file=sys.stderr, flush=True)
+    print(f"redis={os.environ['BATON_REDIS']} secret={len(os.environ['BATON_FLEET_SECRET'])}", flush=True)
+    if way == "die":
+        print("the checkpoint is damaged", file=sys.stderr, flush=True)
+        sys.exit(3)
+    if way == "parent":
+        code = (
+            "import os, signal; signal.signal(15, signal.SIG_IGN); print(f'pid={os.getpid()}', flush=True); "
+            "signal.pause()"
+        )
+        subprocess.Popen([sys.executable, "-c", code])
+    if way in ("deaf", "mute"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if way == "mute":
+        signal.pause()
+    asyncio.run(serve(role))
+
+
+async def serve(role: str) -> None:
+    stop = asyncio.Event()
+    if os.environ.get(f"STUB_{role.upper()}") != "deaf":
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    if role != "router":
+        print("listening control=127.0.0.1:1 kv=127.0.0.1:2 ops=127.0.0.1:3", flush=True)
+        await stop.wait()
+        return
+    from baton.rpc.server import listen
+
+    async with listen("127.0.0.1:0", insecure=False, add=lambda server: None, services=[]) as listener:
+        print(f"listening grpc={listener.address} ops=127.0.0.1:3", flush=True)
+        listener.set_serving(True)
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    up() if sys.argv[1] == "up" else service(sys.argv[2])

@@ -1,0 +1,141 @@
+"""`baton generate` against a router that is played by a small servicer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from baton.cli.main import main
+from baton.errors import Overloaded
+from tests.fake_router import Router, served
+
+
+async def generate(router: Router, *arguments: str) -> Result:
+    async with served(router) as listener:
+        command = ["generate", f"--target={listener.address}", *arguments]
+        return await asyncio.to_thread(CliRunner().invoke, main, command)
+
+
+async def test_text_streams_and_the_account_follows() -> None:
+    result = await generate(Router(), "hello", "--max-tokens=3", "--temperature=0")
+    assert (result.exit_code, result.stdout) == (0, "ab\n")
+    assert "slot wait" in result.stderr
+    assert "prompt 3 tokens (2 cached), completion 3 tokens" in result.stderr
+
+
+async def test_quiet() -> None:
+    assert (await generate(Router(), "hello", "--quiet")).stderr == ""
+
+
+async def test_json_is_one_object_with_all_choices() -> None:
+    result = await generate(Router(), "hello", "--json", "--logprobs=1", "-n", "2")
+    answer = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("ab", [1, 2], "stop")
+    assert answer["logprobs"][0] == {"token_id": 1, "logprob": -0.5, "top": [{"token_id": 1, "logprob": -0.5}]}
+    assert answer["usage"] == {"prompt_tokens": 3, "cached_tokens": 2, "completion_tokens": 3}
+    assert answer["timings_ms"]["total"] == 5
+    assert [choice["text"] for choice in answer["choices"]] == ["ab", "xy"]
+
+
+async def test_several_choices_are_shown_whole() -> None:
+    assert (await generate(Router(), "hello", "-n", "2", "--quiet")).stdout == "[0] ab\n[1] xy\n"
+
+
+async def test_every_flag_reaches_the_request() -> None:
+    router = Router()
+    flags = "--max-tokens=5 --min-tokens=2 --temperature=0.5 --top-p=0.5 --top-k=3 --min-p=0.25 --seed=7 --logprobs=1"
+    more = "--prompt-logprobs=2 --ignore-eos --stop=x --stop=y --model=tiny -n 1"
+    await generate(router, "hello", *flags.split(), *more.split())
+    request, sampling = router.seen[0], router.seen[0].sampling
+    assert (request.model, request.text, list(sampling.stop), sampling.ignore_eos) == (
+        "tiny",
+        "hello",
+        ["x", "y"],
+        True,
+    )
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.seed) == (5, 2, 3, 7)
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.5, 0.25)
+    assert (sampling.logprobs, sampling.prompt_logprobs, sampling.n) == (1, 2, 1)
+
+
+async def test_the_other_forms_of_a_prompt(tmp_path: Path) -> None:
+    router = Router()
+    text, chat = tmp_path / "prompt.txt", tmp_path / "chat.json"
+    text.write_text("héllo\n", encoding="utf-8")
+    chat.write_text(json.dumps([{"role": "user", "content": "hi"}]))
+    for flag in (f"--prompt-file={text}", f"--chat={chat}", "--token-ids=1,2,3"):
+        assert (await generate(router, flag)).exit_code == 0
+    assert router.seen[0].text == "héllo\n"
+    assert router.seen[1].chat.messages[0].content == "hi"
+    assert list(router.seen[2].token_ids.ids) == [1, 2, 3]
+
+
+async def test_a_refusal_is_shown_with_its_status() -> None:
+    router = Router()
+    router.error = Overloaded("the line holds 64 of 64")
+    result = await generate(router, "hello")
+    assert result.exit_code == 1
+    assert result.stderr == "error: RESOURCE_EXHAUSTED: the line holds 64 of 64\n"
+
+
+@pytest.mark.parametrize(("flag", "name"), [("--temperature=-1", "temperature"), ("--top-p=2", "top_p")])
+async def test_a_bad_value_is_named(flag: str, name: str) -> None:
+    result = await generate(Router(), "hello", flag)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: INVALID_ARGUMENT: {name}: ")
+
+
+def test_nobody_there() -> None:
+    result = CliRunner().invoke(main, ["generate", "--target=127.0.0.1:1", "hello", "--timeout=5"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: UNAVAILABLE: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "flag", "part"),
+    [
+        (b"ok \xff", "--prompt-file", "not valid UTF-8 at byte 3 (0xff)"),
+        (b"{", "--chat", "not JSON"),
+        (b"[]", "--chat", "list"),
+        (b'{"role": "user"}', "--chat", "list"),
+        (None, "--prompt-file", "No such file"),
+    ],
+)
+def test_a_bad_file_is_named(content: bytes | None, flag: str, part: str, tmp_path: Path) -> None:
+    file = tmp_path / "input"
+    if content is not None:
+        file.write_bytes(content)
+    result = CliRunner().invoke(main, ["generate", f"{flag}={file}"])
+    assert result.exit_code == 2
+    assert flag in result.stderr
+    assert str(file) in result.stderr
+    assert part in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["hello", "--token-ids=1"], ["--token-ids=1,x"], ["hello", "--target=nowhere"], ["--nope"]]
+)
+def test_usage(arguments: list[str]) -> None:
+    assert CliRunner().invoke(main, ["generate", *arguments]).exit_code == 2
+
+
+async def test_ctrl_c_cancels_and_exits_130() -> None:
+    router = Router()
+    router.hang = True
+    async with served(router) as listener:
+        command = ["-m", "baton", "generate", "--target", listener.address, "hello"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        )
+        assert await process.stdout.read(1) == b"a"
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 10) == 130
+        await asyncio.wait_for(router.closed.wait(), 5)

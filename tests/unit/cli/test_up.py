@@ -1,0 +1,242 @@
+"""`baton up` supervises: real processes, with stubs in the services' place."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+STUB = Path(__file__).with_name("stub_up.py")
+
+
+class Up:
+    """A running `baton up` whose standard error is collected."""
+
+    def __init__(self, *flags: str, **behaviour: str) -> None:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
+        environ |= {f"STUB_{role.upper()}": way for role, way in behaviour.items()}
+        self.process = subprocess.Popen(
+            [sys.executable, str(STUB), "up", "--grpc=127.0.0.1:0", "--redis=none", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        self.log = ""
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            with self._changed:
+                self.log += line
+                self._changed.notify_all()
+
+    def ready(self) -> str:
+        return self.process.stdout.readline()
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Wait for a match in the log."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: re.search(pattern, self.log), 20), self.log
+            return re.search(pattern, self.log)
+
+    def pids(self, count: int) -> list[int]:
+        """Pids that stubs have logged, once there are `count`."""
+        self.until(rf"(?s)(pid=\d+.*){{{count}}}")
+        return [int(pid) for pid in re.findall(r"pid=(\d+)", self.log)]
+
+    def end(self) -> int:
+        """Exit status."""
+        status = self.process.wait(20)
+        self._reader.join(5)
+        return status
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(5)
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+@pytest.fixture
+def ups() -> Iterator[list[Up]]:
+    started: list[Up] = []
+    yield started
+    for up in started:
+        up.close()
+
+
+def gone(pids: list[int], within: float = 5.0) -> bool:
+    """Whether these processes, children of nobody here, have ended or end in time."""
+    until = time.monotonic() + within
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
+                return False
+        finally:
+            os.close(fd)
+    return True
+
+
+def start(ups: list[Up], *flags: str, **behaviour: str) -> Up:
+    ups.append(Up(*flags, **behaviour))
+    return ups[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ready_and_stop(ups: list[Up], number: int) -> None:
+    up = start(ups, "--prefill=2")
+    assert re.fullmatch(r"ready grpc=127\.0\.0\.1:\d+ ops=\S+ model=bundled prefill=2 decode=1\n", up.ready())
+    pids = up.pids(4)
+    begin = time.monotonic()
+    up.process.send_signal(number)
+    assert up.end() == 0
+    assert time.monotonic() - begin < 5
+    assert gone(pids, 0)
+    assert up.process.stdout.read() == ""
+
+
+def test_each_line_carries_its_name_and_each_child_its_flags(ups: list[Up]) -> None:
+    up = start(ups, "--slots=7", "--chunk-size=16", "--kv-memory=1MiB", "--dtype=float32", "--threads=1")
+    up.ready()
+    prefill = up.until(r"prefill-0 \| pid=\d+ argv=(.*)")[1].split()
+    decode = up.until(r"decode-0 +\| pid=\d+ argv=(.*)")[1].split()
+    router = up.until(r"router +\| pid=\d+ argv=(.*)")[1].split()
+    assert {"--worker-id=prefill-0", "--chunk-size=16", "--kv-memory=1048576", "--threads=1"} <= set(prefill)
+    assert {"--worker-id=decode-0", "--slots=7", "--dtype=float32", "--control=127.0.0.1:0"} <= set(decode)
+    assert {"--prefill=127.0.0.1:1", "--decode=127.0.0.1:1", "--grpc=127.0.0.1:0"} <= set(router)
+    assert not any(flag.startswith(("--slots", "--max-model-len", "--page-size")) for flag in prefill)
+    up.until(r"prefill-0 \| redis=none secret=64")
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "router"])
+def test_a_death_is_named_and_ends_all(ups: list[Up], victim: str) -> None:
+    up = start(ups)
+    up.ready()
+    pids = up.pids(3)
+    os.kill(int(up.until(rf"{victim} +\| pid=(\d+)")[1]), signal.SIGKILL)
+    assert up.end() == 1
+    assert f"error: UNAVAILABLE: {victim} was killed by SIGKILL" in up.log
+    assert gone(pids, 0)
+
+
+def test_a_child_that_does_not_start_is_named_with_its_last_words(ups: list[Up]) -> None:
+    up = start(ups, decode="die")
+    assert up.ready() == ""
+    assert up.end() == 1
+    said = up.log[up.log.index("error: UNAVAILABLE: decode-0 ended with exit status 3") :]
+    assert "the checkpoint is damaged" in said
+
+
+def test_a_child_that_never_listens_runs_into_the_limit(ups: list[Up]) -> None:
+    up = start(ups, "--start-timeout=1.5", prefill="mute")
+    assert up.end() == 1
+    assert "not ready after 1.5 s (--start-timeout)" in up.log
+    assert gone(up.pids(2), 0)
+
+
+def test_a_signal_while_starting_ends_all(ups: list[Up]) -> None:
+    up = start(ups, prefill="mute")
+    pids = up.pids(2)
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0
+    assert gone(pids, 0)
+
+
+def test_who_ignores_sigterm_is_killed_within_five_seconds(ups: list[Up]) -> None:
+    up = start(ups, decode="deaf", router="deaf")
+    up.ready()
+    pids = up.pids(3)
+    begin = time.monotonic()
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0
+    assert time.monotonic() - begin < 5
+    assert gone(pids, 0)
+
+
+def test_grandchildren_go_too(ups: list[Up]) -> None:
+    up = start(ups, decode="parent")
+    up.ready()
+    pids = up.pids(4)
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0
+    assert gone(pids)
+
+
+def test_a_death_is_noticed_though_a_grandchild_holds_the_pipes(ups: list[Up]) -> None:
+    up = start(ups, decode="parent")
+    up.ready()
+    pids = up.pids(4)
+    os.kill(int(up.until(r"decode-0 +\| pid=(\d+) argv")[1]), signal.SIGKILL)
+    assert up.end() == 1
+    assert "decode-0 was killed by SIGKILL" in up.log
+    assert gone(pids)
+
+
+def test_killing_the_supervisor_leaves_no_orphan(ups: list[Up]) -> None:
+    up = start(ups, decode="deaf")
+    up.ready()
+    pids = up.pids(3)
+    up.process.kill()
+    assert gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--model=/no/such/model"], ["--model", "/no/such/model", "not a directory"]),
+        (["--model=."], ["--model", "no config.json"]),
+        (["--prefill=0"], ["--prefill", "0"]),
+        (["--decode=-1"], ["--decode", "-1"]),
+        (["--slots=0"], ["--slots", "0"]),
+        (["--kv-memory=-4GiB"], ["--kv-memory", "-4GiB"]),
+        (["--max-model-len=-5"], ["--max-model-len", "-5"]),
+        (["--grpc=nowhere"], ["--grpc", "HOST:PORT", "nowhere"]),
+        (["--grpc=0.0.0.0:0"], ["--grpc", "0.0.0.0:0", "--insecure"]),
+        (["--redis=http://user:word@host"], ["--redis", "host"]),
+        (["--device=tpu"], ["--device", "tpu"]),
+        (["--bogus=1"], ["--bogus"]),
+    ],
+)
+def test_bad_flags_are_named_before_anything_starts(
+    flags: list[str], parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from click.testing import CliRunner
+
+    from baton.cli import up
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(up, "run", lambda options: pytest.fail("started"))
+    result = CliRunner().invoke(up.up, flags)
+    assert result.exit_code == 2
+    assert all(part in result.stderr for part in parts), result.stderr
+    assert "word" not in result.stderr
+
+
+def test_the_variables_of_the_services_are_read_and_flags_beat_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from baton.cli import up
+
+    seen: list[up.UpOptions] = []
+    monkeypatch.setattr(up, "run", lambda options: seen.append(options) or 0)
+    environ = {"BATON_SLOTS": "9", "BATON_PAGE_SIZE": "32", "BATON_PREFILL": "host:1"}
+    CliRunner().invoke(up.up, ["--slots=4"], env=environ, catch_exceptions=False)
+    assert (seen[0].slots, seen[0].page_size, seen[0].prefill) == (4, 32, 1)
+    assert seen[0].threads >= 1

@@ -1,0 +1,174 @@
+"""Both clients against a router that is played by a small servicer, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from baton import AsyncClient, Client
+from baton.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable
+from baton.request import FinishReason, Timings, TokenInfo, Usage
+from tests.fake_router import Router, served
+
+
+async def on_thread(address: str, use: Callable[[Client], Any], model: str = "") -> Any:
+    def work() -> Any:
+        with Client(address, model=model) as client:
+            return use(client)
+
+    return await asyncio.to_thread(work)
+
+
+@pytest.fixture
+async def router() -> Router:
+    return Router()
+
+
+@pytest.mark.parametrize("face", ["async", "sync"])
+async def test_complete(router: Router, face: str) -> None:
+    arguments: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "stop": "b", "logit_bias": {7: 1.0}, "n": 2}
+    async with served(router) as listener:
+        if face == "async":
+            async with AsyncClient(listener.address) as client:
+                completion = await client.complete("hello", **arguments)
+        else:
+            completion = await on_thread(listener.address, lambda client: client.complete("hello", **arguments))
+    assert (completion.text, completion.token_ids) == ("ab", [1, 2])
+    assert completion.finish_reason is FinishReason.STOP
+    assert completion.choices[0].stop == "b"
+    assert completion.logprobs[0] == TokenInfo(1, -0.5, ((1, -0.5),))
+    assert (completion.choices[1].text, completion.choices[1].finish_reason) == ("xy", FinishReason.LENGTH)
+    assert completion.choices[1].logprobs is None
+    assert completion.prompt_tokens == [TokenInfo(9)]
+    assert completion.usage == Usage(3, 2, 3)
+    assert completion.timings_ms == Timings(1, 0, 0, 0, 0, 5, 0, 0)
+    request = router.seen[0]
+    assert request.text == "hello"
+    assert (request.sampling.max_tokens, request.sampling.temperature) == (4, 0.0)
+    assert list(request.sampling.stop) == ["b"]
+    assert dict(request.sampling.logit_bias) == {7: 1.0}
+
+
+async def test_the_three_forms_of_a_prompt(router: Router) -> None:
+    async with served(router) as listener, AsyncClient(listener.address) as client:
+        await client.complete([1, 2, 3])
+        await client.complete([{"role": "user", "content": "hi"}])
+        await client.complete("")
+    assert list(router.seen[0].token_ids.ids) == [1, 2, 3]
+    assert router.seen[1].chat.messages[0].content == "hi"
+    assert router.seen[2].WhichOneof("prompt") == "text"
+
+
+@pytest.mark.parametrize("face", ["async", "sync"])
+async def test_the_other_calls(router: Router, face: str) -> None:
+    async with served(router) as listener:
+        if face == "async":
+            async with AsyncClient(listener.address) as client:
+                answers = [
+                    await client.tokenize("x", add_special_tokens=False),
+                    await client.detokenize([5, 6]),
+                    (await client.get_model()).name,
+                    await client.health(),
+                ]
+        else:
+            answers = await on_thread(
+                listener.address,
+                lambda c: [
+                    c.tokenize("x", add_special_tokens=False),
+                    c.detokenize([5, 6]),
+                    c.get_model().name,
+                    c.health(),
+                ],
+            )
+        listener.set_serving(False)
+        assert await on_thread(listener.address, lambda client: client.health()) is False
+    assert answers == [[5, 6], "hé", "tiny", True]
+    assert router.seen[0].add_special_tokens is False
+
+
+async def test_leaving_the_loop_cancels_async(router: Router) -> None:
+    router.hang = True
+    async with served(router) as listener, AsyncClient(listener.address) as client:
+        async for delta in client.generate("x"):
+            assert delta.text == "a"
+            break
+        await asyncio.wait_for(router.closed.wait(), 5)
+
+
+async def test_leaving_the_loop_cancels_sync(router: Router) -> None:
+    router.hang = True
+
+    def use(client: Client) -> None:
+        for _ in client.generate("x"):
+            break
+        asyncio.run_coroutine_threadsafe(asyncio.wait_for(router.closed.wait(), 5), loop).result()
+
+    loop = asyncio.get_running_loop()
+    async with served(router) as listener:
+        await on_thread(listener.address, use)
+    assert router.closed.is_set()
+
+
+@pytest.mark.parametrize("face", ["async", "sync"])
+async def test_the_deadline_ends_the_request_on_both_sides(router: Router, face: str) -> None:
+    router.hang = True
+    async with served(router) as listener:
+        if face == "async":
+            async with AsyncClient(listener.address) as client:
+                with pytest.raises(DeadlineExceeded):
+                    await client.complete("x", timeout=0.1)
+        else:
+            with pytest.raises(DeadlineExceeded):
+                await on_thread(listener.address, lambda client: client.complete("x", timeout=0.1))
+        await asyncio.wait_for(router.closed.wait(), 5)
+
+
+async def test_refusals_keep_their_class(router: Router) -> None:
+    router.error = Overloaded("the line holds 64 of 64", retry_after=1.5)
+    async with served(router) as listener:
+        async with AsyncClient(listener.address, model="other") as client:
+            with pytest.raises(Overloaded, match="64 of 64") as caught:
+                await client.complete("x")
+            assert caught.value.retry_after == 1.5
+            with pytest.raises(NotFound, match="other"):
+                await client.get_model()
+        with pytest.raises(Overloaded, match="64 of 64"):
+            await on_thread(listener.address, lambda client: client.complete("x"))
+
+
+async def test_nobody_there() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(Unavailable):
+            await client.complete("x", timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "field", "seen"),
+    [
+        ("x" * (200 << 20), {}, "prompt", str(200 << 20)),
+        (range(70 << 20), {}, "prompt", str(70 << 20)),
+        ("bad \ud800", {}, "prompt", "character 4"),
+        ([1, -5], {}, "prompt[1]", "-5"),
+        ([1, 2**32], {}, "prompt[1]", str(2**32)),
+        (["a", "b"], {}, "prompt", "'a'"),
+        (b"bytes", {}, "prompt", "b'bytes'"),
+        (5, {}, "prompt", "5"),
+        ([{"role": "user"}], {}, "prompt[0]", "role"),
+        ([{"role": "user", "content": 3}], {}, "prompt[0].content", "3"),
+        ("x", {"temperature": float("nan")}, "temperature", "nan"),
+        ("x", {"top_p": 2}, "top_p", "2"),
+        ("x", {"stop": ["s"] * 10_000}, "stop", "10000"),
+        ("x", {"stop_token_ids": [-1]}, "stop_token_ids[0]", "-1"),
+        ("x", {"max_tokens": 0}, "max_tokens", "0"),
+    ],
+)
+async def test_what_can_only_be_refused_is_not_sent(prompt: Any, sampling: Any, field: str, seen: str) -> None:
+    with contextlib.closing(Client("127.0.0.1:1")) as client, pytest.raises(InvalidRequest) as caught:
+        client.generate(prompt, **sampling)
+    assert caught.value.field == field
+    assert seen in str(caught.value)
+    assert len(str(caught.value)) < 400

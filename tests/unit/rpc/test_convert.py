@@ -1,0 +1,96 @@
+"""Dataclasses survive the way over the wire."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.kv.format import KvFormat, KvPart
+from baton.pb import inference_pb2, kv_pb2
+from baton.request import FinishReason, FirstToken, Handoff, SamplingParams, Timings, TokenInfo, Usage
+from baton.rpc import convert
+
+RICH = SamplingParams(
+    max_tokens=7,
+    min_tokens=2,
+    temperature=0.5,
+    top_p=0.75,
+    top_k=40,
+    min_p=0.25,
+    repetition_penalty=1.5,
+    presence_penalty=-0.5,
+    frequency_penalty=0.5,
+    logit_bias=((3, -100.0), (9, 1.5)),
+    seed=2**64 - 1,
+    stop=("\n\n", "é"),
+    stop_token_ids=(1, 2),
+    ignore_eos=True,
+    logprobs=0,
+    prompt_logprobs=5,
+    n=4,
+    allowed_token_ids=(5, 6),
+    skip_special_tokens=False,
+    include_stop_in_output=True,
+)
+TOKEN = TokenInfo(5, -0.5, ((5, -0.5), (6, -1.25)))
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), RICH, SamplingParams(temperature=0.0, seed=0)])
+def test_sampling(params: SamplingParams) -> None:
+    wire = convert.sampling_to_proto(params).SerializeToString()
+    assert convert.sampling_from_proto(inference_pb2.SamplingParams.FromString(wire)) == params
+
+
+def test_an_empty_message_means_the_defaults() -> None:
+    assert convert.sampling_from_proto(inference_pb2.SamplingParams()) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (inference_pb2.SamplingParams(temperature=float("nan")), "temperature"),
+        (inference_pb2.SamplingParams(temperature=-1), "temperature"),
+        (inference_pb2.SamplingParams(top_p=0), "top_p"),
+        (inference_pb2.SamplingParams(top_p=2), "top_p"),
+        (inference_pb2.SamplingParams(max_tokens=0), "max_tokens"),
+        (inference_pb2.SamplingParams(n=0), "n"),
+        (inference_pb2.SamplingParams(stop=["x"] * 10_000), "stop"),
+    ],
+)
+def test_bad_values_are_refused_by_name(message: inference_pb2.SamplingParams, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        convert.sampling_from_proto(message)
+    assert caught.value.field == field
+
+
+def test_every_field_of_the_message_is_carried() -> None:
+    wire = convert.sampling_to_proto(RICH)
+    assert {field.name for field, _ in wire.ListFields()} == set(wire.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize("token", [TokenInfo(3), TokenInfo(0, -1.5), TOKEN])
+def test_token(token: TokenInfo) -> None:
+    assert convert.token_from_proto(convert.token_to_proto(token)) == token
+
+
+def test_handoff() -> None:
+    first = (FirstToken(0, TOKEN), FirstToken(2, TokenInfo(1), FinishReason.STOP))
+    handoff = Handoff("r", 3, (1, 2, 3), (4,), RICH, first, cached_tokens=16, prefill_ms=1.5)
+    wire = convert.handoff_to_proto(handoff).SerializeToString()
+    assert convert.handoff_from_proto(kv_pb2.Handoff.FromString(wire)) == handoff
+
+
+def test_kv_format() -> None:
+    fmt = KvFormat((KvPart("k", "bfloat16", (2, 64)), KvPart("v", "float32", (2, 64))), layers=3, block_size=16)
+    assert convert.kv_format_from_proto(convert.kv_format_to_proto(fmt)) == fmt
+
+
+@pytest.mark.parametrize("reason", [None, FinishReason.STOP, FinishReason.LENGTH])
+def test_finish(reason: FinishReason | None) -> None:
+    assert convert.finish_from_proto(convert.finish_to_proto(reason)) is reason
+
+
+def test_usage_and_timings() -> None:
+    usage, timings = Usage(1, 2, 3), Timings(1, 2, 3, 4, 5, 15, 6, 7)
+    assert convert.usage_from_proto(convert.usage_to_proto(usage)) == usage
+    assert convert.timings_from_proto(convert.timings_to_proto(timings)) == timings

@@ -1,0 +1,72 @@
+"""The ops listener and the log lines."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import io
+import logging
+import signal
+
+import pytest
+from prometheus_client import Counter
+
+from baton.errors import ConfigError
+from baton.telemetry.logs import LineFormatter
+from baton.telemetry.ops import serve_ops
+
+COUNTED = Counter("baton_test_ops_total", "For the test.")
+
+
+async def get(address: str, path: str) -> tuple[int, str]:
+    def ask() -> tuple[int, str]:
+        connection = http.client.HTTPConnection(address, timeout=5)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+    return await asyncio.to_thread(ask)
+
+
+async def test_live_ready_metrics_and_nothing_else() -> None:
+    ready = False
+    COUNTED.inc(3)
+    before = signal.getsignal(signal.SIGTERM)
+    async with serve_ops("127.0.0.1:0", ready=lambda: ready) as ops:
+        assert (await get(ops.address, "/live"))[0] == 200
+        assert (await get(ops.address, "/ready"))[0] == 503
+        ready = True
+        assert (await get(ops.address, "/ready"))[0] == 200
+        status, text = await get(ops.address, "/metrics")
+        assert status == 200
+        assert "baton_test_ops_total 3.0" in text
+        for path in ("/", "/docs", "/openapi.json", "/live/x"):
+            assert (await get(ops.address, path))[0] == 404
+        assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(ConnectionRefusedError):
+        await get(ops.address, "/live")
+
+
+async def test_a_taken_port_is_named() -> None:
+    async with serve_ops("127.0.0.1:0", ready=lambda: True) as ops:
+        with pytest.raises(ConfigError, match=ops.address):
+            await serve_ops(ops.address, ready=lambda: True).__aenter__()
+
+
+def test_an_event_is_one_line_with_role_and_id() -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LineFormatter("prefill/p%0"))
+    logger = logging.Logger("baton.test")
+    logger.addHandler(handler)
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError:
+        logger.exception("it %s", "broke")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 1
+    assert " ERROR prefill/p%0 baton.test: it broke\\nTraceback" in lines[0]
+    assert "ValueError: first\\nsecond" in lines[0]

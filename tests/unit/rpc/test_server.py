@@ -1,0 +1,234 @@
+"""Listeners over real sockets: errors, bad requests, health, reflection, addresses, graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from baton import errors
+from baton.pb import inference_pb2 as pb
+from baton.pb import inference_pb2_grpc
+from baton.rpc.channel import control_channel, kv_channel
+from baton.rpc.errors import from_rpc_error
+from baton.rpc.server import Listener, listen
+
+INFERENCE = "baton.v1.Inference"
+STREAM = "/baton.v1.Inference/Echo"
+
+
+class Service(inference_pb2_grpc.InferenceServicer):
+    """Raises what it is told to raise; its stream goes on until it is closed."""
+
+    def __init__(self, error: Exception | None = None, say: int = 1) -> None:
+        self.error, self.say = error, say
+        self.closed = asyncio.Event()
+        self.tasks: set[asyncio.Task[Any] | None] = set()
+
+    async def Tokenize(self, request: Any, context: Any) -> pb.TokenizeResponse:
+        if self.error:
+            raise self.error
+        return pb.TokenizeResponse(token_ids=[1, 2, 3])
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.tasks.add(asyncio.current_task())
+        try:
+            for _ in range(self.say):
+                yield pb.GenerateResponse(request_id="r")
+            if self.error:
+                raise self.error
+            await asyncio.Event().wait()
+        finally:
+            self.tasks.add(asyncio.current_task())
+            self.closed.set()
+
+    async def echo(self, requests: AsyncIterator[pb.TokenizeRequest], context: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            yield pb.TokenizeResponse(token_ids=[len(request.text)])
+
+    def add(self, server: grpc.aio.Server) -> None:
+        inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
+
+
+def serving(service: Service, address: str = "127.0.0.1:0", **keywords: Any) -> AbstractAsyncContextManager[Listener]:
+    return listen(address, insecure=False, add=service.add, services=[INFERENCE], **keywords)
+
+
+async def failure(service: Service, *, stream: bool) -> grpc.aio.AioRpcError:
+    async with serving(service) as listener, control_channel(listener.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (stream_to_end if stream else unary)(inference_pb2_grpc.InferenceStub(channel))
+    return caught.value
+
+
+async def unary(stub: Any) -> None:
+    await stub.Tokenize(pb.TokenizeRequest(text="x"))
+
+
+async def stream_to_end(stub: Any) -> None:
+    async for _ in stub.Generate(pb.GenerateRequest(text="x")):
+        pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidRequest("top_p", "must be in (0, 1]", 2.0),
+        errors.NotFound("no model 'x'"),
+        errors.Overloaded("the line is full", retry_after=0.25),
+        errors.OutOfPages(9, 1, 4),
+        errors.DeadlineExceeded("too late"),
+        errors.Cancelled("the caller left"),
+        errors.Unavailable("no decode worker"),
+        errors.PairingRefused("fingerprints differ"),
+        errors.StaleIncarnation("restarted"),
+        errors.EngineError("out of memory: ünïcode"),
+    ],
+)
+async def test_errors_keep_status_message_and_class(error: errors.BatonError, stream: bool) -> None:
+    failed = await failure(Service(error), stream=stream)
+    assert failed.code() is grpc.StatusCode[error.grpc_status]
+    assert failed.details() == str(error)
+    back = from_rpc_error(failed)
+    assert str(back) == str(error)
+    assert back.grpc_status == error.grpc_status
+    if isinstance(error, errors.InvalidRequest):
+        assert isinstance(back, errors.InvalidRequest)
+        assert back.field == error.field
+    if isinstance(error, errors.Overloaded):
+        assert isinstance(back, errors.Overloaded)
+        assert back.retry_after == error.retry_after
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_unexpected_is_logged_and_not_shown(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "baton.rpc.errors"):
+        failed = await failure(Service(ValueError("secret detail")), stream=stream)
+    assert failed.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in failed.details()
+    assert "secret detail" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+async def test_a_very_long_message_keeps_its_status() -> None:
+    failed = await failure(Service(errors.NotFound("ü" * 100_000)), stream=False)
+    assert failed.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("method", ["Tokenize", "Generate"])
+async def test_invalid_utf8_is_an_invalid_argument(method: str) -> None:
+    async with serving(Service()) as listener, control_channel(listener.address) as channel:
+        kind = channel.unary_stream if method == "Generate" else channel.unary_unary
+        call = kind(f"/{INFERENCE}/{method}")(b"\x12\x03ab\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (call.read() if method == "Generate" else call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "text: not valid UTF-8 at byte 2, got b'\\xff'"
+
+
+async def test_invalid_utf8_within_a_stream_of_requests() -> None:
+    service = Service()
+
+    def add(server: grpc.aio.Server) -> None:
+        handler = grpc.stream_stream_rpc_method_handler(
+            service.echo, pb.TokenizeRequest.FromString, pb.TokenizeResponse.SerializeToString
+        )
+        # Under the name of a real method, so that its request type is known.
+        handlers = {"Tokenize": handler}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE, handlers),))
+
+    async with (
+        listen("127.0.0.1:0", insecure=False, add=add, services=[INFERENCE]) as listener,
+        control_channel(listener.address) as channel,
+    ):
+        call = channel.stream_stream(f"/{INFERENCE}/Tokenize")()
+        await call.write(pb.TokenizeRequest(text="four").SerializeToString())
+        assert pb.TokenizeResponse.FromString(await call.read()).token_ids == [4]
+        await call.write(b"\x12\x01\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details().startswith("text: not valid UTF-8 at byte 0")
+
+
+@pytest.mark.parametrize("say", [1, 10**9])
+async def test_a_stream_is_closed_when_its_client_leaves(say: int) -> None:
+    """Both while the handler waits and while it writes against flow control."""
+    service = Service(say=say)
+    async with serving(service) as listener, control_channel(listener.address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="x"))
+        assert (await call.read()).request_id == "r"
+        call.cancel()
+        await asyncio.wait_for(service.closed.wait(), 5)
+    assert len(service.tasks) == 1, "it was left to the garbage collector"
+
+
+async def test_health_follows_set_serving() -> None:
+    async with serving(Service()) as listener, control_channel(listener.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
+        seen = [(await watch.read()).status]
+        for serving_now in (True, False):
+            listener.set_serving(serving_now)
+            seen.append((await watch.read()).status)
+        watch.cancel()
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == seen[2]
+    status = health_pb2.HealthCheckResponse
+    assert seen == [status.NOT_SERVING, status.SERVING, status.NOT_SERVING]
+
+
+async def test_reflection_lists_the_services() -> None:
+    def names(address: str) -> list[str]:
+        with grpc.insecure_channel(address) as channel:
+            return list(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+    async with serving(Service()) as listener:
+        assert {INFERENCE, "grpc.health.v1.Health"} <= set(await asyncio.to_thread(names, listener.address))
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:80", "example.org:80"])
+async def test_beyond_loopback_only_when_insecure(address: str) -> None:
+    with pytest.raises(errors.ConfigError, match="--insecure") as caught:
+        await serving(Service(), address).__aenter__()
+    assert address in str(caught.value)
+
+
+async def test_insecure_binds_everywhere() -> None:
+    async with listen("0.0.0.0:0", insecure=True, add=Service().add, services=[INFERENCE]) as listener:
+        assert listener.address.startswith("0.0.0.0:")
+        async with control_channel(listener.address.replace("0.0.0.0", "127.0.0.1")) as channel:
+            await inference_pb2_grpc.InferenceStub(channel).Tokenize(pb.TokenizeRequest(text="x"))
+
+
+async def test_a_taken_port_is_named() -> None:
+    async with serving(Service()) as listener:
+        with pytest.raises(errors.ConfigError, match=listener.address):
+            await serving(Service(), listener.address).__aenter__()
+
+
+async def test_the_stop_waits_no_longer_than_its_grace() -> None:
+    service = Service()
+    async with asyncio.timeout(5):
+        async with serving(service, grace=0.05) as listener:
+            channel = kv_channel(listener.address)
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="x"))
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+        await channel.close()
+    assert service.closed.is_set()
+
+
+async def test_a_message_over_the_limit_is_refused() -> None:
+    async with serving(Service()) as listener, control_channel(listener.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(f"/{INFERENCE}/Tokenize")(bytes(65 << 20))
+    assert isinstance(from_rpc_error(caught.value), errors.Overloaded)

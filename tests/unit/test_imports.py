@@ -1,0 +1,159 @@
+"""The walls between the parts (DESIGN: the house), read from the source, and one look at a real process."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = ("prefill_svc", "decode_svc", "router")
+PACKAGES = ("baton", *SERVICES)
+
+PURE = (
+    "baton.completion",
+    "baton.config",
+    "baton.engine.contract",
+    "baton.errors",
+    "baton.kv.format",
+    "baton.kv.hashing",
+    "baton.kv.pool",
+    "baton.request",
+    "decode_svc.scheduler",
+    "prefill_svc.scheduler",
+    "router.line",
+    "router.policy",
+    "router.request",
+    "router.stops",
+)
+IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf", "baton.pb")
+
+EDGES = (
+    "baton.client",
+    "baton.rpc",
+    "baton.transfer.handoff",
+    "baton.transfer.servicer",
+    "baton.transfer.source",
+    "baton.worker.listeners",
+    "baton.worker.servicer",
+    "decode_svc.app",
+    "decode_svc.servicer",
+    "prefill_svc.app",
+    "prefill_svc.servicer",
+    "router.app",
+    "router.intake",
+    "router.prefill",
+    "router.servicer",
+    "router.session",
+    "router.worker",
+)
+"""Where generated stubs may be used: servicers and their registration, conversion, and who calls a stub."""
+
+TORCH_FREE = ("baton", "baton.client", "baton.cli.main", "router.app", "router.__main__")
+
+
+@cache
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: path for name, path in found.items() if not name.startswith("baton.pb.")}
+
+
+@cache
+def imports(module: str, *, at_load: bool) -> frozenset[str]:
+    """Modules and names that a module imports anywhere, or only what runs when it is loaded."""
+    tree = ast.parse(modules()[module].read_text(encoding="utf-8"))
+    package = module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+    found: set[str] = set()
+    for node in walk(tree, at_load=at_load):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = (
+                ".".join([*package.split(".")[: -node.level + 1 or None], node.module or ""])
+                if node.level
+                else node.module
+            )
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return frozenset(found)
+
+
+def walk(node: ast.AST, *, at_load: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if at_load and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if at_load and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from walk(child, at_load=at_load)
+
+
+def loads(module: str) -> set[str]:
+    """All that loading a module imports, ours followed through; parents of packages load too."""
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in modules():
+            waiting.extend(imports(name, at_load=True))
+        if "." in name:
+            waiting.append(name.rpartition(".")[0])
+    return seen
+
+
+def touches(names: set[str] | frozenset[str], wall: tuple[str, ...]) -> set[str]:
+    return {name for name in names if any(name == other or name.startswith(f"{other}.") for other in wall)}
+
+
+def test_the_lists_name_what_exists() -> None:
+    assert set(PURE) <= set(modules())
+    assert {name for name in EDGES if name not in modules()} == set()
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_services_never_import_each_other(service: str) -> None:
+    others = tuple(other for other in SERVICES if other != service)
+    for module in modules():
+        if module.split(".")[0] == service:
+            assert not touches(imports(module, at_load=False), others), module
+
+
+def test_baton_imports_no_service() -> None:
+    for module in modules():
+        if module.split(".")[0] == "baton":
+            assert not touches(imports(module, at_load=False), SERVICES), module
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_load_nothing_impure(module: str) -> None:
+    assert not touches(loads(module), IMPURE)
+    assert not touches(imports(module, at_load=False), IMPURE)
+
+
+def test_stubs_are_used_only_at_the_edges() -> None:
+    users = {module for module in modules() if touches(imports(module, at_load=False), ("baton.pb",))}
+    assert users - touches(users, EDGES) == set()
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_router_and_client_load_neither_torch_nor_transformers(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted(set(sys.modules) & {{'torch', 'transformers', 'numpy', 'redis'}}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_importing_baton_is_light() -> None:
+    code = "import sys, baton; print(*sorted(set(sys.modules) & {'grpc', 'google.protobuf', 'click'}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
