@@ -73,14 +73,22 @@ class Fleet:
 
     async def router(self, prefill: Sequence[Any], decode: Sequence[Any], **settings: Any) -> AsyncClient:
         """Start a router over these workers; returns a client once it is ready."""
+        app = await self.start_router(prefill, decode, **settings)
+        await serving(app.address)
+        return await self.client(app)
+
+    async def start_router(self, prefill: Sequence[Any], decode: Sequence[Any], **settings: Any) -> Any:
+        """Start a router over these workers; returns its app at once."""
         config = router.config.RouterConfig(
             model=self._checkpoint,
             prefill=tuple(worker.addresses.control for worker in prefill),
             decode=tuple(worker.addresses.control for worker in decode),
             **{"served_model_name": "m", **settings},
         )
-        app = await self._stack.enter_async_context(router.app.run(config))
-        await serving(app.address)
+        return await self._stack.enter_async_context(router.app.run(config))
+
+    async def client(self, app: Any) -> AsyncClient:
+        """A client of a router."""
         return await self._stack.enter_async_context(AsyncClient(app.address))
 
     async def _start(self, app: Any) -> Any:
