@@ -7,7 +7,6 @@ made, so that a bad one can't exist; what depends on the model is checked by `Sa
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,8 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MIN_REPETITION_PENALTY = 2**-10
+"""Logits are divided by it, and stay finite; a power of two, because the wire's float32 has it exactly."""
 
 
 class FinishReason(enum.Enum):
@@ -72,7 +73,7 @@ class SamplingParams:
         _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _between("top_k", self.top_k, 0, 2**31 - 1)
         _between("min_p", self.min_p, 0.0, 1.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("n", self.n, 1, MAX_CHOICES)
@@ -101,8 +102,9 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def check_model(self, vocab_size: int) -> None:
-        """Raise InvalidRequest if a token id lies outside the vocabulary."""
+        """Raise InvalidRequest if a token id lies outside the vocabulary, or more are allowed than it has."""
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        _at_most("allowed_token_ids", self.allowed_token_ids, vocab_size, "token ids")
         check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         check_token_ids("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
 
@@ -189,15 +191,15 @@ def finish_reason(
     return None
 
 
-def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise InvalidRequest naming the first id outside `[0, vocab_size)`."""
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int, first: int = 0) -> None:
+    """Raise InvalidRequest naming the first id outside `[0, vocab_size)`; `first` is the index of `token_ids[0]`."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        at, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
+        at, bad = next((i, t) for i, t in enumerate(token_ids, first) if not 0 <= t < vocab_size)
         raise InvalidRequest(f"{name}[{at}]", f"must be in [0, {vocab_size})", bad)
 
 
 def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+    if not low <= value <= high or (open_low and value == low):
         raise InvalidRequest(name, f"must be in {'(' if open_low else '['}{low}, {high}]", value)
 
 

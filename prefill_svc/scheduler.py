@@ -29,6 +29,7 @@ PREPARED_AHEAD = 2
 PATIENCE_S = 2.0
 CHUNK_S = 0.5
 UNKNOWN_RATE = 1000.0
+TELLING_TOKENS = 64
 _CHUNK_SIZES = ((512_000, 4_096), (128_000, 8_192), (32_000, 16_384))
 _DECAY = 0.8
 _RETRY_AFTER_S = (0.1, 60.0)
@@ -179,8 +180,16 @@ class Scheduler:
         return work, min(work.tokens, work.done + size)
 
     def computed(self, work: Work, end: int, seconds: float) -> None:
-        """A chunk up to `end` took so long."""
-        self.rate.add(end - work.done, seconds)
+        """A chunk up to `end` took so long.
+
+        One of fewer than TELLING_TOKENS is mostly overhead, unless all are that short: it may raise the known
+        rate, but neither lower nor establish it. Or short prompts and rests of cached ones would make the worker
+        seem slow, and chunks that take CHUNK_S by their overhead alone would dwindle to single tokens.
+        """
+        tokens = end - work.done
+        telling = tokens >= min(self.chunk_size or TELLING_TOKENS, TELLING_TOKENS)
+        if telling or 0 < self.rate.value * seconds < tokens:
+            self.rate.add(tokens, seconds)
         work.done, work.begun = end, True
         work.computing_s += seconds
 

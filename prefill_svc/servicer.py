@@ -40,7 +40,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         job = self._worker.submit(task)
         try:
             async for event in job.events():
-                yield event_to_proto(event)
+                if isinstance(event, PrefillDone) and event.prompt_tokens:
+                    yield await asyncio.to_thread(event_to_proto, event)
+                else:
+                    yield event_to_proto(event)
         finally:
             self._worker.abort(job, Cancelled("the caller went away"))
 

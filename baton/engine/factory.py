@@ -87,14 +87,14 @@ def _kv_format(model: LoadedModel, dtype: torch.dtype, block_size: int) -> KvFor
 def _pages(config: EngineConfig, page_bytes: int, page_size: int, max_model_len: int, device: torch.device) -> int:
     """Pages of the pool: those that `kv_memory` holds, or what can be used of a share of free memory."""
     if config.kv_memory:
-        pages = config.kv_memory // page_bytes
+        room = config.kv_memory
+    elif device.type == "cuda":
+        room = int(torch.cuda.mem_get_info(device)[0] * _DEVICE_SHARE)
     else:
-        sequences = config.slots + _WAITING_SEQUENCES
-        if device.type == "cuda":
-            share = int(torch.cuda.mem_get_info(device)[0] * _DEVICE_SHARE)
-        else:
-            share = int(host_memory.available() * _HOST_SHARE)
-        pages = min(share // page_bytes, sequences * -(-max_model_len // page_size))
+        room = int(host_memory.available() * _HOST_SHARE)
+    pages = room // page_bytes
     if pages < 1:
-        raise ConfigError(f"kv_memory: {config.kv_memory} bytes hold no page, which has {page_bytes} bytes")
-    return pages
+        raise ConfigError(f"kv_memory: {room} bytes hold no page, which has {page_bytes} bytes")
+    if config.kv_memory:
+        return pages
+    return min(pages, (config.slots + _WAITING_SEQUENCES) * -(-max_model_len // page_size))

@@ -115,7 +115,7 @@ class PagedEngine(ABC):
 
     @abstractmethod
     def _joined(self, row: Row) -> None:
-        """`row` is now the last of the batch."""
+        """`row` becomes the last of the batch; it does not if this raises."""
 
     @abstractmethod
     def _left(self, index: int) -> None:
@@ -164,7 +164,7 @@ class PagedEngine(ABC):
                 f"{handle.owner}: chunk [{start}, {end}) of {len(token_ids)} tokens, "
                 f"max_model_len is {self._spec.max_model_len}"
             )
-        check_token_ids("token_ids", token_ids[start:end], self._spec.vocab_size)
+        check_token_ids("token_ids", token_ids[start : end + 1], self._spec.vocab_size, start)
         with self._pool.pinned(_own(handle), writes=range(start, end)) as pages:
             return self._prefill(pages, token_ids, start, end, on_layer, sample, prompt_logprobs)
 
@@ -246,8 +246,8 @@ class PagedEngine(ABC):
         self._pool.extend(own, paused.capacity)
         with self._pool.pinned(own) as pages:
             self._memory.restore(pages, paused.saved)
-        self._forget_paused(own)
         self._join(paused.row)
+        self._forget_paused(own)
 
     def free(self, handle: KvHandle) -> None:
         """See `Engine.free`."""
@@ -294,9 +294,10 @@ class PagedEngine(ABC):
             raise Overloaded(f"all {self._spec.slots} slots are taken")
 
     def _join(self, row: Row) -> None:
+        # First what may raise: then nothing has joined.
+        self._joined(row)
         self._row_of[row.handle] = len(self._rows)
         self._rows.append(row)
-        self._joined(row)
 
     def _leave(self, index: int) -> None:
         row, last = self._rows[index], self._rows.pop()

@@ -21,7 +21,7 @@ from baton.engine.contract import ChunkResult, EngineSpec
 from baton.engine.paged import PagedEngine, Row
 from baton.engine.torch_memory import TorchMemory
 from baton.errors import BatonError, EngineError
-from baton.model.attention import AttentionBatch, KvCache
+from baton.model.attention import AttentionBatch, KvCache, select
 from baton.model.load import LoadedModel
 from baton.model.sampler import SamplerBatch, token_infos
 from baton.request import SequenceState, TokenInfo
@@ -38,6 +38,8 @@ class TorchEngine(PagedEngine):
         self._decoder = model.decoder
         self._device = model.device
         self._kv = kv
+        # A backend that can't be loaded fails now, not in the first request.
+        select(model.device, model.dtype, kv.dtype, kv.page_size, kv.head_dim)
         width = spec.pages_for(spec.max_model_len)
         self._tables = torch.zeros(max(1, spec.slots), width, dtype=torch.int32, device=model.device)
         self._filled: list[int] = []
@@ -87,8 +89,8 @@ class TorchEngine(PagedEngine):
         return infos
 
     def _joined(self, row: Row) -> None:
-        self._filled.append(0)
         self._sampler.add(row.handle.owner, row.state)
+        self._filled.append(0)
 
     def _left(self, index: int) -> None:
         last = len(self._filled) - 1
@@ -101,10 +103,11 @@ class TorchEngine(PagedEngine):
     def _fill_tables(self, rows: Sequence[Row]) -> int:
         """Enter pages that handles have gained; the width of the table that this step needs."""
         for index, row in enumerate(rows):
-            filled, gained = self._filled[index], row.handle.pages[: self._tables.shape[1]]
-            if len(gained) > filled:
-                self._tables[index, filled : len(gained)] = self._tensor(gained[filled:], torch.int32)
-                self._filled[index] = len(gained)
+            filled, pages = self._filled[index], row.handle.pages
+            held = min(len(pages), self._tables.shape[1])
+            if held > filled:
+                self._tables[index, filled:held] = self._tensor(pages[filled:held], torch.int32)
+                self._filled[index] = held
         return self.spec.pages_for(max(row.position for row in rows) + 1)
 
     def _sample_first(self, hidden: Tensor, states: Sequence[SequenceState]) -> list[TokenInfo]:

@@ -6,7 +6,8 @@ affair of the linear's `storage`: `DenseStorage` here is the plain one; a quanti
 `linear.storage` and nothing else changes.
 
 Modules are built with uninitialised weights; `parts()` says what must be loaded, by name and full shape.
-Numerics follow transformers' modelling code: norms and rotary embeddings are computed in float32.
+Numerics follow transformers' modelling code, norms in float32, but for one thing: rotary embeddings are applied
+in float32 too, where transformers rounds cosines and sines to the compute dtype first.
 """
 
 from __future__ import annotations
@@ -204,7 +205,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(nn.Module):
-    """The output projection, split over the vocabulary like the embedding, and gathered."""
+    """The output projection, split over the vocabulary like the embedding, and gathered.
+
+    Its memory is taken by `load_shard`, since a tied one needs none.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement, parallel: Parallel) -> None:
         super().__init__()
@@ -212,7 +216,8 @@ class ParallelLMHead(nn.Module):
         self._parallel = parallel
         share = math.ceil(vocab_size / parallel.size)
         self._first = parallel.rank * share
-        self.storage = DenseStorage(share, hidden_size, False, placement)
+        self._device = placement.device
+        self.storage = DenseStorage(share, hidden_size, False, Placement(placement.dtype, torch.device("meta")))
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """What must be loaded unless tied: part name to full checkpoint shape."""
@@ -220,6 +225,7 @@ class ParallelLMHead(nn.Module):
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of the full projection."""
+        self.storage.to_empty(device=self._device)
         self.storage.load(0, tensor[self._first : self._first + self.storage.weight.shape[0]])
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:

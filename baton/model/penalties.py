@@ -43,7 +43,7 @@ class PenaltyTable:
         if not self._free:
             self._grow(self._ids.shape[0] * 2, self._ids.shape[1])
         self._grow(self._ids.shape[0], len(columns))
-        entry = self._free.pop()
+        entry = self._free[-1]
         used = len(columns)
         self._ids[entry, :used] = self._tensor(list(columns))
         self._counts[entry, :used] = self._tensor(counts).float()
@@ -52,7 +52,7 @@ class PenaltyTable:
         strength = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
         self._strength[entry] = self._tensor(strength).float()
         self._columns[entry] = columns
-        return entry
+        return self._free.pop()
 
     def remove(self, entry: int) -> None:
         """Forget an entry."""

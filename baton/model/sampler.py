@@ -35,6 +35,9 @@ from baton.request import SamplingParams, SequenceState, TokenInfo
 WINDOW = 256
 _BLOCK = 512
 
+_COLDEST = torch.finfo(torch.float32).tiny
+"""The lowest temperature divided by: a lower one could become 0 in float32, and make NaN of 0 / 0."""
+
 
 @dataclass(eq=False, slots=True)
 class _Row:
@@ -211,7 +214,7 @@ class SamplerBatch:
             else None,
             greedy=self._index([i for i, row in rows if row.params.greedy]) if drawn else None,
             drawn=self._index([i for i, _ in drawn]),
-            temperature=self._floats([params.temperature for _, params in drawn])[:, None],
+            temperature=self._floats([max(params.temperature, _COLDEST) for _, params in drawn])[:, None],
             free=self._index([j for j, (_, params) in enumerate(drawn) if not self._is_limited(params)]),
             limited=self._index([j for j, _ in limited]),
             limits=self._limits([params for _, params in limited]),
@@ -233,15 +236,15 @@ class SamplerBatch:
     def _limits(self, rows: Sequence[SamplingParams]) -> _Limits:
         return _Limits(
             top_k=self._index([min(p.top_k or self._vocab_size, self._vocab_size) for p in rows])[:, None],
-            top_p=self._floats([p.top_p if p.top_p < 1.0 else math.inf for p in rows]).double()[:, None],
+            top_p=self._floats([p.top_p if p.top_p < 1.0 else math.inf for p in rows], torch.float64)[:, None],
             log_min_p=self._floats([math.log(p.min_p) if p.min_p else -math.inf for p in rows])[:, None],
         )
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _floats(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+    def _floats(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
 
 
 def draw(scaled: Tensor, uniforms: Tensor) -> Tensor:

@@ -55,8 +55,13 @@ class Exports:
         self._closed = False
 
     def announce(self, transfer_id: str) -> None:
-        """The id will be opened or withdrawn: fetches of it wait as long as their callers do."""
+        """The id will be opened or withdrawn: fetches of it wait as long as their callers do.
+
+        Raises as `open` does, and InvalidRequest if another prompt has announced it.
+        """
         self._admit(transfer_id)
+        if transfer_id in self._announced:
+            raise InvalidRequest("transfer_id", "is announced already", transfer_id)
         self._announced.add(transfer_id)
         self._tell(transfer_id)
 

@@ -53,6 +53,11 @@ class WorkerConfig:
                 _check(getattr(self, each.name), each.metadata)
             except ConfigError as error:
                 raise ConfigError(f"{each.name}: {error}") from None
+        if self.kv_advertise:
+            try:
+                parse_address(self.kv_advertise)
+            except ConfigError as error:
+                raise ConfigError(f"kv_advertise: {error}") from None
 
     @property
     def checkpoint(self) -> str:

@@ -1,8 +1,9 @@
 """A worker as a process: start, say where it listens, serve until told to stop, drain.
 
 On SIGTERM or SIGINT the worker drains and the process ends with status 0; a second signal cuts the drain
-short. When the worker itself fails, the process says why and ends with status 1. Signal handlers are set here
-and nowhere else.
+short. When the worker itself fails, the process says why and ends with status 1; so it does when the worker
+can't stop within STOP_S, because its engine thread hangs: a thread can't be ended otherwise. Signal handlers are
+set here and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from baton.worker.listeners import Addresses
 
+STOP_S = 15.0
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 _log = logging.getLogger(__name__)
@@ -43,18 +46,28 @@ async def serve(app: contextlib.AbstractAsyncContextManager[WorkerApp], role: st
 
 
 async def _serve(app: contextlib.AbstractAsyncContextManager[WorkerApp], role: str, stop: asyncio.Queue[str]) -> int:
-    async with app as worker:
-        where = worker.addresses
-        line = f"listening control={where.control} kv={where.kv} ops={where.ops}"
-        _log.info("%s %s", role, line)
-        print(line, flush=True)
-        name = await _first(stop, worker.failed)
-        if name is None:
-            _log.error("%s failed: %s", role, worker.failed.exception())
-            return 1
-        _log.info("%s draining after %s", role, name)
-        await _drain(worker, stop)
+    with contextlib.ExitStack() as stopping:
+        async with app as worker:
+            where = worker.addresses
+            line = f"listening control={where.control} kv={where.kv} ops={where.ops}"
+            _log.info("%s %s", role, line)
+            print(line, flush=True)
+            name = await _first(stop, worker.failed)
+            try:
+                if name is None:
+                    _log.error("%s failed: %s", role, worker.failed.exception())
+                    return 1
+                _log.info("%s draining after %s", role, name)
+                await _drain(worker, stop)
+            finally:
+                limit = asyncio.get_running_loop().call_later(STOP_S, _give_up, role)
+                stopping.callback(limit.cancel)
     return 0
+
+
+def _give_up(role: str) -> None:
+    _log.error("%s does not stop within %g s: its engine hangs", role, STOP_S)
+    os._exit(1)
 
 
 @contextlib.contextmanager

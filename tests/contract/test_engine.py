@@ -356,6 +356,11 @@ def test_token_ids_outside_the_vocabulary_are_named(rig: Rig) -> None:
     for bad in (engine.spec.vocab_size, -1):
         with pytest.raises(InvalidRequest, match=r"token_ids\[2\]"):
             engine.prefill_chunk(handle, [1, 2, bad, 4], 0, 4, on_layer=ignore)
+        with pytest.raises(InvalidRequest, match=r"token_ids\[2\]"):
+            engine.prefill_chunk(handle, [1, 2, bad, 4], 1, 3, on_layer=ignore)
+        # A successor is scored though it lies beyond the chunk.
+        with pytest.raises(InvalidRequest, match=r"token_ids\[2\]"):
+            engine.prefill_chunk(handle, [1, 2, bad, 4], 0, 2, on_layer=ignore, prompt_logprobs=0)
 
 
 def test_the_engine_keeps_its_own_output_ids(rig: Rig) -> None:

@@ -99,6 +99,32 @@ def test_a_handle_is_inserted_once(rig: Rig) -> None:
         engine.insert(small, state(rig.prompt(18), outputs=[1]))
 
 
+def test_a_sequence_that_can_not_join_leaves_the_batch_as_it_was(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = rig.engine()
+    expected = generate(engine, state(rig.prompt(10)), 4)
+    handle, outputs = start(engine, "a/1", state(rig.prompt(10)))
+    paused, late = start(engine, "b/1", state(rig.prompt(12)))[0], engine.reserve("c/1", 20)
+    engine.pause(paused)
+
+    def fail(_row: Any) -> None:
+        raise MemoryError("no room for a row")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_joined", fail)
+        with pytest.raises(MemoryError):
+            engine.insert(late, state(rig.prompt(12), outputs=[1]))
+        with pytest.raises(MemoryError):
+            engine.resume(paused)
+    outputs.append(step(engine)[handle])
+    engine.resume(paused)
+    tokens = step(engine)
+    assert set(tokens) == {handle, paused}
+    outputs.append(tokens[handle])
+    engine.free(paused)
+    outputs.append(step(engine)[handle])
+    assert outputs == expected
+
+
 def test_a_freed_sequence_leaves_at_the_next_step(rig: Rig) -> None:
     engine = rig.engine()
     wanted = [state(rig.prompt(10 + i, seed=i), MIXED[i]) for i in range(3)]

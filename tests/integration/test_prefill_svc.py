@@ -1,6 +1,7 @@
 """The prefill service over real gRPC, on an engine whose tokens are computable by hand."""
 
 import asyncio
+import threading
 from typing import Any
 
 import grpc
@@ -9,6 +10,8 @@ import pytest
 from baton.engine.fake import PREFILL_LOGPROB, PROMPT_LOGPROB, FakeEngine, expected_tokens
 from baton.pb import inference_pb2, prefill_pb2
 from baton.request import SamplingParams
+from prefill_svc.job import PrefillDone, PrefillProgress
+from prefill_svc.servicer import event_to_proto
 from tests.prefill import GREEDY, PROMPT, Gate, decode, decoder, read, serving, status_of
 
 
@@ -97,6 +100,21 @@ async def test_prompt_logprobs_cover_the_prompt(output: tuple[int, ...]) -> None
     assert [token.token_id for token in done.prompt_tokens] == PROMPT[:20]
     assert not done.prompt_tokens[0].HasField("logprob")
     assert {token.logprob for token in done.prompt_tokens[1:]} == {PROMPT_LOGPROB}
+
+
+async def test_prompt_logprobs_become_a_message_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def record(event: PrefillProgress | PrefillDone) -> prefill_pb2.PrefillEvent:
+        if isinstance(event, PrefillDone):
+            threads.append(threading.current_thread())
+        return event_to_proto(event)
+
+    monkeypatch.setattr("prefill_svc.servicer.event_to_proto", record)
+    params = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=1)
+    async with serving() as client:
+        assert len((await client.done(params=params)).prompt_tokens) == len(PROMPT)
+    assert threading.main_thread() not in threads
 
 
 async def test_a_short_prompt_overtakes_a_long_one_at_a_chunk_boundary() -> None:

@@ -209,6 +209,18 @@ async def test_close_does_not_wait_for_a_stalled_server(server: Server) -> None:
     assert time.monotonic() - started < 5
 
 
+async def test_close_leaves_no_connection(server: Server) -> None:
+    cache = open_cache(server.url)
+    await fill(cache)
+    await asyncio.gather(*(cache.lookup(DIGESTS) for _ in range(4)))
+    with server.client() as client:
+        assert len(client.client_list()) > 1
+        await cache.close()
+        async with asyncio.timeout(5):
+            while len(await asyncio.to_thread(client.client_list)) > 1:
+                pass  # the server sees the end of a connection in its own time
+
+
 async def test_password_and_wrong_password(tmp_path: Path) -> None:
     with running("valkey", tmp_path, "--requirepass", "pass", tcp=True) as server:
         before = faults("auth")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
@@ -27,6 +28,7 @@ from redis.exceptions import (
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisError,
     ResponseError,
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -139,8 +141,10 @@ class RedisPrefixCache:
             metrics.PREFIX_BLOCKS.labels("dropped").inc(len(self._queue))
         if self._writer is not None:
             self._writer.cancel()
-            await asyncio.wait([self._writer])
-        await self._client.aclose()
+            await asyncio.wait([self._writer], timeout=_CLOSE_S)
+        with suppress(TimeoutError, OSError, RedisError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._client.aclose()
 
     async def _write(self) -> None:
         while True:
@@ -213,7 +217,7 @@ def _client(url: str, budget_s: float) -> Redis:
         )
     except (ValueError, TypeError) as error:
         raise ConfigError(f"redis: {error}, got {_without_password(url)!r}") from error
-    return Redis(connection_pool=pool)
+    return Redis.from_pool(pool)  # which closes the pool with the client
 
 
 def _without_password(url: str) -> str:

@@ -41,6 +41,11 @@ def available() -> bool:
     return find_spec("flash_attn") is not None
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether `device` is a GPU that the kernels are built for: Ampere or newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def supports(dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, head_dim: int) -> bool:
     """Whether the kernels can read such a cache with such queries."""
     return (

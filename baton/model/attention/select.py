@@ -17,8 +17,8 @@ def select(
 ) -> AttentionBackend:
     """The fastest backend for queries of `dtype` over such a cache on `device`; the answer is kept."""
     if (
-        device.type == "cuda"
-        and flash_backend.available()
+        flash_backend.available()
+        and flash_backend.runs_on(device)
         and flash_backend.supports(dtype, kv_dtype, page_size, head_dim)
     ):
         return flash_backend.FlashAttention(flash_backend.FlashKernels.load())

@@ -74,6 +74,9 @@ def test_automatic_memory_is_a_share_of_what_is_free(checkpoint: Path, monkeypat
     assert small.spec.pages == int((50 << 20) * 0.15) // page_bytes
     bounded = engine_of(checkpoint, kv_memory=0, max_model_len=64, slots=2)
     assert bounded.spec.pages == (2 + 8) * 4
+    monkeypatch.setattr(factory.host_memory, "available", lambda: 1000)
+    with pytest.raises(ConfigError, match="kv_memory: 150 bytes hold no page, which has 18432 bytes"):
+        engine_of(checkpoint, kv_memory=0)
 
 
 def test_greedy_equals_transformers(checkpoint: Path) -> None:
@@ -179,6 +182,17 @@ def test_read_bytes_are_canonical(checkpoint: Path) -> None:
     home = engine.reserve("b/1", 30)
     engine.write_kv(home, 2, 3, 0, [other[0], replace(part, data=memoryview(padded)[1:])])
     assert engine.read_kv(home, 2, range(3, 19), range(1))[1].data == part.data
+
+
+def test_an_attention_backend_that_can_not_be_loaded_fails_the_build(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: Any) -> None:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(torch_engine, "select", fail)
+    with pytest.raises(ImportError, match="undefined symbol"):
+        engine_of(checkpoint)
 
 
 def test_threads_are_set(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,7 @@ def cases(page_sizes: tuple[int, ...] = (16, 256)) -> list[Case]:
     decode = tuple((1, context) for context in (1, 2, 3, 15, 16, 17, 31, 64, 65, 200))
     alone = [((1, 33),), ((33, 33),), ((20, 33),), decode, ((16, 16), (300, 300)), ((9, 9), (10, 10))]
     others = [
-        Case(page, window=window, lengths=lengths)
-        for page, window, lengths in product(page_sizes, (None, 9), alone)
+        Case(page, window=window, lengths=lengths) for page, window, lengths in product(page_sizes, (None, 9), alone)
     ]
     # Longer than a block of queries, from the start and from the middle.
     long = [

@@ -27,9 +27,7 @@ def forward(model: LoadedModel, kv: KvCache, parts: list[tuple[Sequence, list[in
     for row, (sequence, _) in zip(tables, parts, strict=True):
         row[: len(sequence.table)] = sequence.table
     contexts = [sequence.length + len(ids) for sequence, ids in parts]
-    batch = AttentionBatch.build(
-        [len(ids) for _, ids in parts], contexts, tables.to(model.device), kv.page_size
-    )
+    batch = AttentionBatch.build([len(ids) for _, ids in parts], contexts, tables.to(model.device), kv.page_size)
     token_ids = torch.tensor([token for _, ids in parts for token in ids], device=model.device)
     hidden: Tensor = model.decoder(token_ids, batch.positions, batch, kv)
     for (sequence, _), context in zip(parts, contexts, strict=True):
@@ -41,9 +39,7 @@ def chunked_logits(model: LoadedModel, ids: list[int], chunk: int, page_size: in
     """Logits of every position, `[len(ids), vocab]`, computed `chunk` tokens at a time."""
     kv = model.new_kv_cache(-(-len(ids) // page_size) + 2, page_size)
     sequence = Sequence(kv, len(ids))
-    hidden = [
-        forward(model, kv, [(sequence, ids[begin : begin + chunk])]) for begin in range(0, len(ids), chunk)
-    ]
+    hidden = [forward(model, kv, [(sequence, ids[begin : begin + chunk])]) for begin in range(0, len(ids), chunk)]
     return model.decoder.logits(torch.cat(hidden))
 
 

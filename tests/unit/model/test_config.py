@@ -50,9 +50,7 @@ def test_what_is_left_out_is_derived() -> None:
 
 
 def test_null_counts_as_left_out() -> None:
-    assert (
-        read(num_key_value_heads=None, head_dim=None, rope_scaling=None, tie_word_embeddings=None) == read()
-    )
+    assert read(num_key_value_heads=None, head_dim=None, rope_scaling=None, tie_word_embeddings=None) == read()
 
 
 @pytest.mark.parametrize(
@@ -96,9 +94,7 @@ def test_simple_rope_spellings(spelling: dict[str, Any], rope: RopeConfig) -> No
     assert read(**spelling).rope == rope
 
 
-@pytest.mark.parametrize(
-    "spelling", [{"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"dtype": "torch.bfloat16"}]
-)
+@pytest.mark.parametrize("spelling", [{"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"dtype": "torch.bfloat16"}])
 def test_dtype_spellings(spelling: dict[str, str]) -> None:
     assert read(**spelling).dtype == "bfloat16"
 

@@ -51,10 +51,7 @@ def test_is_known_without_hashing_twice(checkpoint: Path, hashed: list[str]) -> 
 
 def test_place_and_file_names_do_not_matter(checkpoint: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
-    assert (
-        load_model(copy, dtype=torch.float32).fingerprint
-        == load_model(checkpoint, dtype=torch.float32).fingerprint
-    )
+    assert load_model(copy, dtype=torch.float32).fingerprint == load_model(checkpoint, dtype=torch.float32).fingerprint
 
 
 def test_changed_content_is_noticed_at_equal_size(checkpoint: Path, hashed: list[str]) -> None:

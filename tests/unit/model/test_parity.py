@@ -94,9 +94,7 @@ def test_rope_scaling_matters(tmp_path: Path) -> None:
     """The Llama checkpoint really depends on its RoPE scaling, or parity on it would say nothing."""
     scaled = load_model(make_checkpoint("llama", tmp_path / "scaled"), dtype=torch.float32)
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    plain = load_model(
-        make_checkpoint("llama", tmp_path / "plain", rope_parameters=rope), dtype=torch.float32
-    )
+    plain = load_model(make_checkpoint("llama", tmp_path / "plain", rope_parameters=rope), dtype=torch.float32)
     ids = prompt_ids(LENGTH)
     difference = chunked_logits(scaled, ids, 64, 16) - chunked_logits(plain, ids, 64, 16)
     assert difference.abs().max() > 1

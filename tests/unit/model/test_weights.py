@@ -15,6 +15,9 @@ from torch import Tensor
 
 from baton.errors import ModelError
 from baton.model.checkpoint import INDEX_NAME, SINGLE_NAME, resolve
+from baton.model.config import ModelConfig
+from baton.model.decoder import Decoder
+from baton.model.layers import Parallel, Placement
 from baton.model.load import load_model
 from tests.checkpoints import load_reference, make_checkpoint, prompt_ids
 from tests.unit.model.runner import chunked_logits
@@ -51,6 +54,13 @@ def test_tied_checkpoint_has_no_projection(tmp_path: Path) -> None:
     assert decoder.head.storage.weight is decoder.embedding.weight
 
 
+def test_an_output_projection_takes_memory_only_when_loaded(checkpoint: Path) -> None:
+    config = ModelConfig.from_pretrained(checkpoint)
+    decoder = Decoder(config, Placement(torch.float32, torch.device("cpu")), Parallel())
+    assert decoder.head.storage.weight.is_meta
+    assert not any(parameter.is_meta for parameter in load_model(checkpoint, dtype=torch.float32).decoder.parameters())
+
+
 def test_tied_checkpoint_may_repeat_the_embedding(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, tied=True)
     expected = logits(tmp_path)
@@ -62,9 +72,7 @@ def test_tied_checkpoint_may_repeat_the_embedding(tmp_path: Path) -> None:
 
 def test_a_projection_that_differs_counts_though_tied(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, tied=True)
-    edit(
-        tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].flip(0).contiguous()})
-    )
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].flip(0).contiguous()}))
     with torch.inference_mode():
         expected = load_reference(tmp_path)(torch.tensor([prompt_ids(20)])).logits[0]
     torch.testing.assert_close(logits(tmp_path), expected, rtol=0, atol=1e-4)

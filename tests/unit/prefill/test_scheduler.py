@@ -54,6 +54,45 @@ def test_rate_forgets() -> None:
     assert rate.value == pytest.approx(100, rel=0.01)
 
 
+def compute(s: Scheduler, tokens: int, done: int = 0, overhead: float = 0.05) -> list[int]:
+    """Chunk sizes of one prompt on a machine that computes 1,000 tokens/s beside an overhead for each chunk."""
+    work, sizes = admit_ready(s, tokens, done=done), []
+    while work.left:
+        work, end = s.next_chunk(0.0) or (work, 0)
+        sizes.append(end - work.done)
+        s.computed(work, end, overhead + sizes[-1] / 1_000)
+    s.remove(work)
+    return sizes
+
+
+def test_short_chunks_do_not_make_the_worker_seem_slow() -> None:
+    s = scheduler(chunk=0)
+    assert compute(s, 3) == [3]
+    assert s.rate.value == 0, "mostly overhead"
+    assert compute(s, 2_000) == [2_000]
+    rate = s.rate.value
+    for _ in range(30):
+        compute(s, 2_000, done=1_999)
+    assert s.rate.value == rate
+    assert compute(s, 2_000)[0] == int(rate * 0.5)
+
+
+def test_chunks_do_not_dwindle_where_one_alone_takes_longer_than_its_share() -> None:
+    s = scheduler(chunk=0)
+    for _ in range(5):
+        sizes = compute(s, 2_000, overhead=0.6)
+    assert min(sizes[:-1]) > 30
+
+
+def test_a_chunk_that_was_slow_once_is_forgotten() -> None:
+    s = scheduler(chunk=0)
+    compute(s, 100, overhead=10.0)
+    assert s.rate.value < 10
+    for _ in range(5):
+        sizes = compute(s, 2_000)
+    assert sizes[0] > 300
+
+
 def test_a_short_prompt_overtakes_at_the_chunk_boundary() -> None:
     s = scheduler()
     long = admit_ready(s, 1_000)

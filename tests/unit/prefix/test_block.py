@@ -13,10 +13,7 @@ FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("s", "bfloat16", (2,))
 def random_layers(blocks: int) -> list[list[PartData]]:
     tokens = blocks * FORMAT.block_size
     return [
-        [
-            PartData(p.name, p.dtype, (tokens, *p.shape), os.urandom(tokens * p.token_bytes))
-            for p in FORMAT.parts
-        ]
+        [PartData(p.name, p.dtype, (tokens, *p.shape), os.urandom(tokens * p.token_bytes)) for p in FORMAT.parts]
         for _ in range(FORMAT.layers)
     ]
 

@@ -14,7 +14,7 @@ from baton.errors import EngineError
 from baton.model.noise import uniform
 from baton.model.penalties import PenaltyTable, has_penalties
 from baton.model.sampler import WINDOW, SamplerBatch, draw, token_infos
-from baton.request import SamplingParams, SequenceState
+from baton.request import MIN_REPETITION_PENALTY, SamplingParams, SequenceState
 
 EOS = frozenset({2})
 CPU = torch.device("cpu")
@@ -26,9 +26,11 @@ EVERYTHING = [
     SamplingParams(seed=2, temperature=0.3),
     SamplingParams(seed=3, temperature=50.0),
     SamplingParams(seed=4, temperature=1e-30),
+    SamplingParams(seed=4, temperature=1e-46),
     SamplingParams(seed=5, top_k=1),
     SamplingParams(seed=6, top_k=7, temperature=1.5),
     SamplingParams(seed=7, top_p=0.6),
+    SamplingParams(seed=7, top_p=1e-46),
     SamplingParams(seed=8, top_p=0.999, temperature=2.0),
     SamplingParams(seed=9, min_p=0.2, temperature=2.0),
     SamplingParams(seed=10, min_p=1.0),
@@ -36,6 +38,7 @@ EVERYTHING = [
     SamplingParams(seed=12, top_k=2**31 - 1, top_p=0.5),
     SamplingParams(temperature=0.0, repetition_penalty=1.8),
     SamplingParams(temperature=0.0, repetition_penalty=0.5, presence_penalty=-1.0),
+    SamplingParams(seed=12, repetition_penalty=MIN_REPETITION_PENALTY),
     SamplingParams(seed=13, frequency_penalty=1.5, presence_penalty=0.5, top_k=5),
     SamplingParams(seed=14, logit_bias=((3, 4.0), (5, -100.0), (6, 1.0))),
     SamplingParams(temperature=0.0, logit_bias=((3, 100.0),), repetition_penalty=2.0),
@@ -66,7 +69,7 @@ def plain(logits: Tensor, state: SequenceState, mask: Tensor | None = None) -> i
         x[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
     if params.greedy:
         return int(x.argmax())
-    x = ((x - x.max()) / params.temperature).double()
+    x = (x - x.max()).double() / params.temperature
     x[x < math.log(params.min_p or 1e-300)] = -math.inf
     if 0 < params.top_k < len(x):
         x[x < x.sort(descending=True).values[params.top_k - 1]] = -math.inf
@@ -223,7 +226,7 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_a_mask_bounds_greedy_and_drawn_rows() -> None:
     vocab = 50
-    states = states_of(EVERYTHING[:13], vocab)
+    states = states_of(EVERYTHING[:15], vocab)
     logits = some_logits(len(states), vocab)
     mask = torch.rand(len(states), vocab, generator=torch.Generator().manual_seed(1)) < 0.3
     expected = [plain(row, state, allowed) for row, state, allowed in zip(logits, states, mask, strict=True)]

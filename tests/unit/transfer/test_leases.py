@@ -185,6 +185,14 @@ async def test_an_unknown_id_waits_briefly_an_announced_one_longer(
     assert exports._awaited == {}
 
 
+async def test_an_id_is_announced_by_one(exports: Exports, engine: Engine) -> None:
+    exports.announce("t")
+    with pytest.raises(InvalidRequest, match="announced already"):
+        exports.announce("t")
+    _, ends = ready(exports, engine, "t", TOKENS)
+    assert ends == []
+
+
 async def test_another_incarnation_is_refused_at_once(exports: Exports, engine: Engine) -> None:
     ready(exports, engine, "t", TOKENS)
     for refused in (exports.find("t", "second"), exports.find("unknown", "second")):

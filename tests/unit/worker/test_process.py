@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from baton.errors import EngineError
+from baton.worker import process
 from baton.worker.listeners import Addresses
 from baton.worker.process import serve
 
@@ -70,3 +71,24 @@ async def test_a_worker_that_fails_ends_with_an_error() -> None:
     worker.failed.set_exception(EngineError("page audit failed"))
     assert await asyncio.wait_for(serving, 10) == 1
     assert worker.life == ["stopped"]
+
+
+async def test_a_worker_that_does_not_stop_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, statuses = asyncio.Event(), []
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        stopped.set()
+
+    class Wedged(Worker):
+        @contextlib.asynccontextmanager
+        async def run(self) -> AsyncIterator[Worker]:
+            yield self
+            await stopped.wait()
+
+    monkeypatch.setattr(process, "STOP_S", 0.02)
+    monkeypatch.setattr(os, "_exit", end)
+    worker = Wedged()
+    worker.failed.set_exception(EngineError("the engine hangs"))
+    await asyncio.wait_for(serve(worker.run(), "decode"), 10)
+    assert statuses == [1]

@@ -32,6 +32,7 @@ SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, 4)
         ({"block_size": 0}, "block_size: .*0"),
         ({"control": "nowhere"}, "control: .*'nowhere'"),
         ({"kv": "host:99999"}, "kv: .*99999"),
+        ({"kv_advertise": "host"}, "kv_advertise: .*'host'"),
         ({"stall_s": float("nan")}, "stall_s: .*nan"),
         ({"log_level": "loud"}, "log_level: .*'loud'"),
     ],
