@@ -1,6 +1,6 @@
 """The Python client: `AsyncClient`, and `Client` with the same face without async.
 
-    with Client("127.0.0.1:50051") as client:
+    with Client("127.0.0.1:50050") as client:
         for delta in client.generate("def fib(n):", max_tokens=64, temperature=0):
             print(delta.text, end="")
 

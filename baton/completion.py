@@ -24,15 +24,15 @@ class Sampling(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    logit_bias: Mapping[int, float]
+    logit_bias: Mapping[int, float] | None
     seed: int | None
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
     ignore_eos: bool
     logprobs: int | None
     prompt_logprobs: int | None
     n: int
-    allowed_token_ids: Sequence[int]
+    allowed_token_ids: Sequence[int] | None
     skip_special_tokens: bool
     include_stop_in_output: bool
 

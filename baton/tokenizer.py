@@ -2,7 +2,8 @@
 
 `Tokenizer.load` reads `tokenizer.json`, `tokenizer_config.json` and the chat template (`chat_template.jinja`, or
 the `chat_template` key of older checkpoints, a string or a list of named ones). Chats are rendered as transformers'
-`apply_chat_template` renders them. `tokenizers` gives up the GIL while it works: long texts belong on a thread.
+`apply_chat_template` renders them. Long texts belong on a thread: `encode` and `decode` give up the GIL, which of
+the functions of `tokenizers` only those for batches do.
 """
 
 from __future__ import annotations
@@ -69,11 +70,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the special tokens that the post-processor adds."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids without a token are left out, bytes that are not UTF-8 become U+FFFD."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A new incremental decoder, whose pieces together equal `decode`."""

@@ -146,7 +146,9 @@ class DecodeService:
         except OutOfPages as error:
             return Reserved(request.key, False, str(error))
         self._idle.clear()
-        self._set_timer(attempt, self._config.start_timeout_s, "was reserved but not started in time")
+        # It is not the request's deadline that passes here, so another attempt may follow.
+        unused = "was reserved but not started in time"
+        self._set_timer(attempt, self._config.start_timeout_s, FailureKind.TRANSFER, unused)
         self._load_changed()
         return Reserved(request.key, True)
 
@@ -160,7 +162,7 @@ class DecodeService:
         self.attempts.start(attempt)
         self._timers.pop(attempt).cancel()
         if start.deadline_s is not None:
-            self._set_timer(attempt, start.deadline_s, "has passed its deadline")
+            self._set_timer(attempt, start.deadline_s, FailureKind.DEADLINE, "has passed its deadline")
         task = asyncio.create_task(self._fetch_and_decode(attempt, start), name=f"fetch {start.key}")
         self._fetches[attempt] = task
         self._tasks.add(task)
@@ -237,11 +239,9 @@ class DecodeService:
             self._tokens_per_second = before + _RATE_WEIGHT * (rate - before)
         self._load_changed()
 
-    def _set_timer(self, attempt: Attempt, seconds: float, what: str) -> None:
+    def _set_timer(self, attempt: Attempt, seconds: float, kind: FailureKind, what: str) -> None:
         message = f"{attempt.key} {what} ({seconds:g} s)"
-        self._timers[attempt] = asyncio.get_running_loop().call_later(
-            seconds, self._fail, attempt, FailureKind.DEADLINE, message
-        )
+        self._timers[attempt] = asyncio.get_running_loop().call_later(seconds, self._fail, attempt, kind, message)
 
     def _fail(self, attempt: Attempt, kind: FailureKind, message: str) -> None:
         if attempt.state is not AttemptState.ENDED:

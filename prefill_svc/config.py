@@ -11,7 +11,10 @@ from baton.worker.config import WorkerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(WorkerConfig):
-    """Settings of one prefill worker; raises ConfigError naming the field and the value seen."""
+    """Settings of one prefill worker.
+
+    Raises ConfigError naming the field and the value seen.
+    """
 
     chunk_size: int = option(0, help="Tokens in a chunk; 0: by prompt length and measured rate.", minimum=0)
     max_waiting: int = option(64, help="Most prompts that wait for their first chunk.", minimum=1)

@@ -9,7 +9,7 @@ import click
 from baton.config import parse_address, parse_bytes
 from baton.errors import ConfigError, InvalidRequest
 
-DEFAULT_GRPC = "127.0.0.1:50051"
+DEFAULT_GRPC = "127.0.0.1:50050"
 
 
 class Address(click.ParamType[str]):

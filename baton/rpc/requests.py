@@ -32,8 +32,8 @@ def generate_request(model: str, prompt: Prompt, sampling: Sampling) -> pb.Gener
     if isinstance(stop := values.get("stop"), str):
         values["stop"] = (stop,)
     for name in ("stop", "stop_token_ids", "allowed_token_ids"):
-        values[name] = tuple(values.get(name, ()))
-    values["logit_bias"] = tuple(sorted(dict(values.get("logit_bias", {})).items()))
+        values[name] = () if values.get(name) is None else tuple(values[name])
+    values["logit_bias"] = tuple(sorted(dict(values.get("logit_bias") or {}).items()))
     params = SamplingParams(**values)
     params.check_model(_TOKEN_IDS)
     for index, text in enumerate(params.stop):
