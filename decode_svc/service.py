@@ -194,6 +194,8 @@ class DecodeService:
                     timeout_s=self._config.fetch_timeout_s,
                     stall_timeout_s=self._config.fetch_stall_s,
                 )
+            if attempt.state is AttemptState.ENDED:
+                return
             now = time.monotonic()
             sequences = self.attempts.commit(attempt, handoff, (now - started) * 1e3, now)
         except BatonError as error:
@@ -260,7 +262,8 @@ class DecodeService:
             timer.cancel()
         task = self._fetches.pop(attempt, None)
         if task is not None and task is not asyncio.current_task():
-            task.cancel()
+            # A task that is cancelled before its first step would never release the export.
+            asyncio.get_running_loop().call_soon(task.cancel)
         if not self.attempts:
             self._idle.set()
         self._load_changed()

@@ -12,7 +12,10 @@ from baton.telemetry.logs import LEVELS
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Settings of one router; raises ConfigError naming the field and the value seen."""
+    """Settings of one router.
+
+    Raises ConfigError naming the field and the value seen.
+    """
 
     prefill: tuple[str, ...] = option((), help="Prefill workers: HOST:PORT or dns:///NAME:PORT, with commas.")
     decode: tuple[str, ...] = option((), help="Decode workers: HOST:PORT or dns:///NAME:PORT, with commas.")

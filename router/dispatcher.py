@@ -16,7 +16,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from baton.errors import InvalidRequest, Unavailable
+from baton.errors import BatonError, InvalidRequest, Unavailable
 from baton.telemetry.metrics import LINE_LENGTH
 from router.config import RouterConfig
 from router.events import Deliver
@@ -188,7 +188,7 @@ class Dispatcher:
                     max_new_tokens=asked.max_new_tokens,
                     choices=asked.choices,
                 )
-        except (TimeoutError, Unavailable) as error:
+        except (TimeoutError, BatonError) as error:
             _logger.warning("reservation %s/%d failed: %r", asked.request_id, asked.attempt, error)
         finally:
             if not answer.granted:
@@ -202,6 +202,10 @@ class Dispatcher:
     def _pump(self) -> None:
         """Give turns, in the order of the line, as long as there are seats."""
         while (waiter := self._line.head(self._loop.time())) is not None:
+            if waiter.turn.done():
+                # It was cancelled, and its task has yet to wake up and leave the line.
+                self._line.remove(waiter)
+                continue
             demand = waiter.application.demand
             stands = demand.decodes and self._refused_at is not None
             if stands and (self._probe is not None or self._refused_at == self._version):

@@ -14,13 +14,20 @@ from dataclasses import dataclass, replace
 from baton.errors import InvalidRequest, NotFound, shown
 from baton.pb import inference_pb2
 from baton.request import check_token_ids
+from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import sampling_from_proto
 from baton.tokenizer import Tokenizer
 from router.request import NoText, Request
 from router.stops import StopString
 
+MAX_ROLE_LENGTH = 64
+
 _INLINE_BYTES = 4096
 _INLINE_TOKENS = 4096
+
+_LOGPROB_BYTES = 11
+_TOKEN_BYTES = 16
+"""Most bytes on the wire of one alternative, and of a token beside its alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,8 @@ class Intake:
                 "max_tokens" if count < limit else field,
                 f"{count} prompt tokens + {max_tokens} to generate exceed the model's length of {limit}",
             )
+        if params.prompt_logprobs is not None:
+            _check_prompt_logprobs(params.prompt_logprobs, count)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         return Request(
             id=secrets.token_hex(12),
@@ -90,6 +99,7 @@ class Intake:
     async def detokenize(self, message: inference_pb2.DetokenizeRequest) -> str:
         """Text of token ids. Raises InvalidRequest or NotFound."""
         self.check_model(message.model)
+        self._check_count("token_ids", len(message.token_ids))
         check_token_ids("token_ids", message.token_ids, self._model.vocab_size)
         tokenizer, token_ids = self._tokenizer("token_ids"), list(message.token_ids)
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
@@ -108,6 +118,7 @@ class Intake:
             case "chat":
                 prompt_ids = await self._chat(message.chat)
             case "token_ids":
+                self._check_count("token_ids", len(message.token_ids.ids))
                 prompt_ids = list(message.token_ids.ids)
                 check_token_ids("token_ids", prompt_ids, self._model.vocab_size)
             case _:
@@ -125,20 +136,46 @@ class Intake:
 
     async def _chat(self, chat: inference_pb2.Chat) -> list[int]:
         tokenizer = self._tokenizer("chat")
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        if not messages:
+        if not chat.messages:
             raise InvalidRequest("chat.messages", "must not be empty", [])
-        size = sum(len(message["content"].encode()) for message in messages)
-        tokenizer.check_size("chat", size, self.max_model_len())
+        self._check_count("chat.messages", len(chat.messages))
         prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+        limit = self.max_model_len()
 
         def render_and_encode() -> list[int]:
+            messages = _messages(chat)
+            tokenizer.check_size("chat", sum(len(message["content"].encode()) for message in messages), limit)
             text = tokenizer.render_chat(messages, add_generation_prompt=prompted)
             return tokenizer.encode(text, add_special_tokens=False)
 
-        return render_and_encode() if size <= _INLINE_BYTES else await asyncio.to_thread(render_and_encode)
+        return render_and_encode() if chat.ByteSize() <= _INLINE_BYTES else await asyncio.to_thread(render_and_encode)
+
+    def _check_count(self, field: str, count: int) -> None:
+        """Refuse what is longer than the model's length before a pass over it holds up the event loop."""
+        if count > (limit := self.max_model_len()):
+            raise InvalidRequest(field, f"at most {limit} fit the model's length", count)
 
     def _tokenizer(self, field: str) -> Tokenizer:
         if self._model.tokenizer is None:
             raise InvalidRequest(field, "the model has no tokenizer; send token_ids")
         return self._model.tokenizer
+
+
+def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:
+    """The turns as chat templates know them."""
+    for index, message in enumerate(chat.messages):
+        if not 1 <= len(message.role) <= MAX_ROLE_LENGTH:
+            field = f"chat.messages[{index}].role"
+            raise InvalidRequest(field, f"must have 1 to {MAX_ROLE_LENGTH} characters", message.role)
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def _check_prompt_logprobs(alternatives: int, count: int) -> None:
+    """Refuse a report on `count` prompt tokens that no message can carry, before they are computed."""
+    size = count * (_TOKEN_BYTES + alternatives * _LOGPROB_BYTES)
+    if size > CONTROL_MESSAGE_BYTES:
+        raise InvalidRequest(
+            "prompt_logprobs",
+            f"a report on {count} prompt tokens needs up to {size} bytes, a message holds {CONTROL_MESSAGE_BYTES}",
+            alternatives,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import grpc
@@ -13,6 +14,9 @@ from baton.rpc.convert import first_token_from_proto, sampling_to_proto, token_f
 from baton.rpc.errors import from_rpc_error
 from router.events import Blame, Deliver, Failed, Prefilled
 from router.worker import WorkerLink
+
+LARGE_REPORT = 256
+"""Prompt tokens from which on their log-probabilities are converted on a thread."""
 
 
 def message(
@@ -46,8 +50,9 @@ async def prefill(
     try:
         async for event in call:
             if event.WhichOneof("event") == "done":
+                large = len(event.done.prompt_tokens) > LARGE_REPORT
+                deliver(await asyncio.to_thread(_prefilled, event.done) if large else _prefilled(event.done))
                 done = True
-                deliver(_prefilled(event.done))
     except grpc.aio.AioRpcError as error:
         if not done:
             deliver(Failed(from_rpc_error(error), Blame.PREFILL))

@@ -17,6 +17,7 @@ from router.emission import Delta, Emission, News, Outbox
 from router.intake import Intake, Model
 from router.pipeline import Pipeline
 from router.pool import Pool
+from router.prefill import LARGE_REPORT
 from router.request import Request
 
 
@@ -48,7 +49,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async with self._accepted(request, context.time_remaining()) as (accepted, outbox):
                 while True:
                     news = await outbox.take()
-                    yield _response(accepted.id, news)
+                    large = len(news.prompt_tokens) > LARGE_REPORT
+                    yield (
+                        await asyncio.to_thread(_response, accepted.id, news) if large else _response(accepted.id, news)
+                    )
                     if news.usage is not None:
                         break
             status = "OK"

@@ -10,6 +10,7 @@ worker has freed all that it owned, so every attempt on it fails, and a new sess
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 
 import grpc
@@ -50,11 +51,12 @@ class DecodeAttempt:
         self._answer: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
         self._live: set[int] = set()
         self._held = False
+        self._unanswered = False
 
     async def reserve(self, *, context_tokens: int, max_new_tokens: int, choices: tuple[int, ...]) -> Reserved:
         """Ask for pages and wait for the answer. Raises Unavailable when the session ends before it."""
         self._live.update(choices)
-        self._held = True
+        self._held = self._unanswered = True
         self._session.send(
             decode_pb2.SessionUp(
                 reserve=decode_pb2.Reserve(
@@ -91,11 +93,16 @@ class DecodeAttempt:
 
     def close(self) -> None:
         """End the attempt; the worker is told unless it ended all choices itself."""
-        if self._session.forget(self._key) and self._held and self._live:
+        if not self._session.forget(self._key):
+            return
+        if self._unanswered:
+            self._session.skip_answer(self._key)
+        if self._held and self._live:
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
 
     def on_reserved(self, message: decode_pb2.ReserveResult) -> None:
         """Take the answer to `reserve`."""
+        self._unanswered = False
         if not self._answer.done():
             self._answer.set_result(Reserved(message.granted, message.reason, message.never))
 
@@ -111,13 +118,17 @@ class DecodeAttempt:
         self._deliver(Output(message.choice_index, message.output_index, tokens, finish, timings))
 
     def on_failure(self, error: BatonError, blame: Blame) -> None:
-        """Take the attempt's end by a fault; the worker holds nothing of it any more."""
-        self._held = False
-        if not self._answer.done():
-            self._answer.set_exception(error)
-            # An attempt that is closed before it asks leaves the answer to nobody.
-            self._answer.exception()
-        self._deliver(Failed(error, blame))
+        """Take the attempt's end by a fault; the worker holds nothing of it any more.
+
+        Before the answer to `reserve`, that answer is where the fault goes: another worker may still be asked.
+        """
+        self._held = self._unanswered = False
+        if self._answer.done():
+            self._deliver(Failed(error, blame))
+            return
+        self._answer.set_exception(error)
+        # An attempt that is closed before it asks leaves the answer to nobody.
+        self._answer.exception()
 
 
 class DecodeSession:
@@ -129,6 +140,7 @@ class DecodeSession:
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
         self._up.put_nowait(decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id=router_id)))
         self._attempts: dict[tuple[str, int], DecodeAttempt] = {}
+        self._skipped: Counter[tuple[str, int]] = Counter()
         self.open = True
         """Whether attempts can be made."""
 
@@ -173,6 +185,10 @@ class DecodeSession:
         """Deliver nothing to the attempt any more; False if it was forgotten before."""
         return self._attempts.pop((key.request_id, key.attempt), None) is not None
 
+    def skip_answer(self, key: decode_pb2.AttemptKey) -> None:
+        """The next answer to a reservation of this name is for one that was given up; a later one may ask again."""
+        self._skipped[key.request_id, key.attempt] += 1
+
     def _close(self, error: Unavailable) -> None:
         self.open = False
         for attempt in list(self._attempts.values()):
@@ -189,7 +205,10 @@ class DecodeSession:
 
     def _dispatch(self, down: decode_pb2.SessionDown) -> None:
         for reserved in down.reserved:
-            if attempt := self._attempts.get((reserved.key.request_id, reserved.key.attempt)):
+            key = reserved.key.request_id, reserved.key.attempt
+            if key in self._skipped:
+                self._skipped -= Counter((key,))
+            elif attempt := self._attempts.get(key):
                 attempt.on_reserved(reserved)
         for output in down.outputs:
             if attempt := self._attempts.get((output.key.request_id, output.key.attempt)):

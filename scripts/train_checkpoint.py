@@ -137,7 +137,9 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[BOS, EOS, TURN, TURN_END], show_progress=False,
+        vocab_size=VOCABULARY,
+        special_tokens=[BOS, EOS, TURN, TURN_END],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -174,7 +176,7 @@ def batches(
         for start in range(0, len(rows) - per_step + 1, per_step):
             if run.window != length:
                 break
-            yield torch.from_numpy(rows[start:start + per_step])
+            yield torch.from_numpy(rows[start : start + per_step])
 
 
 def token_losses(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
@@ -190,7 +192,7 @@ def held_out_loss(model: LlamaForCausalLM, tokenizer: Tokenizer, texts: list[str
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         for start in range(0, len(ids), EVAL_WINDOW):
-            losses = token_losses(model, torch.tensor([[bos, *ids[start:start + EVAL_WINDOW]]]))
+            losses = token_losses(model, torch.tensor([[bos, *ids[start : start + EVAL_WINDOW]]]))
             total, tokens = total + losses.sum().item(), tokens + len(losses)
     return total / tokens, total / math.log(2) / byte_count(texts)
 
@@ -210,14 +212,28 @@ def card(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, run: Run) 
     seen, minutes = run.step * TOKENS_PER_STEP, run.elapsed_minutes
     nats, bits = held_out_loss(model, tokenizer.backend_tokenizer, list(run.held_out.values()))
     return CARD.format(
-        run=run, c=model.config, parameters=model.num_parameters() / 1e6, nats=nats, bits=bits,
-        python=platform.python_version(), threads=torch.get_num_threads(), rate=LEARNING_RATE,
-        train_files=len(run.train), train_bytes=byte_count(run.train.values()), step_tokens=TOKENS_PER_STEP,
-        held_files=len(run.held_out), held_bytes=byte_count(run.held_out.values()), one_in=HELD_OUT_ONE_IN,
-        held_names=", ".join(f"`{name}`" for name in run.held_out), eval_window=EVAL_WINDOW,
+        run=run,
+        c=model.config,
+        parameters=model.num_parameters() / 1e6,
+        nats=nats,
+        bits=bits,
+        python=platform.python_version(),
+        threads=torch.get_num_threads(),
+        rate=LEARNING_RATE,
+        train_files=len(run.train),
+        train_bytes=byte_count(run.train.values()),
+        step_tokens=TOKENS_PER_STEP,
+        held_files=len(run.held_out),
+        held_bytes=byte_count(run.held_out.values()),
+        one_in=HELD_OUT_ONE_IN,
+        held_names=", ".join(f"`{name}`" for name in run.held_out),
+        eval_window=EVAL_WINDOW,
         windows=", ".join(f"{length} from {start:.0%}" for start, length in WINDOWS if length),
         clock="" if run.steps else f" (paced by the clock instead here: `--minutes {run.minutes:g}`)",
-        seen=seen, minutes=minutes, passes=seen / run.tokens, samples=sample(model, tokenizer),
+        seen=seen,
+        minutes=minutes,
+        passes=seen / run.tokens,
+        samples=sample(model, tokenizer),
     )
 
 
@@ -227,9 +243,14 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, run: Run, out: pathlib.P
     bos, *eos = map(tokenizer.token_to_id, (BOS, EOS, TURN_END))
     half.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=eos, pad_token_id=eos[0])
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=EOS,
-        additional_special_tokens=[TURN, TURN_END], chat_template=CHAT_TEMPLATE,
-        model_max_length=CONTEXT, clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=EOS,
+        additional_special_tokens=[TURN, TURN_END],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
     )
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".checkpoint-") as name:
@@ -248,11 +269,21 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, run: Run, out: pathlib.P
 
 def create_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
     bos, *eos = map(tokenizer.token_to_id, (BOS, EOS, TURN_END))
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=32, max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True, bos_token_id=bos, eos_token_id=eos,
-    ))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=704,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=32,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=True,
+            bos_token_id=bos,
+            eos_token_id=eos,
+        )
+    )
 
 
 def optimise(model: LlamaForCausalLM, data: Iterable[torch.Tensor], run: Run) -> None:

@@ -46,7 +46,8 @@ async def fetch(
     try:
         return await pull(source, engine, handle, box, length=tokens, timeout_s=timeout_s)
     finally:
-        await source.release()
+        # A cancel must not end the release too: the exporter would hold its pages until the lease ends.
+        await _ended(asyncio.ensure_future(source.release()))
 
 
 async def pull(
@@ -100,14 +101,14 @@ async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:
     return receiver.gaps()
 
 
-async def _ended(writing: asyncio.Future[None]) -> None:
-    """Wait for a write, through cancellations as well, which are raised after it."""
+async def _ended(work: asyncio.Future[None]) -> None:
+    """Wait for a write or a release, through cancellations as well, which are raised after it."""
     cancelled: asyncio.CancelledError | None = None
-    while not writing.done():
+    while not work.done():
         try:
-            await asyncio.wait({writing})
+            await asyncio.wait({work})
         except asyncio.CancelledError as error:
             cancelled = error
-    writing.exception()
+    work.exception()
     if cancelled is not None:
         raise cancelled

@@ -12,6 +12,7 @@ import pytest
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import SamplingParams
 from baton.rpc.channel import control_channel
+from decode_svc.messages import AttemptKey, Cancel, Reserve, Start
 from tests.decode_rig import WAIT_S, rig
 from tests.decoding import alone, greedy
 
@@ -187,12 +188,24 @@ async def test_reservations_are_answered_while_a_step_runs_and_refused_with_numb
         await router.until_finished(("r", 0))
 
 
+async def test_a_start_that_is_cancelled_in_the_same_breath_releases_the_export() -> None:
+    async with rig() as all_:
+        service, exporter = all_.app.service, all_.exporter
+        exporter.open("r/0", [1, 2, 3])(SamplingParams(max_tokens=4, temperature=0))
+        session, key = service.open_session("router"), AttemptKey("r", 0)
+        service.handle(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
+        service.handle(session, Start(key, "r/0", exporter.address, "inc-1", None))
+        service.handle(session, Cancel(key))
+        await asyncio.wait_for(exporter.exports.drained(), 5)
+        service.close_session(session)
+
+
 async def test_a_reservation_that_is_not_started_runs_out() -> None:
     async with rig({"start_timeout_s": 0.05}) as all_:
         router = await all_.router()
         assert (await router.reserve("r", 10, 10)).granted
         await router.until(lambda: "r" in router.failures)
-        assert router.failures["r"].kind == Failure.KIND_DEADLINE
+        assert router.failures["r"].kind == Failure.KIND_TRANSFER
         await all_.until_free()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,7 @@ from tests.integration.router_bench import bench, refused, until, whole
 from tests.integration.router_stubs import (
     LENGTH,
     DownStream,
+    StubDecode,
     continue_by_hand,
     granted,
     letter,
@@ -127,6 +129,38 @@ async def test_lost_session_fails_over(tmp_path: Path) -> None:
         assert (await whole(call)).text() == "bcd"
         # The worker itself is alive, so it gets a new session.
         await first.log.until(lambda: len(first.hellos) == 2)
+
+
+async def test_session_lost_before_the_answer_leaves_the_next_workers_attempt_alone(tmp_path: Path) -> None:
+    async with bench(tmp_path, decode=2) as b:
+        lost: list[StubDecode] = []
+
+        def once(stub: StubDecode, reserve: decode_pb2.Reserve) -> decode_pb2.ReserveResult:
+            if lost:
+                return granted(reserve)
+            lost.append(stub)
+            stub.sessions[-1].end()
+            return decode_pb2.ReserveResult()
+
+        for stub in b.decode:
+            stub.answer = functools.partial(once, stub)
+        assert (await b.answer(max_tokens=3)).text() == "abc"
+        assert [[r.key.attempt for r in stub.reserves] for stub in b.decode] == [[0], [0]]
+
+
+async def test_a_late_answer_is_not_taken_for_that_of_the_next_reservation(tmp_path: Path) -> None:
+    async with bench(tmp_path, reserve_timeout_s=0.05) as b:
+
+        def late(reserve: decode_pb2.Reserve) -> decode_pb2.ReserveResult:
+            if len(b.decode[0].reserves) == 1:
+                return decode_pb2.ReserveResult()
+            refusal = decode_pb2.ReserveResult(key=reserve.key, reason="full")
+            b.decode[0].sessions[-1].messages.put_nowait(decode_pb2.SessionDown(reserved=[refusal]))
+            return granted(reserve)
+
+        b.decode[0].answer = late
+        assert (await b.answer(max_tokens=3)).text() == "abc"
+        assert (len(b.decode[0].reserves), len(b.decode[0].cancels)) == (2, 1)
 
 
 async def test_lost_watch_is_a_lost_worker(tmp_path: Path) -> None:

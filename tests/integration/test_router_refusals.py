@@ -175,6 +175,20 @@ BAD = {
     "id outside": (asked(token_ids={"ids": [1, 300]}), "token_ids[1]: must be in [0, 300), got 300"),
     "no template": (asked(chat=NO_TEMPLATE), "chat: the model has no chat template"),
     "no messages": (asked(chat={}), "chat.messages: must not be empty"),
+    "no role": (asked(chat={"messages": [{"content": "x"}]}), "chat.messages[0].role: must have 1 to 64 characters"),
+    "huge role": (
+        asked(chat={"messages": [{"role": "u", "content": "x"}, {"role": "u" * 10_000_000}]}),
+        "chat.messages[1].role: must have 1 to 64 characters, got 'uuu",
+    ),
+    "turns": (
+        asked(chat={"messages": [{"role": "user", "content": ""}] * 65}),
+        "chat.messages: at most 64 fit the model's length, got 65",
+    ),
+    "ids": (asked(token_ids={"ids": [1] * 65}), "token_ids: at most 64 fit the model's length, got 65"),
+    "allowed ids": (
+        asked(text="x", sampling={"allowed_token_ids": [1] * 301}),
+        "allowed_token_ids: at most 300 token ids are allowed, got 301",
+    ),
     "temperature": (asked(text="x", sampling={"temperature": float("nan")}), "temperature: must be in"),
     "negative": (asked(text="x", sampling={"temperature": -1}), "temperature: must be in"),
     "top_p 0": (asked(text="x", sampling={"top_p": 0}), "top_p: must be in (0.0, 1.0], got 0"),

@@ -17,6 +17,7 @@ from baton.errors import (
     TransferError,
 )
 from baton.rpc.channel import kv_channel
+from baton.transfer.source import GrpcSource
 from tests.integration.transfer_pair import TOKENS, Cable, Pair, faults, flip, running
 from tests.unit.transfer.support import (
     INCARNATION,
@@ -202,3 +203,26 @@ async def test_after_a_cancel_no_write_is_in_flight_and_the_export_is_gone(pair:
     assert pair.engine.stats().used == 0
     await pair.exports.drained()
     assert ends == ["t"]
+
+
+async def test_a_cancel_during_the_release_does_not_end_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    releasing, go_on = asyncio.Event(), asyncio.Event()
+    honest = GrpcSource.release
+
+    async def release(self: GrpcSource) -> None:
+        releasing.set()
+        await go_on.wait()
+        await honest(self)
+
+    monkeypatch.setattr(GrpcSource, "release", release)
+    async with running() as pair:
+        _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
+        fetching = asyncio.create_task(pair.fetch())
+        await releasing.wait()
+        fetching.cancel()
+        await asyncio.sleep(0)
+        assert ends == []
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        assert ends == ["t"]

@@ -63,6 +63,13 @@ async def test_the_three_forms_of_a_prompt(router: Router) -> None:
     assert router.seen[2].WhichOneof("prompt") == "text"
 
 
+async def test_none_is_as_good_as_nothing(router: Router) -> None:
+    async with served(router) as listener, AsyncClient(listener.address) as client:
+        await client.complete("x", stop=None, stop_token_ids=None, allowed_token_ids=None, logit_bias=None, seed=None)
+        await client.complete("x")
+    assert router.seen[0] == router.seen[1]
+
+
 @pytest.mark.parametrize("face", ["async", "sync"])
 async def test_the_other_calls(router: Router, face: str) -> None:
     async with served(router) as listener:

@@ -221,6 +221,21 @@ async def test_cancelling_between_the_turn_and_its_use_gives_the_seat_back() -> 
     assert pool.seats == 0
 
 
+async def test_a_turn_passes_over_a_head_that_was_cancelled_and_has_yet_to_wake() -> None:
+    pool = FakePool()
+    d = dispatcher(pool, prefill_limit=1)
+    running = Held(d, "running")
+    await running.placed.wait()
+    waiting, other = Held(d, "waiting"), Held(d, "other")
+    await settle()
+    assert running.place is not None
+    waiting.task.cancel()
+    d.leave(running.place.seat)
+    await asyncio.wait_for(other.placed.wait(), 5)
+    await asyncio.gather(running.end(), other.end())
+    assert pool.seats == 0
+
+
 async def test_a_cancelled_probe_leaves_the_line_able_to_move() -> None:
     pool = FakePool()
     d = dispatcher(pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -166,6 +167,19 @@ def test_no_template(tmp_path: Path) -> None:
 def test_template_errors_are_the_requests(tmp_path: Path, template: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^chat: the chat template"):
         Tokenizer.load(checkpoint(tmp_path, jinja=template)).render_chat([{"role": "user", "content": "x"}])
+
+
+async def test_long_texts_leave_the_event_loop_alone(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint(tmp_path))
+    text = "what is that? " * 50_000
+    ids = tokenizer.encode(text)
+    for work in (lambda: tokenizer.encode(text), lambda: tokenizer.decode(ids)):
+        turns = 0
+        working = asyncio.create_task(asyncio.to_thread(work))
+        while not working.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        assert turns > 10
 
 
 def test_a_text_that_cannot_fit_is_refused_by_its_size(tmp_path: Path) -> None:
