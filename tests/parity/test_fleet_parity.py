@@ -37,9 +37,10 @@ async def test_fleet_equals_generate(family: str, tied: bool, tmp_path: Path) ->
             (chunk, page): await fleet.prefill(chunk_size=chunk, page_size=page)
             for chunk, page in itertools.product(CHUNK_SIZES, PAGE_SIZES)
         }
-        decodes = {page: await fleet.decode(page_size=page, slots=4) for page in PAGE_SIZES}
-        for (where, prefill), (page, decode) in itertools.product(prefills.items(), decodes.items()):
-            client = await fleet.router([prefill], [decode])
+        decodes = {page: await fleet.decode(page_size=page) for page in PAGE_SIZES}
+
+        async def check(where: tuple[int, int], page: int) -> None:
+            client = await fleet.router([prefills[where]], [decodes[page]])
             completions = await asyncio.gather(
                 *(client.complete(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True) for prompt, _ in expected)
             )
@@ -47,3 +48,5 @@ async def test_fleet_equals_generate(family: str, tied: bool, tmp_path: Path) ->
                 assert completion.token_ids == reference.token_ids, (
                     f"chunk size and prefill page {where}, decode page {page}, prompt of {len(prompt)}"
                 )
+
+        await asyncio.gather(*(check(where, page) for where, page in itertools.product(prefills, decodes)))
