@@ -9,9 +9,8 @@ tokens as likely as the last one kept are kept too, and no sort order matters. T
 found among the 256 most likely tokens; a row whose nucleus is wider is done again with sixteen times as many,
 and so on.
 
-A draw takes one uniform (`baton.model.noise`) and returns the first token, in vocabulary order, at which the
-running sum of probabilities exceeds uniform x total. Probabilities are float32, relative to the largest;
-their sum is float64, or the tail of a large vocabulary would be rounded away.
+A draw adds to each logit a noise that depends on seed, choice index, output index and token id only, and takes
+the largest (`baton.model.gumbel`).
 
 Every operation is row by row, so a row's token does not depend on its mates. All state is a pure function of
 the SequenceState; what is kept between steps (penalty counts, the plan) equals what a rebuild would give.
@@ -24,16 +23,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.errors import EngineError
-from baton.model.noise import uniform
+from baton.model.gumbel import draw
+from baton.model.noise import noise_key
 from baton.model.penalties import PenaltyTable, has_penalties
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
 WINDOW = 256
-_BLOCK = 512
 
 _COLDEST = torch.finfo(torch.float32).tiny
 """The lowest temperature divided by: a lower one could become 0 in float32, and make NaN of 0 / 0."""
@@ -167,22 +165,23 @@ class SamplerBatch:
             return logits.argmax(-1)
         tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         tokens[plan.greedy] = logits[plan.greedy].argmax(-1)
-        noise = [
-            uniform(row.params.seed or 0, row.state.choice_index, row.outputs)
+        words = [
+            noise_key(row.params.seed or 0, row.state.choice_index, row.outputs)
             for row in self._rows
             if not row.params.greedy
         ]
-        uniforms = torch.tensor(noise, dtype=torch.float64, device=logits.device)[:, None]
-        drawn = logits if len(noise) == len(self._rows) else logits[plan.drawn]
+        keys = torch.tensor(words, device=logits.device).to(torch.int32)
+        drawn = logits if len(words) == len(self._rows) else logits[plan.drawn]
         # The largest becomes 0, so that no temperature overflows.
         scaled = (drawn - drawn.amax(-1, keepdim=True)) / plan.temperature
         chosen = torch.empty_like(plan.drawn)
         if len(plan.free):
             part = scaled if len(plan.free) == len(chosen) else scaled[plan.free]
-            chosen[plan.free] = draw(part, uniforms[plan.free])
+            everything = torch.arange(self._vocab_size, dtype=torch.int32, device=logits.device)[None]
+            chosen[plan.free] = draw(part, everything, keys[plan.free])
         if len(plan.limited):
             part = scaled if len(plan.limited) == len(chosen) else scaled[plan.limited]
-            chosen[plan.limited] = draw_limited(part, plan.limits, uniforms[plan.limited])
+            chosen[plan.limited] = draw_limited(part, plan.limits, keys[plan.limited])
         tokens[plan.drawn] = chosen
         return tokens
 
@@ -247,25 +246,8 @@ class SamplerBatch:
         return torch.tensor(values, dtype=dtype, device=self._device)
 
 
-def draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse CDF in the order of columns: float32 `[R, n]` logits and float64 `[R, 1]` uniforms to int64 `[R]`.
-
-    The logits' maximum must be near 0. A column of -inf is never drawn: the sum does not grow there. Blocks of
-    columns are summed first and only one of them is summed up column by column, which is several times faster.
-    """
-    weights = F.pad(scaled.exp(), (0, -scaled.shape[1] % _BLOCK)).view(len(scaled), -1, _BLOCK)
-    sums = weights.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = uniforms * sums[:, -1:]
-    block = torch.searchsorted(sums, target, right=True)
-    before = F.pad(sums, (1, 0)).gather(1, block)
-    inner = weights[torch.arange(len(block), device=block.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
-    # The block's sum was rounded differently, and what is left must stay below it.
-    left = torch.minimum(target - before, torch.nextafter(inner[:, -1:], inner.new_zeros(())))
-    return (block * _BLOCK + torch.searchsorted(inner, left, right=True))[:, 0]
-
-
-def draw_limited(scaled: Tensor, limits: _Limits, uniforms: Tensor, window: int = WINDOW) -> Tensor:
-    """As `draw`, from the tokens that `limits` keep; the logits' maximum must be 0.
+def draw_limited(scaled: Tensor, limits: _Limits, keys: Tensor, window: int = WINDOW) -> Tensor:
+    """As `draw`, from the tokens that `limits` keep, to token ids; the logits' maximum must be 0.
 
     top_p counts the mass of what min_p and top_k keep, and keeps a token if the mass of the likelier ones is
     below p.
@@ -283,15 +265,14 @@ def draw_limited(scaled: Tensor, limits: _Limits, uniforms: Tensor, window: int 
         total = torch.where(beyond, everything, total)
     kept = (weights.cumsum(-1) - weights < limits.top_p * total) & (values >= floor)
     threshold = values.gather(1, kept.sum(-1, keepdim=True) - 1)
-    order = ids.argsort(-1)
-    column = draw(values.masked_fill(values < threshold, -math.inf).gather(1, order), uniforms)
-    tokens = ids.gather(1, order).gather(1, column[:, None])[:, 0]
+    column = draw(values.masked_fill(values < threshold, -math.inf), ids.to(torch.int32), keys)
+    tokens = ids.gather(1, column[:, None])[:, 0]
     if window < vocab_size:
         # Equal logits just beyond the window would be kept too.
         again = ((values[:, -1:] >= threshold) | ((limits.top_k > window) & (limits.top_k < vocab_size)))[:, 0]
         rows = again.nonzero()[:, 0]
         if len(rows):
-            tokens[rows] = draw_limited(scaled[rows], limits.take(rows), uniforms[rows], 16 * window)
+            tokens[rows] = draw_limited(scaled[rows], limits.take(rows), keys[rows], 16 * window)
     return tokens
 
 

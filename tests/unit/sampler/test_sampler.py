@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from baton.errors import EngineError
-from baton.model.noise import uniform
 from baton.model.penalties import PenaltyTable, has_penalties
-from baton.model.sampler import WINDOW, SamplerBatch, draw, token_infos
+from baton.model.sampler import WINDOW, SamplerBatch, token_infos
 from baton.request import MIN_REPETITION_PENALTY, SamplingParams, SequenceState
+from tests.unit.sampler.plain_noise import gumbel
 
 EOS = frozenset({2})
 CPU = torch.device("cpu")
@@ -77,9 +77,8 @@ def plain(logits: Tensor, state: SequenceState, mask: Tensor | None = None) -> i
         ordered = x.softmax(-1).sort(descending=True)
         before = ordered.values.cumsum(-1) - ordered.values
         x[ordered.indices[before >= params.top_p]] = -math.inf
-    target = uniform(params.seed or 0, state.choice_index, len(state.output_ids))
-    sums = x.softmax(-1).cumsum(-1)
-    return int((sums <= target * sums[-1]).sum())
+    noise = [gumbel(params.seed or 0, state.choice_index, len(state.output_ids), token) for token in range(len(x))]
+    return int((x + torch.tensor(noise, dtype=torch.float64)).argmax())
 
 
 def batch_of(states: list[SequenceState], vocab: int) -> SamplerBatch:
@@ -296,23 +295,3 @@ def test_ties_are_kept_together_and_greedy_takes_the_first() -> None:
         ids(batch_of([SequenceState(SamplingParams(seed=seed, top_k=1), [1], [])], 8), logits)[0] for seed in range(60)
     }
     assert found == set(range(8))
-
-
-def test_a_likely_token_at_a_border_of_the_uniform_is_never_one_of_probability_zero() -> None:
-    logits = torch.full((1, 5), -math.inf)
-    logits[0, 2] = 0.0
-    for value in (0.0, 0.5, 1 - 2**-53):
-        assert draw(logits, torch.tensor([[value]], dtype=torch.float64)).tolist() == [2]
-
-
-def test_draws_over_a_large_vocabulary_land_on_the_right_side_of_every_border() -> None:
-    logits = some_logits(64, 3001, spread=2.0)
-    sums = logits.double().softmax(-1).cumsum(-1)
-    columns = torch.arange(64)[:, None] * 46
-    # Just beyond a token's border lies the next token; just before it, the token itself.
-    border = sums.gather(1, columns)
-    assert draw(logits - logits.amax(-1, keepdim=True), border + 1e-6).tolist() == [
-        int((row <= limit + 1e-6).sum()) for row, limit in zip(sums, border[:, 0], strict=True)
-    ]
-    ends = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64).repeat(32, 1)
-    assert draw(logits - logits.amax(-1, keepdim=True), ends).tolist() == [0, 3000] * 32

@@ -1,0 +1,99 @@
+"""The draw against its plain twin, its distribution, and what the last bits of logits may not do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.model.gumbel import _bits, draw
+from baton.model.noise import noise_key
+from tests.unit.sampler.plain_noise import bits, fmix32, gumbel
+
+
+def keys_of(rows: list[tuple[int, int, int]]) -> Tensor:
+    return torch.tensor([noise_key(*row) for row in rows]).to(torch.int32)
+
+
+def ids_to(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.int32)[None]
+
+
+def test_the_finalizer_is_murmurs() -> None:
+    """Values of the reference implementation in smhasher."""
+    assert [fmix32(x) for x in (0, 1, 0xFFFFFFFF)] == [0, 0x514E28B7, 0x81F16F39]
+
+
+def test_bits_are_those_of_the_plain_hash() -> None:
+    rows = [(0, 0, 0), (2**64 - 1, 3, 70), (12345, 63, 2**33)]
+    ids = torch.tensor([[0, 1, 2, 151_935, 2**31 - 1]], dtype=torch.int32)
+    expected = [[bits(noise_key(*row), token) for token in ids[0].tolist()] for row in rows]
+    assert _bits(ids, keys_of(rows)).tolist() == expected
+
+
+def test_the_winner_is_the_plain_one() -> None:
+    rows = [(seed, seed % 3, seed * 7) for seed in range(40)]
+    scaled = torch.randn(40, 999, generator=torch.Generator().manual_seed(0)) * 3
+    expected = [
+        max(range(999), key=lambda token: float(line[token]) + gumbel(*row, token))
+        for line, row in zip(scaled, rows, strict=True)
+    ]
+    assert draw(scaled, ids_to(999), keys_of(rows)).tolist() == expected
+
+
+def test_noise_belongs_to_the_token_and_not_to_the_column() -> None:
+    scaled = torch.randn(1, 300, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(2))
+    keys = keys_of([(5, 0, 9)])
+    plain = int(draw(scaled, ids_to(300), keys))
+    assert int(order[draw(scaled[:, order], order[None].to(torch.int32), keys)]) == plain
+
+
+def test_tokens_of_probability_zero_never_win() -> None:
+    scaled = torch.full((500, 5), -math.inf)
+    scaled[:, 2] = 0.0
+    assert set(draw(scaled, ids_to(5), keys_of([(seed, 0, 0) for seed in range(500)])).tolist()) == {2}
+
+
+def test_draws_follow_the_distribution() -> None:
+    rounds, size = 20_000, 50
+    logits = torch.linspace(0.0, -6.0, size)
+    wins = draw(logits.expand(rounds, -1), ids_to(size), keys_of([(3, 0, index) for index in range(rounds)]))
+    expected = rounds * logits.softmax(-1)
+    counts = torch.bincount(wins, minlength=size)
+    # Chi-squared with 49 degrees of freedom; 85.4 has probability 0.001.
+    assert float(((counts - expected) ** 2 / expected).sum()) < 85.4
+
+
+@pytest.mark.parametrize("place", ["seed", "choice", "index"])
+def test_draws_that_follow_each_other_are_independent(place: str) -> None:
+    size, rounds = 8, 8000
+    rows = [
+        (i if place == "seed" else 1, i if place == "choice" else 0, i if place == "index" else 0)
+        for i in range(rounds + 1)
+    ]
+    wins = draw(torch.zeros(rounds + 1, size), ids_to(size), keys_of(rows))
+    counts = torch.bincount(wins[:-1] * size + wins[1:], minlength=size * size)
+    expected = rounds / size**2
+    # Chi-squared with 63 degrees of freedom; 103.4 has probability 0.001.
+    assert float(((counts - expected) ** 2 / expected).sum()) < 103.4
+
+
+def test_the_last_bits_of_logits_hardly_ever_matter() -> None:
+    """Errors of 1e-6 in logits, as between two shapes of a float32 product, where one token has half of the mass.
+
+    The inverse of the cumulative distribution, which this draw replaces, changes tokens under the same errors.
+    """
+    rounds, size = 6000, 4096
+    generator = torch.Generator().manual_seed(4)
+    scaled = torch.randn(rounds, size, generator=generator)
+    scaled[:, 7] = scaled.logsumexp(-1)
+    noisy = scaled + 1e-6 * torch.randn(scaled.shape, generator=generator)
+    keys = keys_of([(6, 0, index) for index in range(rounds)])
+    assert torch.equal(draw(scaled, ids_to(size), keys), draw(noisy, ids_to(size), keys))
+
+    uniforms = torch.rand(rounds, 1, generator=generator, dtype=torch.float64)
+    inverse = [torch.searchsorted(x.double().softmax(-1).cumsum(-1), uniforms) for x in (scaled, noisy)]
+    assert int((inverse[0] != inverse[1]).sum()) >= 2
