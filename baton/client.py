@@ -21,6 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.completion import Choice, Completion, Delta, Messages, Model, Prompt, Sampling
+from baton.errors import Unavailable
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
 from baton.rpc import requests
@@ -39,6 +40,7 @@ class AsyncClient:
 
     def __init__(self, target: str, *, model: str = "") -> None:
         self._model = model
+        self._closed = False
         self._channel = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -53,6 +55,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection, cancelling what is in flight."""
+        self._closed = True
         await self._channel.close()
 
     def generate(
@@ -93,12 +96,14 @@ class AsyncClient:
         return requests.serving(await self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
 
     async def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
+        _refuse_if(self._closed)
         try:
             return await method(request, timeout=timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
     async def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncGenerator[Delta, None]:
+        _refuse_if(self._closed)
         call = self._stub.Generate(request, timeout=timeout)
         try:
             async for response in call:
@@ -115,6 +120,7 @@ class Client:
 
     def __init__(self, target: str, *, model: str = "") -> None:
         self._model = model
+        self._closed = False
         self._channel = grpc.insecure_channel(target, options=CLIENT_OPTIONS)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -129,6 +135,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection, cancelling what is in flight."""
+        self._closed = True
         self._channel.close()
 
     def generate(
@@ -167,12 +174,14 @@ class Client:
         return requests.serving(self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
 
     def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
+        _refuse_if(self._closed)
         try:
             return method(request, timeout=timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
     def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> Generator[Delta, None, None]:
+        _refuse_if(self._closed)
         call = self._stub.Generate(request, timeout=timeout)
         try:
             for response in call:
@@ -181,3 +190,8 @@ class Client:
             raise from_rpc_error(error) from None
         finally:
             call.cancel()
+
+
+def _refuse_if(closed: bool) -> None:
+    if closed:
+        raise Unavailable("the client is closed")

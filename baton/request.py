@@ -7,7 +7,7 @@ made, so that a bad one can't exist; what depends on the model is checked by `Sa
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import InvalidRequest
@@ -101,12 +101,19 @@ class SamplingParams:
         """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
 
-    def check_model(self, vocab_size: int) -> None:
-        """Raise InvalidRequest if a token id lies outside the vocabulary, or more are allowed than it has."""
+    def check_model(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
+        """Raise InvalidRequest if a token id lies outside the vocabulary, more are allowed than it has, or none can
+        be chosen, because `min_tokens` bans all that are allowed."""
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         _at_most("allowed_token_ids", self.allowed_token_ids, vocab_size, "token ids")
         check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
-        check_token_ids("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
+        for token_id, _ in self.logit_bias:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(f"logit_bias[{token_id}]", f"the token id must be in [0, {vocab_size})", token_id)
+        ending = {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
+        if self.min_tokens and self.allowed_token_ids and ending.issuperset(self.allowed_token_ids):
+            problem = f"all end the choice, and min_tokens ({self.min_tokens}) bans them"
+            raise InvalidRequest("allowed_token_ids", problem, self.allowed_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

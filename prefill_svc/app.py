@@ -90,6 +90,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
         spec = engine.spec
         cache = open_prefix_cache(config.redis, spec.kv_format, config.fleet_secret)
         stack.push_async_callback(cache.close)
+        await cache.check()
         identity = new_identity(config, WorkerRole.PREFILL, spec, digest)
         exports = Exports(engine, identity.incarnation, lease_s=config.lease_s)
         progress = Progress()

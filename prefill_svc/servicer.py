@@ -94,7 +94,7 @@ def event_to_proto(event: PrefillProgress | PrefillDone) -> prefill_pb2.PrefillE
 
 def _sampling(request: prefill_pb2.PrefillRequest, spec: EngineSpec) -> SamplingParams:
     params = sampling_from_proto(request.sampling)
-    params.check_model(spec.vocab_size)
+    params.check_model(spec.vocab_size, spec.eos_token_ids)
     if params.max_tokens is None:
         raise InvalidRequest("sampling.max_tokens", "must be set")
     if params.seed is None and not params.greedy:

@@ -70,6 +70,7 @@ async def run(config: RouterConfig) -> AsyncIterator[App]:
                 insecure=config.insecure,
                 add=lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server),
                 services=[SERVICE],
+                field="grpc",
             )
         )
         health = _Health(pool, listener)

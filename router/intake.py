@@ -58,7 +58,7 @@ class Intake:
         """The request, with seed and max_tokens set. Raises InvalidRequest or NotFound."""
         self.check_model(message.model)
         params = sampling_from_proto(message.sampling)
-        params.check_model(self._model.vocab_size)
+        params.check_model(self._model.vocab_size, self._model.eos_token_ids)
         field, prompt_ids = await self._prompt(message)
         limit, count = self.max_model_len(), len(prompt_ids)
         max_tokens = max(limit - count, 1) if params.max_tokens is None else params.max_tokens

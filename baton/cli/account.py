@@ -30,6 +30,7 @@ def print_account(completion: Completion, console: Console | None = None) -> Non
             f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
             f"completion {usage.completion_tokens} tokens, finish reason {', '.join(reasons)}",
             style="dim",
+            soft_wrap=not console.is_terminal,
         )
 
 

@@ -62,10 +62,10 @@ def demo(verbose: bool) -> None:
 
 
 def _target(fleet: subprocess.Popen[str]) -> str:
-    """The address of the ready line."""
+    """The address of the ready line; ends the process as a fleet that does not start, which has said why."""
     line = fleet.stdout.readline() if fleet.stdout else ""
     if not line.startswith("ready grpc="):
-        raise BatonError(f"the fleet did not start (exit status {fleet.wait()})")
+        sys.exit(fleet.wait() or 1)
     return line.split()[1].removeprefix("grpc=")
 
 

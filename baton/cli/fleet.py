@@ -16,7 +16,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,7 +27,6 @@ from baton.launcher import bound_to_me
 FIRST_S, CUT_S, KILL_S = 1.0, 2.0, 3.5
 """Seconds since a stop began: the last child has gone first; drains are cut; what is left is killed."""
 
-_LAST_LINES = 15
 _LAST_WORDS_S = 0.5
 _LISTENING = "listening "
 _CHUNK = 1 << 16
@@ -41,7 +39,7 @@ class Child:
         self.name = name
         self.process = process
         self.listening: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
-        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self.last_line = ""
         self.followers: list[asyncio.Task[None]] = []
         self.end: asyncio.Task[None] | None = None
 
@@ -145,8 +143,7 @@ class Fleet:
         # Its last words may still be in the pipes, which close with it unless it left children of its own.
         await asyncio.wait(child.followers, timeout=_LAST_WORDS_S)
         if not self._stopping and not self.death.done():
-            words = "".join(f"\n    {line}" for line in child.last_lines)
-            self.death.set_result(f"{child.name} {_how(status)}; its last lines:{words or ' none'}")
+            self.death.set_result(f"{child.name} {_how(status)}; its last line: {child.last_line or 'none'}")
 
     async def _follow(self, child: Child, output: _Pipe, is_stdout: bool) -> None:
         rest = b""
@@ -164,7 +161,7 @@ class Fleet:
         if is_stdout and line.startswith(_LISTENING) and not child.listening.done():
             child.listening.set_result(dict(part.split("=", 1) for part in line.split()[1:] if "=" in part))
             return
-        child.last_lines.append(line)
+        child.last_line = line
         self.say(child.name, line)
 
 

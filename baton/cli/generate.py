@@ -38,7 +38,7 @@ _SAMPLING = (
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the prompt, in UTF-8.")
 @click.option("--token-ids", type=TokenIds(), help="The prompt as token ids.")
 @click.option("--chat", type=click.Path(path_type=Path), help="JSON file with a list of {role, content}.")
-@click.option("--max-tokens", type=int, help="Most tokens to generate.")
+@click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: until the model's length]")
 @click.option("--min-tokens", type=int, help="Tokens before which generation does not end.")
 @click.option("--temperature", type=float, help="Softmax temperature; 0 is greedy.  [default: 1]")
 @click.option("--top-p", type=float, help="Nucleus mass in (0, 1].")
@@ -46,8 +46,8 @@ _SAMPLING = (
 @click.option("--min-p", type=float, help="Least probability relative to the most likely token.")
 @click.option("--seed", type=int, help="Seed of the sampling noise.")
 @click.option("--stop", multiple=True, help="String that ends generation; may be given again.")
-@click.option("--logprobs", type=int, help="Most likely tokens reported beside each output token.")
-@click.option("--prompt-logprobs", type=int, help="Most likely tokens reported beside each prompt token.")
+@click.option("--logprobs", type=int, help="Most likely tokens reported beside each output token, with --json.")
+@click.option("--prompt-logprobs", type=int, help="Most likely tokens reported beside each prompt token, with --json.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Keep generating past end-of-sequence tokens.")
 @click.option("-n", type=int, help="Choices generated from one prefill.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Deadline in seconds.")
@@ -67,6 +67,9 @@ def generate(
 ) -> None:
     """Complete PROMPT, or the prompt of --prompt-file, --token-ids or --chat."""
     wanted = _prompt(prompt, prompt_file, token_ids, chat)
+    for name in ("logprobs", "prompt_logprobs"):
+        if flags[name] is not None and not as_object:
+            raise click.UsageError(f"--{name.replace('_', '-')} needs --json, which shows the report")
     sampling = {name: flags[name] for name in _SAMPLING if flags[name] not in (None, ())}
     printer = _Printer(live=not as_object, several=sampling.get("n", 1) > 1)
     completion = Completion()

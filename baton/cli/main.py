@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import click
+import sys
 
-from baton.cli.demo import demo
-from baton.cli.generate import generate
-from baton.cli.up import up
+try:
+    import click
+
+    from baton.cli.demo import demo
+    from baton.cli.generate import generate
+    from baton.cli.up import up
+except KeyboardInterrupt:
+    # Loading takes long enough for a Ctrl-C to come.
+    sys.exit(130)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="baton", prog_name="baton")
 def main() -> None:
     """Serve large language models with prefill and decode on separate machines."""
 

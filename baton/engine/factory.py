@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 import torch
 
 from baton.engine import host_memory
@@ -14,6 +17,8 @@ from baton.kv.format import KvFormat, KvPart
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.load import LoadedModel, load_model
+
+_log = logging.getLogger(__name__)
 
 _HOST_SHARE, _DEVICE_SHARE = 0.15, 0.85
 """What an automatic pool may take of free memory. A host runs several workers beside other programs; a device runs
@@ -36,6 +41,8 @@ def build(config: EngineConfig) -> TorchEngine:
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
     if config.threads:
         torch.set_num_threads(config.threads)
+    _check_room(config.kv_memory, device)
+    began = time.monotonic()
     model = load_model(path, dtype=dtype, device=device)
     kv_format = _kv_format(model, kv_dtype, config.block_size)
     page_size = config.page_size or (CUDA_PAGE_SIZE if device.type == "cuda" else CPU_PAGE_SIZE)
@@ -50,7 +57,23 @@ def build(config: EngineConfig) -> TorchEngine:
         pages=pages,
         slots=config.slots,
     )
-    return TorchEngine(model, model.new_kv_cache(pages, page_size, kv_dtype), spec, config.host_kv_memory)
+    engine = TorchEngine(model, model.new_kv_cache(pages, page_size, kv_dtype), spec, config.host_kv_memory)
+    _log.info(
+        "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "
+        "max_model_len %d, slots %d, threads %d",
+        path,
+        device,
+        time.monotonic() - began,
+        dtype_name(dtype),
+        dtype_name(kv_dtype),
+        pages,
+        page_size,
+        pages * page_size * kv_format.token_bytes,
+        max_model_len,
+        config.slots,
+        torch.get_num_threads(),
+    )
+    return engine
 
 
 def _device(name: str) -> torch.device:
@@ -84,17 +107,27 @@ def _kv_format(model: LoadedModel, dtype: torch.dtype, block_size: int) -> KvFor
     return KvFormat(parts, model.config.num_layers, block_size)
 
 
+def _check_room(kv_memory: int, device: torch.device) -> None:
+    if kv_memory > (free := _free(device)):
+        raise ConfigError(f"kv_memory: {kv_memory} bytes are asked for, {free} bytes are available on {device}")
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that could be allocated there now."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory.available()
+
+
 def _pages(config: EngineConfig, page_bytes: int, page_size: int, max_model_len: int, device: torch.device) -> int:
     """Pages of the pool: those that `kv_memory` holds, or what can be used of a share of free memory."""
-    if config.kv_memory:
-        room = config.kv_memory
-    elif device.type == "cuda":
-        room = int(torch.cuda.mem_get_info(device)[0] * _DEVICE_SHARE)
-    else:
-        room = int(host_memory.available() * _HOST_SHARE)
+    _check_room(config.kv_memory, device)
+    share = _DEVICE_SHARE if device.type == "cuda" else _HOST_SHARE
+    room = config.kv_memory or int(_free(device) * share)
     pages = room // page_bytes
     if pages < 1:
-        raise ConfigError(f"kv_memory: {room} bytes hold no page, which has {page_bytes} bytes")
+        pool = f"{room} bytes ({'given' if config.kv_memory else 'automatic'})"
+        if config.page_size:
+            raise ConfigError(f"page_size: a page of {page_size} tokens has {page_bytes} bytes, kv_memory is {pool}")
+        raise ConfigError(f"kv_memory: {pool} hold no page, which has {page_bytes} bytes")
     if config.kv_memory:
         return pages
     return min(pages, (config.slots + _WAITING_SEQUENCES) * -(-max_model_len // page_size))

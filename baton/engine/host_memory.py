@@ -28,10 +28,12 @@ def _meminfo(path: Path) -> int:
 
 
 def _cgroup_room(folder: Path) -> int | None:
-    """Limit minus use of a version 2 control group; None without a limit."""
+    """Limit minus use of a version 2 control group, whose file cache gives way; None without a limit."""
     try:
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()
         used = (folder / "memory.current").read_text(encoding="ascii").strip()
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
     except OSError:
         return None
-    return max(0, int(limit) - int(used)) if limit.isdigit() else None
+    cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return min(int(limit), max(0, int(limit) - int(used) + cache)) if limit.isdigit() else None

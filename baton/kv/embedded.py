@@ -59,14 +59,15 @@ def _server(directory: str, socket: Path, maxmemory: int) -> Iterator[None]:
     flags = [text for name, value in settings.items() for text in (f"--{name}", value)]
     command = bound_to_me([str(get_binary_path()), *flags])
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    started, said = threading.Event(), deque[str](maxlen=5)
-    reader = threading.Thread(target=_follow, args=(process, started, said), name="valkey-log", daemon=True)
+    started, stopping, said = threading.Event(), threading.Event(), deque[str](maxlen=5)
+    reader = threading.Thread(target=_follow, args=(process, started, stopping, said), name="valkey-log", daemon=True)
     reader.start()
     try:
         if not started.wait(_START_S) or process.poll() is not None:
             raise Unavailable(f"the embedded Valkey did not start: {' | '.join(said)}")
         yield
     finally:
+        stopping.set()
         process.terminate()
         try:
             process.wait(_STOP_S)
@@ -76,8 +77,10 @@ def _server(directory: str, socket: Path, maxmemory: int) -> Iterator[None]:
         reader.join()
 
 
-def _follow(process: subprocess.Popen[bytes], started: threading.Event, said: deque[str]) -> None:
-    """Log what the server says, keeping its last lines; a pipe that nobody reads would stop it."""
+def _follow(
+    process: subprocess.Popen[bytes], started: threading.Event, stopping: threading.Event, said: deque[str]
+) -> None:
+    """Log what the server says, keeping its last lines; a pipe that nobody reads would stop it. Log its death."""
     stream = process.stdout
     if stream is None:
         return
@@ -87,5 +90,8 @@ def _follow(process: subprocess.Popen[bytes], started: threading.Event, said: de
             _log.debug("valkey: %s", said[-1])
             if _READY in line:
                 started.set()
-    process.wait()
+    status = process.wait()
+    if started.is_set() and not stopping.is_set():
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+        _log.warning("the embedded Valkey %s: requests go on without the prefix cache", how)
     started.set()

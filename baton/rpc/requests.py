@@ -6,6 +6,7 @@ value.
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from baton.completion import Delta, Messages, Model, Prompt, Sampling
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, shown
 from baton.pb import inference_pb2 as pb
 from baton.request import SamplingParams, check_token_ids
 from baton.rpc import convert
@@ -25,19 +26,24 @@ M = TypeVar("M", bound=Message)
 
 _TOKEN_IDS = 2**32
 
+_INTEGERS = {"max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n"}
+_NUMBERS = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+_SWITCHES = {"ignore_eos", "skip_special_tokens", "include_stop_in_output"}
+_OPTIONAL = {
+    "max_tokens",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "stop",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "logit_bias",
+}
+
 
 def generate_request(model: str, prompt: Prompt, sampling: Sampling) -> pb.GenerateRequest:
     """A Generate request; a str is text, other sequences are token ids or messages, by their first element."""
-    values: dict[str, Any] = dict(sampling)
-    if isinstance(stop := values.get("stop"), str):
-        values["stop"] = (stop,)
-    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
-        values[name] = () if values.get(name) is None else tuple(values[name])
-    values["logit_bias"] = tuple(sorted(dict(values.get("logit_bias") or {}).items()))
-    params = SamplingParams(**values)
-    params.check_model(_TOKEN_IDS)
-    for index, text in enumerate(params.stop):
-        _check_text(f"stop[{index}]", text)
+    params = _params(dict(sampling))
     request = pb.GenerateRequest(model=model, sampling=convert.sampling_to_proto(params))
     if isinstance(prompt, str):
         request.text = _check_text("prompt", prompt)
@@ -65,6 +71,68 @@ def detokenize_request(model: str, token_ids: Sequence[int], skip_special_tokens
     return _sized("token_ids", request)
 
 
+def _params(values: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters of any Python values, each of which is of the right type or named."""
+    for name in _OPTIONAL & values.keys():
+        if values[name] is None:
+            del values[name]
+    for name in _INTEGERS & values.keys():
+        values[name] = _integer(name, values[name])
+    for name in _NUMBERS & values.keys():
+        _check_number(name, values[name])
+    for name in _SWITCHES & values.keys():
+        if not isinstance(values[name], int):
+            raise _wrong(name, "must be true or false", values[name])
+    if isinstance(stop := values.get("stop"), str):
+        values["stop"] = (stop,)
+    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        try:
+            values[name] = tuple(values.get(name, ()))
+        except TypeError:
+            raise _wrong(name, "must be a sequence", values[name]) from None
+    for index, text in enumerate(values["stop"]):
+        _check_text(f"stop[{index}]", text)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        values[name] = _integers(name, values[name])
+    values["logit_bias"] = _biases(values.get("logit_bias", {}))
+    params = SamplingParams(**values)
+    params.check_model(_TOKEN_IDS)
+    return params
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(given, Mapping):
+        raise _wrong("logit_bias", "must map token ids to numbers", given)
+    for token_id, bias in given.items():
+        _check_number(f"logit_bias[{_integer('logit_bias', token_id)}]", bias)
+    return tuple(sorted((operator.index(token_id), bias) for token_id, bias in given.items()))
+
+
+def _integers(name: str, values: tuple[Any, ...]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        # As many as a vocabulary has: names of elements are made only now.
+        return tuple(_integer(f"{name}[{index}]", value) for index, value in enumerate(values))
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise _wrong(name, "must be an integer", value) from None
+
+
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, numbers.Real):
+        raise _wrong(name, "must be a number", value)
+
+
+def _wrong(name: str, problem: str, value: Any) -> InvalidRequest:
+    """An InvalidRequest that shows the value even if it is None."""
+    return InvalidRequest(name, f"{problem}, got {shown(value)}")
+
+
 def _is_chat(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
@@ -89,14 +157,14 @@ def _token_ids(name: str, token_ids: Any) -> list[int]:
             raise TypeError
         ids = [operator.index(token_id) for token_id in token_ids]
     except TypeError:
-        raise InvalidRequest(name, "must be text, token ids or messages", token_ids) from None
+        raise _wrong(name, "must be text, token ids or messages", token_ids) from None
     check_token_ids(name, ids, _TOKEN_IDS)
     return ids
 
 
 def _check_text(name: str, text: Any) -> str:
     if not isinstance(text, str):
-        raise InvalidRequest(name, "must be text", text)
+        raise _wrong(name, "must be text", text)
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:

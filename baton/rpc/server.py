@@ -21,6 +21,7 @@ from baton.config import is_loopback, parse_address
 from baton.errors import ConfigError
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES, KEEPALIVE, Options
 from baton.rpc.errors import Boundary
+from baton.sockets import bind
 
 _HANDLERS_S = 5.0
 _Status = health_pb2.HealthCheckResponse
@@ -68,17 +69,24 @@ async def listen(
     insecure: bool,
     add: Callable[[grpc.aio.Server], None],
     services: Sequence[str],
+    field: str = "address",
     grace: float = 0.5,
 ) -> AsyncIterator[Listener]:
     """Serve what `add` registers on `address` ("host:port"; port 0 picks a free one).
 
     `services` are full names, for health and reflection. At the end running calls have `grace` seconds;
-    no handler runs after the block. Raises ConfigError naming the address if it can't be bound, or lies beyond
-    loopback without `insecure`.
+    no handler runs after the block. Raises ConfigError naming `field`, the setting that the address comes from, and
+    the address if it can't be bound, or lies beyond loopback without `insecure`.
     """
     host, port = parse_address(address)
     if not insecure and not is_loopback(host):
-        raise ConfigError(f"{address} can be reached from other machines and has no TLS; --insecure allows that")
+        problem = "can be reached from other machines and has no TLS; --insecure allows that"
+        raise ConfigError(f"{field}: {address} {problem}")
+    try:
+        # gRPC logs a failure at length, and its error does not tell the reason.
+        bind(address).close()
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from None
     boundary = Boundary()
     server = grpc.aio.server(interceptors=[boundary], options=_OPTIONS)
     servicer = health.aio.HealthServicer()
@@ -88,8 +96,8 @@ async def listen(
     add(server)
     try:
         bound = server.add_insecure_port(f"{_bracketed(host)}:{port}")
-    except RuntimeError as error:
-        raise ConfigError(f"{address} can't be bound: {error}") from None
+    except RuntimeError:
+        raise ConfigError(f"{field}: {address} can't be bound") from None
     for name in ("", *names):
         await servicer.set(name, _Status.NOT_SERVING)
     listener = Listener(f"{_bracketed(host)}:{bound}", names, servicer)

@@ -18,8 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from baton.config import parse_address
-from baton.errors import ConfigError
+from baton.sockets import bind
 
 _GRACE_S = 1
 
@@ -53,7 +52,7 @@ async def serve_ops(address: str, *, ready: Callable[[], bool]) -> AsyncIterator
 
     Raises ConfigError naming the address if it can't be bound.
     """
-    bound = _bind(address)
+    bound = bind(address)
     config = uvicorn.Config(
         _app(ready),
         log_config=None,
@@ -80,22 +79,6 @@ async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:
     waiting.cancel()
     if serving.done():
         await serving
-
-
-def _bind(address: str) -> socket.socket:
-    host, port = parse_address(address)
-    try:
-        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, proto)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(where)
-        except OSError:
-            bound.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"{address} can't be bound: {error}") from None
-    return bound
 
 
 def _app(ready: Callable[[], bool]) -> Starlette:

@@ -56,7 +56,7 @@ async def listeners(
 
     async with contextlib.AsyncExitStack() as stack:
         kv_listener = await stack.enter_async_context(
-            listen(config.kv, insecure=config.insecure, add=kv.add, services=[kv.name])
+            listen(config.kv, insecure=config.insecure, add=kv.add, services=[kv.name], field="kv")
         )
         status.advertise(config.kv_advertise or f":{kv_listener.address.rpartition(':')[2]}")
         control_listener = await stack.enter_async_context(
@@ -65,6 +65,7 @@ async def listeners(
                 insecure=config.insecure,
                 add=add_control,
                 services=[control.name, WORKER_SERVICE],
+                field="control",
             )
         )
         stack.callback(status.close)

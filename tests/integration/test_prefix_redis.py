@@ -6,12 +6,15 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
+from redis import Redis, RedisError
 
 from baton.errors import ConfigError
 from baton.kv.embedded import embedded_valkey
@@ -239,6 +242,41 @@ async def test_nothing_listens() -> None:
     assert await hits(cache) == (0, 0)
     assert not cache.put(DIGESTS[0], BLOCKS[0]), "not worth queueing"
     await cache.close()
+
+
+async def test_a_lost_store_is_logged_once_and_so_is_its_return(
+    server: Server, cache: RedisPrefixCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> list[str]:
+        return [record.levelname for record in caplog.records if record.name == "baton.kv.prefix.redis"]
+
+    caplog.set_level("INFO")
+    await cache.check()
+    assert said() == []
+    server.kill()
+    for _ in range(3):
+        await cache.check()
+        await asyncio.sleep(0.11)  # longer than the breaker's pause
+    assert said() == ["WARNING"]
+    server.start()
+    await cache.check()
+    await cache.check()
+    assert said() == ["WARNING", "INFO"]
+
+
+def test_the_death_of_the_embedded_server_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with embedded_valkey() as url:
+        reader = next(thread for thread in threading.enumerate() if thread.name == "valkey-log")
+        with Redis.from_url(url) as client, suppress(RedisError):
+            client.execute_command("SHUTDOWN", "NOSAVE", "FORCE")
+        reader.join(5)
+        assert [record.message for record in caplog.records] == [
+            "the embedded Valkey ended with exit status 0: requests go on without the prefix cache"
+        ]
+    caplog.clear()
+    with embedded_valkey():
+        pass
+    assert not caplog.records, "it was told to stop"
 
 
 async def test_long_chains_take_several_round_trips(

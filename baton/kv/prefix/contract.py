@@ -27,6 +27,9 @@ class PrefixCache(Protocol):
     def stores(self) -> bool:
         """Whether anything put here can ever be found again; if not, callers spare themselves the work."""
 
+    async def check(self) -> None:
+        """Try the store, so that the log tells now, and not at the first request, if it is out of reach."""
+
     async def lookup(self, digests: Sequence[bytes]) -> int:
         """Length of the longest run of leading digests whose blocks are there."""
 

@@ -16,6 +16,9 @@ class NullPrefixCache:
         """False."""
         return False
 
+    async def check(self) -> None:
+        """Nothing can be out of reach."""
+
     async def lookup(self, digests: Sequence[bytes]) -> int:
         """0."""
         return 0
@@ -45,6 +48,9 @@ class MemoryPrefixCache:
     def stores(self) -> bool:
         """True."""
         return True
+
+    async def check(self) -> None:
+        """Nothing can be out of reach."""
 
     async def lookup(self, digests: Sequence[bytes]) -> int:
         """Length of the longest run of leading hits."""

@@ -7,12 +7,14 @@ pipelined GETs of at most BATCH_BYTES a round trip, checked off the loop. Writes
 task, from a queue bounded in bytes.
 
 Every round trip has a time budget, and one failure opens a circuit breaker: a Redis that is slow, full or
-gone costs one budget now and then, and is otherwise a miss. Nothing here raises after construction.
+gone costs one budget now and then, and is otherwise a miss. The breaker's opening and closing are logged, not
+each failure. Nothing here raises after construction.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,6 +49,8 @@ _SLOWEST_BYTES_PER_S = 100e6
 _WRITE_BUDGET_S = 1.0
 _CLOSE_S = 1.0
 _CONNECTIONS = 8
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +89,10 @@ class RedisPrefixCache:
     def stores(self) -> bool:
         """True."""
         return True
+
+    async def check(self) -> None:
+        """One round trip."""
+        await self._call("PING", [()], self._limits.budget_s)
 
     async def lookup(self, digests: Sequence[bytes]) -> int:
         """Length of the longest run of leading hits; one round trip for each LOOKUP_KEYS digests."""
@@ -174,9 +182,15 @@ class RedisPrefixCache:
             async with asyncio.timeout(budget_s):
                 replies: list[Any] = await pipeline.execute(raise_on_error=False)
         except Exception as error:  # whatever a broken connection makes the client raise, it is a miss
+            if self._breaker.closed:
+                _log.warning(
+                    "the prefix cache is out of reach, requests go on without it: %s", str(error) or _reason(error)
+                )
             self._breaker.failed()
             metrics.PREFIX_FAULTS.labels(_reason(error)).inc()
             return []
+        if not self._breaker.closed:
+            _log.info("the prefix cache is back")
         self._breaker.succeeded()
         for reply in replies:
             if isinstance(reply, Exception):

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
+import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
+from baton.cli.account import print_account
 from baton.cli.main import main
+from baton.completion import Choice, Completion
 from baton.errors import Overloaded
+from baton.request import FinishReason, Usage
 from tests.fake_router import Router, served
 
 
@@ -28,6 +35,20 @@ async def test_text_streams_and_the_account_follows() -> None:
     assert (result.exit_code, result.stdout) == (0, "ab\n")
     assert "slot wait" in result.stderr
     assert "prompt 3 tokens (2 cached), completion 3 tokens" in result.stderr
+
+
+def test_the_account_is_not_wrapped_where_there_is_no_terminal() -> None:
+    choices = [Choice(index, finish_reason=FinishReason.LENGTH) for index in range(20)]
+    stream = io.StringIO()
+    print_account(Completion(choices=choices, usage=Usage(3, 2, 3)), Console(file=stream, width=80))
+    assert stream.getvalue().count("\n") == 1
+    assert stream.getvalue().endswith(", length\n")
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(main, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout == f"baton, version {version('baton')}\n"
 
 
 async def test_quiet() -> None:
@@ -52,7 +73,7 @@ async def test_several_choices_are_shown_whole() -> None:
 async def test_every_flag_reaches_the_request() -> None:
     router = Router()
     flags = "--max-tokens=5 --min-tokens=2 --temperature=0.5 --top-p=0.5 --top-k=3 --min-p=0.25 --seed=7 --logprobs=1"
-    more = "--prompt-logprobs=2 --ignore-eos --stop=x --stop=y --model=tiny -n 1"
+    more = "--json --prompt-logprobs=2 --ignore-eos --stop=x --stop=y --model=tiny -n 1"
     await generate(router, "hello", *flags.split(), *more.split())
     request, sampling = router.seen[0], router.seen[0].sampling
     assert (request.model, request.text, list(sampling.stop), sampling.ignore_eos) == (
@@ -121,10 +142,33 @@ def test_a_bad_file_is_named(content: bytes | None, flag: str, part: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["hello", "--token-ids=1"], ["--token-ids=1,x"], ["hello", "--target=nowhere"], ["--nope"]]
+    "arguments",
+    [
+        [],
+        ["hello", "--token-ids=1"],
+        ["--token-ids=1,x"],
+        ["hello", "--target=nowhere"],
+        ["--nope"],
+        ["hello", "--logprobs=1"],
+        ["hello", "--prompt-logprobs=0"],
+    ],
 )
 def test_usage(arguments: list[str]) -> None:
     assert CliRunner().invoke(main, ["generate", *arguments]).exit_code == 2
+
+
+def test_ctrl_c_while_modules_load_ends_quietly() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'grpc':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "import baton.__main__\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 async def test_ctrl_c_cancels_and_exits_130() -> None:

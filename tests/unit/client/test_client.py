@@ -171,6 +171,21 @@ async def test_nobody_there() -> None:
         ("x", {"stop": ["s"] * 10_000}, "stop", "10000"),
         ("x", {"stop_token_ids": [-1]}, "stop_token_ids[0]", "-1"),
         ("x", {"max_tokens": 0}, "max_tokens", "0"),
+        (None, {}, "prompt", "None"),
+        ([{"role": "user", "content": None}], {}, "prompt[0].content", "None"),
+        ("x", {"temperature": "0"}, "temperature", "'0'"),
+        ("x", {"temperature": None}, "temperature", "None"),
+        ("x", {"max_tokens": 1.5}, "max_tokens", "1.5"),
+        ("x", {"min_tokens": None}, "min_tokens", "None"),
+        ("x", {"ignore_eos": "no"}, "ignore_eos", "'no'"),
+        ("x", {"stop": 5}, "stop", "5"),
+        ("x", {"stop": [5]}, "stop[0]", "5"),
+        ("x", {"stop_token_ids": [1, 2.5]}, "stop_token_ids[1]", "2.5"),
+        ("x", {"logit_bias": [5]}, "logit_bias", "[5]"),
+        ("x", {"logit_bias": {"a": 1.0}}, "logit_bias", "'a'"),
+        ("x", {"logit_bias": {5: "1"}}, "logit_bias[5]", "'1'"),
+        ("x", {"logit_bias": {5: 200.0}}, "logit_bias[5]", "200.0"),
+        ("x", {"logit_bias": {-5: 1.0}}, "logit_bias[-5]", "-5"),
     ],
 )
 async def test_what_can_only_be_refused_is_not_sent(prompt: Any, sampling: Any, field: str, seen: str) -> None:
@@ -179,3 +194,15 @@ async def test_what_can_only_be_refused_is_not_sent(prompt: Any, sampling: Any, 
     assert caught.value.field == field
     assert seen in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+async def test_a_closed_client_says_so() -> None:
+    client, without_async = AsyncClient("127.0.0.1:1"), Client("127.0.0.1:1")
+    await client.close()
+    without_async.close()
+    for use in (client.complete("x"), client.get_model()):
+        with pytest.raises(Unavailable, match=r"^the client is closed$"):
+            await use
+    for call in (without_async.complete, without_async.tokenize):
+        with pytest.raises(Unavailable, match=r"^the client is closed$"):
+            call("x")

@@ -48,10 +48,13 @@ def test_available_memory_is_bounded_by_the_control_group(tmp_path: Path, monkey
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("70000\n")
     assert host_memory.available() == 1000 * 1024
+    (tmp_path / "memory.stat").write_text("anon 30000\nfile 40000\n")
     (tmp_path / "memory.max").write_text("90000\n")
     assert host_memory.available() == 20000
     (tmp_path / "memory.current").write_text("95000\n")
     assert host_memory.available() == 0
+    (tmp_path / "memory.stat").write_text("anon 30000\nactive_file 10000\ninactive_file 30000\n")
+    assert host_memory.available() == 35000, "file cache gives way"
 
 
 def test_available_memory_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_dtypes_come_from_the_checkpoint_or_the_config(checkpoint: Path, tmp_pat
 def test_bad_sizes_name_the_field(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len: 2000 is above the model's 1024"):
         engine_of(checkpoint, max_model_len=2000)
-    with pytest.raises(ConfigError, match="kv_memory: 100 bytes hold no page, which has 18432 bytes"):
+    with pytest.raises(ConfigError, match=r"kv_memory: 100 bytes \(given\) hold no page, which has 18432 bytes"):
         engine_of(checkpoint, kv_memory=100)
     with pytest.raises(ConfigError, match="device: cuda:99"):
         engine_of(checkpoint, device="cuda:99")
@@ -75,8 +76,32 @@ def test_automatic_memory_is_a_share_of_what_is_free(checkpoint: Path, monkeypat
     bounded = engine_of(checkpoint, kv_memory=0, max_model_len=64, slots=2)
     assert bounded.spec.pages == (2 + 8) * 4
     monkeypatch.setattr(factory.host_memory, "available", lambda: 1000)
-    with pytest.raises(ConfigError, match="kv_memory: 150 bytes hold no page, which has 18432 bytes"):
+    with pytest.raises(ConfigError, match=r"kv_memory: 150 bytes \(automatic\) hold no page, which has 18432 bytes"):
         engine_of(checkpoint, kv_memory=0)
+    with pytest.raises(
+        ConfigError, match=r"page_size: a page of 32 tokens has 36864 bytes, .* 150 bytes \(automatic\)"
+    ):
+        engine_of(checkpoint, kv_memory=0, page_size=32)
+
+
+def test_more_memory_than_there_is_names_the_field(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory.host_memory, "available", lambda: 50 << 20)
+    monkeypatch.setattr(factory, "load_model", lambda *_, **__: pytest.fail("loaded first"))
+    with pytest.raises(
+        ConfigError, match=f"kv_memory: {900 << 30} bytes are asked for, {50 << 20} bytes are available"
+    ):
+        engine_of(checkpoint, kv_memory=900 << 30)
+
+
+def test_what_was_loaded_is_logged_once(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "baton.engine.factory"):
+        engine_of(checkpoint, kv_dtype="bfloat16", page_size=8, kv_memory=4 * 4608 + 1)
+    assert len(caplog.messages) == 1
+    assert re.search(
+        r"llama\d* on cpu in .* s: float32, KV bfloat16 in 4 pages of 8 tokens \(18432 bytes\), "
+        r"max_model_len 1024, slots 4, threads 1$",
+        caplog.messages[0],
+    )
 
 
 def test_greedy_equals_transformers(checkpoint: Path) -> None:
