@@ -20,16 +20,17 @@ from baton.completion import Sampling
 from baton.errors import BatonError
 from baton.launcher import bound_to_me
 
-_PROMPT = '''    def read(self, size=-1):
-        """Read up to size bytes from the object and return them.
+_PROMPT = '''class Queue:
+    """A queue that can be shared by several threads."""
 
-        If size is negative, read until end of file.
-        """
-        if self.closed:
-            raise ValueError("I/O operation on closed file")
-        if size is None or size < 0:
+    def __init__(self, maxsize=0):
+        self.maxsize = maxsize
+        self._lock = threading.Lock()
+
+    def put(self, item):
+        """Put an item into the queue."""
 '''
-_SAMPLING = Sampling(max_tokens=96, temperature=0.6, seed=2)
+_SAMPLING = Sampling(max_tokens=96, temperature=0.7, top_p=0.95, seed=2)
 _STOP_S = 10.0
 
 
