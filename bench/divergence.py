@@ -1,9 +1,9 @@
-"""How often bfloat16 greedy output depends on its batch: the same prompts alone, and many at once.
+"""How often output depends on the batch: the same requests alone, and many at once, greedy and seeded.
 
 In float32 a request's tokens depend on nothing but the request, and the tests hold that. In bfloat16 the last bits of
-the logits depend on the shapes of the matrix products, so that a near-tie may fall the other way and everything after
-it differs. This measures how often: the share of requests that differ, and the chance per token that a sequence parts
-from its twin.
+the logits may depend on the shapes of the matrix products, so that a near-tie may fall the other way and everything
+after it differs. This measures how often: the share of requests that differ, and the chance per token that a sequence
+parts from its twin. Prompts are pieces of the standard library's source, of 16 to 256 tokens.
 
     python -m bench.divergence [--model DIR] [--requests 64] [--tokens 64] [--concurrency 32]
 """
@@ -12,24 +12,44 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 from baton import AsyncClient
 from bench.common import running_fleet, save
 
+MODES: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 1.0}}
 
-async def outputs(target: str, prompts: list[list[int]], tokens: int, concurrency: int) -> list[list[int]]:
-    """Greedy tokens of every prompt, `concurrency` requests at a time."""
+
+async def prompts(target: str, count: int, seed: int) -> list[list[int]]:
+    """Token ids of pieces of source text."""
+    generator = random.Random(seed)
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    async with AsyncClient(target) as client:
+        found: list[list[int]] = []
+        while len(found) < count:
+            ids = await client.tokenize(generator.choice(files).read_text(errors="replace")[:60_000])
+            length = generator.randint(16, 256)
+            start = generator.randrange(max(1, len(ids) - length))
+            found.append(ids[start : start + length])
+        return found
+
+
+async def outputs(
+    target: str, prompts: list[list[int]], mode: dict[str, Any], tokens: int, concurrency: int
+) -> list[list[int]]:
+    """Tokens of every prompt, `concurrency` requests at a time; a prompt's number is its seed."""
     gate = asyncio.Semaphore(concurrency)
     async with AsyncClient(target) as client:
 
-        async def one(prompt: list[int]) -> list[int]:
+        async def one(seed: int, prompt: list[int]) -> list[int]:
             async with gate:
-                completion = await client.complete(prompt, max_tokens=tokens, temperature=0, ignore_eos=True)
+                completion = await client.complete(prompt, max_tokens=tokens, seed=seed, ignore_eos=True, **mode)
                 return list(completion.token_ids)
 
-        return await asyncio.gather(*map(one, prompts))
+        return await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))
 
 
 def compare(alone: list[list[int]], together: list[list[int]]) -> dict[str, Any]:
@@ -48,19 +68,15 @@ def compare(alone: list[list[int]], together: list[list[int]]) -> dict[str, Any]
 
 
 async def measure(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    generator = random.Random(arguments.seed)
     flags = ["--dtype", dtype, "--redis", "none"] + (["--model", arguments.model] if arguments.model else [])
+    results = {}
     with running_fleet(*flags) as ready:
-        async with AsyncClient(ready["grpc"]) as client:
-            vocabulary = (await client.get_model()).vocab_size
-        prompts = [
-            [generator.randrange(vocabulary) for _ in range(generator.randint(16, 256))]
-            for _ in range(arguments.requests)
-        ]
-        alone = await outputs(ready["grpc"], prompts, arguments.tokens, 1)
-        again = await outputs(ready["grpc"], prompts, arguments.tokens, 1)
-        together = await outputs(ready["grpc"], prompts, arguments.tokens, arguments.concurrency)
-    return {"alone_twice": compare(alone, again), "alone_and_together": compare(alone, together)}
+        asked = await prompts(ready["grpc"], arguments.requests, arguments.seed)
+        for name, mode in MODES.items():
+            alone = await outputs(ready["grpc"], asked, mode, arguments.tokens, 1)
+            together = await outputs(ready["grpc"], asked, mode, arguments.tokens, arguments.concurrency)
+            results[name] = compare(alone, together)
+    return results
 
 
 def main() -> None:
