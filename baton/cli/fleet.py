@@ -161,7 +161,9 @@ class Fleet:
         if is_stdout and line.startswith(_LISTENING) and not child.listening.done():
             child.listening.set_result(dict(part.split("=", 1) for part in line.split()[1:] if "=" in part))
             return
-        child.last_line = line
+        # The two pipes keep no order between them, and faults are told on stderr.
+        if not is_stdout:
+            child.last_line = line
         self.say(child.name, line)
 
 
