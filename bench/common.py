@@ -68,7 +68,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def save(name: str, results: dict[str, Any]) -> None:
     """Print the results and write them to bench/results/NAME.json with machine, commit and command."""
-    report = {"machine": machine(), "commit": commit(), "command": ["python", *sys.argv], "results": results}
+    command = " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    report = {"machine": machine(), "commit": commit(), "command": command, "results": results}
     text = json.dumps(report, indent=2)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(text + "\n")

@@ -37,21 +37,6 @@ class App:
     config: DecodeConfig
 
     @property
-    def control_address(self) -> str:
-        """Where routers dial, "host:port"."""
-        return self.addresses.control
-
-    @property
-    def kv_address(self) -> str:
-        """Where peers dial, "host:port"."""
-        return self.addresses.kv
-
-    @property
-    def ops_address(self) -> str:
-        """Where probes and scrapers look, "host:port"."""
-        return self.addresses.ops
-
-    @property
     def failed(self) -> asyncio.Future[None]:
         """Gets an exception when the engine can't go on."""
         return self.service.failed

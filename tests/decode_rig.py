@@ -163,7 +163,7 @@ class Rig:
     stack: contextlib.AsyncExitStack
 
     async def router(self) -> Router:
-        channel = await self.stack.enter_async_context(control_channel(self.app.control_address))
+        channel = await self.stack.enter_async_context(control_channel(self.app.addresses.control))
         call = decode_pb2_grpc.DecodeStub(channel).Session()
         router = Router(call, self.exporter)
         await router.say(hello=decode_pb2.Hello(router_id="router"))
@@ -184,7 +184,7 @@ class Rig:
 
     async def until_free(self) -> None:
         """Wait, by the worker's own status, until no page is in use."""
-        async with asyncio.timeout(WAIT_S), control_channel(self.app.control_address) as channel:
+        async with asyncio.timeout(WAIT_S), control_channel(self.app.addresses.control) as channel:
             async for status in worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()):
                 if not status.load.pages_used:
                     break

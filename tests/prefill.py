@@ -67,7 +67,7 @@ class Client:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self.channel = control_channel(app.control_address)
+        self.channel = control_channel(app.addresses.control)
         self.prefill = prefill_pb2_grpc.PrefillStub(self.channel)
         self.worker = worker_pb2_grpc.WorkerStub(self.channel)
 
@@ -107,7 +107,7 @@ class Client:
 
     async def fetch(self, engine: FakeEngine, handle: Any, transfer_id: str, tokens: int) -> Handoff:
         """Pull finished KV, as decode does."""
-        async with kv_channel(self.app.kv_address) as channel:
+        async with kv_channel(self.app.addresses.kv) as channel:
             return await fetch(
                 channel,
                 engine,

@@ -334,7 +334,7 @@ async def test_a_drain_whose_grace_is_over_hands_the_rest_back() -> None:
     ],
 )
 async def test_a_session_begins_with_hello(first: decode_pb2.SessionUp, words: str) -> None:
-    async with rig() as all_, control_channel(all_.app.control_address) as channel:
+    async with rig() as all_, control_channel(all_.app.addresses.control) as channel:
         call = decode_pb2_grpc.DecodeStub(channel).Session()
         await call.write(first)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
