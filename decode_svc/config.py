@@ -18,7 +18,6 @@ class DecodeConfig(WorkerConfig):
 
     slots: int = option(32, help="Most sequences in the generation batch.", minimum=1)
     convert_kv: bool = option(False, help="Accept KV of another element type and convert it.")
-    host_kv_memory: int = option(0, help="Host memory for paused sequences.", unit="bytes", minimum=0)
     start_timeout_s: float = option(
         10.0, help="Seconds for which pages are held for a request that is not started.", minimum=0.01
     )
@@ -32,4 +31,4 @@ class DecodeConfig(WorkerConfig):
 
     def engine_config(self) -> EngineConfig:
         """The engine's share of the settings."""
-        return replace(super().engine_config(), slots=self.slots, host_kv_memory=self.host_kv_memory)
+        return replace(super().engine_config(), slots=self.slots)

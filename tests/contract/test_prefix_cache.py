@@ -72,9 +72,11 @@ async def test_payloads_may_be_views(cache: PrefixCache) -> None:
     assert bytes((await cache.fetch(DIGESTS[:1]))[0]) == BLOCKS[0]
 
 
-async def test_flush_without_work_returns_and_close_is_final(cache: PrefixCache) -> None:
+async def test_flush_without_work_returns_and_close_may_be_repeated(cache: PrefixCache) -> None:
     await cache.flush()
     await fill(cache, [0])
+    assert await cache.lookup(DIGESTS[:1]) == 1
+    await cache.close()
     await cache.close()
 
 

@@ -158,7 +158,9 @@ async def test_stopping_in_the_middle_of_everything_leaves_nothing() -> None:
         await gate.reached()
         await client.status(lambda status: status.load.waiting == 4)
         asyncio.get_running_loop().call_later(0.1, gate.open)
-    await asyncio.gather(*calls, return_exceptions=True)
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    unavailable = grpc.StatusCode.UNAVAILABLE
+    assert all(isinstance(end, asyncio.CancelledError) or end[0] is unavailable for end in outcomes), outcomes
 
 
 @pytest.mark.parametrize("seed", range(3))
