@@ -3,6 +3,8 @@
     BatonError                INTERNAL
     ├── InvalidRequest        INVALID_ARGUMENT     a field of a request is wrong: names field and value
     ├── NotFound              NOT_FOUND            an unknown model, transfer, ...
+    ├── Unauthenticated       UNAUTHENTICATED      no credentials, or none that are known
+    ├── PermissionDenied      PERMISSION_DENIED    known, but not allowed to do this
     ├── Overloaded            RESOURCE_EXHAUSTED   refused now; may be retried after a delay
     │   └── OutOfPages                             a page pool can't hold what was asked
     ├── DeadlineExceeded      DEADLINE_EXCEEDED
@@ -57,6 +59,20 @@ class NotFound(BatonError):
 
     grpc_status = "NOT_FOUND"
     http_status = 404
+
+
+class Unauthenticated(BatonError):
+    """The caller gave no credentials, or none that are known."""
+
+    grpc_status = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class PermissionDenied(BatonError):
+    """The caller is known, or shows a ticket, but may not do this."""
+
+    grpc_status = "PERMISSION_DENIED"
+    http_status = 403
 
 
 class Overloaded(BatonError):

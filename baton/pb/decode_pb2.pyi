@@ -23,30 +23,34 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("key", "context_tokens", "max_new_tokens", "choices")
+    __slots__ = ("key", "context_tokens", "max_new_tokens", "choices", "deadline_ms")
     KEY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     context_tokens: int
     max_new_tokens: int
     choices: int
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., context_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., choices: _Optional[int] = ...) -> None: ...
+    deadline_ms: int
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., context_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., choices: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("key", "transfer_id", "source_address", "source_incarnation", "deadline_ms")
+    __slots__ = ("key", "transfer_id", "source_address", "source_incarnation", "deadline_ms", "ticket")
     KEY_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     transfer_id: str
     source_address: str
     source_incarnation: str
     deadline_ms: int
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., transfer_id: _Optional[str] = ..., source_address: _Optional[str] = ..., source_incarnation: _Optional[str] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    ticket: bytes
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., transfer_id: _Optional[str] = ..., source_address: _Optional[str] = ..., source_incarnation: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key", "choice_index")
@@ -57,8 +61,10 @@ class Cancel(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., choice_index: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("live",)
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    live: _containers.RepeatedCompositeFieldContainer[AttemptKey]
+    def __init__(self, live: _Optional[_Iterable[_Union[AttemptKey, _Mapping]]] = ...) -> None: ...
 
 class SessionUp(_message.Message):
     __slots__ = ("hello", "reserve", "start", "cancel", "heartbeat")
@@ -75,16 +81,18 @@ class SessionUp(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class ReserveResult(_message.Message):
-    __slots__ = ("key", "granted", "reason", "never")
+    __slots__ = ("key", "granted", "reason", "never", "retry_after_ms")
     KEY_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NEVER_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     granted: bool
     reason: str
     never: bool
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., granted: _Optional[bool] = ..., reason: _Optional[str] = ..., never: _Optional[bool] = ...) -> None: ...
+    retry_after_ms: int
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., granted: _Optional[bool] = ..., reason: _Optional[str] = ..., never: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
     __slots__ = ("key", "choice_index", "output_index", "tokens", "finish_reason", "timings")
@@ -122,12 +130,14 @@ class AttemptFailure(_message.Message):
         KIND_ENGINE: _ClassVar[AttemptFailure.Kind]
         KIND_DEADLINE: _ClassVar[AttemptFailure.Kind]
         KIND_DRAINING: _ClassVar[AttemptFailure.Kind]
+        KIND_PREEMPTED: _ClassVar[AttemptFailure.Kind]
     KIND_UNSPECIFIED: AttemptFailure.Kind
     KIND_SOURCE_UNREACHABLE: AttemptFailure.Kind
     KIND_TRANSFER: AttemptFailure.Kind
     KIND_ENGINE: AttemptFailure.Kind
     KIND_DEADLINE: AttemptFailure.Kind
     KIND_DRAINING: AttemptFailure.Kind
+    KIND_PREEMPTED: AttemptFailure.Kind
     KEY_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
@@ -137,11 +147,13 @@ class AttemptFailure(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., kind: _Optional[_Union[AttemptFailure.Kind, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class SessionDown(_message.Message):
-    __slots__ = ("reserved", "outputs", "failures")
+    __slots__ = ("reserved", "outputs", "failures", "heartbeat")
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     reserved: _containers.RepeatedCompositeFieldContainer[ReserveResult]
     outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
     failures: _containers.RepeatedCompositeFieldContainer[AttemptFailure]
-    def __init__(self, reserved: _Optional[_Iterable[_Union[ReserveResult, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[AttemptFailure, _Mapping]]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, reserved: _Optional[_Iterable[_Union[ReserveResult, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[AttemptFailure, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...

@@ -30,7 +30,7 @@ class KvFormat(_message.Message):
     def __init__(self, version: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[KvPartFormat, _Mapping]]] = ..., layers: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class FetchKvRequest(_message.Message):
-    __slots__ = ("transfer_id", "incarnation", "token_start", "token_end", "layer_start", "layer_end", "head_start", "head_end")
+    __slots__ = ("transfer_id", "incarnation", "token_start", "token_end", "layer_start", "layer_end", "head_start", "head_end", "ticket", "consumer", "stream", "retry")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_START_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,10 @@ class FetchKvRequest(_message.Message):
     LAYER_END_FIELD_NUMBER: _ClassVar[int]
     HEAD_START_FIELD_NUMBER: _ClassVar[int]
     HEAD_END_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    CONSUMER_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    RETRY_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     incarnation: str
     token_start: int
@@ -47,7 +51,33 @@ class FetchKvRequest(_message.Message):
     layer_end: int
     head_start: int
     head_end: int
-    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ...) -> None: ...
+    ticket: bytes
+    consumer: str
+    stream: int
+    retry: int
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., ticket: _Optional[bytes] = ..., consumer: _Optional[str] = ..., stream: _Optional[int] = ..., retry: _Optional[int] = ...) -> None: ...
+
+class Ticket(_message.Message):
+    __slots__ = ("transfer_id", "incarnation", "consumer", "expires_unix_ms")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONSUMER_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    incarnation: str
+    consumer: str
+    expires_unix_ms: int
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., consumer: _Optional[str] = ..., expires_unix_ms: _Optional[int] = ...) -> None: ...
+
+class SignedTicket(_message.Message):
+    __slots__ = ("ticket", "signature", "key_id")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    signature: bytes
+    key_id: bytes
+    def __init__(self, ticket: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., key_id: _Optional[bytes] = ...) -> None: ...
 
 class KvPart(_message.Message):
     __slots__ = ("name", "dtype", "shape", "length")
@@ -154,12 +184,16 @@ class KvFrame(_message.Message):
     def __init__(self, header: _Optional[_Union[KvHeader, _Mapping]] = ..., payload: _Optional[bytes] = ..., manifest: _Optional[_Union[KvManifest, _Mapping]] = ..., commit: _Optional[_Union[KvCommit, _Mapping]] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
-    __slots__ = ("transfer_id", "incarnation")
+    __slots__ = ("transfer_id", "incarnation", "ticket", "consumer")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    CONSUMER_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     incarnation: str
-    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    ticket: bytes
+    consumer: str
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., ticket: _Optional[bytes] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class RenewLeaseResponse(_message.Message):
     __slots__ = ("lease_ms",)
@@ -168,12 +202,16 @@ class RenewLeaseResponse(_message.Message):
     def __init__(self, lease_ms: _Optional[int] = ...) -> None: ...
 
 class ReleaseKvRequest(_message.Message):
-    __slots__ = ("transfer_id", "incarnation")
+    __slots__ = ("transfer_id", "incarnation", "ticket", "consumer")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    CONSUMER_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     incarnation: str
-    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    ticket: bytes
+    consumer: str
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., ticket: _Optional[bytes] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class ReleaseKvResponse(_message.Message):
     __slots__ = ()

@@ -28,6 +28,18 @@ class PrefillRequest(_message.Message):
     cache_salt: bytes
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice_indexes: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
+class AbandonRequest(_message.Message):
+    __slots__ = ("transfer_id", "incarnation")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    incarnation: str
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class AbandonResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class PrefillProgress(_message.Message):
     __slots__ = ("computed_tokens", "total_tokens", "cached_tokens")
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]

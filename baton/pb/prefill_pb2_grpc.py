@@ -40,6 +40,11 @@ class PrefillStub:
                 request_serializer=baton_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.Abandon = channel.unary_unary(
+                '/baton.v1.Prefill/Abandon',
+                request_serializer=baton_dot_v1_dot_prefill__pb2.AbandonRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_prefill__pb2.AbandonResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServicer:
@@ -53,6 +58,13 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Abandon(self, request, context):
+        """Abandon ends the export of an attempt that failed after its prefill; unknown and ended ones succeed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=baton_dot_v1_dot_prefill__pb2.PrefillEvent.SerializeToString,
+            ),
+            'Abandon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abandon,
+                    request_deserializer=baton_dot_v1_dot_prefill__pb2.AbandonRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_prefill__pb2.AbandonResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class Prefill:
             '/baton.v1.Prefill/Prefill',
             baton_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             baton_dot_v1_dot_prefill__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abandon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Prefill/Abandon',
+            baton_dot_v1_dot_prefill__pb2.AbandonRequest.SerializeToString,
+            baton_dot_v1_dot_prefill__pb2.AbandonResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,7 +36,7 @@ class Shard(_message.Message):
     def __init__(self, kv_address: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ...) -> None: ...
 
 class WorkerIdentity(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "model", "fingerprint", "kv_format", "converts_kv", "tokenizer_digest", "max_model_len", "shards")
+    __slots__ = ("worker_id", "role", "incarnation", "model", "fingerprint", "kv_format", "converts_kv", "tokenizer_digest", "max_model_len", "shards", "principal")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class WorkerIdentity(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: WorkerRole
     incarnation: str
@@ -57,10 +58,11 @@ class WorkerIdentity(_message.Message):
     tokenizer_digest: str
     max_model_len: int
     shards: _containers.RepeatedCompositeFieldContainer[Shard]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv_format: _Optional[_Union[_kv_pb2.KvFormat, _Mapping]] = ..., converts_kv: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ...) -> None: ...
+    principal: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv_format: _Optional[_Union[_kv_pb2.KvFormat, _Mapping]] = ..., converts_kv: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., principal: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("waiting", "running", "pending_tokens", "pages_used", "pages_total", "page_size", "slots_used", "slots_total", "tokens_per_second")
+    __slots__ = ("waiting", "running", "pending_tokens", "pages_used", "pages_total", "page_size", "slots_used", "slots_total", "tokens_per_second", "sequences_paused")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +72,7 @@ class WorkerLoad(_message.Message):
     SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_PAUSED_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     pending_tokens: int
@@ -79,14 +82,17 @@ class WorkerLoad(_message.Message):
     slots_used: int
     slots_total: int
     tokens_per_second: float
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., page_size: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., tokens_per_second: _Optional[float] = ...) -> None: ...
+    sequences_paused: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., page_size: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., sequences_paused: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("identity", "load", "draining")
+    __slots__ = ("identity", "load", "draining", "stalled")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
     identity: WorkerIdentity
     load: WorkerLoad
     draining: bool
-    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    stalled: bool
+    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., stalled: _Optional[bool] = ...) -> None: ...

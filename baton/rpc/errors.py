@@ -36,6 +36,8 @@ _CLASSES: dict[str, Callable[[str], errors.BatonError]] = {
     cls.grpc_status: cls
     for cls in (
         errors.NotFound,
+        errors.Unauthenticated,
+        errors.PermissionDenied,
         errors.DeadlineExceeded,
         errors.Cancelled,
         errors.Unavailable,

@@ -56,9 +56,11 @@ def status_to_proto(status: WorkerStatus) -> worker_pb2.WorkerStatus:
                 )
                 for shard in identity.shards
             ],
+            principal=identity.principal,
         ),
         load=worker_pb2.WorkerLoad(**{name: getattr(status.load, name) for name in _LOAD_FIELDS}),
         draining=status.draining,
+        stalled=status.stalled,
     )
 
 
@@ -79,9 +81,11 @@ def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
             shards=tuple(
                 Shard(s.kv_address, s.layer_start, s.layer_end, s.head_start, s.head_end) for s in identity.shards
             ),
+            principal=identity.principal,
         ),
         load=WorkerLoad(**{name: getattr(message.load, name) for name in _LOAD_FIELDS}),
         draining=message.draining,
+        stalled=message.stalled,
     )
 
 

@@ -58,6 +58,7 @@ class WorkerIdentity:
     tokenizer_digest: str
     max_model_len: int
     shards: tuple[Shard, ...]
+    principal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class WorkerLoad:
     slots_used: int = 0
     slots_total: int = 0
     tokens_per_second: float = 0.0
+    sequences_paused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class WorkerStatus:
     identity: WorkerIdentity
     load: WorkerLoad
     draining: bool
+    stalled: bool = False
 
 
 def new_identity(
@@ -91,6 +94,7 @@ def new_identity(
     tokenizer_digest: str,
     *,
     converts_kv: bool = False,
+    principal: str = "",
 ) -> WorkerIdentity:
     """The identity of a starting worker, with a fresh incarnation; its one shard has no address yet."""
     incarnation = secrets.token_hex(8)
@@ -105,6 +109,7 @@ def new_identity(
         tokenizer_digest=tokenizer_digest,
         max_model_len=spec.max_model_len,
         shards=(Shard("", 0, spec.kv_format.layers, 0, spec.kv_format.heads),),
+        principal=principal,
     )
 
 

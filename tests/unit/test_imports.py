@@ -23,6 +23,8 @@ PURE = (
     "baton.kv.format",
     "baton.kv.hashing",
     "baton.kv.pool",
+    "baton.ledger",
+    "baton.lifecycle",
     "baton.request",
     "decode_svc.scheduler",
     "prefill_svc.scheduler",

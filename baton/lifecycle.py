@@ -1,0 +1,107 @@
+"""The state machine of an attempt, shared by router, prefill and decode. Pure.
+
+    router    LINE ─▶ RESERVING ─▶ PREFILLING ─▶ TRANSFERRING ─▶ DECODING ─▶ ENDED
+               ▲          └─ refused by all ─┐
+               └─────────────────────────────┘
+    prefill   QUEUED ─▶ PREFILLING ─▶ HELD ─▶ ENDED
+    decode    RESERVED ─▶ TRANSFERRING ─▶ SLOT_WAIT ─▶ DECODING ─▶ ENDED
+                                                 ▲       ▼
+                                                 └─ PAUSED
+
+Each part knows the states that it takes an attempt through; where they have the same name they mean the same phase.
+Every state may go to ENDED, and nothing leaves ENDED. Every state has a deadline: the request's own, or the state's
+limit if that comes first.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+from baton.errors import EngineError
+
+
+class State(enum.Enum):
+    """Where an attempt is in its life, as one of its parts sees it."""
+
+    LINE = "line"
+    """In the router's waiting line."""
+    RESERVING = "reserving"
+    """The router has asked decode workers for pages."""
+    QUEUED = "queued"
+    """At a prefill worker: look-up in the prefix cache, wait for pages, load of cached blocks."""
+    PREFILLING = "prefilling"
+    """Chunks are being computed; for the router, from the call until the first token."""
+    HELD = "held"
+    """Committed at a prefill worker, under its lease, until it is released."""
+    RESERVED = "reserved"
+    """Pages are held at a decode worker; the transfer has not begun."""
+    TRANSFERRING = "transferring"
+    """Decode fetches KV; for the router, from the first token until decode's first."""
+    SLOT_WAIT = "slot_wait"
+    """KV is in place at a decode worker, which has no slot yet."""
+    DECODING = "decoding"
+    """In the generation batch."""
+    PAUSED = "paused"
+    """Taken out of the batch, with its KV in host memory."""
+    ENDED = "ended"
+    """Everything was given back."""
+
+
+_NEXT: dict[State, frozenset[State]] = {
+    State.LINE: frozenset({State.RESERVING, State.PREFILLING}),
+    State.RESERVING: frozenset({State.LINE, State.PREFILLING}),
+    State.QUEUED: frozenset({State.PREFILLING}),
+    State.PREFILLING: frozenset({State.TRANSFERRING, State.DECODING, State.HELD}),
+    State.HELD: frozenset(),
+    State.RESERVED: frozenset({State.TRANSFERRING}),
+    State.TRANSFERRING: frozenset({State.SLOT_WAIT, State.DECODING}),
+    State.SLOT_WAIT: frozenset({State.DECODING}),
+    State.DECODING: frozenset({State.PAUSED}),
+    State.PAUSED: frozenset({State.DECODING, State.SLOT_WAIT}),
+    State.ENDED: frozenset(),
+}
+FIRST = frozenset({State.LINE, State.QUEUED, State.RESERVED})
+"""States in which the parts begin."""
+
+
+class Lifecycle:
+    """The state of one attempt in one process; times are seconds on the caller's monotonic clock."""
+
+    __slots__ = ("deadline", "request_deadline", "since", "state")
+
+    def __init__(self, first: State, now: float, *, request_deadline: float = math.inf, limit_s: float = math.inf):
+        if first not in FIRST:
+            raise EngineError(f"an attempt can't begin in state {first.value}")
+        self.request_deadline = request_deadline
+        self.state = first
+        self.since = now
+        self.deadline = min(request_deadline, now + limit_s)
+        """When the state must have been left; infinite without a limit."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the attempt is over."""
+        return self.state is State.ENDED
+
+    def enter(self, state: State, now: float, limit_s: float = math.inf) -> None:
+        """Go to another state, which may last `limit_s` seconds. Raises EngineError for a step that doesn't exist."""
+        if state not in _NEXT[self.state]:
+            raise EngineError(f"an attempt can't go from {self.state.value} to {state.value}")
+        self.state, self.since = state, now
+        self.deadline = min(self.request_deadline, now + limit_s)
+
+    def end(self, now: float) -> bool:
+        """Go to ENDED from wherever it is; False if it was there before, so that its memory is given back once."""
+        if self.ended:
+            return False
+        self.state, self.since, self.deadline = State.ENDED, now, math.inf
+        return True
+
+    def overdue(self, now: float) -> bool:
+        """Whether the state's deadline has passed."""
+        return now >= self.deadline
+
+    def of_request(self) -> bool:
+        """Whether the deadline in force is the request's own, so that another attempt can't help."""
+        return self.deadline >= self.request_deadline and not math.isinf(self.request_deadline)
