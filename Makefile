@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check proto bench clean
+.PHONY: demo test check chaos soak fuzz proto bench clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -21,6 +21,16 @@ demo: $(INSTALLED) ## complete a prompt through three services and show the late
 
 test: $(INSTALLED) ## all tests that need no accelerator
 	$(BIN)/python -m pytest
+
+chaos: $(INSTALLED) ## every fault in every state on real processes, MINUTES=20 SEED=1; writes bench/results/
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),20) --seed $(or $(SEED),1)
+
+soak: $(INSTALLED) ## overload, cancels and deaths, MINUTES=60 SEED=1; writes bench/results/
+	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)
+
+fuzz: $(INSTALLED) ## property tests and fuzzing, FUZZ_EXAMPLES percent of what `make test` tries, SEED=1; writes bench/results/
+	FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),2000) FUZZ_SEED=$(or $(SEED),1) FUZZ_REPORT=bench/results/fuzz-$$(date +%F).md \
+		$(BIN)/python -m pytest -p tests.effort --timeout 0 tests/property tests/fuzz tests/unit/kv_pool
 
 check: $(INSTALLED) ## lint, types, import walls, protos, generated stubs
 	$(BIN)/ruff check .

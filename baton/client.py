@@ -9,10 +9,19 @@ arguments are the fields of `baton.request.SamplingParams`. Failures are the exc
 request that the server could only refuse, because a value is out of range or the prompt too large, is
 refused before it is sent. Leaving the loop over a stream, or closing the stream, cancels the request on the
 server.
+
+A router that is not on this machine has TLS and asks for an API key:
+
+    Client("baton.example.org:50050", ca="ca.crt", api_key=os.environ["BATON_API_KEY"])
+
+`ca` is a PEM file with the CA that the router's certificate is from; `tls=True` without it means the CAs that gRPC
+knows. The certificate must name the host of `target`, or `server_name` where that is given. `cert` and `key` are PEM
+files with the client's own certificate, for routers that want one. Without TLS an API key travels in the clear.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Generator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -20,13 +29,17 @@ from typing import Any, Self, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.admin import ledger_from_proto
 from baton.completion import Choice, Completion, Delta, Messages, Model, Prompt, Sampling
-from baton.errors import Unavailable
+from baton.errors import InvalidRequest, Unavailable
+from baton.ledger import Ledger
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
+from baton.pb.admin_pb2 import LedgerRequest
+from baton.pb.admin_pb2_grpc import AdminStub
 from baton.rpc import requests
-from baton.rpc.channel import CLIENT_OPTIONS
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.security import Security, client_credentials
 
 __all__ = ["AsyncClient", "Choice", "Client", "Completion", "Delta", "Model"]
 
@@ -35,15 +48,23 @@ class AsyncClient:
     """A client of the router at `target` ("host:port"); close it, or use it as an async context manager.
 
     `model` names the served model; empty means the only one. Every `timeout` is in seconds and is the
-    deadline of the request on the server too.
+    deadline of the request on the server too. Raises ConfigError naming a TLS setting that can't be used.
     """
 
-    def __init__(self, target: str, *, model: str = "") -> None:
+    def __init__(
+        self, target: str, *, model: str = "", api_key: str | None = None, **security: Unpack[Security]
+    ) -> None:
         self._model = model
         self._closed = False
-        self._channel = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+        self._metadata = _metadata(api_key)
+        credentials, options = client_credentials(**security)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        self._admin: Any = AdminStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -95,16 +116,20 @@ class AsyncClient:
         """Whether the router serves requests now; raises Unavailable if it can't be reached."""
         return requests.serving(await self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
 
+    async def ledger(self, *, timeout: float | None = None) -> Ledger:
+        """Who holds what in the process at `target`, which may also be a worker's control listener."""
+        return ledger_from_proto(await self._ask(self._admin.Ledger, LedgerRequest(), timeout))
+
     async def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
         _refuse_if(self._closed)
         try:
-            return await method(request, timeout=timeout)
+            return await method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
     async def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncGenerator[Delta, None]:
         _refuse_if(self._closed)
-        call = self._stub.Generate(request, timeout=timeout)
+        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
         try:
             async for response in call:
                 for delta in requests.deltas(response):
@@ -118,12 +143,20 @@ class AsyncClient:
 class Client:
     """The same as `AsyncClient`, without async; may be used from several threads at once."""
 
-    def __init__(self, target: str, *, model: str = "") -> None:
+    def __init__(
+        self, target: str, *, model: str = "", api_key: str | None = None, **security: Unpack[Security]
+    ) -> None:
         self._model = model
         self._closed = False
-        self._channel = grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+        self._metadata = _metadata(api_key)
+        credentials, options = client_credentials(**security)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, options=options)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, options=options)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        self._admin: Any = AdminStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -173,16 +206,20 @@ class Client:
         """Whether the router serves requests now; raises Unavailable if it can't be reached."""
         return requests.serving(self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
 
+    def ledger(self, *, timeout: float | None = None) -> Ledger:
+        """Who holds what in the process at `target`, which may also be a worker's control listener."""
+        return ledger_from_proto(self._ask(self._admin.Ledger, LedgerRequest(), timeout))
+
     def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
         _refuse_if(self._closed)
         try:
-            return method(request, timeout=timeout)
+            return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
     def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> Generator[Delta, None, None]:
         _refuse_if(self._closed)
-        call = self._stub.Generate(request, timeout=timeout)
+        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
         try:
             for response in call:
                 yield from requests.deltas(response)
@@ -190,6 +227,15 @@ class Client:
             raise from_rpc_error(error) from None
         finally:
             call.cancel()
+
+
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    if api_key is None:
+        return ()
+    if not re.fullmatch(r"[!-~]+", api_key):
+        # The key itself is not shown.
+        raise InvalidRequest("api_key", "must be of printable ASCII without spaces, and not be empty")
+    return (("authorization", f"Bearer {api_key}"),)
 
 
 def _refuse_if(closed: bool) -> None:

@@ -36,11 +36,15 @@ PREFIX = "BATON_"
 _ROLE_FIELDS = """
 model served_model_name device dtype kv_dtype max_model_len kv_memory page_size block_size threads control kv
 ops kv_advertise worker_id insecure log_level chunk_size max_waiting redis fleet_secret lease_s slots
-convert_kv stall_s drain_s fetch_timeout_s fetch_stall_s start_timeout_s
+convert_kv reserve_tokens host_kv_memory stall_s drain_s fetch_timeout_s fetch_stall_s start_timeout_s
 prefill decode grpc line_capacity prefill_limit max_attempts reserve_timeout_s worker_wait_s resolve_s
+request_timeout_s prefill_silence_s isolation_wait_s
+tls_cert tls_key tls_ca client_certs ticket_keys ticket_key api_keys
 """
 ROLE_FIELDS = frozenset(_ROLE_FIELDS.split())
 """Fields of any role's configuration; a test compares them with the classes."""
+
+_CLIENT_VARIABLES = frozenset({"api_key"})
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
@@ -113,7 +117,7 @@ def _from_environment(fields: Mapping[str, Field[Any]], environ: Mapping[str, st
         if not variable.startswith(PREFIX):
             continue
         name = variable.removeprefix(PREFIX).lower()
-        if variable != PREFIX + name.upper() or (name not in fields and name not in ROLE_FIELDS):
+        if variable != PREFIX + name.upper() or name not in {*fields, *ROLE_FIELDS, *_CLIENT_VARIABLES}:
             raise ConfigError(f"{variable}: unknown variable")
         if name in fields:
             found[name] = (variable, text)

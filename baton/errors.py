@@ -15,6 +15,7 @@
     │   ├── CorruptFrame                           a checksum, header or payload is wrong
     │   ├── IncompleteTransfer                     the stream, its manifest or its commit lacks something
     │   ├── StaleIncarnation                       the exporter was restarted
+    │   ├── TicketRefused                          the exporter does not let this worker have it
     │   └── SourceUnreachable                      the exporter can't be reached, or the link broke
     ├── EngineError           INTERNAL             the model runtime failed
     ├── ConfigError                                start-up: a flag, variable or key is wrong
@@ -140,6 +141,10 @@ class IncompleteTransfer(TransferError):
 
 class StaleIncarnation(TransferError):
     """The request was meant for an earlier incarnation of the exporter."""
+
+
+class TicketRefused(TransferError):
+    """The exporter does not let this worker have the KV: its ticket, or its certificate, is not the right one."""
 
 
 class SourceUnreachable(TransferError):

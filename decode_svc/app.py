@@ -9,22 +9,20 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.digest import tokenizer_digest
 from baton.engine.contract import Engine
-from baton.model.checkpoint import resolve
 from baton.pb import decode_pb2_grpc
 from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch
+from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
 from baton.worker.listeners import Addresses, Service, listeners
-from baton.worker.status import WorkerRole, new_identity
-from baton.worker.thread import EngineThread
+from baton.worker.start import started
+from baton.worker.status import WorkerRole
 from decode_svc.config import DecodeConfig
 from decode_svc.service import DecodeService
 from decode_svc.servicer import DecodeServicer
 
 DECODE_SERVICE = "baton.v1.Decode"
-KV_SERVICE = "baton.v1.Kv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,11 @@ class App:
     service: DecodeService
     engine: Engine
     config: DecodeConfig
+
+    @property
+    def listening(self) -> str:
+        """Where it listens."""
+        return str(self.addresses)
 
     @property
     def failed(self) -> asyncio.Future[None]:
@@ -53,17 +56,12 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
     An engine that is passed in stays open, with all its pages back. Raises ConfigError and ModelError.
     """
     async with contextlib.AsyncExitStack() as stack:
-        thread = EngineThread("decode-engine")
-        stack.push_async_callback(thread.close)
-        directory = await asyncio.to_thread(resolve, config.checkpoint)
-        digest = await asyncio.to_thread(tokenizer_digest, directory)
-        if engine is None:
-            engine = await thread.run(_build, config)
-            stack.callback(engine.close)
-        identity = new_identity(config, WorkerRole.DECODE, engine.spec, digest, converts_kv=config.convert_kv)
-        exports = Exports(engine, identity.incarnation)
+        base = await stack.enter_async_context(
+            started(config, WorkerRole.DECODE, engine=engine, converts_kv=config.convert_kv)
+        )
+        exports = Exports(base.engine, base.identity.incarnation)
         stack.callback(exports.close)
-        service = DecodeService(config, engine, identity, fetch)
+        service = DecodeService(config, base.engine, base.identity, fetch, base.tls)
 
         def add_decode(server: grpc.aio.Server) -> None:
             decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service), server)
@@ -74,15 +72,11 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
                 service.status,
                 service.progress,
                 control=Service(DECODE_SERVICE, add_decode),
-                kv=Service(KV_SERVICE, KvServicer(exports).add_to_server),
+                kv=Service(KV_SERVICE, KvServicer(exports, base.tickets).add_to_server),
+                tls=base.tls,
+                ledger=service.ledger,
             )
         )
-        turning = service.start(thread)
+        turning = service.start(base.thread)
         stack.push_async_callback(service.close, turning)
-        yield App(addresses, service, engine, config)
-
-
-def _build(config: DecodeConfig) -> Engine:
-    from baton.engine.factory import build
-
-    return build(config.engine_config())
+        yield App(addresses, service, base.engine, config)

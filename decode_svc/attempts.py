@@ -1,58 +1,74 @@
 """Attempts from reservation to end, and the pages they hold. Pure; used by the asyncio side alone.
 
-    reserve ──▶ RESERVED ──start──▶ FETCHING ──commit──▶ DECODING ──(last choice ended)──▶ ENDED
-                    └───────────────────┴──────────────────────┴────────── end ───────────▶
+    reserve ──▶ RESERVED ─start─▶ TRANSFERRING ─commit─▶ SLOT_WAIT ─▶ DECODING ⇄ PAUSED ─(last choice ended)─▶ ENDED
+                    └──────────────────┴─────────────────────┴─────────── end ──────────────────────────────────▶
 
-A reservation takes all the pages that the attempt can ever need: context and new tokens of one choice, and for
-each further choice what it does not share with the first (`spares`, handed over to the forks at the commit). So
-neither fork nor step can run out of pages. Until the commit the attempt's handles are freed here, by `end`; from
-the commit on each belongs to a sequence on the engine thread, and `end` names the sequences that it must still
-drop. Pages are taken on this side only, so between a spare's return and its fork nobody else can take them.
+A reservation takes the pages of the context and of each choice's first outputs: those of one choice, and for each
+further choice what it does not share with the first (`spares`, which the forks take over at the commit, so that no
+fork can run out of pages). More is taken by the engine thread as generation goes on; what could not be generated even
+with the whole pool for itself is refused here. The handles are freed here, whatever state the attempt is in: that may
+be done at any time, and what the engine thread is in the midst of comes back when it has ended.
+
+An attempt is DECODING while one of its choices is in the batch, and PAUSED when none is and some are paused.
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, EngineSpec, KvHandle
 from baton.errors import IncompleteTransfer, InvalidRequest, OutOfPages
+from baton.lifecycle import Lifecycle, State
 from baton.request import MAX_CHOICES, Handoff, SequenceState, check_token_ids
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.scheduler import Decoding
 
 
-class AttemptState(enum.Enum):
-    """Where an attempt is in its life."""
+@dataclass(slots=True)
+class Choice:
+    """A choice that still decodes: its sequence, where that is, and since when."""
 
-    RESERVED = "reserved"
-    FETCHING = "fetching"
-    DECODING = "decoding"
-    ENDED = "ended"
+    sequence: int
+    handle: KvHandle
+    since: float
+    state: State = State.SLOT_WAIT
 
 
 @dataclass(eq=False, slots=True)
 class Attempt:
     """One attempt, owned by a session; its pages hold `tokens` tokens of each choice.
 
-    `sequences` maps the choices that still decode to the ids of their sequences.
+    `number` counts reservations, `reserved_at` is the time of this one. `choices` are those that decode, by index.
     """
 
     session: int
+    number: int
     request: Reserve
     tokens: int
     handle: KvHandle
     spares: list[KvHandle]
-    state: AttemptState = AttemptState.RESERVED
+    life: Lifecycle
+    reserved_at: float
     cancelled: set[int] = field(default_factory=set)
-    sequences: dict[int, int] = field(default_factory=dict)
+    choices: dict[int, Choice] = field(default_factory=dict)
 
     @property
     def key(self) -> AttemptKey:
         """Its name within the session."""
         return self.request.key
+
+    @property
+    def committed(self) -> bool:
+        """Whether its KV is there, so that its handles belong to sequences."""
+        return self.life.state in (State.SLOT_WAIT, State.DECODING, State.PAUSED)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that it has, or will have."""
+        return len(self.choices) if self.committed else self.request.choices - len(self.cancelled)
 
 
 class Refused(InvalidRequest):
@@ -68,8 +84,12 @@ class Sizes:
     pages: int
 
 
-def sizes(spec: EngineSpec, request: Reserve) -> Sizes:
-    """Size a reservation; raises Refused when the request is malformed or could never fit."""
+def sizes(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> Sizes:
+    """Size a reservation of `reserve_tokens` outputs at most for each choice.
+
+    Raises Refused when the request is malformed, when its first outputs could never fit, or when one choice alone
+    could never be generated to its end.
+    """
     for name, value, limit in (
         ("context_tokens", request.context_tokens, spec.max_model_len - 1),
         ("max_new_tokens", request.max_new_tokens, None),
@@ -77,21 +97,24 @@ def sizes(spec: EngineSpec, request: Reserve) -> Sizes:
     ):
         if value < 1 or (limit is not None and value > limit):
             raise Refused(name, "must be at least 1" + (f" and at most {limit}" if limit else ""), value)
-    tokens = min(request.context_tokens + request.max_new_tokens, spec.max_model_len)
+    tokens = min(request.context_tokens + min(request.max_new_tokens, reserve_tokens), spec.max_model_len)
     spare_pages = spec.pages_for(tokens) - request.context_tokens // spec.page_size
     pages = spec.pages_for(tokens) + (request.choices - 1) * spare_pages
-    if pages > spec.pages:
-        raise Refused("context_tokens", f"needs {pages} pages, there are {spec.pages}", request.context_tokens)
+    whole = spec.pages_for(min(request.context_tokens + request.max_new_tokens, spec.max_model_len))
+    if (most := max(pages, whole)) > spec.pages:
+        raise Refused("context_tokens", f"needs {most} pages, there are {spec.pages}", request.context_tokens)
     return Sizes(tokens, spare_pages * spec.page_size, pages)
 
 
 class Attempts:
-    """All live attempts of a worker."""
+    """All live attempts of a worker; times are seconds on the caller's clock."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, reserve_tokens: int) -> None:
         self._engine = engine
+        self._reserve_tokens = reserve_tokens
         self._live: dict[tuple[int, AttemptKey], Attempt] = {}
         self._owners: dict[int, tuple[Attempt, int]] = {}
+        self._numbers = itertools.count()
         self._ids = itertools.count()
 
     def __len__(self) -> int:
@@ -100,22 +123,35 @@ class Attempts:
     def __iter__(self) -> Iterator[Attempt]:
         return iter(list(self._live.values()))
 
+    @property
+    def sequences(self) -> int:
+        """Sequences of all attempts, those to come included."""
+        return sum(attempt.sequences for attempt in self._live.values())
+
     def get(self, session: int, key: AttemptKey) -> Attempt | None:
         """The live attempt of that name."""
         return self._live.get((session, key))
+
+    def of(self, session: int) -> list[Attempt]:
+        """The live attempts of a session."""
+        return [attempt for attempt in self._live.values() if attempt.session == session]
 
     def owner(self, sequence: int) -> tuple[Attempt, int] | None:
         """Attempt and choice of a sequence that still decodes."""
         return self._owners.get(sequence)
 
-    def reserve(self, session: int, request: Reserve) -> Attempt:
-        """Take an attempt's pages, all or none.
+    def check(self, session: int, request: Reserve) -> Sizes:
+        """What the reservation would take. Raises Refused when it can never be granted."""
+        if (live := self.get(session, request.key)) is not None:
+            raise Refused("key", f"attempt {request.key} is {live.life.state.value} already")
+        return sizes(self._engine.spec, request, self._reserve_tokens)
+
+    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> Attempt:
+        """Take an attempt's pages, all or none; it has `limit_s` seconds to be started.
 
         Raises OutOfPages when they are not free now, Refused when they can never be.
         """
-        if (live := self.get(session, request.key)) is not None:
-            raise Refused("key", f"attempt {request.key} is {live.state.value} already")
-        need = sizes(self._engine.spec, request)
+        need = self.check(session, request)
         taken: list[KvHandle] = []
         try:
             taken.append(self._engine.reserve(str(request.key), need.tokens))
@@ -129,13 +165,17 @@ class Attempts:
                 raise
             stats = self._engine.stats()
             raise OutOfPages(need.pages, stats.free + stats.cached, stats.total) from None
-        attempt = Attempt(session, request, need.tokens, taken[0], taken[1:])
+        deadline = math.inf if request.deadline_s is None else now + request.deadline_s
+        life = Lifecycle(State.RESERVED, now, request_deadline=deadline, limit_s=limit_s)
+        attempt = Attempt(session, next(self._numbers), request, need.tokens, taken[0], taken[1:], life, now)
         self._live[session, request.key] = attempt
         return attempt
 
-    def start(self, attempt: Attempt) -> None:
-        """The attempt's KV is being fetched into its first handle."""
-        attempt.state = AttemptState.FETCHING
+    def start(self, attempt: Attempt, now: float, limit_s: float = math.inf, deadline_s: float | None = None) -> None:
+        """The attempt's KV is being fetched into its first handle, for `limit_s` seconds at most."""
+        if deadline_s is not None:
+            attempt.life.request_deadline = min(attempt.life.request_deadline, now + deadline_s)
+        attempt.life.enter(State.TRANSFERRING, now, limit_s)
 
     def commit(self, attempt: Attempt, handoff: Handoff, fetch_ms: float, now: float) -> list[Decoding]:
         """Turn a fetched attempt into one sequence for each choice that goes on, the KV shared by forks.
@@ -152,58 +192,86 @@ class Attempts:
         if not going:
             return []
         handles = self._fork(attempt, [f"{attempt.key}/{first.choice_index}" for first in going[1:]])
-        attempt.state = AttemptState.DECODING
+        attempt.life.enter(State.SLOT_WAIT, now)
         sequences = []
         for first, handle in zip(going, handles, strict=True):
             output_ids = [*handoff.output_ids, first.token.token_id]
             state = SequenceState(handoff.params, handoff.prompt_ids, tuple(output_ids), first.choice_index)
-            sequence = Decoding(next(self._ids), handle, state, output_ids, fetch_ms, now)
-            attempt.sequences[first.choice_index] = sequence.id
+            sequence = Decoding(next(self._ids), handle, state, output_ids, fetch_ms, now, attempt.number)
+            attempt.choices[first.choice_index] = Choice(sequence.id, handle, now)
             self._owners[sequence.id] = (attempt, first.choice_index)
             sequences.append(sequence)
         return sequences
 
-    def cancel_choice(self, attempt: Attempt, choice: int) -> list[int]:
+    def moved(self, sequence: int, state: State, now: float) -> Attempt | None:
+        """A sequence is in the batch, or paused; its attempt, unless that has ended."""
+        owner = self._owners.get(sequence)
+        if owner is None:
+            return None
+        attempt, index = owner
+        attempt.choices[index].state, attempt.choices[index].since = state, now
+        self._settle(attempt, now)
+        return attempt
+
+    def cancel_choice(self, attempt: Attempt, choice: int, now: float) -> list[int]:
         """End one choice, now or at the commit; returns the sequences to drop."""
         attempt.cancelled.add(choice)
-        sequence = attempt.sequences.get(choice)
-        if sequence is None:
+        if (going := attempt.choices.get(choice)) is None:
             return []
-        self.sequence_ended(sequence)
-        return [sequence]
+        self._engine.free(going.handle)
+        self.sequence_ended(going.sequence, now)
+        return [going.sequence]
 
-    def sequence_ended(self, sequence: int) -> None:
+    def sequence_ended(self, sequence: int, now: float) -> None:
         """Forget a sequence that is gone from the engine thread or told to go."""
         attempt, choice = self._owners.pop(sequence)
-        del attempt.sequences[choice]
+        del attempt.choices[choice]
+        self._settle(attempt, now)
 
     def over(self, attempt: Attempt) -> bool:
         """Whether no choice of the attempt is left, so that it is to be ended."""
-        if attempt.state is AttemptState.DECODING:
-            return not attempt.sequences
-        return len(attempt.cancelled) >= attempt.request.choices
+        return attempt.sequences <= 0
 
-    def end(self, attempt: Attempt) -> list[int]:
-        """End an attempt once; frees the handles still held here and returns the sequences to drop."""
-        if attempt.state is AttemptState.ENDED:
+    def end(self, attempt: Attempt, now: float) -> list[int]:
+        """End an attempt once: frees all that it holds, and returns the sequences to drop."""
+        committed = attempt.committed
+        if not attempt.life.end(now):
             return []
-        if attempt.state is not AttemptState.DECODING:
-            self._free([attempt.handle, *attempt.spares])
-        attempt.state = AttemptState.ENDED
         del self._live[attempt.session, attempt.key]
-        dropped = list(attempt.sequences.values())
+        if not committed:
+            self._free([attempt.handle, *attempt.spares])
+        dropped = [choice.sequence for choice in attempt.choices.values()]
+        self._free([choice.handle for choice in attempt.choices.values()])
         for sequence in dropped:
-            self.sequence_ended(sequence)
+            del self._owners[sequence]
+        attempt.choices.clear()
         return dropped
+
+    def _settle(self, attempt: Attempt, now: float) -> None:
+        """Let the attempt's state follow from those of its choices."""
+        states = {choice.state for choice in attempt.choices.values()}
+        if State.DECODING in states:
+            state = State.DECODING
+        elif State.PAUSED in states:
+            state = State.PAUSED
+        elif states and attempt.life.state is State.PAUSED:
+            state = State.SLOT_WAIT
+        else:
+            return
+        if attempt.life.state is not state:
+            attempt.life.enter(state, now)
 
     def _fork(self, attempt: Attempt, owners: list[str]) -> list[KvHandle]:
         """The first handle and, in the pages of the spares, a fork of it for each of `owners`."""
         handles = [attempt.handle]
+        context = attempt.request.context_tokens
         try:
             for owner in owners:
-                self._engine.free(attempt.spares.pop())
-                context = attempt.request.context_tokens
-                handles.append(self._engine.fork(attempt.handle, owner, context, attempt.tokens))
+                spare = attempt.spares.pop()
+                try:
+                    handles.append(self._engine.fork(attempt.handle, owner, context, attempt.tokens, spare))
+                finally:
+                    self._engine.free(spare)
         except Exception:
             self._free(handles[1:])
             raise

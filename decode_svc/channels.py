@@ -1,4 +1,4 @@
-"""Channels to the kv listeners of exporters, one per address, shared by all fetches from it."""
+"""Channels to the kv listeners of exporters, one per address and state of the TLS files, shared by all fetches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from baton.rpc.channel import kv_channel
+from baton.rpc.tls import Tls
 
 MAX_IDLE = 32
 
@@ -20,16 +21,21 @@ class _Entry:
 
 
 class KvChannels:
-    """Keeps channels open while in use, and MAX_IDLE more that were used last; lives on the asyncio loop."""
+    """Keeps channels open while in use, and MAX_IDLE more that were used last; lives on the asyncio loop.
 
-    def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+    With `tls`, a channel that was made with older files ends with its last user.
+    """
+
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
+        self._entries: dict[tuple[str, int], _Entry] = {}
 
     @contextlib.asynccontextmanager
     async def use(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
         """A channel to `address` ("host:port")."""
-        entry = self._entries.pop(address, None) or _Entry(kv_channel(address))
-        self._entries[address] = entry
+        key = (address, self._generation)
+        entry = self._entries.pop(key, None) or _Entry(kv_channel(address, self._tls))
+        self._entries[key] = entry
         entry.users += 1
         try:
             yield entry.channel
@@ -41,8 +47,15 @@ class KvChannels:
         """Close all channels that are not in use."""
         await self._close_idle(0)
 
+    @property
+    def _generation(self) -> int:
+        return self._tls.generation if self._tls else 0
+
     async def _close_idle(self, keep: int) -> None:
-        idle = [address for address, entry in self._entries.items() if not entry.users]
-        closing = [self._entries.pop(address) for address in idle[: max(0, len(idle) - keep)]]
+        now = self._generation
+        idle = [key for key, entry in self._entries.items() if not entry.users]
+        current = [key for key in idle if key[1] == now]
+        surplus = current[: max(0, len(current) - keep)]
+        closing = [self._entries.pop(key) for key in idle if key[1] != now or key in surplus]
         for entry in closing:
             await entry.channel.close()

@@ -17,6 +17,12 @@ class DecodeConfig(WorkerConfig):
     """
 
     slots: int = option(32, help="Most sequences in the generation batch.", minimum=1)
+    reserve_tokens: int = option(
+        256, help="New tokens of a choice that a reservation has pages for; beyond them it grows.", minimum=1
+    )
+    host_kv_memory: int = option(
+        512 << 20, help="Host memory for the KV of sequences paused for want of pages.", unit="bytes", minimum=0
+    )
     convert_kv: bool = option(False, help="Accept KV of another element type and convert it.")
     start_timeout_s: float = option(
         10.0, help="Seconds for which pages are held for a request that is not started.", minimum=0.01
@@ -31,4 +37,4 @@ class DecodeConfig(WorkerConfig):
 
     def engine_config(self) -> EngineConfig:
         """The engine's share of the settings."""
-        return replace(super().engine_config(), slots=self.slots)
+        return replace(super().engine_config(), slots=self.slots, host_kv_memory=self.host_kv_memory)

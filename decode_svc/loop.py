@@ -1,9 +1,18 @@
-"""The engine thread: admit, step, emit.
+"""The engine thread: resume, admit, make room, step, emit.
 
-It sleeps on its inbox while it has no sequence, and looks into it before each step while it has. What a step
-yields goes back in one `Report`; a sequence that ended frees its pages and its slot before that, so that the next
-step runs with the next sequence in its place. A step that raises fails the sequences of its batch; the loop goes
-on only if the engine's pages still audit clean, else it raises and the worker is done.
+It sleeps on its inbox while it can do nothing, and looks into it before each step while it can. What a step yields
+goes back in one `Report`, and what changed in the batch in one before it; a sequence that ended frees its pages and
+its slot before that, so that the next step runs with the next sequence in its place. A step that raises fails the
+sequences of its batch; the loop goes on only if the engine's pages still audit clean, else it raises and the worker is
+done.
+
+Before a step each sequence gets the page that its next token needs. If there is none, the youngest is paused, and the
+youngest again, until there is; if host memory can't take it either, it fails as preempted, and its router replays it.
+A sequence that is alone and still can't grow is paused as well: what holds the pages then is on its way here, or
+given up and draining, and `wake` tells when pages have returned.
+
+The other side frees the handles of what it has ended at any time. What fails here because its handle is dead has not
+failed: it was ended, and its drop is on the way.
 """
 
 from __future__ import annotations
@@ -15,25 +24,41 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine
+from baton.errors import OutOfPages, Overloaded
+from baton.lifecycle import State
 from baton.worker.progress import Progress
+from decode_svc.messages import FailureKind
 from decode_svc.scheduler import Decoding, Scheduler, StepOutput
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A sequence that failed, and why."""
+
+    id: int
+    kind: FailureKind
+    message: str
+
+
 @dataclass(slots=True)
 class Report:
-    """What one turn of the loop brought: outputs, failed sequences and why, and the load after it.
+    """What a step brought, or the change of the batch before it: outputs, failed sequences, and the load after it.
 
-    `batch` and `seconds` are the step's sequences and duration, 0 when no step ran.
+    `moves` tell in order which sequences joined the batch (DECODING) or were paused (PAUSED); `resumed` how many of
+    them had been paused. `batch` and `seconds` are the step's sequences and duration, 0 when no step ran.
     """
 
     outputs: list[StepOutput] = field(default_factory=list)
-    failures: list[tuple[int, str]] = field(default_factory=list)
+    failures: list[Lost] = field(default_factory=list)
+    moves: list[tuple[int, State]] = field(default_factory=list)
+    resumed: int = 0
     batch: int = 0
     seconds: float = 0.0
     running: int = 0
     waiting: int = 0
+    paused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +71,16 @@ class _Drop:
     ids: Sequence[int]
 
 
+class _Wake:
+    pass
+
+
 class _Stop:
     pass
 
 
 class DecodeLoop:
-    """Runs the generation batch of one engine; `add`, `drop` and `stop` may be called from any thread."""
+    """Runs the generation batch of one engine; `add`, `drop`, `wake` and `stop` may be called from any thread."""
 
     def __init__(
         self,
@@ -65,7 +94,12 @@ class DecodeLoop:
         self._emit = emit
         self._clock = clock
         self._scheduler = Scheduler(engine.spec)
-        self._inbox: queue.SimpleQueue[_Add | _Drop | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Add | _Drop | _Wake | _Stop] = queue.SimpleQueue()
+
+    @property
+    def paused(self) -> int:
+        """Sequences that are paused at this moment."""
+        return self._scheduler.paused
 
     def add(self, sequences: Sequence[Decoding]) -> None:
         """Queue sequences whose KV is there; the loop frees their handles in the end."""
@@ -74,6 +108,11 @@ class DecodeLoop:
     def drop(self, ids: Sequence[int]) -> None:
         """End sequences before the next step; those that have ended already are ignored."""
         self._inbox.put(_Drop(ids))
+
+    def wake(self) -> None:
+        """Pages have returned: paused sequences may go on."""
+        if self._scheduler.paused:
+            self._inbox.put(_Wake())
 
     def stop(self) -> None:
         """Make `run` return before the next step."""
@@ -89,20 +128,29 @@ class DecodeLoop:
             self._progress.idle()
 
     def turn(self) -> bool:
-        """Take in what has come, waiting for it without sequences, then admit, step, emit; False to stop."""
+        """Take in what has come, waiting for it when nothing can be done, then step and emit; False to stop."""
         if not self._receive():
             return False
+        changes = Report()
+        self._resume(changes)
+        self._admit(changes)
+        self._make_room(changes)
+        if changes.moves or changes.failures:
+            self._tell(changes)
         report = Report()
-        self._admit(report)
         if self._scheduler.running:
             self._step(report)
-        report.running, report.waiting = self._scheduler.running, self._scheduler.waiting
-        self._emit(report)
+        self._tell(report)
         return True
+
+    def _tell(self, report: Report) -> None:
+        report.running, report.waiting = self._scheduler.running, self._scheduler.waiting
+        report.paused = self._scheduler.paused
+        self._emit(report)
 
     def _receive(self) -> bool:
         """Take in all commands, waiting for one if there is nothing to do; False to stop."""
-        idle = not (self._scheduler.running or self._scheduler.waiting)
+        idle = self._scheduler.idle(self._free_pages())
         if idle:
             self._progress.idle()
         while True:
@@ -120,13 +168,58 @@ class DecodeLoop:
                 case _Stop():
                     return False
 
+    def _resume(self, report: Report) -> None:
+        while (sequence := self._scheduler.resumable(self._free_pages())) is not None:
+            try:
+                self._engine.resume(sequence.handle)
+            except Overloaded:
+                # Somebody took the pages in between; their return will wake the loop.
+                return
+            except Exception as error:
+                self._lose(sequence, error, report)
+            else:
+                self._scheduler.resume(sequence)
+                report.moves.append((sequence.id, State.DECODING))
+                report.resumed += 1
+
     def _admit(self, report: Report) -> None:
         for sequence in self._scheduler.admit(self._clock()):
             try:
                 self._engine.insert(sequence.handle, sequence.state)
             except Exception as error:
-                _log.exception("%s can't be inserted", sequence.handle.owner)
-                self._fail([sequence.id], error, report)
+                self._lose(sequence, error, report)
+            else:
+                report.moves.append((sequence.id, State.DECODING))
+
+    def _make_room(self, report: Report) -> None:
+        """Let every sequence of the batch have room for its next token, the oldest first."""
+        for sequence in self._scheduler.short():
+            while self._scheduler.runs(sequence) and not self._extend(sequence, report):
+                self._pause(report)
+
+    def _extend(self, sequence: Decoding, report: Report) -> bool:
+        """False when there is no page for it."""
+        try:
+            self._engine.extend(sequence.handle, sequence.length)
+        except OutOfPages:
+            return False
+        except Exception as error:
+            self._lose(sequence, error, report)
+        return True
+
+    def _pause(self, report: Report) -> None:
+        sequence = self._scheduler.pause()
+        try:
+            self._engine.pause(sequence.handle)
+        except Overloaded as error:
+            _log.warning("no page is left, and host memory is full: %s", error)
+            self._fail(
+                [sequence.id], FailureKind.PREEMPTED, f"no page is left, and host memory is full: {error}", report
+            )
+        except Exception as error:
+            self._lose(sequence, error, report)
+        else:
+            report.moves.append((sequence.id, State.PAUSED))
 
     def _step(self, report: Report) -> None:
         report.batch, started = self._scheduler.running, self._clock()
@@ -134,7 +227,7 @@ class DecodeLoop:
             results = self._engine.step().result()
         except Exception as error:
             _log.exception("a step over %d sequences failed", report.batch)
-            self._fail(self._scheduler.batch(), error, report)
+            self._fail(self._scheduler.batch(), FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
             self._engine.audit()
             return
         now = self._clock()
@@ -146,8 +239,23 @@ class DecodeLoop:
                 if output.finish is not None:
                     self._engine.free(handle)
 
-    def _fail(self, ids: Iterable[int], error: Exception, report: Report) -> None:
-        report.failures += [(each, f"{type(error).__name__}: {error}") for each in ids]
+    def _free_pages(self) -> int:
+        """Pages that could be had, as far as anybody is in need of some."""
+        if not self._scheduler.paused:
+            return 0
+        stats = self._engine.stats()
+        return stats.free + stats.cached
+
+    def _lose(self, sequence: Decoding, error: Exception, report: Report) -> None:
+        """The engine refused a sequence: a fault, unless it was ended meanwhile."""
+        if not sequence.handle.alive:
+            self._free([sequence.id])
+            return
+        _log.error("%s can't go on", sequence.handle.owner, exc_info=error)
+        self._fail([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
+
+    def _fail(self, ids: Iterable[int], kind: FailureKind, message: str, report: Report) -> None:
+        report.failures += [Lost(each, kind, message) for each in ids]
         self._free(ids)
 
     def _free(self, ids: Iterable[int]) -> None:

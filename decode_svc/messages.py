@@ -22,23 +22,28 @@ class AttemptKey:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Asks for pages: `context_tokens` are transferred, each choice may generate `max_new_tokens` more."""
+    """Asks for pages: `context_tokens` are transferred, each choice may generate `max_new_tokens` more.
+
+    `deadline_s` from now is the request's deadline, None without one.
+    """
 
     key: AttemptKey
     context_tokens: int
     max_new_tokens: int
     choices: int
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Says where to fetch the KV; `deadline_s` from now, None without a deadline."""
+    """Says where to fetch the KV, and shows the ticket for it; `deadline_s` as in Reserve."""
 
     key: AttemptKey
     transfer_id: str
     source_address: str
     source_incarnation: str
     deadline_s: float | None
+    ticket: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +54,25 @@ class Cancel:
     choice_index: int | None = None
 
 
-Command = Reserve | Start | Cancel
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The router is there, and these are all the attempts of the session that it goes on with."""
+
+    live: frozenset[AttemptKey]
+
+
+Command = Reserve | Start | Cancel | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Answers a Reserve; `never` when the request can't fit even an empty worker."""
+    """Answers a Reserve; `never` when the request can't fit even an empty worker, `retry_after_s` 0 when unknown."""
 
     key: AttemptKey
     granted: bool
     reason: str = ""
     never: bool = False
+    retry_after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +104,7 @@ class FailureKind(enum.Enum):
     ENGINE = "engine"
     DEADLINE = "deadline"
     DRAINING = "draining"
+    PREEMPTED = "preempted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +118,12 @@ class Failure:
 
 @dataclass(slots=True)
 class Down:
-    """One message to a router."""
+    """One message to a router; `live` are all the attempts of the session, where a heartbeat is due."""
 
     reserved: list[Reserved] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    live: list[AttemptKey] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.reserved or self.outputs or self.failures)
+        return bool(self.reserved or self.outputs or self.failures or self.live is not None)

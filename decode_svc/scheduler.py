@@ -1,10 +1,20 @@
-"""Which sequences wait for a slot, which run, and when each one ends. Pure; used by the engine thread alone.
+"""Which sequences wait for a slot, run, or are paused, and when each one ends. Pure; used by the engine thread alone.
 
     add ──▶ waiting ──admit──▶ running ──advance──▶ ended
-               └────────── drop ──┴──────────────────▶
+               │          pause ▼ ▲ resume            ▲
+               │                paused                │
+               └────────── drop ──┴───────────────────┘
 
-Slots go in the order of readiness: a sequence waits with its KV already in its pages, so that admitting it
-costs no transfer. Its pages hold all that it may still generate, so a running sequence never runs out of them.
+Slots go in the order of readiness: a sequence waits with its KV already in its pages, so that admitting it costs no
+transfer. Its pages hold its first outputs; for more it grows, a page at a time, before the step that needs it. When no
+page is left the youngest running sequence is paused, and gives back slot and pages; age is the order of reservation.
+
+Why everything ends: paused sequences come back oldest first, and before waiting ones, as soon as there is a slot, and
+room in the pool for the whole batch to go on for RESUME_TOKENS steps or to its end. So each return is paid for with
+progress, and the oldest is never paused while another one could be. While it can't come back, waiting ones take the
+slots: they hold their pages anyhow, and give them back only by running. No reservation is granted while anything is
+paused, so pages only come free; in the end the oldest has the pool for itself, which by the terms of its reservation
+is large enough.
 """
 
 from __future__ import annotations
@@ -16,10 +26,16 @@ from baton.engine.contract import EngineSpec, KvHandle
 from baton.request import FinishReason, SequenceState, TokenInfo, finish_reason
 from decode_svc.messages import DecodeTimings
 
+RESUME_TOKENS = 64
+"""Steps that there must be room for, for each sequence of the batch, before a paused one joins it."""
+
 
 @dataclass(eq=False, slots=True)
 class Decoding:
-    """One choice with its KV in place; `output_ids` are all tokens chosen so far, times are in seconds."""
+    """One choice with its KV in place; `output_ids` are all tokens chosen so far, times are in seconds.
+
+    `age` is that of its reservation, less is older; `held` are the pages that it gave up when it was paused.
+    """
 
     id: int
     handle: KvHandle
@@ -27,8 +43,20 @@ class Decoding:
     output_ids: list[int]
     fetch_ms: float
     ready_at: float
+    age: int = 0
     inserted_at: float = 0.0
+    held: int = 0
     timings: DecodeTimings | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output; the next step writes the KV of the last one."""
+        return len(self.state.prompt_ids) + len(self.output_ids)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Orders sequences from the oldest to the youngest."""
+        return self.age, self.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +77,12 @@ class Scheduler:
         self._spec = spec
         self._waiting: dict[int, Decoding] = {}
         self._running: dict[int, Decoding] = {}
+        self._paused: dict[int, Decoding] = {}
         self._by_handle: dict[int, Decoding] = {}
 
     @property
     def waiting(self) -> int:
-        """Sequences without a slot."""
+        """Sequences that have not had a slot yet."""
         return len(self._waiting)
 
     @property
@@ -61,9 +90,18 @@ class Scheduler:
         """Sequences with a slot."""
         return len(self._running)
 
+    @property
+    def paused(self) -> int:
+        """Sequences that were taken out of the batch; may be asked from any thread."""
+        return len(self._paused)
+
     def add(self, sequences: Iterable[Decoding]) -> None:
         """Queue sequences for a slot."""
         self._waiting.update((sequence.id, sequence) for sequence in sequences)
+
+    def idle(self, free_pages: int) -> bool:
+        """Whether there is nothing to do until something comes: a sequence, a drop, or pages."""
+        return not (self._running or self._waiting or self.resumable(free_pages))
 
     def admit(self, now: float) -> list[Decoding]:
         """Give the free slots to those that have waited longest; to be inserted before the next step."""
@@ -71,9 +109,41 @@ class Scheduler:
         while self._waiting and len(self._running) < self._spec.slots:
             sequence = self._waiting.pop(next(iter(self._waiting)))
             sequence.inserted_at = now
-            self._running[sequence.id] = self._by_handle[id(sequence.handle)] = sequence
+            self._run(sequence)
             admitted.append(sequence)
         return admitted
+
+    def short(self) -> list[Decoding]:
+        """Running sequences whose pages lack room for the next token, oldest first."""
+        lacking = [each for each in self._running.values() if each.handle.capacity < each.length]
+        return sorted(lacking, key=lambda each: each.rank)
+
+    def runs(self, sequence: Decoding) -> bool:
+        """Whether it has a slot."""
+        return sequence.id in self._running
+
+    def pause(self) -> Decoding:
+        """Take the youngest out of the batch, which must not be empty; its handle is the caller's to pause."""
+        sequence = max(self._running.values(), key=lambda each: each.rank)
+        self._leave(sequence)
+        sequence.held = self._spec.pages_for(sequence.handle.capacity)
+        self._paused[sequence.id] = sequence
+        return sequence
+
+    def resumable(self, free_pages: int) -> Decoding | None:
+        """The oldest paused sequence, if there is a slot for it and room for all to make progress."""
+        if not self._paused or len(self._running) >= self._spec.slots:
+            return None
+        sequence = min(self._paused.values(), key=lambda each: each.rank)
+        needed = max(self._goal(sequence), sequence.held)
+        for each in self._running.values():
+            needed += max(self._goal(each) - self._spec.pages_for(each.handle.capacity), 0)
+        return sequence if needed <= free_pages else None
+
+    def resume(self, sequence: Decoding) -> None:
+        """Take a paused sequence back into the batch."""
+        del self._paused[sequence.id]
+        self._run(sequence)
 
     def advance(self, handle: KvHandle, tokens: Sequence[TokenInfo], now: float) -> StepOutput | None:
         """Append a step's tokens, up to the one that ends the sequence; None when there is nothing to tell.
@@ -103,7 +173,7 @@ class Scheduler:
         """Take sequences out, wherever they are; returns those that had not ended yet."""
         dropped = []
         for each in ids:
-            sequence = self._waiting.pop(each, None)
+            sequence = self._waiting.pop(each, None) or self._paused.pop(each, None)
             if sequence is None and (sequence := self._running.get(each)) is not None:
                 self._leave(sequence)
             if sequence is not None:
@@ -116,15 +186,24 @@ class Scheduler:
 
     def all(self) -> list[int]:
         """Ids of all sequences."""
-        return [*self._waiting, *self._running]
+        return [*self._waiting, *self._running, *self._paused]
+
+    def _run(self, sequence: Decoding) -> None:
+        self._running[sequence.id] = self._by_handle[id(sequence.handle)] = sequence
 
     def _leave(self, sequence: Decoding) -> None:
         del self._running[sequence.id]
         del self._by_handle[id(sequence.handle)]
 
+    def _goal(self, sequence: Decoding) -> int:
+        """Pages with which it can go on for RESUME_TOKENS steps, or to its end."""
+        most = self._spec.max_model_len
+        if sequence.state.params.max_tokens is not None:
+            most = min(most, len(sequence.state.prompt_ids) + sequence.state.params.max_tokens)
+        return self._spec.pages_for(min(sequence.length + RESUME_TOKENS, most))
+
     def _finish(self, sequence: Decoding) -> FinishReason | None:
         reason = finish_reason(sequence.state.params, sequence.output_ids, self._spec.eos_token_ids)
-        length = len(sequence.state.prompt_ids) + len(sequence.output_ids)
-        if reason is None and length >= self._spec.max_model_len:
+        if reason is None and sequence.length >= self._spec.max_model_len:
             return FinishReason.LENGTH
         return reason

@@ -1,10 +1,13 @@
-"""The asyncio side of decode: sessions, reservations, fetches, deadlines, and what the engine thread reports.
+"""The asyncio side of decode: sessions, reservations, and what the engine thread reports.
 
     Reserve ── pages taken, or refused, at once
     Start   ── a task fetches the KV ── commit ── sequences go to the loop ── its reports come back as outputs
     Cancel, deadline, failure, end of session, last choice finished ── all through `_end`
 
-An attempt has one timer: until it is started, that of the unused reservation; from then on its deadline.
+Reservations are refused while the worker drains or has failed, while a sequence is paused for want of pages, while the
+new sequences would wait for slots (`admission`), and while there are no pages; all but what can never be come with a
+time to try again. Thereby a session can't hold more attempts than there are slots and those that are ahead.
+
 Everything here runs on the asyncio loop; the engine thread only ever sees plain messages and KV handles.
 """
 
@@ -13,91 +16,89 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
-from typing import Protocol
 
-import grpc
-
-from baton.config import parse_address
-from baton.engine.contract import Engine, KvHandle
-from baton.errors import BatonError, ConfigError, EngineError, OutOfPages, SourceUnreachable, TransferError
+from baton.engine.contract import Engine
+from baton.errors import Overloaded
+from baton.ledger import Ledger
+from baton.lifecycle import State
 from baton.request import Handoff
+from baton.rpc.tls import Tls
 from baton.telemetry import metrics
+from baton.worker.audit import IdleAudit, take_ledger
 from baton.worker.progress import Progress
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad
 from baton.worker.thread import EngineThread
-from decode_svc.attempts import Attempt, Attempts, AttemptState, Refused
-from decode_svc.channels import KvChannels
+from decode_svc.admission import Admission
+from decode_svc.attempts import Attempt, Attempts, Refused
 from decode_svc.config import DecodeConfig
+from decode_svc.deadlines import Deadlines
+from decode_svc.fetches import Fetch, Fetches
+from decode_svc.ledger import entries
 from decode_svc.loop import DecodeLoop, Report
-from decode_svc.messages import Cancel, Command, Failure, FailureKind, Output, Reserve, Reserved, Start
-from decode_svc.session import Session
+from decode_svc.messages import Cancel, Command, Failure, FailureKind, Heartbeat, Output, Reserve, Reserved, Start
+from decode_svc.session import MAX_ANSWERS, Session
 
 _log = logging.getLogger(__name__)
 
 _RATE_WEIGHT = 0.1
 
 
-class Fetch(Protocol):
-    """What `baton.transfer.fetcher.fetch` does."""
-
-    async def __call__(
-        self,
-        channel: grpc.aio.Channel,
-        engine: Engine,
-        handle: KvHandle,
-        *,
-        transfer_id: str,
-        incarnation: str,
-        tokens: int,
-        timeout_s: float,
-        stall_timeout_s: float,
-    ) -> Handoff: ...
-
-
 class DecodeService:
     """All that a decode worker does beside its forward passes."""
 
-    def __init__(self, config: DecodeConfig, engine: Engine, identity: WorkerIdentity, fetch: Fetch) -> None:
+    def __init__(
+        self,
+        config: DecodeConfig,
+        engine: Engine,
+        identity: WorkerIdentity,
+        fetch: Fetch,
+        tls: Tls | None = None,
+    ) -> None:
+        self._asyncio = loop = asyncio.get_running_loop()
         self.status = StatusHub(identity, self._load)
         self.progress = Progress()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failed: asyncio.Future[None] = loop.create_future()
         self._config = config
         self._engine = engine
-        self._fetch = fetch
-        self.attempts = Attempts(engine)
-        self._channels = KvChannels()
+        self.attempts = Attempts(engine, config.reserve_tokens)
+        self._admission = Admission(engine.spec.slots, loop.time())
         self._sessions: dict[int, Session] = {}
         self._numbers = itertools.count()
-        self._timers: dict[Attempt, asyncio.TimerHandle] = {}
-        self._fetches: dict[Attempt, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._deadlines = Deadlines(self._overdue)
+        consumer = identity.principal or identity.incarnation
+        self._fetches = Fetches(config, engine, fetch, consumer, tls, fetched=self._fetched, failed=self._fail)
         self._idle = asyncio.Event()
         self._idle.set()
         self._tokens_per_second = 0.0
         self._last = Report()
-        loop = asyncio.get_running_loop()
-        self.loop = DecodeLoop(engine, self.progress, lambda report: loop.call_soon_threadsafe(self._reported, report))
+        self._news_due = False
+        self.loop = DecodeLoop(
+            engine, self.progress, lambda report: loop.call_soon_threadsafe(self._reported, report), loop.time
+        )
+        self._audit = IdleAudit(self.ledger, lambda: not self.attempts, self._broke)
+        self._auditing: asyncio.Task[None] | None = None
 
     def start(self, thread: EngineThread) -> asyncio.Future[None]:
         """Let the loop turn on the engine thread; the future ends when it has stopped."""
+        self._engine.watch_pages(self._pages_returned)
+        self._auditing = asyncio.create_task(self._audit.run(), name="audit")
         turning = thread.run(self.loop.run)
         turning.add_done_callback(self._stopped)
         return turning
 
     def open_session(self, router_id: str) -> Session:
         """A new session, owner of all that comes through it."""
-        session = Session(next(self._numbers), router_id)
-        self._sessions[session.number] = session
+        number = next(self._numbers)
+        session = Session(number, router_id, lambda: [attempt.key for attempt in self.attempts.of(number)])
+        self._sessions[number] = session
         return session
 
-    def close_session(self, session: Session) -> None:
+    def close_session(self, session: Session, error: Overloaded | None = None) -> None:
         """End a session, for whatever reason, and free all that it owned; idempotent."""
-        for attempt in self.attempts:
-            if attempt.session == session.number:
-                self._end(attempt)
-        self._sessions.pop(session.number, None)
-        session.end()
+        for attempt in self.attempts.of(session.number):
+            self._end(attempt)
+        if self._sessions.pop(session.number, None) is not None:
+            session.end(error)
 
     def handle(self, session: Session, command: Command) -> None:
         """Do what a router says; what makes no sense is answered or ignored, and never ends the session.
@@ -113,6 +114,12 @@ class DecodeService:
                 self._start(session, command)
             case Cancel():
                 self._cancel(session, command)
+            case Heartbeat():
+                self._compare(session, command)
+        if session.unread > MAX_ANSWERS:
+            message = f"{session.unread} answers were not read; at most {MAX_ANSWERS} are kept for a session"
+            _log.warning("the session of router %s ends: %s", session.router_id, message)
+            self.close_session(session, Overloaded(message))
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new reservations, and return when all attempts have ended; after `grace_s` seconds, end them."""
@@ -123,14 +130,24 @@ class DecodeService:
         except TimeoutError:
             self._fail_all(FailureKind.DRAINING, f"the worker stops; {grace_s:g} s were given to finish")
 
+    async def ledger(self) -> Ledger:
+        """Who holds pages and host memory, and whether the sums are right."""
+        return await take_ledger(
+            self.status.identity, self._engine, lambda: entries(self.attempts, self._engine, self._asyncio.time())
+        )
+
     async def close(self, turning: asyncio.Future[None]) -> None:
         """End all sessions, stop the loop and wait for everything that was begun."""
         self.status.drain()
         for session in list(self._sessions.values()):
             self.close_session(session)
+        self._engine.watch_pages(None)
         self.loop.stop()
-        await asyncio.gather(turning, *self._tasks, return_exceptions=True)
-        await self._channels.close()
+        if self._auditing is not None:
+            self._auditing.cancel()
+            await asyncio.gather(self._auditing, return_exceptions=True)
+        await asyncio.gather(turning, return_exceptions=True)
+        await self._fetches.close()
         if not self.failed.cancel():
             self.failed.exception()
 
@@ -139,79 +156,73 @@ class DecodeService:
             return Reserved(request.key, False, "the worker is draining")
         if self.failed.done():
             return Reserved(request.key, False, "the worker's engine has failed")
+        now = self._asyncio.time()
         try:
-            attempt = self.attempts.reserve(session.number, request)
+            self.attempts.check(session.number, request)
+            self._check_load(request, now)
+            attempt = self.attempts.reserve(session.number, request, now, self._config.start_timeout_s)
         except Refused as error:
             return Reserved(request.key, False, str(error), never=True)
-        except OutOfPages as error:
-            return Reserved(request.key, False, str(error))
+        except Overloaded as error:
+            retry_after = error.retry_after or self._admission.retry_after(now)
+            return Reserved(request.key, False, str(error), retry_after_s=retry_after)
         self._idle.clear()
-        # It is not the request's deadline that passes here, so another attempt may follow.
-        unused = "was reserved but not started in time"
-        self._set_timer(attempt, self._config.start_timeout_s, FailureKind.TRANSFER, unused)
+        self._deadlines.set(attempt)
         self._load_changed()
         return Reserved(request.key, True)
+
+    def _check_load(self, request: Reserve, now: float) -> None:
+        if paused := self.loop.paused:
+            stats = self._engine.stats()
+            free = stats.free + stats.cached
+            raise Overloaded(f"{paused} sequences are paused for want of pages, {free} of {stats.total} are free")
+        self._admission.check(self.attempts.sequences, request.choices, now)
 
     def _start(self, session: Session, start: Start) -> None:
         attempt = self.attempts.get(session.number, start.key)
         if attempt is None:
             session.tell(Failure(start.key, FailureKind.TRANSFER, f"nothing is reserved for {start.key}"))
             return
-        if attempt.state is not AttemptState.RESERVED:
+        if attempt.life.state is not State.RESERVED:
             return
-        self.attempts.start(attempt)
-        self._timers.pop(attempt).cancel()
-        if start.deadline_s is not None:
-            self._set_timer(attempt, start.deadline_s, FailureKind.DEADLINE, "has passed its deadline")
-        task = asyncio.create_task(self._fetch_and_decode(attempt, start), name=f"fetch {start.key}")
-        self._fetches[attempt] = task
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.attempts.start(attempt, self._asyncio.time(), self._config.fetch_timeout_s, start.deadline_s)
+        self._deadlines.set(attempt)
+        self._fetches.begin(attempt, start)
 
     def _cancel(self, session: Session, cancel: Cancel) -> None:
         attempt = self.attempts.get(session.number, cancel.key)
         if attempt is None:
             return
         if cancel.choice_index is not None:
-            if dropped := self.attempts.cancel_choice(attempt, cancel.choice_index):
+            now = self._asyncio.time()
+            if dropped := self.attempts.cancel_choice(attempt, cancel.choice_index, now):
                 self.loop.drop(dropped)
+                self._admission.ended(now)
             if not self.attempts.over(attempt):
                 return
         self._end(attempt)
 
-    async def _fetch_and_decode(self, attempt: Attempt, start: Start) -> None:
-        started = time.monotonic()
-        try:
-            _check_source(start)
-            async with self._channels.use(start.source_address) as channel:
-                handoff = await self._fetch(
-                    channel,
-                    self._engine,
-                    attempt.handle,
-                    transfer_id=start.transfer_id,
-                    incarnation=start.source_incarnation,
-                    tokens=attempt.request.context_tokens,
-                    timeout_s=self._config.fetch_timeout_s,
-                    stall_timeout_s=self._config.fetch_stall_s,
-                )
-            if attempt.state is AttemptState.ENDED:
-                return
-            now = time.monotonic()
-            sequences = self.attempts.commit(attempt, handoff, (now - started) * 1e3, now)
-        except BatonError as error:
-            self._fail(attempt, _kind(error), str(error))
-        except Exception as error:
-            _log.exception("fetching %s failed", start.key)
-            self._fail(attempt, FailureKind.ENGINE, f"{type(error).__name__}: {error}")
-        else:
-            self._fetches.pop(attempt)
-            if sequences:
-                self.loop.add(sequences)
-            else:
+    def _compare(self, session: Session, heartbeat: Heartbeat) -> None:
+        """End what the router does not go on with: it was ended there, and the word of it was lost."""
+        for attempt in self.attempts.of(session.number):
+            if attempt.key not in heartbeat.live:
+                _log.warning("%s ends: its router %s does not list it", attempt.key, session.router_id)
                 self._end(attempt)
+
+    def _fetched(self, attempt: Attempt, handoff: Handoff, fetch_ms: float) -> None:
+        now = self._asyncio.time()
+        if sequences := self.attempts.commit(attempt, handoff, fetch_ms, now):
+            self._admission.ready(now - attempt.reserved_at)
+            self._deadlines.set(attempt)
+            self.loop.add(sequences)
+        else:
+            self._end(attempt)
 
     def _reported(self, report: Report) -> None:
         """Pass one turn of the engine thread on to the routers: one message for each."""
+        now = self._asyncio.time()
+        for sequence, state in report.moves:
+            self.attempts.moved(sequence, state, now)
         for output in report.outputs:
             owner = self.attempts.owner(output.id)
             if owner is None:
@@ -221,16 +232,20 @@ class DecodeService:
                 Output(attempt.key, choice, output.output_index, output.tokens, output.finish, output.timings)
             )
             if output.finish is not None:
-                self.attempts.sequence_ended(output.id)
+                self.attempts.sequence_ended(output.id, now)
+                self._admission.ended(now)
                 if self.attempts.over(attempt):
                     self._end(attempt)
-        for sequence, message in report.failures:
-            if (owner := self.attempts.owner(sequence)) is not None:
-                self._fail(owner[0], FailureKind.ENGINE, message)
+        for lost in report.failures:
+            if (owner := self.attempts.owner(lost.id)) is not None:
+                self._fail(owner[0], lost.kind, f"{owner[0].key}: {lost.message}")
         self._measure(report)
 
     def _measure(self, report: Report) -> None:
         self._last = report
+        metrics.SEQUENCES_PAUSED.inc(sum(state is State.PAUSED for _, state in report.moves))
+        metrics.SEQUENCES_RESUMED.inc(report.resumed)
+        metrics.SEQUENCES_PREEMPTED.inc(sum(lost.kind is FailureKind.PREEMPTED for lost in report.failures))
         if report.seconds:
             tokens = sum(len(output.tokens) for output in report.outputs)
             metrics.DECODE_TOKENS.inc(tokens)
@@ -241,12 +256,19 @@ class DecodeService:
             self._tokens_per_second = before + _RATE_WEIGHT * (rate - before)
         self._load_changed()
 
-    def _set_timer(self, attempt: Attempt, seconds: float, kind: FailureKind, what: str) -> None:
-        message = f"{attempt.key} {what} ({seconds:g} s)"
-        self._timers[attempt] = asyncio.get_running_loop().call_later(seconds, self._fail, attempt, kind, message)
+    def _overdue(self, attempt: Attempt) -> None:
+        life = attempt.life
+        if life.of_request():
+            given = life.deadline - attempt.reserved_at
+            message = f"{attempt.key} was {life.state.value} at its deadline, {given:.3g} s after its reservation"
+            self._fail(attempt, FailureKind.DEADLINE, message)
+        else:
+            message = f"{attempt.key} was still {life.state.value} after {life.deadline - life.since:g} s"
+            # It is not the request's deadline that passed, so another attempt may follow.
+            self._fail(attempt, FailureKind.TRANSFER, message)
 
     def _fail(self, attempt: Attempt, kind: FailureKind, message: str) -> None:
-        if attempt.state is not AttemptState.ENDED:
+        if not attempt.life.ended:
             self._sessions[attempt.session].tell(Failure(attempt.key, kind, message))
             self._end(attempt)
 
@@ -255,28 +277,39 @@ class DecodeService:
             self._fail(attempt, kind, message)
 
     def _end(self, attempt: Attempt) -> None:
-        """The one way out: whatever the attempt holds, here or on the engine thread, is given back."""
-        if dropped := self.attempts.end(attempt):
+        """The one way out: whatever the attempt holds, in whatever state it is, is given back."""
+        now = self._asyncio.time()
+        if dropped := self.attempts.end(attempt, now):
             self.loop.drop(dropped)
-        if (timer := self._timers.pop(attempt, None)) is not None:
-            timer.cancel()
-        task = self._fetches.pop(attempt, None)
-        if task is not None and task is not asyncio.current_task():
-            # A task that is cancelled before its first step would never release the export.
-            asyncio.get_running_loop().call_soon(task.cancel)
+            self._admission.ended(now, len(dropped))
+        self._deadlines.drop(attempt)
+        self._fetches.stop(attempt)
         if not self.attempts:
             self._idle.set()
+            self._audit.changed()
         self._load_changed()
 
     def _stopped(self, turning: asyncio.Future[None]) -> None:
         error = None if turning.cancelled() else turning.exception()
-        if error is None or self.failed.done():
-            return
-        _log.error("the engine thread ended: %s", error)
-        self.failed.set_exception(error)
-        self._fail_all(FailureKind.ENGINE, f"{type(error).__name__}: {error}")
+        if error is not None:
+            _log.error("the engine thread ended: %s", error)
+            self._broke(error)
+
+    def _broke(self, error: BaseException) -> None:
+        """The worker can't go on, and its supervisor is told."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self._fail_all(FailureKind.ENGINE, f"{type(error).__name__}: {error}")
+
+    def _pages_returned(self) -> None:
+        """Called by whichever thread has given pages back."""
+        self.loop.wake()
+        if not self._news_due:
+            self._news_due = True
+            self._asyncio.call_soon_threadsafe(self._load_changed)
 
     def _load_changed(self) -> None:
+        self._news_due = False
         stats = self._engine.stats()
         for state in ("used", "free", "cached"):
             metrics.PAGES.labels("decode", state).set(getattr(stats, state))
@@ -293,23 +326,5 @@ class DecodeService:
             slots_used=self._last.running,
             slots_total=spec.slots,
             tokens_per_second=self._tokens_per_second,
+            sequences_paused=self.loop.paused,
         )
-
-
-def _check_source(start: Start) -> None:
-    """Raise TransferError unless the start names something that can be fetched."""
-    if not start.transfer_id:
-        raise TransferError(f"{start.key}: transfer_id is empty")
-    try:
-        parse_address(start.source_address)
-    except ConfigError as error:
-        raise TransferError(f"{start.key}: source_address {error}") from None
-
-
-def _kind(error: BatonError) -> FailureKind:
-    match error:
-        case SourceUnreachable():
-            return FailureKind.SOURCE_UNREACHABLE
-        case EngineError():
-            return FailureKind.ENGINE
-    return FailureKind.TRANSFER

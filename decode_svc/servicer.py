@@ -1,4 +1,8 @@
-"""The Session stream: commands up, one message a step down. Translates only."""
+"""The Session stream: commands up, one message a step down. Translates only.
+
+A router says something every second, so one that has said nothing for SILENCE_S is gone, whatever its connection says,
+and its session ends.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from decode_svc.messages import (
     Down,
     Failure,
     FailureKind,
+    Heartbeat,
     Output,
     Reserve,
     Reserved,
@@ -27,6 +32,7 @@ from decode_svc.service import DecodeService
 from decode_svc.session import Session as RouterSession
 
 HELLO_TIMEOUT_S = 10.0
+SILENCE_S = 5.0
 
 _KINDS = {
     FailureKind.SOURCE_UNREACHABLE: decode_pb2.AttemptFailure.KIND_SOURCE_UNREACHABLE,
@@ -34,6 +40,7 @@ _KINDS = {
     FailureKind.ENGINE: decode_pb2.AttemptFailure.KIND_ENGINE,
     FailureKind.DEADLINE: decode_pb2.AttemptFailure.KIND_DEADLINE,
     FailureKind.DRAINING: decode_pb2.AttemptFailure.KIND_DRAINING,
+    FailureKind.PREEMPTED: decode_pb2.AttemptFailure.KIND_PREEMPTED,
 }
 
 
@@ -48,13 +55,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.SessionDown]:
         """Serve one router until either side ends the stream; what it owned is then freed.
 
-        Raises InvalidRequest when the first message is no Hello, or a later one is.
+        Raises InvalidRequest when the first message is no Hello, or a later one is; DeadlineExceeded when the router
+        falls silent, Overloaded when it does not read what it asked for.
         """
         session = self._service.open_session(await _hello(request_iterator))
         reading = asyncio.create_task(self._read(request_iterator, session), name="session-up")
         try:
             async for down in session.messages():
                 yield down_to_proto(down)
+            if session.error is not None:
+                raise session.error
             if reading.done():
                 reading.result()
         finally:
@@ -64,17 +74,26 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     async def _read(self, requests: AsyncIterator[decode_pb2.SessionUp], session: RouterSession) -> None:
         try:
-            async for message in requests:
+            while (message := await _next(requests)) is not None:
                 if (command := command_from_proto(message)) is not None:
                     self._service.handle(session, command)
         finally:
             self._service.close_session(session)
 
 
+async def _next(requests: AsyncIterator[decode_pb2.SessionUp]) -> decode_pb2.SessionUp | None:
+    """What the router says next; None at its end."""
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            return await anext(requests, None)
+    except TimeoutError:
+        raise DeadlineExceeded(f"nothing was heard from the router for {SILENCE_S:g} s") from None
+
+
 async def _hello(requests: AsyncIterator[decode_pb2.SessionUp]) -> str:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            first = await anext(aiter(requests), None)
+            first = await anext(requests, None)
     except TimeoutError:
         raise DeadlineExceeded(f"no hello came within {HELLO_TIMEOUT_S:g} s") from None
     kind = first.WhichOneof("message") if first is not None else None
@@ -84,7 +103,7 @@ async def _hello(requests: AsyncIterator[decode_pb2.SessionUp]) -> str:
 
 
 def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
-    """A router's command; None for a heartbeat and for what a later version may say.
+    """A router's command; None for what a later version may say.
 
     Raises InvalidRequest for a second hello and for a command without a request id.
     """
@@ -92,7 +111,13 @@ def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
     match kind:
         case "reserve":
             reserve = message.reserve
-            return Reserve(_key(reserve.key, kind), reserve.context_tokens, reserve.max_new_tokens, reserve.choices)
+            return Reserve(
+                _key(reserve.key, kind),
+                reserve.context_tokens,
+                reserve.max_new_tokens,
+                reserve.choices,
+                reserve.deadline_ms / 1e3 if reserve.deadline_ms else None,
+            )
         case "start":
             start = message.start
             return Start(
@@ -101,10 +126,13 @@ def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
                 start.source_address,
                 start.source_incarnation,
                 start.deadline_ms / 1e3 if start.deadline_ms else None,
+                start.ticket,
             )
         case "cancel":
             cancel = message.cancel
             return Cancel(_key(cancel.key, kind), cancel.choice_index if cancel.HasField("choice_index") else None)
+        case "heartbeat":
+            return Heartbeat(frozenset(_key(key, "heartbeat.live") for key in message.heartbeat.live))
         case "hello":
             raise InvalidRequest("hello", "must come once, as the first message")
     return None
@@ -112,7 +140,9 @@ def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
 
 def down_to_proto(down: Down) -> decode_pb2.SessionDown:
     """One message to a router."""
+    heartbeat = None if down.live is None else decode_pb2.Heartbeat(live=map(_key_to_proto, down.live))
     return decode_pb2.SessionDown(
+        heartbeat=heartbeat,
         reserved=[_reserved(each) for each in down.reserved],
         outputs=[_output(each) for each in down.outputs],
         failures=[_failure(each) for each in down.failures],
@@ -131,7 +161,11 @@ def _key_to_proto(key: AttemptKey) -> decode_pb2.AttemptKey:
 
 def _reserved(result: Reserved) -> decode_pb2.ReserveResult:
     return decode_pb2.ReserveResult(
-        key=_key_to_proto(result.key), granted=result.granted, reason=result.reason, never=result.never
+        key=_key_to_proto(result.key),
+        granted=result.granted,
+        reason=result.reason,
+        never=result.never,
+        retry_after_ms=round(result.retry_after_s * 1e3),
     )
 
 

@@ -10,18 +10,16 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.digest import tokenizer_digest
 from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache, open_prefix_cache
-from baton.model.checkpoint import resolve
 from baton.pb import prefill_pb2_grpc
 from baton.transfer.exports import Exports
 from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
 from baton.worker.listeners import Addresses, Service, listeners
 from baton.worker.progress import Progress
-from baton.worker.status import StatusHub, WorkerRole, new_identity
-from baton.worker.thread import EngineThread
+from baton.worker.start import started
+from baton.worker.status import StatusHub, WorkerRole
 from prefill_svc.config import PrefillConfig
 from prefill_svc.servicer import PrefillServicer
 from prefill_svc.worker import PrefillWorker
@@ -41,6 +39,11 @@ class App:
     status: StatusHub
     engine: Engine
     config: PrefillConfig
+
+    @property
+    def listening(self) -> str:
+        """Where it listens."""
+        return str(self.addresses)
 
     @property
     def failed(self) -> asyncio.Future[None]:
@@ -65,22 +68,17 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
     An engine that is passed in stays open, with all its pages back. Raises ConfigError and ModelError.
     """
     async with contextlib.AsyncExitStack() as stack:
-        thread = EngineThread("prefill-engine")
-        stack.push_async_callback(thread.close)
-        directory = await asyncio.to_thread(resolve, config.checkpoint)
-        digest = await asyncio.to_thread(tokenizer_digest, directory)
-        if engine is None:
-            engine = await thread.run(_build, config)
-            stack.callback(engine.close)
-        spec = engine.spec
+        base = await stack.enter_async_context(started(config, WorkerRole.PREFILL, engine=engine))
+        spec, incarnation = base.engine.spec, base.identity.incarnation
         cache = open_prefix_cache(config.redis, spec.kv_format, config.fleet_secret)
         stack.push_async_callback(cache.close)
         await cache.check()
-        identity = new_identity(config, WorkerRole.PREFILL, spec, digest)
-        exports = Exports(engine, identity.incarnation, lease_s=config.lease_s)
+        exports = Exports(base.engine, incarnation, lease_s=config.lease_s)
         progress = Progress()
-        status = StatusHub(identity, lambda: worker.load())
-        worker = PrefillWorker(config, engine, thread, exports, cache, progress, status.changed)
+        status = StatusHub(base.identity, lambda: worker.load())
+        worker = PrefillWorker(
+            config, base.engine, base.thread, base.identity, exports, cache, progress, status.changed
+        )
         stack.push_async_callback(worker.close)
 
         def add_prefill(server: grpc.aio.Server) -> None:
@@ -92,13 +90,9 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 status,
                 progress,
                 control=Service(PREFILL_SERVICE, add_prefill),
-                kv=Service(KV_SERVICE, KvServicer(exports).add_to_server),
+                kv=Service(KV_SERVICE, KvServicer(exports, base.tickets).add_to_server),
+                tls=base.tls,
+                ledger=worker.ledger,
             )
         )
-        yield App(addresses, worker, cache, status, engine, config)
-
-
-def _build(config: PrefillConfig) -> Engine:
-    from baton.engine.factory import build
-
-    return build(config.engine_config())
+        yield App(addresses, worker, cache, status, base.engine, config)

@@ -1,21 +1,33 @@
 """One attempt at one prompt: what was asked, what it holds, and the stream of what happens to it.
 
-A job ends once, with `PrefillDone` or an error as the last event of its stream. Its pages are shared by up to
-three owners (the job, its export, its write-back) and are freed when the last of them lets go.
+A job goes through the states of `baton.lifecycle`, each with a deadline. It ends once for its caller, with
+`PrefillDone` or an error as the last event of its stream; one with an export is HELD from then on, until the export
+ends. Its pages are shared by up to three owners (the job, its export, its write-back) and are freed when the last of
+them lets go.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.contract import KvHandle
-from baton.errors import BatonError, DeadlineExceeded
+from baton.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
+from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, TokenInfo, finish_reason
 from baton.transfer.export import Export
 from prefill_svc.scheduler import Work
+
+PROGRESS_S = 1.0
+"""Longest silence of a job that is alive."""
+
+QUEUED_S = 120.0
+"""Longest wait for the first chunk; what waits longer is better off at another worker, or in the router's line."""
+
+_PREFILLING_S, _PREFILLING_TOKEN_S = 60.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +79,9 @@ class PrefillDone:
 
 
 class SharedPages:
-    """A KV handle with several owners, on the asyncio loop; begins with one."""
+    """A KV handle with several owners, on the asyncio loop; begins with one. `free` is called for the last."""
 
-    def __init__(self, handle: KvHandle, free: Callable[[KvHandle], None]) -> None:
+    def __init__(self, handle: KvHandle, free: Callable[[], None]) -> None:
         self.handle = handle
         self._free = free
         self._owners = 1
@@ -82,20 +94,23 @@ class SharedPages:
         """An owner lets go; the last one frees."""
         self._owners -= 1
         if not self._owners:
-            self._free(self.handle)
+            self._free()
 
 
 @dataclass(eq=False, slots=True)
 class Job:
     """An accepted task; belongs to the asyncio loop, but for `check`.
 
-    `digests` name the full blocks of `ids`; the KV of the first `loaded_blocks` came from the cache.
+    `digests` name the full blocks of `ids`; the KV of the first `loaded_blocks` came from the cache. `over` says
+    that the stream has its last event; `timer` ends the job at the deadline of its state, and `preparing` is its
+    look-up or its load.
     """
 
     task: PrefillTask
     work: Work
     ids: Sequence[int]
     admitted_at: float
+    life: Lifecycle
     pages: SharedPages | None = None
     export: Export | None = None
     digests: Sequence[bytes] = ()
@@ -108,23 +123,44 @@ class Job:
     error: BatonError | None = None
     over: bool = False
     timer: asyncio.TimerHandle | None = None
+    preparing: asyncio.Task[None] | None = None
     _events: asyncio.Queue[PrefillProgress | PrefillDone | BatonError] = field(default_factory=asyncio.Queue)
 
+    @classmethod
+    def of(cls, task: PrefillTask, work: Work, now: float) -> Job:
+        """The job of a task that was just admitted."""
+        deadline = math.inf if task.deadline is None else task.deadline
+        life = Lifecycle(State.QUEUED, now, request_deadline=deadline, limit_s=QUEUED_S)
+        return cls(task, work, [*task.prompt_ids, *task.output_ids], now, life)
+
+    def start(self, now: float) -> None:
+        """The first chunk begins."""
+        self.started_at = now
+        self.life.enter(State.PREFILLING, now, _PREFILLING_S + _PREFILLING_TOKEN_S * len(self.ids))
+
     def check(self) -> None:
-        """Raise if the job was aborted or its deadline has passed; from any thread."""
+        """Raise if the job was aborted or its state's deadline has passed; from any thread."""
         if self.error is not None:
             raise self.error
-        if self.task.deadline is not None and time.monotonic() >= self.task.deadline:
-            raise deadline_exceeded(self)
+        if self.life.overdue(time.monotonic()):
+            raise overdue(self)
+
+    def progress(self) -> PrefillProgress:
+        """How far it has come."""
+        return PrefillProgress(self.computed, len(self.ids), self.cached)
 
     def tell(self, event: PrefillProgress | PrefillDone | BatonError) -> None:
         """Add an event to the stream."""
         self._events.put_nowait(event)
 
     async def events(self) -> AsyncIterator[PrefillProgress | PrefillDone]:
-        """Progress, then `PrefillDone`; raises what ended the job instead."""
+        """Progress, at least every PROGRESS_S, then `PrefillDone`; raises what ended the job instead."""
         while True:
-            event = await self._events.get()
+            try:
+                async with asyncio.timeout(PROGRESS_S):
+                    event = await self._events.get()
+            except TimeoutError:
+                event = self.progress()
             if isinstance(event, BatonError):
                 raise event
             yield event
@@ -158,6 +194,11 @@ def finished(
     return handoff, PrefillDone(first_tokens, job.cached, prompt_tokens, queue_ms, compute_ms)
 
 
-def deadline_exceeded(job: Job) -> DeadlineExceeded:
-    """The error of a job whose deadline passed."""
-    return DeadlineExceeded(f"the deadline passed with {job.computed} of {len(job.ids)} tokens prefilled")
+def overdue(job: Job) -> BatonError:
+    """The error of a job whose state's deadline has passed: the request's own, or the limit of the state."""
+    done = f"{job.computed} of {len(job.ids)} tokens prefilled"
+    if job.life.of_request():
+        return DeadlineExceeded(f"the deadline passed with {done}")
+    if job.life.state is State.QUEUED:
+        return Overloaded(f"no chunk of the prompt was computed within {QUEUED_S:g} s", retry_after=1.0)
+    return Unavailable(f"the prefill was given up with {done}")

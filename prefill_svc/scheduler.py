@@ -39,12 +39,13 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float) -> int:
     """Tokens of the next chunk of a prompt; `rate` in tokens/s, 0 while unknown.
 
     As configured, or by the length: whole below 32,000 tokens, then 16,384, 8,192 from 128,000 and 4,096 from
-    512,000 on; and never more than the measured rate computes in CHUNK_S.
+    512,000 on; and never more than the measured rate, or UNKNOWN_RATE, computes in CHUNK_S, so that a layer is over
+    long before a worker is held to be wedged.
     """
     if configured:
         return configured
     size = next((size for least, size in _CHUNK_SIZES if prompt_tokens >= least), prompt_tokens)
-    return max(1, min(size, int(rate * CHUNK_S))) if rate else size
+    return max(1, min(size, int((rate or UNKNOWN_RATE) * CHUNK_S)))
 
 
 class Rate:

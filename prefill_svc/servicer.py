@@ -1,4 +1,4 @@
-"""The Prefill RPC. Translates only."""
+"""The Prefill service. Translates only."""
 
 from __future__ import annotations
 
@@ -46,6 +46,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     yield event_to_proto(event)
         finally:
             self._worker.abort(job, Cancelled("the caller went away"))
+
+    async def Abandon(
+        self, request: prefill_pb2.AbandonRequest, context: grpc.aio.ServicerContext
+    ) -> prefill_pb2.AbandonResponse:
+        """End an export that nobody will fetch."""
+        if not request.transfer_id:
+            raise InvalidRequest("transfer_id", "must not be empty")
+        self._worker.abandon(request.transfer_id, request.incarnation)
+        return prefill_pb2.AbandonResponse()
 
 
 def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadline: float | None) -> PrefillTask:

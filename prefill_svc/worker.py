@@ -1,44 +1,36 @@
-"""The prefill worker: accepts jobs, prepares them, computes one chunk at a time, and frees what they hold.
+"""The prefill worker: accepts jobs, prepares them, has them computed, and frees what they hold.
 
-    submit ── look-up (task) ── pages, export opened ── cached blocks loaded (task) ── chunk × n ── commit ──
-    done
-       └───────────────┴──────────────────┴──────────────────────┴──────────────────────┴── abort, deadline,
-       fault
+    submit ── look-up (task) ── pages, export opened ── cached blocks loaded (task) ── chunk × n ── commit ── HELD
+       └───────────────┴──────────────────┴──────────────────────┴──────────────────────┴── abort, deadline, fault
 
-`_prepare` runs whenever a job may have become able to take pages; it never waits. `_run` is the loop: woken
-by events, it computes the scheduler's choice on the engine thread, one chunk after the other. After every
-layer the chunk looks whether its job was aborted or is late, and tells the export what is final. However a
-job ends, it ends in `_end`, once. Finished KV belongs to the export's lease and, for a moment, to the
-write-back of new blocks.
+`_prepare` runs whenever a job may have become able to take pages; it never waits. `prefill_svc.chunks` computes.
+However a job ends, it ends in `_end`, once. Finished KV belongs to the export's lease (job HELD) and, for a moment,
+to the write-back of new blocks. Whenever nothing is left, the worker audits itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from baton.engine.contract import ChunkResult, Engine, KvHandle
-from baton.errors import BatonError, DeadlineExceeded, EngineError, OutOfPages, Unavailable
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineError, OutOfPages, Overloaded, Unavailable
 from baton.kv.prefix import PrefixCache
-from baton.request import TokenInfo
+from baton.ledger import Ledger
+from baton.lifecycle import State
 from baton.telemetry import metrics
 from baton.transfer.exports import Exports
+from baton.worker.audit import IdleAudit, take_ledger
 from baton.worker.progress import Progress
-from baton.worker.status import WorkerLoad
+from baton.worker.status import WorkerIdentity, WorkerLoad
 from baton.worker.thread import EngineThread
+from prefill_svc.chunks import Chunks
 from prefill_svc.config import PrefillConfig
-from prefill_svc.job import (
-    Job,
-    PrefillDone,
-    PrefillProgress,
-    PrefillTask,
-    SharedPages,
-    deadline_exceeded,
-    finished,
-)
+from prefill_svc.job import Job, PrefillDone, PrefillTask, SharedPages, finished, overdue
+from prefill_svc.ledger import entries
 from prefill_svc.prefix import PrefixBlocks
 from prefill_svc.scheduler import Scheduler, Work
 
@@ -55,6 +47,7 @@ class PrefillWorker:
         config: PrefillConfig,
         engine: Engine,
         thread: EngineThread,
+        identity: WorkerIdentity,
         exports: Exports,
         cache: PrefixCache,
         progress: Progress,
@@ -62,32 +55,44 @@ class PrefillWorker:
     ) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._engine = engine
+        self._thread = thread
+        self._identity = identity
         self._exports = exports
         self._cache = cache
         self._blocks = PrefixBlocks(engine, cache)
-        self._progress = progress
         self._changed = changed
-        self._thread = thread
         self._scheduler = Scheduler(engine.spec, config.chunk_size, config.max_waiting)
         self._jobs: dict[Work, Job] = {}
-        self._current: Job | None = None
+        self._holders: dict[Job, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._write_backs = 0
-        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle = asyncio.Event()
         self._idle.set()
         self._refusal = ""
         self._closing = False
-        self._loop_task = asyncio.create_task(self._run(), name="prefill-loop")
+        self._chunks = Chunks(
+            engine,
+            thread,
+            self._scheduler,
+            progress,
+            self._jobs,
+            begins=self._begins,
+            computed=self._chunk_computed,
+            failed=self._chunk_failed,
+        )
+        self._loop_task = asyncio.create_task(self._chunks.run(), name="prefill-loop")
         self._loop_task.add_done_callback(self._loop_ended)
+        self._audit = IdleAudit(self.ledger, lambda: not (self._jobs or self._holders), self._break)
+        self._audit_task = asyncio.create_task(self._audit.run(), name="idle-audit")
+        self._audit_task.add_done_callback(self._loop_ended)
 
     def submit(self, task: PrefillTask) -> Job:
         """Accept a task; raises InvalidRequest, Overloaded or Unavailable, or what refuses the transfer id."""
         if self._refusal:
             raise Unavailable(self._refusal)
-        now, ids = time.monotonic(), [*task.prompt_ids, *task.output_ids]
-        stats = self._engine.stats()
-        work = self._scheduler.admit(len(ids), stats.free + stats.cached, now)
-        job = self._jobs[work] = Job(task, work, ids, now)
+        now, stats = time.monotonic(), self._engine.stats()
+        work = self._scheduler.admit(len(task.prompt_ids) + len(task.output_ids), stats.free + stats.cached, now)
+        job = self._jobs[work] = Job.of(task, work, now)
         try:
             if task.transfer_id:
                 self._exports.announce(task.transfer_id)
@@ -95,11 +100,9 @@ class PrefillWorker:
             self._forget(job)
             raise
         self._idle.clear()
-        if task.deadline is not None:
-            loop = asyncio.get_running_loop()
-            job.timer = loop.call_later(max(0.0, task.deadline - now), lambda: self.abort(job, deadline_exceeded(job)))
+        self._watch(job)
         if self._blocks.stores and task.params.prompt_logprobs is None:
-            self._spawn(job, self._look_up(job))
+            job.preparing = self._spawn(job, self._look_up)
         else:
             self._scheduler.looked_up(work, 0)
             self._prepare()
@@ -111,8 +114,16 @@ class PrefillWorker:
         if job.over:
             return
         job.error = job.error or error
-        if job is not self._current:
+        if job is not self._chunks.current:
             self._end(job, job.error)
+
+    def abandon(self, transfer_id: str, incarnation: str) -> None:
+        """End the export that nobody will fetch, and a job that still computes for it; idempotent."""
+        if incarnation != self._identity.incarnation:
+            return
+        for job in [job for job in self._jobs.values() if job.task.transfer_id == transfer_id]:
+            self.abort(job, Cancelled("the attempt was abandoned"))
+        self._exports.release(transfer_id, incarnation, "was abandoned")
 
     def load(self) -> WorkerLoad:
         """How the worker fares."""
@@ -127,6 +138,15 @@ class PrefillWorker:
             pages_total=stats.total,
             page_size=self._engine.spec.page_size,
             tokens_per_second=scheduler.rate.value,
+        )
+
+    async def ledger(self) -> Ledger:
+        """Who holds what, and whether the sums are right."""
+        spec = self._engine.spec
+        return await take_ledger(
+            self._identity,
+            self._engine,
+            lambda: entries([*self._jobs.values(), *self._holders], spec, time.monotonic()),
         )
 
     def refuse(self) -> None:
@@ -146,10 +166,11 @@ class PrefillWorker:
         self._closing = True
         self.refuse()
         self._blocks.stop()
+        self._audit_task.cancel()
         for job in list(self._jobs.values()):
             self.abort(job, Unavailable("the worker stops"))
-        self._wake.set()
-        await asyncio.gather(self._loop_task, *self._tasks, return_exceptions=True)
+        self._chunks.stop()
+        await asyncio.gather(self._loop_task, self._audit_task, *self._tasks, return_exceptions=True)
         self._exports.close()
         await self._exports.drained()
         if not self.failed.cancel():
@@ -157,15 +178,35 @@ class PrefillWorker:
 
     # Preparing.
 
-    def _spawn(self, job: Job, steps: Coroutine[Any, Any, None]) -> None:
-        """Run `steps` for a job; a fault in them ends the job."""
+    def _watch(self, job: Job) -> None:
+        """End the job when the deadline of its state passes; that of a later state may come later."""
+        if job.over or math.isinf(job.life.deadline):
+            return
+        left = max(0.0, job.life.deadline - time.monotonic())
+        job.timer = asyncio.get_running_loop().call_later(left, self._deadline, job)
+
+    def _deadline(self, job: Job) -> None:
+        if job.life.overdue(time.monotonic()):
+            self.abort(job, overdue(job))
+        else:
+            self._watch(job)
+
+    def _spawn(
+        self, job: Job, steps: Callable[[Job], Awaitable[None]], pages: SharedPages | None = None
+    ) -> asyncio.Task[None]:
+        """Run `steps` for a job, as one more owner of `pages`; a fault in them ends the job."""
         task = asyncio.create_task(self._guard(job, steps), name=f"prefix of {job.task.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if pages is not None:
+            pages.share()
+            # Not by the task: one that is cancelled before its first step never runs.
+            task.add_done_callback(lambda _: pages.release())
+        return task
 
-    async def _guard(self, job: Job, steps: Awaitable[None]) -> None:
+    async def _guard(self, job: Job, steps: Callable[[Job], Awaitable[None]]) -> None:
         try:
-            await steps
+            await steps(job)
         except Exception as error:
             _log.exception("%s: work beside the engine failed", job.task.name)
             self.abort(job, EngineError(f"{type(error).__name__}: {error}"))
@@ -185,8 +226,7 @@ class PrefillWorker:
             if job.error is not None:
                 self._end(job, job.error)
             elif job.hits and job.pages is not None:
-                job.pages.share()
-                self._spawn(job, self._load(job, job.pages))
+                job.preparing = self._spawn(job, self._load, job.pages)
             else:
                 self._ready(job)
 
@@ -197,20 +237,20 @@ class PrefillWorker:
             handle = self._engine.reserve(job.task.name, len(job.ids))
         except OutOfPages:
             return False
-        job.pages = SharedPages(handle, self._free)
+        job.pages = SharedPages(handle, lambda: self._free(job, handle))
+        self._holders[job] = None
         if job.task.transfer_id:
             try:
-                job.export = self._exports.open(job.task.transfer_id, handle, len(job.ids), on_closed=job.pages.release)
+                job.export = self._exports.open(
+                    job.task.transfer_id, handle, len(job.ids), on_closed=lambda: self._export_closed(job)
+                )
                 job.pages.share()
             except BatonError as error:
                 job.error = error
         return True
 
-    async def _load(self, job: Job, pages: SharedPages) -> None:
-        try:
-            await self._blocks.load(job, pages.handle)
-        finally:
-            pages.release()
+    async def _load(self, job: Job) -> None:
+        await self._blocks.load(job)
         if not job.over:
             self._ready(job)
 
@@ -224,76 +264,32 @@ class PrefillWorker:
             for layer in range(self._engine.spec.kv_format.layers):
                 if job.export is not None:
                     job.export.advance(layer, done)
-        job.tell(PrefillProgress(done, len(job.ids), job.cached))
-        self._wake.set()
+        job.tell(job.progress())
+        self._chunks.wake()
 
     def _tokens_of(self, blocks: int, job: Job) -> int:
         """Tokens that cached blocks spare; the last token is always computed, to sample from."""
         return min(blocks * self._engine.spec.kv_format.block_size, len(job.ids) - 1)
 
-    # Computing.
+    # What becomes of chunks.
 
-    async def _run(self) -> None:
-        while not self._closing:
-            self._wake.clear()
-            choice = self._scheduler.next_chunk(time.monotonic())
-            if choice is None:
-                self._progress.idle()
-                await self._wake.wait()
-                continue
-            await self._compute(self._jobs[choice[0]], choice[1])
-        self._progress.idle()
+    def _begins(self, job: Job) -> None:
+        job.start(time.monotonic())
+        self._watch(job)
 
-    async def _compute(self, job: Job, end: int) -> None:
-        began = time.monotonic()
-        start, job.started_at = job.computed, job.started_at or began
-        self._current = job
-        try:
-            result = await self._thread.run(self._chunk, job, start, end)
-        except Exception as error:
-            self._current = None
-            await self._chunk_failed(job, error)
-            return
-        self._current = None
-        self._scheduler.computed(job.work, end, time.monotonic() - began)
-        metrics.PREFILL_TOKENS.labels("computed").inc(end - start)
-        job.computed = end
-        job.prompt_tokens += result.prompt_logprobs
+    def _chunk_computed(self, job: Job, result: ChunkResult) -> None:
         if job.error is not None:
             self._end(job, job.error)
-        elif end == len(job.ids):
-            self._finish(job, result.tokens)
+        elif job.computed == len(job.ids):
+            self._finish(job, result)
         else:
-            job.tell(PrefillProgress(end, len(job.ids), job.cached))
+            job.tell(job.progress())
             self._prepare()
             self._changed()
 
-    def _chunk(self, job: Job, start: int, end: int) -> ChunkResult:
-        """One chunk, on the engine thread."""
-        if job.pages is None:
-            raise EngineError(f"{job.task.name} has no pages")
-
-        def on_layer(layer: int) -> None:
-            self._progress.moved()
-            job.check()
-            if job.export is not None:
-                job.export.advance(layer, end)
-
-        self._progress.moved()
-        job.check()
-        return self._engine.prefill_chunk(
-            job.pages.handle,
-            job.ids,
-            start,
-            end,
-            on_layer=on_layer,
-            sample=job.task.states() if end == len(job.ids) else (),
-            prompt_logprobs=job.task.params.prompt_logprobs,
-        )
-
     async def _chunk_failed(self, job: Job, error: Exception) -> None:
         """End a job whose chunk raised: because it was to stop, or because the engine failed."""
-        if error is job.error or isinstance(error, DeadlineExceeded):
+        if error is job.error or isinstance(error, DeadlineExceeded | Overloaded | Unavailable):
             self._end(job, error)
             return
         _log.error("%s: a chunk failed", job.task.name, exc_info=error)
@@ -305,7 +301,7 @@ class PrefillWorker:
 
     def _break(self, error: BaseException) -> None:
         """The engine can't be trusted any more: end all jobs, and tell whoever runs this worker."""
-        self._refusal, self._current = f"the engine failed: {error}", None
+        self._refusal, self._chunks.current = f"the engine failed: {error}", None
         for job in list(self._jobs.values()):
             self.abort(job, Unavailable(self._refusal))
         if not self.failed.done():
@@ -317,12 +313,15 @@ class PrefillWorker:
 
     # Ending.
 
-    def _finish(self, job: Job, tokens: Sequence[TokenInfo]) -> None:
+    def _finish(self, job: Job, result: ChunkResult) -> None:
         """Commit the KV with the first token of each choice, and end the job."""
-        handoff, done = finished(job, tokens, self._engine.spec.eos_token_ids, time.monotonic())
+        now = time.monotonic()
+        handoff, done = finished(job, result.tokens, self._engine.spec.eos_token_ids, now)
         if job.export is not None:
             job.export.commit(handoff)
         self._write_back(job)
+        if job.export is not None and not job.export.ended:
+            job.life.enter(State.HELD, now)
         self._end(job, done)
 
     def _write_back(self, job: Job) -> None:
@@ -334,15 +333,10 @@ class PrefillWorker:
             metrics.PREFIX_BLOCKS.labels("dropped").inc(blocks - job.loaded_blocks)
             return
         self._write_backs += 1
-        job.pages.share()
-        self._spawn(job, self._write_blocks(job, job.pages))
+        self._spawn(job, self._blocks.write_back, job.pages).add_done_callback(self._written_back)
 
-    async def _write_blocks(self, job: Job, pages: SharedPages) -> None:
-        try:
-            await self._blocks.write_back(job, pages.handle)
-        finally:
-            self._write_backs -= 1
-            pages.release()
+    def _written_back(self, _: asyncio.Task[None]) -> None:
+        self._write_backs -= 1
 
     def _end(self, job: Job, outcome: PrefillDone | BatonError) -> None:
         """The one way out for every job."""
@@ -355,8 +349,12 @@ class PrefillWorker:
                 job.export.fail(outcome)
             elif job.task.transfer_id:
                 self._exports.withdraw(job.task.transfer_id, f"was given up: {outcome}")
+        if job.life.state is not State.HELD:
+            job.life.end(time.monotonic())
         if job.timer is not None:
             job.timer.cancel()
+        if job.preparing is not None:
+            job.preparing.cancel()
         job.tell(outcome)
         self._forget(job)
         if job.pages is not None:
@@ -369,9 +367,19 @@ class PrefillWorker:
         del self._jobs[job.work]
         if not self._jobs:
             self._idle.set()
+        self._audit.changed()
 
-    def _free(self, handle: KvHandle) -> None:
+    def _export_closed(self, job: Job) -> None:
+        """The export has ended, and nobody reads from it any more."""
+        if job.over:
+            job.life.end(time.monotonic())
+        if job.pages is not None:
+            job.pages.release()
+
+    def _free(self, job: Job, handle: KvHandle) -> None:
         """All owners are gone; what waits for pages may get them now."""
         self._engine.free(handle)
+        del self._holders[job]
         self._prepare()
         self._changed()
+        self._audit.changed()

@@ -8,22 +8,33 @@ import secrets
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
+import grpc
+
+from baton.admin import ADMIN_SERVICE, add_admin
 from baton.digest import tokenizer_digest
+from baton.kv.hashing import tenant_salt
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.pb import inference_pb2_grpc
-from baton.rpc.server import Listener, listen
+from baton.rpc.server import MAX_STREAMS, Listener, listen
+from baton.rpc.tls import Tls
 from baton.telemetry.ops import serve_ops
 from baton.tokenizer import Tokenizer
+from baton.transfer.tickets import TicketSigner
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.intake import Intake, Model
 from router.pipeline import Pipeline
 from router.pool import Pool
 from router.servicer import InferenceServicer
+from router.tenants import Guard, Tenants
 
 SERVICE = "baton.v1.Inference"
+
+_LAST_WORDS_S = 2.0
+"""What clients have to take the end of their streams, before these are cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +47,13 @@ class App:
     _servicer: InferenceServicer
     _health: _Health
     _drain_s: float
+    failed: asyncio.Future[None]
+    """Gets an exception when the router can't go on."""
+
+    @property
+    def listening(self) -> str:
+        """Where it listens."""
+        return f"grpc={self.address} ops={self.ops_address}"
 
     async def drain(self) -> None:
         """Refuse new requests and let the running ones finish, for `drain_s` seconds at most."""
@@ -49,10 +67,15 @@ class App:
 async def run(config: RouterConfig) -> AsyncIterator[App]:
     """Start a router; it is healthy once a prefill and a decode worker that match are there.
 
-    Raises ConfigError for an address that is refused or taken, ModelError for an unusable checkpoint.
+    Raises ConfigError for an address that is refused or taken and for files of keys or certificates that can't be used,
+    ModelError for an unusable checkpoint.
     """
+    tls = Tls.load(config)
+    tenants = Tenants(config.api_keys, config.fleet_secret)
+    signer = TicketSigner(config.ticket_key) if config.ticket_key else None
     model, longest, digest = await asyncio.to_thread(_load, config)
-    pool = Pool(config, f"router-{socket.gethostname()}-{secrets.token_hex(4)}", digest)
+    router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
+    pool = Pool(config, router_id, digest, tls)
 
     def max_model_len() -> int:
         lengths = [identity.max_model_len for identity in pool.identities] or [longest]
@@ -63,19 +86,48 @@ async def run(config: RouterConfig) -> AsyncIterator[App]:
         await stack.enter_async_context(pool.running())
         dispatcher = Dispatcher(pool, config)
         stack.callback(dispatcher.close)
-        servicer = InferenceServicer(model, intake, pool, dispatcher, Pipeline(dispatcher, config))
+        cache_salt = partial(_cache_salt, config.fleet_secret)
+        pipeline = Pipeline(dispatcher, config, router_id=router_id, signer=signer, cache_salt=cache_salt)
+        servicer = InferenceServicer(model, intake, pool, dispatcher, pipeline, tenants)
+
+        def add(server: grpc.aio.Server) -> None:
+            inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+            add_admin(server, pipeline.ledger)
+
         listener = await stack.enter_async_context(
             listen(
                 config.grpc,
                 insecure=config.insecure,
-                add=lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server),
-                services=[SERVICE],
+                add=add,
+                services=[SERVICE, ADMIN_SERVICE],
                 field="grpc",
+                tls=tls,
+                roles=("client", "admin") if config.client_certs else (),
+                keys={"api_keys": config.api_keys},
+                streams=max(MAX_STREAMS, 2 * config.line_capacity),
+                guards=[Guard(tenants)],
             )
         )
         health = _Health(pool, listener)
         ops = await stack.enter_async_context(serve_ops(config.ops, ready=lambda: health.serving))
-        yield App(listener.address, ops.address, pool, servicer, health, config.drain_s)
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stack.callback(failed.cancel)
+        stack.push_async_callback(_stop, pipeline, servicer)
+        yield App(listener.address, ops.address, pool, servicer, health, config.drain_s, failed)
+
+
+async def _stop(pipeline: Pipeline, servicer: InferenceServicer) -> None:
+    """End what a drain has left running, tell its clients why, and wait until nothing is left of it."""
+    pipeline.stop()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORDS_S):
+            await servicer.drain()
+    await pipeline.finish()
+
+
+def _cache_salt(fleet_secret: str, tenant: str) -> bytes:
+    """The salt of a tenant's prefix cache; nothing where the fleet keeps no secret."""
+    return tenant_salt(fleet_secret, tenant) if fleet_secret else b""
 
 
 class _Health:

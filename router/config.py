@@ -28,18 +28,34 @@ class RouterConfig:
     prefill_limit: int = option(4, help="Requests sent to one prefill worker at a time.", minimum=1)
     max_attempts: int = option(3, help="Attempts at serving a request before its fault is reported.", minimum=1)
     reserve_timeout_s: float = option(5.0, help="Seconds for a decode worker's answer to a reservation.", minimum=0.01)
+    request_timeout_s: float = option(3600.0, help="Deadline in seconds of requests that come without.", minimum=0.01)
+    prefill_silence_s: float = option(
+        10.0, help="Seconds without a word from a prefill call after which it has failed.", minimum=0.01
+    )
+    isolation_wait_s: float = option(
+        30.0, help="Seconds that a request which saw two workers die waits for workers of its own.", minimum=0
+    )
     worker_wait_s: float = option(
         10.0, help="Seconds that accepted requests wait for a worker when none is left.", minimum=0
     )
     resolve_s: float = option(5.0, help="Seconds between two look-ups of a dns:/// name.", minimum=0.1)
     drain_s: float = option(30.0, help="Seconds that running requests have to finish at a drain.", minimum=0)
-    insecure: bool = option(False, help="Allow --grpc beyond loopback without TLS and keys.")
+    tls_cert: str = option("", help="PEM file with this router's certificate; TLS needs cert, key and CA.")
+    tls_key: str = option("", help="PEM file with the private key of --tls-cert.")
+    tls_ca: str = option("", help="PEM file with the CA whose certificates workers must have.")
+    client_certs: bool = option(False, help="Require a certificate of --tls-ca from clients, besides their keys.")
+    ticket_key: str = option("", help="PEM file with the private key that signs tickets for KV.")
+    api_keys: str = option("", help="File with the hashes of the clients' API keys; without it anybody may ask.")
+    fleet_secret: str = option("", help="Keeps tenants apart in the prefix cache; the workers' own.", secret=True)
+    insecure: bool = option(False, help="Allow --grpc beyond loopback without TLS and API keys.")
     log_level: str = option("info", help="Least level that is logged.", choices=LEVELS)
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name}: names no worker")
+        if self.client_certs and not self.tls_ca:
+            raise ConfigError("client_certs: needs tls_cert, tls_key and tls_ca")
 
     @property
     def checkpoint(self) -> str:

@@ -4,63 +4,48 @@
       ▲                                                └─ refused by all: back to the head of the line
 
 Choices are late: a request gets its turn only when a prefill worker has a seat for it, and the choice is made from
-what is known then. After a refusal by all, the line stands still until there is news of a worker; then its head alone
-tries again, so that a full fleet is asked once per news, and a large request is not starved by small ones.
+what is known then. After a refusal by all, the line stands still until there is news of a worker, or the time is over
+after which a worker said that another try makes sense; then its head alone tries again, so that a full fleet is asked
+once per news, and a large request is not starved by small ones.
+
+A request that must run alone waits beside the line: a pair of workers is kept for it and gets nothing else until it
+has ended there. There is one such request at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import math
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
-from baton.errors import BatonError, InvalidRequest, Unavailable
-from baton.telemetry.metrics import LINE_LENGTH
+from baton.errors import InvalidRequest, Unavailable
+from baton.telemetry.metrics import BREAKERS_OPEN, LINE_LENGTH
+from router.breaker import Breakers
 from router.config import RouterConfig
+from router.estimate import check_deadline, first_token_s
 from router.events import Deliver
+from router.isolation import Isolation
 from router.line import WaitingLine
-from router.policy import Choice, Demand, choose, servable
+from router.place import Answers, Application, Place, Reserver, demand_after
+from router.policy import Choice, choose, matching_decodes, servable
 from router.pool import Pool
-from router.session import DecodeAttempt, Reserved
-from router.worker import Seat, WorkerLink
+from router.worker import Seat
 
-_logger = logging.getLogger(__name__)
+_PROBE_S = 1.0
+"""After a refusal without a hint: news could get lost, and the line must not stand for ever."""
 
-
-@dataclass(frozen=True, slots=True)
-class Application:
-    """What one attempt asks for. `again` is set when the request was accepted before and goes to the head."""
-
-    request_id: str
-    attempt: int
-    tenant: str
-    deadline: float
-    demand: Demand
-    context_tokens: int
-    max_new_tokens: int
-    choices: tuple[int, ...]
-    again: bool
+_SHORTEST_PROBE_S, _LONGEST_PROBE_S = 0.05, 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What an attempt was given; `decode` is None when nothing is to be decoded."""
-
-    seat: Seat
-    decode: DecodeAttempt | None
-    decode_name: str | None
-
-    @property
-    def prefill(self) -> WorkerLink:
-        """The prefill worker."""
-        return self.seat.link
+class _Hopeless(Exception):
+    """Every decode worker that is there says that it can never hold the request."""
 
 
 class _Waiter:
     def __init__(self, application: Application) -> None:
         self.application = application
+        self.answers = Answers()
         self.seen = 0
         self.turn = self._new_turn()
 
@@ -79,11 +64,23 @@ class Dispatcher:
         self._pool = pool
         self._config = config
         self._line: WaitingLine[_Waiter] = WaitingLine(config.line_capacity)
+        self._breakers = Breakers()
         self._loop = asyncio.get_running_loop()
         self._version = 0
+        self._moved = asyncio.Event()
         self._refused_at: int | None = None
         self._probe: _Waiter | None = None
+        self._next_probe: asyncio.TimerHandle | None = None
         self._giving_up: asyncio.TimerHandle | None = None
+        self._reserver = Reserver(pool, self._breakers, config.reserve_timeout_s)
+        self._isolation = Isolation(
+            pool,
+            self._reserver,
+            self._breakers,
+            wait_s=config.isolation_wait_s,
+            leave=self.leave,
+            freed=self._pump,
+        )
         pool.on_news(self._on_news)
 
     def check(self, tenant: str, *, decodes: bool) -> None:
@@ -97,22 +94,30 @@ class Dispatcher:
         for waiter in self._line:
             self._dismiss(waiter, Unavailable("the router stops"))
         self._mind_fleet()
+        if self._next_probe is not None:
+            self._next_probe.cancel()
 
     @contextlib.asynccontextmanager
     async def place(self, asked: Application, deliver: Deliver) -> AsyncIterator[Place]:
         """Wait for a place and hold it until the block ends; an unfinished decode attempt is then cancelled.
 
-        Raises Overloaded at once when the line is full, Unavailable when no worker can serve it, and InvalidRequest
-        when it is larger than any decode worker's memory.
+        Raises Overloaded at once when the line is full or the deadline can't be met, Unavailable when no worker can
+        serve it, InvalidRequest when it is larger than any decode worker's memory, and EngineError when no workers
+        could be cleared for a request that must run alone.
         """
-        place = await self._wait(asked, deliver)
+        alone = asked.demand.alone
+        place = await (self._isolation.place(asked, deliver) if alone else self._wait(asked, deliver))
         try:
             yield place
         finally:
+            place.course.end()
             self.leave(place.seat)
             if place.decode is not None:
                 place.decode.close()
-                self._on_news()
+                self._pool.forget_snapshot()
+            if alone:
+                self._isolation.end()
+            self._on_news()
 
     def leave(self, seat: Seat) -> None:
         """Give a seat back: the prefill worker is done with the request; idempotent."""
@@ -125,25 +130,25 @@ class Dispatcher:
         if asked.again:
             self._line.push_front(waiter, tenant=asked.tenant, deadline=asked.deadline)
         else:
-            self.check(asked.tenant, decodes=asked.demand.decodes)
+            self._admit(asked)
             self._line.push(waiter, tenant=asked.tenant, deadline=asked.deadline, now=self._loop.time())
         self._pump()
         while True:
-            seat, choice = await self._turn(waiter)
-            granted: bool | None = None
             try:
-                if not asked.demand.decodes:
-                    return Place(seat, None, None)
-                place = await self._reserve(asked, seat, choice, deliver)
-                granted = place is not None
-                if place is not None:
+                seat, choice = await self._turn(waiter)
+            except _Hopeless:
+                await self._larger_worker(waiter)
+            else:
+                if (place := await self._take(waiter, seat, choice, deliver)) is not None:
                     return place
-                waiter.renew()
-                self._line.push_front(waiter, tenant=asked.tenant, deadline=asked.deadline)
-            finally:
-                self._settled(waiter, granted)
-                if granted is not True and asked.demand.decodes:
-                    self.leave(seat)
+
+    def _admit(self, asked: Application) -> None:
+        """Refuse what the line has no room for, or what can't be in time."""
+        self.check(asked.tenant, decodes=asked.demand.decodes)
+        now = self._loop.time()
+        line_s = self._line.wait_s(asked.tenant, now)
+        expected_s = first_token_s(self._pool.fleet(), tokens=asked.demand.tokens, line_s=line_s)
+        check_deadline(expected_s, asked.deadline - now, self._line.retry_after())
 
     async def _turn(self, waiter: _Waiter) -> tuple[Seat, Choice]:
         try:
@@ -157,69 +162,97 @@ class Dispatcher:
             if self._line.remove(waiter):
                 self._pump()
 
-    async def _reserve(self, asked: Application, seat: Seat, choice: Choice, deliver: Deliver) -> Place | None:
-        """Ask the decode workers in turn; None when all refuse for now."""
-        never: list[str] = []
-        for name in choice.decode:
-            link = self._pool.decode(name)
-            if link is None or link.session is None or not link.session.open:
-                continue
-            attempt = link.session.attempt(asked.request_id, asked.attempt, deliver)
-            answer = await self._ask(attempt, asked)
-            if answer.granted:
-                return Place(seat, attempt, name)
-            if answer.never:
-                never.append(f"decode worker {link.name}: {answer.reason}")
-        if never and len(never) == len(choice.decode):
-            raise InvalidRequest(
-                "max_tokens",
-                f"{len(asked.choices)} x ({asked.context_tokens} tokens of context + {asked.max_new_tokens} to "
-                f"generate) can never fit: {'; '.join(never)}",
-            )
-        return None
-
-    async def _ask(self, attempt: DecodeAttempt, asked: Application) -> Reserved:
-        """One worker's answer; one that doesn't come in time, or for a lost session, is a refusal."""
-        answer = Reserved(False, "no answer", False)
+    async def _take(self, waiter: _Waiter, seat: Seat, choice: Choice, deliver: Deliver) -> Place | None:
+        """Use a turn; None when the waiter is back in the line."""
+        asked, place, granted = waiter.application, None, None
         try:
-            async with asyncio.timeout(self._config.reserve_timeout_s):
-                answer = await attempt.reserve(
-                    context_tokens=asked.context_tokens,
-                    max_new_tokens=asked.max_new_tokens,
-                    choices=asked.choices,
-                )
-        except (TimeoutError, BatonError) as error:
-            _logger.warning("reservation %s/%d failed: %r", asked.request_id, asked.attempt, error)
+            place = await self._reserver.reserve(asked, seat, choice, deliver, waiter.answers)
+            if place is None:
+                self._return(waiter)
+            else:
+                self._line.departed(self._loop.time())
+            # Where all that were asked will never take it, others may be asked without waiting for news.
+            if asked.demand.decodes and not (place is None and waiter.answers.never.keys() >= set(choice.decode)):
+                granted = place is not None
+            return place
         finally:
-            if not answer.granted:
-                attempt.close()
-        return answer
+            self._settled(waiter, granted)
+            if place is None:
+                self.leave(seat)
+
+    def _return(self, waiter: _Waiter) -> None:
+        asked = waiter.application
+        waiter.renew()
+        self._line.push_front(waiter, tenant=asked.tenant, deadline=asked.deadline)
+
+    async def _larger_worker(self, waiter: _Waiter) -> None:
+        """Wait for a decode worker that may hold what those that are there never can, and return to the line.
+
+        Only what was accepted before waits: it ran on such a worker. Raises InvalidRequest, or Unavailable after
+        `worker_wait_s`.
+        """
+        asked, said = waiter.application, "; ".join(waiter.answers.never.values())
+        problem = (
+            f"{len(asked.choices)} x ({asked.context_tokens} tokens of context + {asked.max_new_tokens} to "
+            f"generate) can never fit: {said}"
+        )
+        if not asked.again:
+            raise InvalidRequest("max_tokens", problem)
+        try:
+            async with asyncio.timeout(self._config.worker_wait_s):
+                while self._hopeless(waiter):
+                    self._moved.clear()
+                    await self._moved.wait()
+        except TimeoutError:
+            raise Unavailable(f"no decode worker is there any more that could hold the request: {problem}") from None
+        self._return(waiter)
+        self._pump()
+
+    def _hopeless(self, waiter: _Waiter) -> bool:
+        answers = waiter.answers
+        if not answers.never:
+            return False
+        matching = matching_decodes(self._pool.fleet())
+        # What comes back under a name may be larger than what left.
+        answers.never = {name: reason for name, reason in answers.never.items() if name in matching}
+        return bool(answers.never) and answers.never.keys() >= matching
 
     def _on_news(self) -> None:
         self._version += 1
+        self._isolation.moved(news=True)
+        fleet = self._pool.fleet()
+        self._breakers.keep({p.name for p in fleet.prefill} | {d.name for d in fleet.decode})
+        workers, pairs = self._breakers.open()
+        BREAKERS_OPEN.labels("worker").set(workers)
+        BREAKERS_OPEN.labels("pair").set(pairs)
         self._pump()
 
     def _pump(self) -> None:
         """Give turns, in the order of the line, as long as there are seats."""
+        self._moved.set()
+        self._isolation.moved(news=False)
         while (waiter := self._line.head(self._loop.time())) is not None:
             if waiter.turn.done():
                 # It was cancelled, and its task has yet to wake up and leave the line.
                 self._line.remove(waiter)
                 continue
-            demand = waiter.application.demand
+            if self._hopeless(waiter):
+                self._dismiss(waiter, _Hopeless())
+                continue
+            demand = demand_after(waiter.application, waiter.answers)
             stands = demand.decodes and self._refused_at is not None
             if stands and (self._probe is not None or self._refused_at == self._version):
                 break
-            choice = choose(self._pool.fleet(), demand, prefill_limit=self._config.prefill_limit)
+            shut = self._breakers.shut(self._loop.time())
+            limit = self._config.prefill_limit
+            choice = choose(self._pool.fleet(), demand, prefill_limit=limit, shut=shut, held=self._reserver.held)
             if choice is None:
                 break
             self._line.pop(self._loop.time())
             if stands:
                 self._probe = waiter
             waiter.seen = self._version
-            seat = self._pool.prefill(choice.prefill).seat(demand.tokens)
-            self._pool.forget_snapshot()
-            waiter.turn.set_result((seat, choice))
+            waiter.turn.set_result((self._reserver.seat(choice, demand), choice))
         LINE_LENGTH.set(len(self._line))
         self._mind_fleet()
 
@@ -229,7 +262,16 @@ class Dispatcher:
             self._probe = None
         if granted is not None:
             self._refused_at = None if granted else waiter.seen
+            self._line.hint_s = 0.0 if math.isinf(waiter.answers.retry_after_s) else waiter.answers.retry_after_s
+        if granted is False and self._next_probe is None:
+            hint = self._line.hint_s or _PROBE_S
+            delay = min(max(hint, _SHORTEST_PROBE_S), _LONGEST_PROBE_S)
+            self._next_probe = self._loop.call_later(delay, self._probe_by_time)
         self._pump()
+
+    def _probe_by_time(self) -> None:
+        self._next_probe = None
+        self._on_news()
 
     def _mind_fleet(self) -> None:
         """Let those who wait for a fleet that is gone do so for a limited time."""
@@ -246,7 +288,7 @@ class Dispatcher:
             if not servable(self._pool.fleet(), decodes=waiter.application.demand.decodes):
                 self._dismiss(waiter, Unavailable(self._pool.missing()))
 
-    def _dismiss(self, waiter: _Waiter, error: Unavailable) -> None:
+    def _dismiss(self, waiter: _Waiter, error: Exception) -> None:
         self._line.remove(waiter)
         if not waiter.turn.done():
             waiter.turn.set_exception(error)

@@ -22,6 +22,19 @@ class Blame(enum.Enum):
     PAIR = "pair"
 
 
+class Cause(enum.Enum):
+    """What kind of failure it was; only a fault is held against whom it lies in."""
+
+    FAULT = "fault"
+    DEATH = "death"
+    """The worker was lost: its watch or session broke, fell silent, or told that it makes no progress."""
+    DRAIN = "drain"
+    PREEMPTED = "preempted"
+    """The worker ran out of memory for the sequence; nothing is wrong with it."""
+    REFUSED = "refused"
+    """The worker was full."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeTimings:
     """Durations on decode's clock, in milliseconds: Start to commit, commit to slot."""
@@ -56,6 +69,7 @@ class Failed:
 
     error: BatonError
     blame: Blame
+    cause: Cause = Cause.FAULT
 
 
 Event = Prefilled | Output | Failed

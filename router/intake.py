@@ -53,7 +53,12 @@ class Intake:
             raise NotFound(f"model: {shown(name)} is not served; {self._model.name!r} is")
 
     async def request(
-        self, message: inference_pb2.GenerateRequest, *, arrived: float, deadline: float | None
+        self,
+        message: inference_pb2.GenerateRequest,
+        *,
+        arrived: float,
+        deadline: float | None,
+        tenant: str = "",
     ) -> Request:
         """The request, with seed and max_tokens set. Raises InvalidRequest or NotFound."""
         self.check_model(message.model)
@@ -77,6 +82,7 @@ class Intake:
             max_tokens=max_tokens,
             arrived=arrived,
             deadline=deadline,
+            tenant=tenant,
             stops=tuple(map(StopString.build, params.stop)),
             detokenizer=lambda: (
                 self._model.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)

@@ -29,6 +29,8 @@ class WaitingLine(Generic[T]):
         self._queues: OrderedDict[str, OrderedDict[T, float]] = OrderedDict()
         self._tenants: dict[T, str] = {}
         self._interval = 0.0
+        self.hint_s = 0.0
+        """Least delay of a retry, as told by those whom the line waits for; 0 without."""
         self._last_departure: float | None = None
 
     def __len__(self) -> int:
@@ -78,7 +80,6 @@ class WaitingLine(Generic[T]):
         self.remove(entry)
         if tenant in self._queues:
             self._queues.move_to_end(tenant)
-        self._departed(now)
         return entry
 
     def remove(self, entry: T) -> bool:
@@ -92,17 +93,28 @@ class WaitingLine(Generic[T]):
             del self._queues[tenant]
         return True
 
-    def retry_after(self) -> float:
-        """Seconds in which the line, at the pace of its latest departures, would be empty."""
-        estimate = len(self) * self._interval if self._interval else _FIRST_GUESS_S
-        return min(max(estimate, _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
-
-    def _queue(self, tenant: str) -> OrderedDict[T, float]:
-        return self._queues.setdefault(tenant, OrderedDict())
-
-    def _departed(self, now: float) -> None:
+    def departed(self, now: float) -> None:
+        """Somebody who was popped will not return: that is the line's pace."""
         # Only intervals within a busy period tell the pace; an idle line has none.
         if self._last_departure is not None:
             interval = now - self._last_departure
             self._interval += (interval - self._interval) * (_SMOOTHING if self._interval else 1.0)
         self._last_departure = now if self._tenants else None
+
+    def retry_after(self) -> float:
+        """Seconds in which the line, at the pace of its latest departures, would be empty."""
+        estimate = len(self) * self._interval if self._interval else _FIRST_GUESS_S
+        return min(max(estimate, self.hint_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+
+    def wait_s(self, tenant: str, now: float) -> float:
+        """Seconds that a tenant's next entry would wait, at that pace or at the present standstill; 0 if unknown."""
+        own = len(self._queues.get(tenant, ()))
+        # With turns, no other tenant is served more often than this one until this one's entry is reached.
+        before = own + sum(min(len(queue), own + 1) for name, queue in self._queues.items() if name != tenant)
+        if not before or not self._interval:
+            return 0.0
+        standstill = 0.0 if self._last_departure is None else now - self._last_departure
+        return before * self._interval + max(standstill - self._interval, 0.0)
+
+    def _queue(self, tenant: str) -> OrderedDict[T, float]:
+        return self._queues.setdefault(tenant, OrderedDict())

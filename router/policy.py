@@ -2,8 +2,10 @@
 
 Prefill goes where the prompt will be done first: tokens pending there, and those of the prompt that are not cached
 there, over the measured rate. Decode goes where most room is: workers with a free slot first, then by free pages.
-Workers that drain, and pairs whose KV does not match, are left out. What failed the request before is used only if
-nothing else is there.
+Workers that drain, and pairs whose KV does not match, are left out. What failed the request before, or has an open
+breaker, is used only if nothing else is there, and then what is least to be avoided. A request that must run alone gets
+the pair that is soonest empty of this router's requests; while it waits for that pair, and runs there, others get none
+of the two.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.kv.format import KvFormat
+from router.breaker import NOTHING_SHUT, Shut
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class Demand:
     """What a request asks of placement.
 
     `tokens` are those to prefill, `cached` how many of them a prefill worker is thought to hold, by name. `avoid`
-    names workers, `avoid_pairs` (prefill, decode) pairs, that failed the request before.
+    names workers, `avoid_pairs` (prefill, decode) pairs, that failed the request before. `never` names decode workers
+    that could not hold it even if they were empty. `alone` is for a request that must run where nothing else does.
     """
 
     tokens: int
@@ -65,6 +69,8 @@ class Demand:
     avoid: frozenset[str] = frozenset()
     avoid_pairs: frozenset[tuple[str, str]] = frozenset()
     cached: Mapping[str, int] = field(default_factory=dict)
+    never: frozenset[str] = frozenset()
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +91,23 @@ def servable(fleet: Fleet, *, decodes: bool) -> bool:
     return bool(_candidates(fleet, decodes))
 
 
-def choose(fleet: Fleet, demand: Demand, *, prefill_limit: int) -> Choice | None:
-    """The best placement, or None when no prefill worker has fewer than `prefill_limit` of our requests."""
-    candidates = _candidates(fleet, demand.decodes)
+def choose(
+    fleet: Fleet,
+    demand: Demand,
+    *,
+    prefill_limit: int,
+    shut: Shut = NOTHING_SHUT,
+    held: frozenset[str] = frozenset(),
+) -> Choice | None:
+    """The best placement, or None when no prefill worker has fewer than `prefill_limit` of our requests.
+
+    `shut` is what open breakers speak against, `held` names workers kept for a request that runs alone.
+    """
+    candidates = _candidates(fleet, demand.decodes, held | demand.never)
     if not candidates:
         return None
-    faults = {prefill.name: _fault(prefill, decodes, demand) for prefill, decodes in candidates}
+    avoided = _avoided(demand, shut)
+    faults = {prefill.name: _fault(prefill, decodes, avoided) for prefill, decodes in candidates}
     least = min(faults.values())
     free = [
         (prefill, decodes)
@@ -102,16 +119,54 @@ def choose(fleet: Fleet, demand: Demand, *, prefill_limit: int) -> Choice | None
     known = [prefill.rate for prefill, _ in free if prefill.rate > 0]
     usual = sum(known) / len(known) if known else 1.0
     prefill, decodes = min(free, key=lambda pair: _prefill_cost(pair[0], demand, usual))
-    names = [d for d in decodes if _pair_fault(prefill.name, d.name, demand) == least]
+    names = [d for d in decodes if _pair_fault(prefill.name, d.name, avoided) == least]
     return Choice(prefill.name, tuple(d.name for d in sorted(names, key=_decode_cost)))
 
 
-def _candidates(fleet: Fleet, decodes: bool) -> list[tuple[PrefillView, list[DecodeView]]]:
+def quietest(fleet: Fleet, demand: Demand, shut: Shut = NOTHING_SHUT) -> tuple[Choice, bool] | None:
+    """The pair to be kept for a request that runs alone, and whether nothing of ours runs there now.
+
+    None when there is no pair at all.
+    """
+    avoided = _avoided(demand, shut)
+    pairs = [
+        ((_pair_fault(prefill.name, decode.name, avoided), prefill.own_requests + decode.own_requests), prefill, decode)
+        for prefill, decodes in _candidates(fleet, True, demand.never)
+        for decode in decodes
+    ]
+    if demand.decodes:
+        if not pairs:
+            return None
+        (_, busy), prefill, decode = min(pairs, key=lambda pair: (pair[0], pair[1].name, pair[2].name))
+        return Choice(prefill.name, (decode.name,)), busy == 0
+    prefills = [prefill for prefill, _ in _candidates(fleet, False, frozenset())]
+    if not prefills:
+        return None
+    prefill = min(prefills, key=lambda p: (_fault(p, [], avoided), p.own_requests, p.name))
+    return Choice(prefill.name), prefill.own_requests == 0
+
+
+def matching_decodes(fleet: Fleet) -> frozenset[str]:
+    """Names of all decode workers that some prefill worker can hand KV to."""
+    return frozenset(decode.name for _, decodes in _candidates(fleet, True) for decode in decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Avoided:
+    """How often a worker, or a pair, is spoken against: by the request's own past, and by breakers."""
+
+    workers: tuple[frozenset[str], frozenset[str]]
+    pairs: tuple[frozenset[tuple[str, str]], frozenset[tuple[str, str]]]
+
+
+def _candidates(
+    fleet: Fleet, decodes: bool, without: frozenset[str] = frozenset()
+) -> list[tuple[PrefillView, list[DecodeView]]]:
     """Each prefill worker that takes work, with the decode workers that may follow it."""
-    prefills = [prefill for prefill in fleet.prefill if not prefill.draining]
+    prefills = [prefill for prefill in fleet.prefill if not prefill.draining and prefill.name not in without]
     if not decodes:
         return [(prefill, []) for prefill in prefills]
-    open_decodes = [decode for decode in fleet.decode if not decode.draining]
+    open_decodes = [decode for decode in fleet.decode if not decode.draining and decode.name not in without]
     pairs = [
         (
             prefill,
@@ -122,15 +177,22 @@ def _candidates(fleet: Fleet, decodes: bool) -> list[tuple[PrefillView, list[Dec
     return [(prefill, matching) for prefill, matching in pairs if matching]
 
 
-def _fault(prefill: PrefillView, decodes: list[DecodeView], demand: Demand) -> tuple[int, bool]:
+def _avoided(demand: Demand, shut: Shut) -> _Avoided:
+    return _Avoided((demand.avoid, shut.workers), (demand.avoid_pairs, shut.pairs))
+
+
+def _fault(prefill: PrefillView, decodes: list[DecodeView], avoided: _Avoided) -> tuple[int, int]:
     """How much the best pair with this prefill worker is to be avoided; less is better."""
     if not decodes:
-        return (int(prefill.name in demand.avoid), False)
-    return min(_pair_fault(prefill.name, decode.name, demand) for decode in decodes)
+        return sum(prefill.name in names for names in avoided.workers), 0
+    return min(_pair_fault(prefill.name, decode.name, avoided) for decode in decodes)
 
 
-def _pair_fault(prefill: str, decode: str, demand: Demand) -> tuple[int, bool]:
-    return (prefill in demand.avoid) + (decode in demand.avoid), (prefill, decode) in demand.avoid_pairs
+def _pair_fault(prefill: str, decode: str, avoided: _Avoided) -> tuple[int, int]:
+    return (
+        sum((prefill in names) + (decode in names) for names in avoided.workers),
+        sum((prefill, decode) in pairs for pairs in avoided.pairs),
+    )
 
 
 def _prefill_cost(prefill: PrefillView, demand: Demand, usual: float) -> tuple[float, int, int, str]:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from baton.kv.format import KvFormat
+from baton.rpc.tls import Tls
 from baton.worker.status import WorkerIdentity, WorkerRole
 from router.config import RouterConfig
 from router.discovery import Discovery
@@ -25,10 +26,11 @@ _logger = logging.getLogger(__name__)
 class Pool:
     """The workers; use as `async with pool.running():`."""
 
-    def __init__(self, config: RouterConfig, router_id: str, tokenizer_digest: str) -> None:
+    def __init__(self, config: RouterConfig, router_id: str, tokenizer_digest: str, tls: Tls | None = None) -> None:
         self._model_name = config.model_name
         self._tokenizer_digest = tokenizer_digest
         self._router_id = router_id
+        self._tls = tls
         self._links: dict[tuple[WorkerRole, str], tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._accepted: dict[str, WorkerLink] = {}
         self._refusals: dict[str, str] = {}
@@ -86,12 +88,14 @@ class Pool:
         return [link.status.identity for link in self._accepted.values() if link.status]
 
     def missing(self) -> str:
-        """In words, why a request can't be served: which workers are not there, and which were refused."""
+        """In words, why a request can't be served: which workers are not there, which were refused or lost, and why."""
         fleet = self.fleet()
         roles = (("prefill", fleet.prefill), ("decode", fleet.decode))
         lacking = [role for role, views in roles if all(view.draining for view in views)]
         parts = [f"no {' and no '.join(lacking)} worker is there"] if lacking else ["no workers match each other"]
-        return "; ".join([*parts, *self._refusals.values()])
+        links = (link for link, _ in self._links.values())
+        lost = [f"{link.role.value} worker {link.name}: {link.problem}" for link in links if link.problem]
+        return "; ".join([*parts, *self._refusals.values(), *lost])
 
     def _finder(self, role: WorkerRole) -> Callable[[set[str]], None]:
         def found(addresses: set[str]) -> None:
@@ -105,7 +109,7 @@ class Pool:
         return found
 
     def _dial(self, role: WorkerRole, address: str) -> None:
-        link = WorkerLink(address, role, self._router_id, self._judge)
+        link = WorkerLink(address, role, self._router_id, self._judge, self._tls)
         task = asyncio.create_task(link.run(), name=f"worker {address}")
         self._links[role, address] = (link, task)
         task.add_done_callback(lambda _: self._links.pop((role, address), None))

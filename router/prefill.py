@@ -7,13 +7,17 @@ from collections.abc import Sequence
 
 import grpc
 
-from baton.errors import Unavailable
+from baton.errors import BatonError, Overloaded, Unavailable
 from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.request import SamplingParams
 from baton.rpc.convert import first_token_from_proto, sampling_to_proto, token_from_proto
 from baton.rpc.errors import from_rpc_error
-from router.events import Blame, Deliver, Failed, Prefilled
-from router.worker import WorkerLink
+from router.events import Blame, Cause, Deliver, Failed, Prefilled
+from router.silence import Silence
+from router.worker import Seat
+
+DEATH_GRACE_S = 0.5
+"""How long after a broken call its worker's watch may still tell that the worker is dead."""
 
 LARGE_REPORT = 256
 """Prompt tokens from which on their log-probabilities are converted on a thread."""
@@ -28,6 +32,7 @@ def message(
     output_ids: Sequence[int],
     choices: Sequence[int],
     params: SamplingParams,
+    cache_salt: bytes,
 ) -> prefill_pb2.PrefillRequest:
     """The request of one attempt; `transfer_id` is empty when no decode follows."""
     return prefill_pb2.PrefillRequest(
@@ -38,29 +43,60 @@ def message(
         output_token_ids=output_ids,
         choice_indexes=choices,
         sampling=sampling_to_proto(params),
+        cache_salt=cache_salt,
     )
 
 
 async def prefill(
-    link: WorkerLink, request: prefill_pb2.PrefillRequest, timeout: float | None, deliver: Deliver
+    seat: Seat, request: prefill_pb2.PrefillRequest, *, timeout: float | None, silence_s: float, deliver: Deliver
 ) -> None:
-    """Call the worker and deliver the outcome, exactly one event; cancelling it frees all the worker holds."""
+    """Call the worker and deliver the outcome, exactly one event; cancelling it frees all the worker holds.
+
+    Workers say every second how far they are, so `silence_s` without a word is a fault.
+    """
+    link = seat.link
     call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=timeout)
     done = False
+    silence = Silence(silence_s, call.cancel)
     try:
-        async for event in call:
-            if event.WhichOneof("event") == "done":
-                large = len(event.done.prompt_tokens) > LARGE_REPORT
-                deliver(await asyncio.to_thread(_prefilled, event.done) if large else _prefilled(event.done))
-                done = True
+        with silence:
+            async for event in call:
+                silence.heard()
+                if event.WhichOneof("event") == "done":
+                    large = len(event.done.prompt_tokens) > LARGE_REPORT
+                    deliver(await asyncio.to_thread(_prefilled, event.done) if large else _prefilled(event.done))
+                    done = True
     except grpc.aio.AioRpcError as error:
         if not done:
-            deliver(Failed(from_rpc_error(error), Blame.PREFILL))
+            deliver(await _failed(seat, from_rpc_error(error)))
+        return
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if not silence.fell or (task is not None and task.cancelling()):
+            raise
+        if not done:
+            said = f"prefill worker {link.name} was silent for {silence_s:g} s"
+            deliver(Failed(Unavailable(said), Blame.PREFILL))
         return
     finally:
         call.cancel()
     if not done:
         deliver(Failed(Unavailable(f"prefill worker {link.name} ended without a token"), Blame.PREFILL))
+
+
+async def _failed(seat: Seat, error: BatonError) -> Failed:
+    """What a failed call means: the worker may be dead, full, or draining, and then nothing is wrong with it."""
+    if isinstance(error, Overloaded):
+        return Failed(error, Blame.PREFILL, Cause.REFUSED)
+    if isinstance(error, Unavailable):
+        # Call and watch break at the same moment when a worker dies, and it is the watch that tells so.
+        if seat.link.draining:
+            return Failed(error, Blame.PREFILL, Cause.DRAIN)
+        if await seat.lost_within(DEATH_GRACE_S):
+            return Failed(error, Blame.PREFILL, Cause.DEATH)
+        if seat.link.draining:
+            return Failed(error, Blame.PREFILL, Cause.DRAIN)
+    return Failed(error, Blame.PREFILL)
 
 
 def _prefilled(done: prefill_pb2.PrefillDone) -> Prefilled:

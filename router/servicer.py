@@ -19,17 +19,27 @@ from router.pipeline import Pipeline
 from router.pool import Pool
 from router.prefill import LARGE_REPORT
 from router.request import Request
+from router.tenants import Tenants
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Serves clients."""
 
-    def __init__(self, model: Model, intake: Intake, pool: Pool, dispatcher: Dispatcher, pipeline: Pipeline) -> None:
+    def __init__(
+        self,
+        model: Model,
+        intake: Intake,
+        pool: Pool,
+        dispatcher: Dispatcher,
+        pipeline: Pipeline,
+        tenants: Tenants,
+    ) -> None:
         self._model = model
         self._intake = intake
         self._pool = pool
         self._dispatcher = dispatcher
         self._pipeline = pipeline
+        self._tenants = tenants
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -46,7 +56,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Stream the completion of one prompt."""
         status = "CANCELLED"
         try:
-            async with self._accepted(request, context.time_remaining()) as (accepted, outbox):
+            async with self._accepted(request, context) as (accepted, outbox):
                 while True:
                     news = await outbox.take()
                     large = len(news.prompt_tokens) > LARGE_REPORT
@@ -94,27 +104,29 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     @contextlib.asynccontextmanager
     async def _accepted(
-        self, message: inference_pb2.GenerateRequest, remaining: float | None
+        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[tuple[Request, Outbox]]:
         """A request being served, from its checks until its client has all or is gone."""
         now = asyncio.get_running_loop().time
-        arrived = now()
+        arrived, remaining = now(), context.time_remaining()
+        caller = self._tenants.caller(context.invocation_metadata() or ())
         if self._draining:
             raise Unavailable("the router is draining")
         self._running += 1
         self._idle.clear()
         try:
-            self._intake.check_model(message.model)
-            self._dispatcher.check("", decodes=message.sampling.max_tokens != 1)
-            deadline = None if remaining is None else arrived + remaining
-            request = await self._intake.request(message, arrived=arrived, deadline=deadline)
-            emission = Emission(request, now)
-            serving = asyncio.create_task(self._pipeline.run(request, emission), name=f"request {request.id}")
-            try:
-                yield request, emission.outbox
-            finally:
-                serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
+            with self._tenants.stream(caller):
+                self._intake.check_model(message.model)
+                self._dispatcher.check(caller.tenant, decodes=message.sampling.max_tokens != 1)
+                deadline = None if remaining is None else arrived + remaining
+                request = await self._intake.request(message, arrived=arrived, deadline=deadline, tenant=caller.tenant)
+                emission = Emission(request, now)
+                serving = asyncio.create_task(self._pipeline.run(request, emission), name=f"request {request.id}")
+                try:
+                    yield request, emission.outbox
+                finally:
+                    serving.cancel()
+                    await asyncio.gather(serving, return_exceptions=True)
         finally:
             self._running -= 1
             if not self._running:

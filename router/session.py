@@ -1,7 +1,11 @@
 """The one stream between this router and a decode worker, shared by all attempts there.
 
-    up    Hello, then Reserve, Start, Cancel as attempts need them, Heartbeat when there is nothing else to say
-    down  one message a step; each attempt's part is delivered to that attempt alone
+    up    Hello, then Reserve, Start, Cancel as attempts need them, and every second a Heartbeat
+    down  one message a step; each attempt's part is delivered to that attempt alone; Heartbeats
+
+Heartbeats list the attempts that a side believes to be alive. The stream is ordered, so what the other side lists and
+this one does not know has ended here, and what was granted and is not listed there is lost: a message that got lost
+costs a second, and never a hang. Silence for `SILENCE_S` ends the session.
 
 Nothing here waits for a client: what comes down is handed on at once. When the stream ends, for whatever reason, the
 worker has freed all that it owned, so every attempt on it fails, and a new session starts with none.
@@ -11,34 +15,54 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
-from baton.errors import BatonError, DeadlineExceeded, EngineError, SourceUnreachable, TransferError, Unavailable
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    EngineError,
+    Overloaded,
+    SourceUnreachable,
+    TransferError,
+    Unavailable,
+)
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.rpc.convert import finish_from_proto, token_from_proto
-from router.events import Blame, DecodeTimings, Deliver, Failed, Output
+from router.events import Blame, Cause, DecodeTimings, Deliver, Failed, Output
+from router.silence import Silence
 
 HEARTBEAT_S = 1.0
+SILENCE_S = 5.0
+PREEMPTED_RETRY_S = 1.0
+"""What a client is told that was preempted once too often."""
 
 _Kind = decode_pb2.AttemptFailure.Kind
-_FAULTS: dict[int, tuple[type[BatonError], Blame]] = {
-    _Kind.KIND_SOURCE_UNREACHABLE: (SourceUnreachable, Blame.PAIR),
-    _Kind.KIND_TRANSFER: (TransferError, Blame.PAIR),
-    _Kind.KIND_ENGINE: (EngineError, Blame.DECODE),
-    _Kind.KIND_DEADLINE: (DeadlineExceeded, Blame.DECODE),
-    _Kind.KIND_DRAINING: (Unavailable, Blame.DECODE),
+_FAULTS: dict[int, tuple[Callable[[str], BatonError], Blame, Cause]] = {
+    _Kind.KIND_SOURCE_UNREACHABLE: (SourceUnreachable, Blame.PAIR, Cause.FAULT),
+    _Kind.KIND_TRANSFER: (TransferError, Blame.PAIR, Cause.FAULT),
+    _Kind.KIND_ENGINE: (EngineError, Blame.DECODE, Cause.FAULT),
+    _Kind.KIND_DEADLINE: (DeadlineExceeded, Blame.DECODE, Cause.FAULT),
+    _Kind.KIND_DRAINING: (Unavailable, Blame.DECODE, Cause.DRAIN),
+    _Kind.KIND_PREEMPTED: (partial(Overloaded, retry_after=PREEMPTED_RETRY_S), Blame.DECODE, Cause.PREEMPTED),
 }
+_UNKNOWN = (EngineError, Blame.DECODE, Cause.FAULT)
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The answer to a reservation; `never` when it can't be granted even by an empty worker."""
+    """The answer to a reservation; `never` when it can't be granted even by an empty worker.
+
+    `retry_after_s` is when another try makes sense, 0 when unknown.
+    """
 
     granted: bool
     reason: str
     never: bool
+    retry_after_s: float = 0.0
 
 
 class DecodeAttempt:
@@ -53,7 +77,24 @@ class DecodeAttempt:
         self._held = False
         self._unanswered = False
 
-    async def reserve(self, *, context_tokens: int, max_new_tokens: int, choices: tuple[int, ...]) -> Reserved:
+    @property
+    def key(self) -> decode_pb2.AttemptKey:
+        """Its name on the stream."""
+        return self._key
+
+    @property
+    def asked(self) -> bool:
+        """Whether the worker was asked for pages and, for all that is known, has not given them up."""
+        return self._unanswered or self.granted
+
+    @property
+    def granted(self) -> bool:
+        """Whether the worker must hold something of it."""
+        return self._held and not self._unanswered and bool(self._live)
+
+    async def reserve(
+        self, *, context_tokens: int, max_new_tokens: int, choices: tuple[int, ...], deadline_ms: int
+    ) -> Reserved:
         """Ask for pages and wait for the answer. Raises Unavailable when the session ends before it."""
         self._live.update(choices)
         self._held = self._unanswered = True
@@ -64,15 +105,14 @@ class DecodeAttempt:
                     context_tokens=context_tokens,
                     max_new_tokens=max_new_tokens,
                     choices=len(choices),
+                    deadline_ms=deadline_ms,
                 )
             )
         )
-        answer = await self._answer
-        self._held = answer.granted
-        return answer
+        return await self._answer
 
-    def start(self, *, transfer_id: str, source: str, incarnation: str, deadline_ms: int) -> None:
-        """Tell where to fetch the KV."""
+    def start(self, *, transfer_id: str, source: str, incarnation: str, deadline_ms: int, ticket: bytes) -> None:
+        """Tell where to fetch the KV, and with which ticket."""
         self._session.send(
             decode_pb2.SessionUp(
                 start=decode_pb2.Start(
@@ -81,6 +121,7 @@ class DecodeAttempt:
                     source_address=source,
                     source_incarnation=incarnation,
                     deadline_ms=deadline_ms,
+                    ticket=ticket,
                 )
             )
         )
@@ -103,8 +144,10 @@ class DecodeAttempt:
     def on_reserved(self, message: decode_pb2.ReserveResult) -> None:
         """Take the answer to `reserve`."""
         self._unanswered = False
+        self._held = message.granted
         if not self._answer.done():
-            self._answer.set_result(Reserved(message.granted, message.reason, message.never))
+            retry_after_s = message.retry_after_ms / 1e3
+            self._answer.set_result(Reserved(message.granted, message.reason, message.never, retry_after_s))
 
     def on_output(self, message: decode_pb2.SequenceOutput) -> None:
         """Hand on a choice's tokens."""
@@ -117,14 +160,14 @@ class DecodeAttempt:
         tokens = tuple(map(token_from_proto, message.tokens))
         self._deliver(Output(message.choice_index, message.output_index, tokens, finish, timings))
 
-    def on_failure(self, error: BatonError, blame: Blame) -> None:
+    def on_failure(self, error: BatonError, blame: Blame, cause: Cause = Cause.FAULT) -> None:
         """Take the attempt's end by a fault; the worker holds nothing of it any more.
 
         Before the answer to `reserve`, that answer is where the fault goes: another worker may still be asked.
         """
         self._held = self._unanswered = False
         if self._answer.done():
-            self._deliver(Failed(error, blame))
+            self._deliver(Failed(error, blame, cause))
             return
         self._answer.set_exception(error)
         # An attempt that is closed before it asks leaves the answer to nobody.
@@ -137,6 +180,8 @@ class DecodeSession:
     def __init__(self, channel: grpc.aio.Channel, worker: str, router_id: str) -> None:
         self._stub = decode_pb2_grpc.DecodeStub(channel)
         self._worker = worker
+        # Holds a few messages for each attempt, and attempts are bounded by the prefill workers' seats and the pages
+        # of the decode worker; a worker that takes none of them falls silent as well, which ends the session.
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
         self._up.put_nowait(decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id=router_id)))
         self._attempts: dict[tuple[str, int], DecodeAttempt] = {}
@@ -157,21 +202,31 @@ class DecodeSession:
         self._attempts[request_id, number] = attempt
         return attempt
 
-    async def run(self) -> None:
-        """Carry messages both ways until the stream breaks or the task is cancelled."""
+    async def run(self, why_lost: Callable[[], tuple[str, Cause]]) -> None:
+        """Carry messages both ways until the stream breaks, falls silent, or the task is cancelled.
+
+        `why_lost` tells what a cancellation or a break means for the attempts.
+        """
         call = self._stub.Session()
         writing = asyncio.create_task(self._write(call), name=f"session up {self._worker}")
         reason = "ended the session"
+        silence = Silence(SILENCE_S, call.cancel)
         try:
-            async for down in call:
-                self._dispatch(down)
+            with silence:
+                async for down in call:
+                    silence.heard()
+                    self._dispatch(down)
         except grpc.aio.AioRpcError as error:
             reason = f"is lost: {error.code().name} {error.details()}"
         except asyncio.CancelledError:
-            reason = "is gone"
-            raise
+            task = asyncio.current_task()
+            if not silence.fell or (task is not None and task.cancelling()):
+                raise
         finally:
-            self._close(Unavailable(f"decode worker {self._worker} {reason}"))
+            if silence.fell:
+                reason = f"was silent for {SILENCE_S:g} s"
+            known, cause = why_lost()
+            self._close(Unavailable(f"decode worker {self._worker}: {known or reason}"), cause)
             writing.cancel()
             call.cancel()
             await asyncio.gather(writing, return_exceptions=True)
@@ -189,18 +244,22 @@ class DecodeSession:
         """The next answer to a reservation of this name is for one that was given up; a later one may ask again."""
         self._skipped[key.request_id, key.attempt] += 1
 
-    def _close(self, error: Unavailable) -> None:
+    def _close(self, error: Unavailable, cause: Cause) -> None:
         self.open = False
         for attempt in list(self._attempts.values()):
-            attempt.on_failure(error, Blame.DECODE)
+            attempt.on_failure(error, Blame.DECODE, cause)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        now = asyncio.get_running_loop().time
+        beat = now() + HEARTBEAT_S
         while True:
             try:
-                async with asyncio.timeout(HEARTBEAT_S):
+                async with asyncio.timeout_at(beat):
                     message = await self._up.get()
             except TimeoutError:
-                message = decode_pb2.SessionUp(heartbeat=decode_pb2.Heartbeat())
+                live = [attempt.key for attempt in self._attempts.values() if attempt.asked]
+                message = decode_pb2.SessionUp(heartbeat=decode_pb2.Heartbeat(live=live))
+                beat = now() + HEARTBEAT_S
             await call.write(message)
 
     def _dispatch(self, down: decode_pb2.SessionDown) -> None:
@@ -215,5 +274,15 @@ class DecodeSession:
                 attempt.on_output(output)
         for failure in down.failures:
             if attempt := self._attempts.get((failure.key.request_id, failure.key.attempt)):
-                make, blame = _FAULTS.get(failure.kind, (EngineError, Blame.DECODE))
-                attempt.on_failure(make(f"decode worker {self._worker}: {failure.message}"), blame)
+                make, blame, cause = _FAULTS.get(failure.kind, _UNKNOWN)
+                attempt.on_failure(make(f"decode worker {self._worker}: {failure.message}"), blame, cause)
+        if down.HasField("heartbeat"):
+            self._compare(down.heartbeat.live)
+
+    def _compare(self, live: Iterable[decode_pb2.AttemptKey]) -> None:
+        """Fail what the worker was thought to hold and does not."""
+        held = {(key.request_id, key.attempt) for key in live}
+        for key, attempt in list(self._attempts.items()):
+            if attempt.granted and key not in held:
+                error = EngineError(f"decode worker {self._worker} knows nothing of attempt {key[0]}/{key[1]}")
+                attempt.on_failure(error, Blame.DECODE)

@@ -3,12 +3,14 @@
     run:  dial ── Watch ── status … status ── silence, end or error ── lost ── wait, longer each time ── dial …
 
 A worker is as good as its watch: it tells its status at least every second, so a watch that is silent for
-`SILENCE_S` means that the worker is stopped or cut off, and all that runs there fails at once.
+`SILENCE_S` means that the worker is stopped or cut off, and all that runs there fails at once. The same holds for one
+that says of itself that it makes no progress: it is lost until it says otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -18,18 +20,21 @@ import grpc
 from baton.errors import BatonError, Unavailable
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
+from baton.rpc.tls import Tls
 from baton.worker.servicer import status_from_proto
 from baton.worker.status import WorkerIdentity, WorkerRole, WorkerStatus
 from router.discovery import complete
-from router.events import Blame, Deliver, Failed
+from router.events import Blame, Cause, Deliver, Failed
 from router.policy import DecodeView, PrefillView
 from router.session import DecodeSession
+from router.silence import Silence
 
 SILENCE_S = 5.0
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 
 _UNWANTED = "it is no longer wanted"
+_STALLED = "it answers, but makes no progress"
 
 _logger = logging.getLogger(__name__)
 
@@ -41,10 +46,19 @@ class WorkerLink:
     drain, while its streams run on.
     """
 
-    def __init__(self, address: str, role: WorkerRole, router_id: str, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        role: WorkerRole,
+        router_id: str,
+        changed: Callable[[], None],
+        tls: Tls | None = None,
+    ) -> None:
         self.address = address
         self.role = role
-        self.channel = control_channel(address)
+        self._tls = tls
+        self._generation = tls.generation if tls else 0
+        self.channel = control_channel(address, tls, role.value)
         self.listed = True
         self.status: WorkerStatus | None = None
         """Latest status; None while the worker is lost."""
@@ -55,6 +69,8 @@ class WorkerLink:
         self._sessions: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._seats: set[Seat] = set()
+        self._lost = asyncio.Event()
+        self._ending: tuple[str, Cause] | None = None
         self._dispatched = 0
         self._said = ""
 
@@ -68,6 +84,7 @@ class WorkerLink:
         backoff = _FIRST_BACKOFF_S
         try:
             while True:
+                await self._redial()
                 reason = await self._watch()
                 if self.status is not None:
                     backoff = _FIRST_BACKOFF_S
@@ -84,6 +101,7 @@ class WorkerLink:
 
     def accept(self) -> None:
         """Take the worker into service: a decode worker gets a session, again and again while it lasts."""
+        self._ending = None
         if self.role is WorkerRole.DECODE and self._sessions is None:
             self._sessions = asyncio.create_task(self._keep_session(), name=f"sessions {self.address}")
             self._tasks.add(self._sessions)
@@ -103,7 +121,19 @@ class WorkerLink:
         if self.status is None:
             raise Unavailable(f"prefill worker {self.address} is lost")
         self._dispatched += 1
-        return Seat(self._seats, self, self.status.identity, tokens)
+        return Seat(self._seats, self, self.status.identity, tokens, self._lost)
+
+    @property
+    def consumer(self) -> str:
+        """Whom tickets for this decode worker are made out to; "" while it is lost."""
+        if self.status is None:
+            return ""
+        return self.status.identity.principal or self.status.identity.incarnation
+
+    @property
+    def draining(self) -> bool:
+        """Whether it says that it takes no new work."""
+        return self.status is not None and self.status.draining
 
     def prefill_view(self) -> PrefillView | None:
         """What placement may know of a prefill worker; None while it is lost."""
@@ -135,26 +165,47 @@ class WorkerLink:
             own_requests=self.session.attempts,
         )
 
+    @property
+    def problem(self) -> str:
+        """Why the worker is lost; empty while it is not, or was not dialled yet."""
+        return self._said
+
+    async def _redial(self) -> None:
+        """Make another channel if the TLS files are not those that it was made with."""
+        if self._tls is None or self._tls.generation == self._generation:
+            return
+        self._generation = self._tls.generation
+        old, self.channel = self.channel, control_channel(self.address, self._tls, self.role.value)
+        await old.close()
+
     async def _watch(self) -> str:
         """Follow one watch to its end, and say why it ended."""
         call = worker_pb2_grpc.WorkerStub(self.channel).Watch(worker_pb2.WatchRequest())
+        silence = Silence(SILENCE_S, call.cancel)
         try:
-            while True:
-                async with asyncio.timeout(SILENCE_S):
+            with silence:
+                while True:
                     message = await call.read()
-                if message is grpc.aio.EOF:
-                    return "ended its watch"
-                status = status_from_proto(message)
-                if self.status and self.status.identity.incarnation != status.identity.incarnation:
-                    return "was restarted"
-                self.status = status
-                self._said = ""
-                self._changed()
+                    silence.heard()
+                    if message is grpc.aio.EOF:
+                        return "ended its watch"
+                    status = status_from_proto(message)
+                    if self.status and self.status.identity.incarnation != status.identity.incarnation:
+                        return "was restarted"
+                    if status.stalled:
+                        self._lose(_STALLED)
+                        continue
+                    self.status = status
+                    self._said = ""
+                    self._changed()
         except grpc.aio.AioRpcError as error:
             return str(error.details() or error.code().name)
         except BatonError as error:
             return f"sent a status that can't be read: {error}"
-        except TimeoutError:
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not silence.fell or (task is not None and task.cancelling()):
+                raise
             return f"was silent for {SILENCE_S:g} s"
         finally:
             call.cancel()
@@ -165,24 +216,33 @@ class WorkerLink:
             self._said = reason
         if self.status is None:
             return
+        cause = Cause.DRAIN if self.status.draining else Cause.DEATH
+        self._ending = reason, cause
         error = Unavailable(f"{self.role.value} worker {self.name}: {reason}")
         self.status = None
+        self._lost.set()
+        self._lost = asyncio.Event()
         self.dismiss()
         for seat in list(self._seats):
-            seat.fail(error)
+            seat.fail(error, cause)
         self._changed()
+
+    def _why_lost(self) -> tuple[str, Cause]:
+        """What the end of a session means: in words, where more is known than that it ended."""
+        return self._ending or ("", Cause.DRAIN if self.draining else Cause.DEATH)
 
     async def _keep_session(self) -> None:
         backoff = _FIRST_BACKOFF_S
         while True:
-            self.session = DecodeSession(self.channel, self.name, self._router_id)
+            session = self.session = DecodeSession(self.channel, self.name, self._router_id)
             self._changed()
             began = asyncio.get_running_loop().time()
             try:
-                await self.session.run()
+                await session.run(self._why_lost)
             finally:
-                self.session = None
-                self._changed()
+                if self.session is session:
+                    self.session = None
+                    self._changed()
             if asyncio.get_running_loop().time() - began > _LONGEST_BACKOFF_S:
                 backoff = _FIRST_BACKOFF_S
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
@@ -192,28 +252,40 @@ class WorkerLink:
 class Seat:
     """A request's place among those that a prefill worker has of this router."""
 
-    def __init__(self, seats: set[Seat], link: WorkerLink, identity: WorkerIdentity, tokens: int) -> None:
+    def __init__(
+        self, seats: set[Seat], link: WorkerLink, identity: WorkerIdentity, tokens: int, lost: asyncio.Event
+    ) -> None:
         self.link = link
         self.tokens = tokens
         self.kv_address = complete(identity.shards[0].kv_address, link.address)
         """Where decode workers reach the worker's KV."""
         self.incarnation = identity.incarnation
+        self.lost = lost
+        """Set when this incarnation of the worker is lost, whether or not the seat was released before."""
         self._seats = seats
         self._deliver: Deliver | None = None
-        self._lost: Failed | None = None
+        self._failed: Failed | None = None
         seats.add(self)
 
     def watch(self, deliver: Deliver) -> None:
         """Have the worker's loss delivered until the seat is released."""
         self._deliver = deliver
-        if self._lost is not None:
-            deliver(self._lost)
+        if self._failed is not None:
+            deliver(self._failed)
 
-    def fail(self, error: BatonError) -> None:
+    def fail(self, error: BatonError, cause: Cause) -> None:
         """The worker is lost."""
-        self._lost = Failed(error, Blame.PREFILL)
+        self._failed = Failed(error, Blame.PREFILL, cause)
         if self._deliver is not None:
-            self._deliver(self._lost)
+            self._deliver(self._failed)
+
+    async def lost_within(self, seconds: float) -> bool:
+        """Whether the worker is lost by then; tells a worker's death from a fault that merely looks like it."""
+        if not self.lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.lost.wait()
+        return self.lost.is_set()
 
     def release(self) -> bool:
         """Give the seat up; False if it was given up before."""

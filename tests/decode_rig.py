@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.engine.fake import FakeEngine
+from baton.lifecycle import State
 from baton.pb import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, finish_reason
 from baton.rpc.channel import control_channel
@@ -16,8 +17,8 @@ from baton.rpc.convert import finish_from_proto
 from baton.rpc.server import listen
 from baton.transfer.exports import Exports
 from baton.transfer.servicer import KvServicer
+from decode_svc.admission import Admission
 from decode_svc.app import App, run
-from decode_svc.attempts import AttemptState
 from decode_svc.config import DecodeConfig
 from tests.decoding import LoggingEngine
 
@@ -68,17 +69,30 @@ class Router:
     timings: dict[tuple[str, int], Any] = field(default_factory=dict)
     reserved: dict[str, decode_pb2.ReserveResult] = field(default_factory=dict)
     failures: dict[str, decode_pb2.AttemptFailure] = field(default_factory=dict)
+    beats: list[set[str]] = field(default_factory=list)
+    asked: list[decode_pb2.AttemptKey] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def say(self, **message: Any) -> None:
         await self.call.write(decode_pb2.SessionUp(**message))
 
+    async def beat(self) -> None:
+        """Name all attempts that were ever asked for, every second."""
+        while True:
+            await asyncio.sleep(1)
+            await self.say(heartbeat=decode_pb2.Heartbeat(live=self.asked))
+
     async def reserve(
-        self, name: str, context: int, new: int, choices: int = 1, attempt: int = 0
+        self, name: str, context: int, new: int, choices: int = 1, attempt: int = 0, deadline_ms: int = 0
     ) -> decode_pb2.ReserveResult:
         self.reserved.pop(name, None)
+        self.asked.append(key(name, attempt))
         request = decode_pb2.Reserve(
-            key=key(name, attempt), context_tokens=context, max_new_tokens=new, choices=choices
+            key=self.asked[-1],
+            context_tokens=context,
+            max_new_tokens=new,
+            choices=choices,
+            deadline_ms=deadline_ms,
         )
         await self.say(reserve=request)
         await self.until(lambda: name in self.reserved)
@@ -108,9 +122,11 @@ class Router:
     async def request(
         self, name: str, prompt: Sequence[int], params: SamplingParams, choices: Sequence[int] = (0,)
     ) -> None:
-        """Reserve, start and prefill; the first tokens count as told."""
-        result = await self.reserve(name, len(prompt), params.max_tokens or 1, len(choices))
-        assert result.granted, result.reason
+        """Reserve (again after each message, if refused), start and prefill; first tokens count as told."""
+        while not (result := await self.reserve(name, len(prompt), params.max_tokens or 1, len(choices))).granted:
+            assert not result.never, result.reason
+            told = len(self.messages)
+            await self.until(lambda told=told: len(self.messages) > told)
         commit = self.open(name, prompt)
         await self.start(name)
         commit(params, choices)
@@ -132,6 +148,8 @@ class Router:
     async def listen(self) -> None:
         async for message in self.call:
             self.messages.append(message)
+            if message.HasField("heartbeat"):
+                self.beats.append({each.request_id for each in message.heartbeat.live})
             for result in message.reserved:
                 self.reserved[result.key.request_id] = result
             for failure in message.failures:
@@ -162,24 +180,29 @@ class Rig:
     exporter: Exporter
     stack: contextlib.AsyncExitStack
 
-    async def router(self) -> Router:
+    async def router(self, *, beats: bool = True) -> Router:
         channel = await self.stack.enter_async_context(control_channel(self.app.addresses.control))
         call = decode_pb2_grpc.DecodeStub(channel).Session()
         router = Router(call, self.exporter)
         await router.say(hello=decode_pb2.Hello(router_id="router"))
-        listening = asyncio.create_task(router.listen())
+        tasks = [asyncio.create_task(router.listen())]
+        if beats:
+            tasks.append(asyncio.create_task(router.beat()))
 
         async def stop() -> None:
             call.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
+            for task in tasks[1:]:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
         self.stack.push_async_callback(stop)
         return router
 
     async def until_decoding(self, router: Router, count: int) -> None:
         """Wait until so many attempts have their KV, a round trip at a time."""
+        ready = (State.SLOT_WAIT, State.DECODING, State.PAUSED)
         async with asyncio.timeout(WAIT_S):
-            while [a.state for a in self.app.service.attempts] != [AttemptState.DECODING] * count:
+            while [a.life.state in ready for a in self.app.service.attempts] != [True] * count:
                 await router.reserve("barrier", 0, 1)
 
     async def until_free(self) -> None:
@@ -192,7 +215,8 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def rig(config: dict[str, Any] | None = None, **engine: Any) -> AsyncIterator[Rig]:
+async def rig(config: dict[str, Any] | None = None, *, admits: int = 0, **engine: Any) -> AsyncIterator[Rig]:
+    """A decode worker that takes on `admits` sequences instead of as many as it has slots, where that is given."""
     fake = LoggingEngine(**{"page_size": 4, "pages": 512, "slots": 4, **engine})
     exporter = Exporter()
     names = ["baton.v1.Kv"]
@@ -202,6 +226,8 @@ async def rig(config: dict[str, Any] | None = None, **engine: Any) -> AsyncItera
         exporter.address = listener.address
         app = await stack.enter_async_context(run(DecodeConfig(**(config or {})), engine=fake))
         stack.callback(fake.gate.set)
+        if admits:
+            app.service._admission = Admission(admits, 0.0)
         async with contextlib.AsyncExitStack() as sessions:
             yield Rig(app, fake, exporter, sessions)
         exporter.exports.close()

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from baton.cli.account import as_json, print_account
-from baton.cli.options import DEFAULT_GRPC, Address, TokenIds
+from baton.cli.options import DEFAULT_GRPC, Address, TokenIds, connection, connection_options
 from baton.client import Client, Completion, Delta
 from baton.completion import Prompt
 from baton.errors import BatonError
@@ -35,6 +35,7 @@ _SAMPLING = (
 @click.argument("prompt", required=False)
 @click.option("--target", type=Address(), default=DEFAULT_GRPC, show_default=True, help="The router.")
 @click.option("--model", default="", help="Name of the served model.  [default: the only one]")
+@connection_options
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the prompt, in UTF-8.")
 @click.option("--token-ids", type=TokenIds(), help="The prompt as token ids.")
 @click.option("--chat", type=click.Path(path_type=Path), help="JSON file with a list of {role, content}.")
@@ -66,6 +67,7 @@ def generate(
     **flags: Any,
 ) -> None:
     """Complete PROMPT, or the prompt of --prompt-file, --token-ids or --chat."""
+    reach = connection(flags)
     wanted = _prompt(prompt, prompt_file, token_ids, chat)
     for name in ("logprobs", "prompt_logprobs"):
         if flags[name] is not None and not as_object:
@@ -74,7 +76,7 @@ def generate(
     printer = _Printer(live=not as_object, several=sampling.get("n", 1) > 1)
     completion = Completion()
     try:
-        with Client(target, model=model) as client:
+        with Client(target, model=model, **reach) as client:
             for delta in client.generate(wanted, timeout=timeout, **sampling):
                 completion.add(delta)
                 printer.show(delta, completion)

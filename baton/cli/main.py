@@ -7,8 +7,11 @@ import sys
 try:
     import click
 
+    from baton.cli.certs import certs
     from baton.cli.demo import demo
     from baton.cli.generate import generate
+    from baton.cli.key import key
+    from baton.cli.ledger import ledger
     from baton.cli.up import up
 except KeyboardInterrupt:
     # Loading takes long enough for a Ctrl-C to come.
@@ -21,5 +24,5 @@ def main() -> None:
     """Serve large language models with prefill and decode on separate machines."""
 
 
-for _command in (up, generate, demo):
+for _command in (up, generate, demo, ledger, certs, key):
     main.add_command(_command)

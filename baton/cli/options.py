@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
@@ -10,6 +12,32 @@ from baton.config import parse_address, parse_bytes
 from baton.errors import ConfigError, InvalidRequest
 
 DEFAULT_GRPC = "127.0.0.1:50050"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CONNECTION = ("api_key", "tls", "ca", "cert", "key", "server_name")
+
+
+def connection_options(command: F) -> F:
+    """Add the flags that say how to reach a router: API key and TLS."""
+    file = click.Path(path_type=Path)
+    for option in reversed(
+        (
+            click.option("--api-key", envvar="BATON_API_KEY", help="API key; better in the variable BATON_API_KEY."),
+            click.option("--tls", is_flag=True, help="Use TLS and the CAs that gRPC knows."),
+            click.option("--ca", type=file, help="PEM file with the CA of the router's certificate; implies TLS."),
+            click.option("--cert", type=file, help="PEM file with a certificate for routers that want one."),
+            click.option("--key", type=file, help="PEM file with the private key of --cert."),
+            click.option("--server-name", help="Name in the router's certificate.  [default: the host of --target]"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def connection(flags: dict[str, Any]) -> dict[str, Any]:
+    """Take what `connection_options` added out of a command's flags, as arguments of the client."""
+    return {name: flags.pop(name) for name in _CONNECTION}
 
 
 class Address(click.ParamType[str]):
@@ -24,6 +52,17 @@ class Address(click.ParamType[str]):
         except ConfigError as error:
             self.fail(str(error), param, ctx)
         return str(value)
+
+
+class Addresses(click.ParamType[list[str]]):
+    """HOST:PORT, several with commas between them."""
+
+    name = "HOST:PORT[,HOST:PORT...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        """The addresses, at least one."""
+        one = Address()
+        return [one.convert(text.strip(), param, ctx) for text in str(value).split(",")]
 
 
 class Size(click.ParamType[int]):

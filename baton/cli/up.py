@@ -3,7 +3,8 @@
     embedded Valkey ── prefill × N, decode × N ── router ── "ready grpc=…" ── until a signal or a death
 
 The services are started as processes with the flags that they have everywhere; `up` learns their addresses
-from the line that each prints when it listens, and restarts nothing.
+from the line that each prints when it listens, and restarts nothing. With --secure they speak mutual TLS and
+clients need a key (see baton.cli.secure).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton import bundled
 from baton.cli.fleet import Child, Fleet
 from baton.cli.options import DEFAULT_GRPC, Address, Size
+from baton.cli.secure import SecureFleet, worker_names
 from baton.config import is_loopback, parse_address
 from baton.errors import BatonError, ConfigError, ModelError, Unavailable
 from baton.rpc.channel import control_channel
+from baton.rpc.tls import Tls
 from baton.sockets import bind
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,6 +67,7 @@ class UpOptions:
     insecure: bool
     log_level: str
     start_timeout: float
+    secure: Path | None
 
 
 _SERVICES = {"prefill": "prefill_svc", "decode": "decode_svc", "router": "router"}
@@ -93,7 +97,13 @@ def _option(flag: str, *, env: bool = True, **keywords: Any) -> Callable[[F], F]
 @_option("--page-size", type=click.IntRange(min=0), help="Tokens in a page; 0: automatic.")
 @_option("--chunk-size", type=click.IntRange(min=0), help="Tokens in a prefill chunk; 0: automatic.")
 @_option("--threads", type=click.IntRange(min=0), default=0, help="Compute threads per worker; 0: cores / workers.")
-@_option("--insecure", is_flag=True, help="Allow --grpc beyond loopback without TLS and keys.")
+@_option(
+    "--secure",
+    env=False,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory of certificates and keys for mutual TLS, tickets and an API key; what lacks there is made.",
+)
+@_option("--insecure", is_flag=True, help="Allow --grpc beyond loopback without --secure.")
 @_option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @_option(
     "--start-timeout",
@@ -112,13 +122,21 @@ def run(options: UpOptions) -> int:
     """Run the fleet on the calling thread, which must be the main one; the exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
+        secure = _secure(options)
         with _prefix_cache(options.redis) as redis:
-            return asyncio.run(_serve(options, redis))
+            return asyncio.run(_serve(options, redis, secure))
     except KeyboardInterrupt:
         return 0
     except BatonError as error:
         click.echo(f"error: {error}", err=True)
         return 1
+
+
+def _secure(options: UpOptions) -> SecureFleet | None:
+    if options.secure is None:
+        return None
+    host, _ = parse_address(options.grpc)
+    return SecureFleet.prepare(options.secure, [host], {role: getattr(options, role) for role in ("prefill", "decode")})
 
 
 def _checked(options: UpOptions) -> UpOptions:
@@ -137,9 +155,9 @@ def _checked(options: UpOptions) -> UpOptions:
 def _check_grpc(options: UpOptions) -> None:
     """Refuse an address that the router could only refuse once all workers have loaded."""
     host, _ = parse_address(options.grpc)
-    if not options.insecure and not is_loopback(host):
+    if not (options.insecure or options.secure or is_loopback(host)):
         raise _bad(
-            "--grpc", f"{options.grpc} can be reached from other machines and has no TLS; --insecure allows that"
+            "--grpc", f"{options.grpc} can be reached from other machines; --secure guards it, --insecure does not"
         )
     try:
         bind(options.grpc).close()
@@ -193,14 +211,14 @@ def _prefix_cache(redis: str) -> Iterator[str]:
         yield url
 
 
-async def _serve(options: UpOptions, redis: str) -> int:
+async def _serve(options: UpOptions, redis: str, secure: SecureFleet | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with Fleet() as fleet:
         stopped = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(_start(fleet, options, redis))
+        starting = asyncio.create_task(_start(fleet, options, redis, secure))
         ends: list[asyncio.Future[Any]] = [stopped, fleet.death]
         try:
             await asyncio.wait([*ends, starting], return_when=asyncio.FIRST_COMPLETED)
@@ -219,31 +237,37 @@ async def _serve(options: UpOptions, redis: str) -> int:
             await asyncio.gather(stopped, starting, return_exceptions=True)
 
 
-async def _start(fleet: Fleet, options: UpOptions, redis: str) -> str:
+async def _start(fleet: Fleet, options: UpOptions, redis: str, secure: SecureFleet | None) -> str:
     """Start all; returns the ready line once the router serves."""
     environ = _environment(options, redis)
     try:
         async with asyncio.timeout(options.start_timeout):
-            control = {role: await _start_workers(fleet, role, options, environ) for role in ("prefill", "decode")}
+            control = {
+                role: await _start_workers(fleet, role, options, environ, secure) for role in ("prefill", "decode")
+            }
             workers = [f"--{role}={','.join(await _control(fleet, started))}" for role, started in control.items()]
-            router = await fleet.start("router", [*COMMANDS["router"], *workers, *_router_flags(options)], environ)
+            flags = [*workers, *_router_flags(options), *(secure.router_flags() if secure else ())]
+            router = await fleet.start("router", [*COMMANDS["router"], *flags], environ)
             where = await fleet.addresses(router)
-            await _until_serving(where["grpc"])
+            await _until_serving(where["grpc"], secure.admin() if secure else None)
     except TimeoutError:
         raise Unavailable(f"not ready after {options.start_timeout:g} s (--start-timeout)") from None
     return (
         f"ready grpc={where['grpc']} ops={where['ops']} model={options.served_model_name} "
-        f"prefill={options.prefill} decode={options.decode}"
+        f"prefill={options.prefill} decode={options.decode}{secure.words() if secure else ''}"
     )
 
 
-async def _start_workers(fleet: Fleet, role: str, options: UpOptions, environ: dict[str, str]) -> list[Child]:
+async def _start_workers(
+    fleet: Fleet, role: str, options: UpOptions, environ: dict[str, str], secure: SecureFleet | None
+) -> list[Child]:
     flags = _flags(options, (*_SHARED_FLAGS, *_WORKER_FLAGS, *_ROLE_FLAGS[role]))
     listen = [f"--{name}=127.0.0.1:0" for name in ("control", "kv", "ops")]
-    return [
-        await fleet.start(f"{role}-{index}", [*COMMANDS[role], f"--worker-id={role}-{index}", *listen, *flags], environ)
-        for index in range(getattr(options, role))
-    ]
+    started = []
+    for name in worker_names(role, getattr(options, role)):
+        own = [f"--worker-id={name}", *listen, *flags, *(secure.worker_flags(name) if secure else ())]
+        started.append(await fleet.start(name, [*COMMANDS[role], *own], environ))
+    return started
 
 
 async def _control(fleet: Fleet, workers: Sequence[Child]) -> list[str]:
@@ -271,8 +295,8 @@ def _environment(options: UpOptions, redis: str) -> dict[str, str]:
     }
 
 
-async def _until_serving(address: str) -> None:
-    async with control_channel(address) as channel:
+async def _until_serving(address: str, tls: Tls | None) -> None:
+    async with control_channel(address, tls) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         async for response in watch:
             if response.status == health_pb2.HealthCheckResponse.SERVING:

@@ -5,10 +5,11 @@
                                   └ pause ── resume ┘
 
 A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
-count equals the handles that list it. `reserve`, `extend`, `fork`, `read_kv`, `write_kv` and `free` may be called
-from any thread; `prefill_chunk`, `insert`, `step`, `pause` and `resume` from the one engine thread. `free` may come
-at any time: the handle is dead at once for every later call, and its pages return to the pool when the reads, writes
-and forward passes in flight on them have drained.
+count equals the handles that list it. `reserve`, `extend`, `fork`, `read_kv`, `write_kv`, `free` and whatever only
+looks may be called from any thread; `prefill_chunk`, `insert`, `step`, `pause` and `resume` from the one engine
+thread. `free` may come at any time: the handle is dead at once for every later call, and its pages return to the pool
+when the reads, writes and forward passes in flight on them have drained. `watch_pages` tells of each return, so that
+nobody who waits for pages has to ask again and again.
 
 Implementations: `baton.engine.torch_engine` (the model) and `baton.engine.fake` (tokens computable by hand); one
 contract suite runs over both.
@@ -100,10 +101,14 @@ class Engine(Protocol):
     def extend(self, handle: KvHandle, tokens: int) -> None:
         """Grow the handle's capacity to at least `tokens`; raises OutOfPages and changes nothing if it can't."""
 
-    def fork(self, handle: KvHandle, owner: str, shared_tokens: int, tokens: int) -> KvHandle:
+    def fork(
+        self, handle: KvHandle, owner: str, shared_tokens: int, tokens: int, spare: KvHandle | None = None
+    ) -> KvHandle:
         """A new handle of capacity `tokens` whose first `shared_tokens` have the same KV as `handle`.
 
-        Full pages are shared; the last, partly filled one is copied. Raises OutOfPages.
+        Full pages are shared; the last, partly filled one is copied. The new handle takes over the pages of `spare`,
+        a handle that nothing was written to and that dies of it, in one go: nobody else can have them in between.
+        Raises OutOfPages, changing nothing, when these and the free ones are too few.
         """
 
     def prefill_chunk(
@@ -121,7 +126,8 @@ class Engine(Protocol):
 
         `on_layer(layer)` is called once the chunk's KV of that layer is final and readable; what it raises ends the
         chunk and is passed on. `sample` asks for one token after position `end - 1` for each of the states.
-        `prompt_logprobs` asks for the log-probability of each successor with that many alternatives.
+        `prompt_logprobs` asks for the log-probability of each successor with that many alternatives, and for a call
+        of `on_layer` with the last layer after each part of them, since they may take longer than the layers.
         """
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
@@ -157,8 +163,18 @@ class Engine(Protocol):
     def stats(self) -> PoolStats:
         """Count pages."""
 
+    def host_kv(self) -> dict[str, int]:
+        """Bytes of host memory by owner, of the paused sequences."""
+
+    def watch_pages(self, returned: Callable[[], object] | None) -> None:
+        """Call `returned` each time that pages have come back to the pool, from whichever thread brought them, with
+        no lock held: it must be quick and not raise. There is one watcher; None ends it."""
+
     def audit(self) -> dict[str, int]:
-        """Check the conservation invariant and return pages by owner; raises EngineError with the ledger."""
+        """Check that pages and host memory are conserved, and return pages by owner (0 for a paused sequence).
+
+        Raises EngineError with the ledger.
+        """
 
     def close(self) -> None:
         """Free all."""

@@ -230,6 +230,7 @@ class FakeEngine(PagedEngine):
         if prompt_logprobs is not None:
             successors = token_ids[start + 1 : end + 1]
             prompt = tuple(self._info(token, PROMPT_LOGPROB, prompt_logprobs) for token in successors)
+            on_layer(self.spec.kv_format.layers - 1)
         return ChunkResult(tuple(tokens), prompt)
 
     def _decode(self, rows: Sequence[Row]) -> list[TokenInfo]:

@@ -93,7 +93,7 @@ class PagedEngine(ABC):
         self._rows: list[Row] = []
         self._row_of: dict[PageHandle, int] = {}
         self._host_lock = threading.Lock()
-        self._host_free = host_kv_memory
+        self._host_total = self._host_free = host_kv_memory
         self._paused: dict[PageHandle, _Paused] = {}
 
     @abstractmethod
@@ -134,11 +134,13 @@ class PagedEngine(ABC):
         """See `Engine.extend`."""
         self._pool.extend(_own(handle), tokens)
 
-    def fork(self, handle: KvHandle, owner: str, shared_tokens: int, tokens: int) -> PageHandle:
+    def fork(
+        self, handle: KvHandle, owner: str, shared_tokens: int, tokens: int, spare: KvHandle | None = None
+    ) -> PageHandle:
         """See `Engine.fork`."""
-        parent = _own(handle)
+        parent, donor = _own(handle), None if spare is None else _own(spare)
         with self._pool.pinned(parent):
-            child, copy = self._pool.fork(parent, owner, shared_tokens, tokens)
+            child, copy = self._pool.fork(parent, owner, shared_tokens, tokens, donor)
             if copy is not None:
                 try:
                     self._memory.copy_page(copy.source, copy.target, copy.tokens)
@@ -229,9 +231,11 @@ class PagedEngine(ABC):
                     raise Overloaded(f"{own.owner}: needs {size} bytes of host_kv_memory, {self._host_free} are free")
             paused = _Paused(row, self._memory.save(pages, row.position), size, own.capacity)
         with self._host_lock:
-            if self._pool.detach(own):
-                self._paused[own] = paused
-                self._host_free -= size
+            self._paused[own] = paused
+            self._host_free -= size
+        # Recorded first: a `free` that comes now finds what it has to forget.
+        if not self._pool.detach(own):
+            self._forget_paused(own)
         self._leave(index)
 
     def resume(self, handle: KvHandle) -> None:
@@ -259,8 +263,24 @@ class PagedEngine(ABC):
         """See `Engine.stats`."""
         return self._pool.stats()
 
+    def host_kv(self) -> dict[str, int]:
+        """See `Engine.host_kv`."""
+        with self._host_lock:
+            return {handle.owner: paused.bytes for handle, paused in self._paused.items()}
+
+    def watch_pages(self, returned: Callable[[], object] | None) -> None:
+        """See `Engine.watch_pages`."""
+        self._pool.watch(returned)
+
     def audit(self) -> dict[str, int]:
         """See `Engine.audit`."""
+        with self._host_lock:
+            held, free = sum(paused.bytes for paused in self._paused.values()), self._host_free
+        if held + free != self._host_total:
+            raise EngineError(
+                f"host memory audit failed: {held} bytes are held and {free} free of {self._host_total}; "
+                f"ledger {self.host_kv()}"
+            )
         return self._pool.audit()
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class TorchEngine(PagedEngine):
             hidden = self._decoder.forward(ids, batch.positions, batch, self._kv, finished)
             tokens = self._sample_first(hidden[-1:], sample) if sample else []
             successors = token_ids[start + 1 : end + 1]
-            prompt = [] if prompt_logprobs is None else self._score(hidden, successors, prompt_logprobs)
+            prompt = [] if prompt_logprobs is None else self._score(hidden, successors, prompt_logprobs, finished)
         return ChunkResult(tuple(tokens), tuple(prompt))
 
     def _decode(self, rows: Sequence[Row]) -> list[TokenInfo]:
@@ -117,13 +117,18 @@ class TorchEngine(PagedEngine):
         logits = self._decoder.logits(hidden)
         return sampler.sample(logits.repeat(len(states), 1))
 
-    def _score(self, hidden: Tensor, successors: Sequence[int], top: int) -> Iterator[TokenInfo]:
+    def _score(
+        self, hidden: Tensor, successors: Sequence[int], top: int, on_layer: Callable[[int], None]
+    ) -> list[TokenInfo]:
         """Each successor's log-probability, some rows of logits at a time."""
         rows = max(1, _LOGITS_AT_ONCE // self.spec.vocab_size)
+        infos: list[TokenInfo] = []
         for low in range(0, len(successors), rows):
             part = successors[low : low + rows]
             logits = self._decoder.logits(hidden[low : low + len(part)])
-            yield from token_infos(logits, part, [top] * len(part))
+            infos += token_infos(logits, part, [top] * len(part))
+            on_layer(self.spec.kv_format.layers - 1)
+        return infos
 
     def _new_sampler(self) -> SamplerBatch:
         return SamplerBatch(self.spec.vocab_size, self.spec.eos_token_ids, self._device)

@@ -9,7 +9,8 @@ the handle, but the pages return to the pool only when the pins on that lease ha
 running forward pass never touches pages that have a new owner. A forked handle's lease lists the same full
 pages, so each page carries a reference count. The invariant that `audit` checks: each page is free, cached,
 or its count equals the leases that list it. No page is cached today: `_drop` is the one place where a page
-loses its last owner, and so the place where a prefix tier will keep it.
+loses its last owner, and so the place where a prefix tier will keep it. Whoever waits for pages is told by `watch` of
+every time that some have returned, also of those that return late.
 
 Pure bookkeeping: pages are numbers, and the memory behind them belongs to the engine. Every method may be
 called from any thread.
@@ -18,12 +19,15 @@ called from any thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.engine.contract import PoolStats
 from baton.errors import EngineError, OutOfPages
+
+DRAINING = " (draining)"
+"""Behind an owner's name in the audit when it gave up pages that are still pinned."""
 
 
 @dataclass(eq=False, slots=True)
@@ -89,6 +93,14 @@ class PagePool:
         self._free = list(range(pages - 1, -1, -1))
         self._refs = [0] * pages
         self._leases: set[_Lease] = set()
+        self._returns = 0
+        self._returned: Callable[[], object] | None = None
+
+    def watch(self, returned: Callable[[], object] | None) -> None:
+        """Call `returned` each time that pages have come back, from the thread that brought them, without any lock
+        held; None ends that."""
+        with self._lock:
+            self._returned = returned
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
@@ -109,21 +121,22 @@ class PagePool:
             pages += self._take(max(0, self.pages_for(tokens) - len(pages)))
 
     def fork(
-        self, handle: PageHandle, owner: str, shared_tokens: int, tokens: int
+        self, handle: PageHandle, owner: str, shared_tokens: int, tokens: int, spare: PageHandle | None = None
     ) -> tuple[PageHandle, PageCopy | None]:
         """A new handle of capacity `tokens` that shares the full pages of the first `shared_tokens`.
 
-        The partly filled page after them, if any, is for the caller to copy. Raises OutOfPages, changing
-        nothing.
+        The partly filled page after them, if any, is for the caller to copy. The pages of `spare`, which dies, are
+        used before free ones. Raises OutOfPages, changing nothing.
         """
-        with self._lock:
+        with self._changing():
             self._check_alive(handle)
             if not 0 <= shared_tokens <= min(tokens, handle.capacity):
                 raise EngineError(
                     f"{owner}: can't share {shared_tokens} tokens of {handle.capacity} in a fork of {tokens}"
                 )
             full, rest = divmod(shared_tokens, self.page_size)
-            own = self._take(self.pages_for(tokens) - full)
+            need = self.pages_for(tokens) - full
+            own = self._take(need) if spare is None else self._convert(spare, need)
             shared = handle._lease.pages[:full]
             for page in shared:
                 self._refs[page] += 1
@@ -146,7 +159,7 @@ class PagePool:
         try:
             yield lease.pages
         finally:
-            with self._lock:
+            with self._changing():
                 self._unpin(lease)
 
     @contextmanager
@@ -165,7 +178,7 @@ class PagePool:
         try:
             yield dead
         finally:
-            with self._lock:
+            with self._changing():
                 for lease in leases:
                     self._unpin(lease)
 
@@ -174,7 +187,7 @@ class PagePool:
 
         False if the handle is dead, and so has none.
         """
-        with self._lock:
+        with self._changing():
             lease = handle._lease
             if lease.held:
                 handle._lease = self._lease(lease.owner, [])
@@ -183,13 +196,13 @@ class PagePool:
 
     def free(self, handle: PageHandle) -> None:
         """Kill the handle; its pages return when the pins on them have drained. Idempotent."""
-        with self._lock:
+        with self._changing():
             if handle.alive:
                 self._give_up(handle._lease)
 
     def free_all(self) -> None:
         """Free every handle."""
-        with self._lock:
+        with self._changing():
             for lease in [lease for lease in self._leases if lease.held]:
                 self._give_up(lease)
 
@@ -207,7 +220,7 @@ class PagePool:
     def audit(self) -> dict[str, int]:
         """Check the conservation invariant; pages by owner, shared ones counted for each.
 
-        Owners that gave up pages still pinned are listed with " (draining)". Raises EngineError with the
+        Owners that gave up pages still pinned are listed with DRAINING behind their name. Raises EngineError with the
         ledger.
         """
         with self._lock:
@@ -215,7 +228,7 @@ class PagePool:
             counts = [0] * self.pages
             faults = []
             for lease in self._leases:
-                name = lease.owner if lease.held else f"{lease.owner} (draining)"
+                name = lease.owner if lease.held else lease.owner + DRAINING
                 ledger[name] = ledger.get(name, 0) + len(lease.pages)
                 for page in lease.pages:
                     counts[page] += 1
@@ -231,6 +244,16 @@ class PagePool:
         if faults:
             raise EngineError(f"page audit failed: {'; '.join(faults[:20])}; ledger {ledger}")
         return ledger
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The lock; and once it is released, word to the watcher if pages have returned meanwhile."""
+        with self._lock:
+            before = self._returns
+            yield
+            told = self._returned if self._returns != before else None
+        if told is not None:
+            told()
 
     def _lease(self, owner: str, pages: list[int]) -> _Lease:
         lease = _Lease(owner, pages)
@@ -248,6 +271,17 @@ class PagePool:
             self._refs[page] = 1
         return taken
 
+    def _convert(self, spare: PageHandle, count: int) -> list[int]:
+        """`count` pages, those of `spare` first, which dies; what it has beyond them returns."""
+        self._check_alive(spare)
+        lease = spare._lease
+        if lease.pins or any(self._refs[page] != 1 for page in lease.pages):
+            raise EngineError(f"{lease.owner}: its pages are in use, a fork can't have them")
+        more = self._take(max(0, count - len(lease.pages)))
+        kept, lease.pages = lease.pages[:count], lease.pages[count:]
+        self._give_up(lease)
+        return kept + more
+
     def _give_up(self, lease: _Lease) -> None:
         lease.held = False
         if not lease.pins:
@@ -264,6 +298,7 @@ class PagePool:
             self._refs[page] -= 1
             if not self._refs[page]:
                 self._free.append(page)
+                self._returns += 1
 
     def _check_private(self, lease: _Lease, tokens: range) -> None:
         first, last = tokens[0] // self.page_size, tokens[-1] // self.page_size

@@ -4,11 +4,18 @@ A peer that is closed is noticed by TCP at once; one that is stopped or cut off 
 `KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`. Pings are answered by gRPC's own threads, so a peer that
 computes, or a stream on which nothing is said, is not mistaken for a dead one. KV has a subchannel pool of
 its own, so that its bulk never shares a connection with control.
+
+Credentials of a channel do not change. Who keeps a channel for long therefore compares the `generation` of its `Tls`
+with the one that the channel was made with, and dials anew when it differs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
+
+from baton.rpc.tls import Tls, role_name
 
 CONTROL_MESSAGE_BYTES = 64 << 20
 """Largest message that a control or inference listener, or a client, receives."""
@@ -19,7 +26,7 @@ KV_MESSAGE_BYTES = 16 << 20
 KEEPALIVE_TIME_MS = 2000
 KEEPALIVE_TIMEOUT_MS = 5000
 
-Options = list[tuple[str, int]]
+Options = Sequence[tuple[str, int | str]]
 
 KEEPALIVE: Options = [
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
@@ -35,23 +42,38 @@ _DIAL: Options = [
     ("grpc.enable_http_proxy", 0),
     # A restarted worker should be found again within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # This is in fact how long one attempt may take, TCP and TLS handshake together, on a slow line or a busy machine.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 
 CLIENT_OPTIONS: Options = [*_DIAL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES)]
 
 
-def control_channel(address: str) -> grpc.aio.Channel:
-    """A channel to a router's or a worker's control listener, "host:port"."""
-    return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+METADATA_BYTES, METADATA_MOST_BYTES = 16 << 10, 32 << 10
+"""Size of a call's metadata from which on a listener may refuse it, and from which on it always does."""
 
 
-def kv_channel(address: str) -> grpc.aio.Channel:
-    """A channel to a worker's kv listener, "host:port", on connections of its own."""
+def control_channel(address: str, tls: Tls | None = None, role: str = "router") -> grpc.aio.Channel:
+    """A channel to the control listener of a worker, or to a router, at "host:port".
+
+    With `tls` the peer must have a certificate of `role`. The channel keeps the credentials of `tls.generation`.
+    """
+    return _channel(address, tls, role, CLIENT_OPTIONS)
+
+
+def kv_channel(address: str, tls: Tls | None = None, role: str = "prefill") -> grpc.aio.Channel:
+    """A channel to a worker's kv listener, "host:port", on connections of its own; `tls` as of control_channel."""
     options = [
         *_DIAL,
         ("grpc.max_receive_message_length", KV_MESSAGE_BYTES),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+    return _channel(address, tls, role, options)
+
+
+def _channel(address: str, tls: Tls | None, role: str, options: Options) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    named = [*options, ("grpc.ssl_target_name_override", role_name(role))]
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=named)

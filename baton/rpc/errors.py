@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn
 
@@ -50,7 +50,9 @@ _CLASSES: dict[str, Callable[[str], errors.BatonError]] = {
 class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Puts the error mapping and the strict deserializer around every handler of a server."""
 
-    def __init__(self) -> None:
+    def __init__(self, admit: Callable[[Any], None] | None = None) -> None:
+        """`admit` is given the context of each call before its handler, and raises to refuse it."""
+        self._admit = admit
         self._wrapped: dict[str, tuple[Any, Any]] = {}
         self._running: set[asyncio.Task[Any]] = set()
 
@@ -61,7 +63,8 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return None
         known = self._wrapped.get(details.method)
         if known is None or known[0] is not handler:
-            known = self._wrapped[details.method] = (handler, _wrap(handler, details.method, self._running))
+            wrapped = _wrap(handler, details.method, self._running, self._admit)
+            known = self._wrapped[details.method] = (handler, wrapped)
         return known[1]
 
     async def ended(self, timeout: float) -> None:
@@ -101,12 +104,12 @@ def _retry_after(error: grpc.RpcError) -> float | None:
     return None
 
 
-def _wrap(handler: Any, method: str, running: set[asyncio.Task[Any]]) -> Any:
+def _wrap(handler: Any, method: str, running: set[asyncio.Task[Any]], admit: Callable[[Any], None] | None) -> Any:
     behaviour, make = _behaviour(handler)
     if not (inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)):
         return handler
     return make(
-        _guarded(behaviour, method, running, stream_in=handler.request_streaming),
+        _guarded(behaviour, method, running, admit, stream_in=handler.request_streaming),
         request_deserializer=strict(handler.request_deserializer, method),
         response_serializer=handler.response_serializer,
     )
@@ -124,13 +127,20 @@ def _behaviour(handler: Any) -> tuple[Any, Any]:
 
 
 def _guarded(
-    behaviour: Any, method: str, running: set[asyncio.Task[Any]], *, stream_in: bool
+    behaviour: Any,
+    method: str,
+    running: set[asyncio.Task[Any]],
+    admit: Callable[[Any], None] | None,
+    *,
+    stream_in: bool,
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
         if (task := asyncio.current_task()) is not None:
             running.add(task)
             task.add_done_callback(running.discard)
         try:
+            if admit is not None:
+                admit(context)
             if isinstance(request, Undecodable):
                 raise request.error
             if stream_in:
@@ -151,13 +161,17 @@ def _guarded(
 class _Decoded:
     """A stream of requests that raises at one that could not be decoded."""
 
-    def __init__(self, requests: AsyncIterator[Any]) -> None:
-        self._requests = aiter(requests)
+    def __init__(self, requests: AsyncIterable[Any]) -> None:
+        self._stream = requests
+        self._requests: AsyncIterator[Any] | None = None
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
+        if self._requests is None:
+            # gRPC warns of an iterator that is made and not used, as by a handler that refuses at once.
+            self._requests = aiter(self._stream)
         request = await anext(self._requests)
         if isinstance(request, Undecodable):
             raise request.error

@@ -5,13 +5,22 @@
         ...                                    at the end: NOT_SERVING, no new calls, `grace` for running ones
 
 Every handler stands behind `Boundary`: errors become statuses, undecodable requests INVALID_ARGUMENT.
+
+A listener that other machines can reach has TLS and the keys that tell friend from foe, or says that it is insecure:
+
+    tls     roles            a peer needs
+    None                     nothing
+    given   empty            to trust this process's CA; it is not asked for a certificate
+    given   router, admin    a certificate of the same CA, of one of these roles; else PERMISSION_DENIED
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from types import MappingProxyType
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -19,9 +28,13 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.config import is_loopback, parse_address
 from baton.errors import ConfigError
-from baton.rpc.channel import CONTROL_MESSAGE_BYTES, KEEPALIVE, Options
+from baton.rpc.channel import CONTROL_MESSAGE_BYTES, KEEPALIVE, METADATA_BYTES, METADATA_MOST_BYTES, Options
 from baton.rpc.errors import Boundary
+from baton.rpc.tls import SETTINGS, Tls, admit
 from baton.sockets import bind
+
+MAX_STREAMS = 4096
+"""Calls of one connection at a time; more wait at the client, each until its deadline."""
 
 _HANDLERS_S = 5.0
 _Status = health_pb2.HealthCheckResponse
@@ -31,6 +44,8 @@ _OPTIONS: Options = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", METADATA_MOST_BYTES),
     # Two processes on one port would share its connections without a word.
     ("grpc.so_reuseport", 0),
 ]
@@ -71,33 +86,38 @@ async def listen(
     services: Sequence[str],
     field: str = "address",
     grace: float = 0.5,
+    tls: Tls | None = None,
+    roles: Sequence[str] = (),
+    keys: Mapping[str, str] = MappingProxyType({}),
+    streams: int = MAX_STREAMS,
+    guards: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AsyncIterator[Listener]:
     """Serve what `add` registers on `address` ("host:port"; port 0 picks a free one).
 
     `services` are full names, for health and reflection. At the end running calls have `grace` seconds;
-    no handler runs after the block. Raises ConfigError naming `field`, the setting that the address comes from, and
-    the address if it can't be bound, or lies beyond loopback without `insecure`.
+    no handler runs after the block. `roles` are those that callers must have a certificate of, if there is `tls`;
+    `keys` are the settings, by name, without which callers could not be told apart; `guards` are interceptors that
+    stand behind the error mapping. Raises ConfigError naming `field`,
+    the setting that the address comes from, and the address if it can't be bound, or lies beyond loopback without TLS
+    and keys and without `insecure`.
     """
-    host, port = parse_address(address)
-    if not insecure and not is_loopback(host):
-        problem = "can be reached from other machines and has no TLS; --insecure allows that"
-        raise ConfigError(f"{field}: {address} {problem}")
+    check_reach(address, insecure=insecure, tls=tls is not None, keys=keys, field=field)
     try:
         # gRPC logs a failure at length, and its error does not tell the reason.
         bind(address).close()
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from None
-    boundary = Boundary()
-    server = grpc.aio.server(interceptors=[boundary], options=_OPTIONS)
+    boundary = Boundary(partial(admit, roles=roles) if tls and roles else None)
+    server = grpc.aio.server(
+        interceptors=[boundary, *guards], options=[*_OPTIONS, ("grpc.max_concurrent_streams", streams)]
+    )
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = [*services, health.SERVICE_NAME]
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
     add(server)
-    try:
-        bound = server.add_insecure_port(f"{_bracketed(host)}:{port}")
-    except RuntimeError:
-        raise ConfigError(f"{field}: {address} can't be bound") from None
+    host, port = parse_address(address)
+    bound = _bind(server, f"{_bracketed(host)}:{port}", tls, bool(roles), field)
     for name in ("", *names):
         await servicer.set(name, _Status.NOT_SERVING)
     listener = Listener(f"{_bracketed(host)}:{bound}", names, servicer)
@@ -112,6 +132,27 @@ async def listen(
         await server.stop(grace)
         # gRPC cancels the handlers and does not wait for what they do at their end.
         await boundary.ended(_HANDLERS_S)
+
+
+def check_reach(address: str, *, insecure: bool, tls: bool, keys: Mapping[str, str], field: str) -> None:
+    """Raise ConfigError naming what lacks if others could reach `address` and nothing would hold them off."""
+    lacking = [*(() if tls else SETTINGS), *(name for name, value in keys.items() if not value)]
+    if lacking and not insecure and not is_loopback(parse_address(address)[0]):
+        problem = f"can be reached from other machines, and {', '.join(lacking)} "
+        raise ConfigError(f"{field}: {address} {problem}{_are(lacking)} not set; --insecure allows that")
+
+
+def _bind(server: grpc.aio.Server, address: str, tls: Tls | None, require_client: bool, field: str) -> int:
+    try:
+        if tls is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, tls.server_credentials(require_client=require_client)))
+    except RuntimeError:
+        raise ConfigError(f"{field}: {address} can't be bound") from None
+
+
+def _are(names: Sequence[str]) -> str:
+    return "are" if len(names) > 1 else "is"
 
 
 def _bracketed(host: str) -> str:

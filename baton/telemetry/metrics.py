@@ -11,6 +11,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 REQUESTS = Counter("baton_requests_total", "Requests that ended, by gRPC status.", ["status"])
 ATTEMPTS_FAILED = Counter("baton_attempts_failed_total", "Attempts that failed, by reason.", ["reason"])
+REPLAYS = Counter("baton_replays_total", "Attempts that followed a failed one, by what ended that.", ["cause"])
+RETRIES_REFUSED = Counter("baton_retries_refused_total", "Faults that the empty retry budget made final.")
+BREAKERS_OPEN = Gauge("baton_breakers_open", "Circuit breakers that are not closed, by what they guard.", ["guards"])
 LINE_LENGTH = Gauge("baton_line_requests", "Requests in the router's waiting line.")
 TTFT = Histogram("baton_time_to_first_token_seconds", "From arrival to the first token.", buckets=_SECONDS)
 ITL = Histogram("baton_inter_token_seconds", "Time between two tokens of a choice.", buckets=_SECONDS)
@@ -22,6 +25,9 @@ STEP_SECONDS = Histogram("baton_decode_step_seconds", "Duration of a decode step
 BATCH_SIZE = Histogram(
     "baton_decode_batch_size", "Sequences in a decode step.", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
 )
+SEQUENCES_PAUSED = Counter("baton_sequences_paused_total", "Sequences moved to host memory for want of pages.")
+SEQUENCES_RESUMED = Counter("baton_sequences_resumed_total", "Paused sequences that came back.")
+SEQUENCES_PREEMPTED = Counter("baton_sequences_preempted_total", "Sequences given back because host memory was full.")
 PAGES = Gauge("baton_pages", "Pages of the KV pool, by state.", ["role", "state"])
 
 TRANSFER_BYTES = Counter("baton_transfer_bytes_total", "KV bytes moved, by direction.", ["direction"])

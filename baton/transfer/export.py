@@ -12,6 +12,7 @@ loop, not to any scheduler.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncGenerator, Callable
 
@@ -69,6 +70,16 @@ class Export:
         """Whether the export was released, reaped or failed."""
         return self._ended is not None
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended and no read of its is in flight."""
+        return self.ended and not self._reading
+
+    @property
+    def lease_left(self) -> float:
+        """Seconds until the lease ends; infinite before the commit."""
+        return math.inf if self._timer is None else max(0.0, self._lease_until - self._loop.time())
+
     def advance(self, layer: int, token_end: int) -> None:
         """Tokens `[0, token_end)` of the layer are final; from any thread. Does nothing once it has ended.
 
@@ -124,6 +135,7 @@ class Export:
         self._ended = TransferError(f"transfer {self.transfer_id} {reason}")
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         self._on_ended(reason)
         self._wake_waiters()
         self._close_when_unread()

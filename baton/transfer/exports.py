@@ -135,14 +135,14 @@ class Exports:
             raise NotFound(f"transfer {transfer_id} {self._ended.get(transfer_id, 'is unknown')}")
         return export.renew()
 
-    def release(self, transfer_id: str, incarnation: str) -> None:
+    def release(self, transfer_id: str, incarnation: str, reason: str = "was released") -> None:
         """End an export; idempotent. An id not opened yet never will be; another incarnation's is gone."""
         if incarnation != self.incarnation:
             return
         if (export := self._open.get(transfer_id)) is not None:
-            export.end("was released")
+            export.end(reason)
         elif transfer_id not in self._ended:
-            self._remember(transfer_id, "was released")
+            self._remember(transfer_id, reason)
 
     def _check_incarnation(self, incarnation: str) -> None:
         """Raise StaleIncarnation if another incarnation of this worker was meant."""

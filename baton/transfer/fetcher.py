@@ -34,14 +34,25 @@ async def fetch(
     tokens: int,
     timeout_s: float,
     stall_timeout_s: float,
+    ticket: bytes = b"",
+    consumer: str = "",
 ) -> Handoff:
     """Pull the whole export of `tokens` tokens into the handle, and release it whatever happens.
 
-    `timeout_s` bounds all; `stall_timeout_s` the silence of the exporter once the export is open. Raises only
+    `timeout_s` bounds all; `stall_timeout_s` the silence of the exporter once the export is open. `ticket` is the
+    router's for this export and `consumer` whom it names; an exporter with ticket keys asks for both. Raises only
     TransferError and its subclasses.
     """
     kv_format = engine.spec.kv_format
-    source = GrpcSource(channel, transfer_id, incarnation, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s)
+    source = GrpcSource(
+        channel,
+        transfer_id,
+        incarnation,
+        timeout_s=timeout_s,
+        stall_timeout_s=stall_timeout_s,
+        ticket=ticket,
+        consumer=consumer,
+    )
     box = Box(range(tokens), range(kv_format.layers), range(kv_format.heads))
     try:
         return await pull(source, engine, handle, box, length=tokens, timeout_s=timeout_s)

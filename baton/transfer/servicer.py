@@ -1,6 +1,7 @@
-"""The Kv service over a worker's exports; it translates only.
+"""The Kv service over a worker's exports; it translates only, for those who may ask.
 
-Registered by hand instead of through the generated stubs, because FetchKv's frames are bytes already.
+With a TicketVerifier every call needs a ticket, which is checked before anything is looked up. Registered by hand
+instead of through the generated stubs, because FetchKv's frames are bytes already.
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ from typing import Any
 
 import grpc
 
-from baton.errors import InvalidRequest, StaleIncarnation
+from baton.errors import InvalidRequest, PermissionDenied, StaleIncarnation
 from baton.pb import kv_pb2
+from baton.rpc.tls import peer_principal
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
 from baton.transfer.exports import Exports
 from baton.transfer.source import FAULT_METADATA
+from baton.transfer.tickets import Asked, TicketVerifier, Use
 
 SERVICE = "baton.v1.Kv"
 
 
 class KvServicer:
-    """Serves FetchKv, RenewLease and ReleaseKv; the server's interceptor turns errors into statuses."""
+    """Serves FetchKv, RenewLease and ReleaseKv; the server's interceptor turns errors into statuses.
 
-    def __init__(self, exports: Exports) -> None:
+    Without `tickets` whoever reaches the listener and knows a transfer id may fetch and release it.
+    """
+
+    def __init__(self, exports: Exports, tickets: TicketVerifier | None = None) -> None:
         self._exports = exports
+        self._tickets = tickets
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Register the service."""
@@ -50,6 +57,7 @@ class KvServicer:
         self, request: kv_pb2.FetchKvRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[bytes, None]:
         """Encoded frames; the initial metadata is sent once the export is open."""
+        self._check(request, context, use=(_asked(request), request.stream, request.retry))
         try:
             export = await self._exports.find(_transfer_id(request), request.incarnation)
         except StaleIncarnation as error:
@@ -65,6 +73,7 @@ class KvServicer:
         self, request: kv_pb2.RenewLeaseRequest, context: grpc.aio.ServicerContext
     ) -> kv_pb2.RenewLeaseResponse:
         """Let the lease run anew."""
+        self._check(request, context)
         lease_s = self._exports.renew(_transfer_id(request), request.incarnation)
         return kv_pb2.RenewLeaseResponse(lease_ms=int(lease_s * 1000))
 
@@ -72,14 +81,46 @@ class KvServicer:
         self, request: kv_pb2.ReleaseKvRequest, context: grpc.aio.ServicerContext
     ) -> kv_pb2.ReleaseKvResponse:
         """End the export."""
+        self._check(request, context)
         self._exports.release(_transfer_id(request), request.incarnation)
         return kv_pb2.ReleaseKvResponse()
+
+    def _check(self, request: Any, context: grpc.aio.ServicerContext, use: Use | None = None) -> None:
+        """Raise PermissionDenied unless the request has a ticket for it, good for this `use` if one is given."""
+        if self._tickets is None:
+            return
+        ticket = self._tickets.check(
+            request.ticket,
+            transfer_id=request.transfer_id,
+            incarnation=request.incarnation,
+            consumer=request.consumer,
+        )
+        if _secured(context) and (peer := peer_principal(context)) != ticket.consumer:
+            raise PermissionDenied(f"ticket: is for another consumer than the caller, {peer or 'who has no name'}")
+        if use is not None:
+            self._tickets.once(ticket, *use)
 
 
 def _transfer_id(request: Any) -> str:
     if not request.transfer_id:
         raise InvalidRequest("transfer_id", "must not be empty")
     return str(request.transfer_id)
+
+
+def _secured(context: grpc.aio.ServicerContext) -> bool:
+    """Whether the call came over TLS."""
+    return bytes(next(iter(context.auth_context().get("transport_security_type", ())), b"")) == b"ssl"
+
+
+def _asked(request: kv_pb2.FetchKvRequest) -> Asked:
+    return (
+        request.token_start,
+        request.token_end,
+        request.layer_start,
+        request.layer_end,
+        request.head_start,
+        request.head_end,
+    )
 
 
 def _box(request: kv_pb2.FetchKvRequest, export: Export) -> Box:

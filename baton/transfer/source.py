@@ -7,12 +7,13 @@ its affair.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator
 from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from baton.errors import IncompleteTransfer, SourceUnreachable, StaleIncarnation, TransferError
+from baton.errors import IncompleteTransfer, SourceUnreachable, StaleIncarnation, TicketRefused, TransferError
 from baton.pb import kv_pb2
 from baton.transfer.coverage import Box
 
@@ -42,6 +43,7 @@ class GrpcSource:
 
     `timeout_s` bounds each call, at both of its ends. The clock of `stall_timeout_s` runs from the opening of
     the export on, since a prompt may have to stand in line; it stands while the consumer itself is busy.
+    `ticket` is the router's for this export, made out to `consumer`; every stream is another retry of it.
     """
 
     def __init__(
@@ -52,9 +54,14 @@ class GrpcSource:
         *,
         timeout_s: float,
         stall_timeout_s: float,
+        ticket: bytes = b"",
+        consumer: str = "",
     ) -> None:
         self._transfer_id = transfer_id
         self._incarnation = incarnation
+        self._ticket = ticket
+        self._consumer = consumer
+        self._retries = itertools.count()
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._fetch = channel.unary_stream(
@@ -75,6 +82,9 @@ class GrpcSource:
             layer_end=box.layers.stop,
             head_start=box.heads.start,
             head_end=box.heads.stop,
+            ticket=self._ticket,
+            consumer=self._consumer,
+            retry=next(self._retries),
         )
         try:
             call = self._fetch(request, timeout=self._timeout_s)
@@ -90,7 +100,12 @@ class GrpcSource:
 
     async def release(self) -> None:
         """See KvSource."""
-        request = kv_pb2.ReleaseKvRequest(transfer_id=self._transfer_id, incarnation=self._incarnation)
+        request = kv_pb2.ReleaseKvRequest(
+            transfer_id=self._transfer_id,
+            incarnation=self._incarnation,
+            ticket=self._ticket,
+            consumer=self._consumer,
+        )
         try:
             await self._release(request, timeout=_RELEASE_TIMEOUT_S)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):
@@ -120,6 +135,8 @@ class GrpcSource:
             raise SourceUnreachable(message) from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise IncompleteTransfer(message) from error
+        if code is grpc.StatusCode.PERMISSION_DENIED:
+            raise TicketRefused(message) from error
         if (FAULT_METADATA, StaleIncarnation.__name__) in tuple(error.trailing_metadata() or ()):
             raise StaleIncarnation(message) from error
         raise TransferError(message) from error

@@ -6,5 +6,6 @@ servicer   the Worker service over a StatusHub, and status <-> message
 thread     EngineThread: where forward passes run
 progress   Progress: health means that work moves
 listeners  the three listeners: control, kv, ops
-process    a worker as a process: signals, drain, exit status
+audit      the ledger, and the audit when idle
+start      what every worker starts with
 """

@@ -43,8 +43,12 @@ class WorkerConfig:
         "", help="HOST:PORT at which peers reach the kv listener; empty: its port, at the host routers dial."
     )
     worker_id: str = option("", help="Name of the worker; empty: role, host and a random part.")
-    insecure: bool = option(False, help="Bind control and kv beyond loopback without TLS and keys.")
-    stall_s: float = option(30.0, help="Seconds without progress after which a busy engine is unhealthy.", minimum=0.01)
+    tls_cert: str = option("", help="PEM file with this worker's certificate; TLS needs cert, key and CA.")
+    tls_key: str = option("", help="PEM file with the private key of --tls-cert.")
+    tls_ca: str = option("", help="PEM file with the CA whose certificates routers and peers must have.")
+    ticket_keys: str = option("", help="PEM file with the routers' public keys; KV then needs their tickets.")
+    insecure: bool = option(False, help="Bind control and kv beyond loopback without TLS and ticket keys.")
+    stall_s: float = option(10.0, help="Seconds without progress after which a busy engine is unhealthy.", minimum=0.01)
     log_level: str = option("info", help="Least level that is logged.", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:

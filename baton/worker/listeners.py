@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import grpc
 
+from baton.admin import ADMIN_SERVICE, LedgerSource, add_admin
 from baton.pb import worker_pb2_grpc
 from baton.rpc.server import listen
+from baton.rpc.tls import Tls
 from baton.telemetry.ops import serve_ops
 from baton.worker.config import WorkerConfig
 from baton.worker.progress import Progress, watch_progress
@@ -21,6 +23,8 @@ from baton.worker.servicer import WorkerServicer
 from baton.worker.status import StatusHub
 
 WORKER_SERVICE = "baton.v1.Worker"
+CONTROL_ROLES = ("router", "admin")
+KV_ROLES = ("decode", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +43,45 @@ class Addresses:
     kv: str
     ops: str
 
+    def __str__(self) -> str:
+        return f"control={self.control} kv={self.kv} ops={self.ops}"
+
 
 @contextlib.asynccontextmanager
 async def listeners(
-    config: WorkerConfig, status: StatusHub, progress: Progress, *, control: Service, kv: Service
+    config: WorkerConfig,
+    status: StatusHub,
+    progress: Progress,
+    *,
+    control: Service,
+    kv: Service,
+    ledger: LedgerSource,
+    tls: Tls | None = None,
 ) -> AsyncIterator[Addresses]:
-    """Serve `control` (beside Worker, health and reflection), `kv` and ops until the block ends.
+    """Serve `control` (beside Worker, Admin, health and reflection), `kv` and ops until the block ends.
 
-    Both gRPC listeners tell their health, and ops its readiness, by `progress`. Raises ConfigError naming an
-    address that is refused or taken.
+    Both gRPC listeners tell their health, ops its readiness and `status` a stall by `progress`. Raises ConfigError
+    naming an address that is refused or taken. With `tls`, control takes calls of CONTROL_ROLES only, kv of KV_ROLES.
     """
 
     def add_control(server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(status), server)
+        add_admin(server, ledger)
         control.add(server)
 
+    keys = {"ticket_keys": config.ticket_keys}
     async with contextlib.AsyncExitStack() as stack:
         kv_listener = await stack.enter_async_context(
-            listen(config.kv, insecure=config.insecure, add=kv.add, services=[kv.name], field="kv")
+            listen(
+                config.kv,
+                insecure=config.insecure,
+                add=kv.add,
+                services=[kv.name],
+                field="kv",
+                tls=tls,
+                roles=KV_ROLES,
+                keys=keys,
+            )
         )
         status.advertise(config.kv_advertise or f":{kv_listener.address.rpartition(':')[2]}")
         control_listener = await stack.enter_async_context(
@@ -64,8 +89,11 @@ async def listeners(
                 config.control,
                 insecure=config.insecure,
                 add=add_control,
-                services=[control.name, WORKER_SERVICE],
+                services=[control.name, WORKER_SERVICE, ADMIN_SERVICE],
                 field="control",
+                tls=tls,
+                roles=CONTROL_ROLES,
+                keys=keys,
             )
         )
         stack.callback(status.close)
@@ -76,6 +104,7 @@ async def listeners(
         def report(healthy: bool) -> None:
             for listener in (kv_listener, control_listener):
                 listener.set_serving(healthy)
+            status.stall(not healthy)
 
         report(True)
 

@@ -1,7 +1,7 @@
 """Who a worker is and how it fares, and the Watch stream that tells routers.
 
 `WorkerIdentity` holds for one incarnation, which is a new random id at every start. `StatusHub` is the
-worker's side: services call `changed` and `drain`; each watcher gets the status at once, then after a change
+worker's side: services call `changed`, `drain` and `stall`; each watcher gets the status at once, then after a change
 (changes that come while a message is on its way, or within MIN_INTERVAL_S of it, are told together) and at
 least every MAX_INTERVAL_S.
 """
@@ -119,7 +119,7 @@ class StatusHub:
     def __init__(self, identity: WorkerIdentity, load: Callable[[], WorkerLoad]) -> None:
         self._identity = identity
         self._load = load
-        self._draining = False
+        self._draining = self._stalled = False
         self._closed = False
         self._news = asyncio.Event()
 
@@ -135,7 +135,7 @@ class StatusHub:
 
     def status(self) -> WorkerStatus:
         """The status now."""
-        return WorkerStatus(self._identity, self._load(), self._draining)
+        return WorkerStatus(self._identity, self._load(), self._draining, self._stalled)
 
     def advertise(self, kv_address: str) -> None:
         """Set the shard's address, once its listener is bound."""
@@ -152,6 +152,12 @@ class StatusHub:
         """Tell watchers that the worker takes no new work."""
         self._draining = True
         self.changed()
+
+    def stall(self, stalled: bool) -> None:
+        """Tell watchers whether the engine has work that does not move."""
+        if stalled != self._stalled:
+            self._stalled = stalled
+            self.changed()
 
     def close(self) -> None:
         """End all watches."""

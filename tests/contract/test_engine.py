@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from baton.errors import EngineError, InvalidRequest, Overloaded
+from baton.errors import Cancelled, EngineError, InvalidRequest, Overloaded
 from baton.request import SamplingParams, SequenceState
 from tests.contract.engines import (
     GREEDY,
@@ -40,6 +40,22 @@ def test_on_layer_is_called_in_order_with_final_kv(rig: Rig) -> None:
     assert [layer for layer, _ in seen] == list(range(engine.spec.kv_format.layers))
     for layer, parts in seen:
         assert parts == [bytes(part.data) for part in engine.read_kv(handle, layer, range(7, 21), heads)]
+
+
+def test_on_layer_is_called_once_more_when_the_prompt_is_scored(rig: Rig) -> None:
+    engine = rig.engine()
+    handle, prompt, last = engine.reserve("r/0", 20), rig.prompt(20), engine.spec.kv_format.layers - 1
+    calls: list[int] = []
+
+    def abort_while_scoring(layer: int) -> None:
+        calls.append(layer)
+        if calls.count(last) == 2:
+            raise Cancelled("aborted")
+
+    with pytest.raises(Cancelled):
+        engine.prefill_chunk(handle, prompt, 0, 20, on_layer=abort_while_scoring, prompt_logprobs=0)
+    assert calls == [*range(last + 1), last]
+    engine.free(handle)
 
 
 def test_what_on_layer_raises_ends_the_chunk_and_passes(rig: Rig) -> None:

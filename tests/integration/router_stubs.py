@@ -148,6 +148,7 @@ class StubPrefill(Stub, prefill_pb2_grpc.PrefillServicer):
         self.cancelled = 0
         self.script: Callable[[prefill_pb2.PrefillRequest], Awaitable[None]] = _nothing
         self.cached_tokens = 0
+        self.abandoned: list[prefill_pb2.AbandonRequest] = []
 
     def add(self, server: grpc.aio.Server) -> None:
         super().add(server)
@@ -169,6 +170,13 @@ class StubPrefill(Stub, prefill_pb2_grpc.PrefillServicer):
         if request.transfer_id:
             self.handoffs.of(request.transfer_id).set_result(request)
 
+    async def Abandon(
+        self, request: prefill_pb2.AbandonRequest, context: grpc.aio.ServicerContext
+    ) -> prefill_pb2.AbandonResponse:
+        self.abandoned.append(request)
+        self.log.add(request)
+        return prefill_pb2.AbandonResponse()
+
     def done(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillDone:
         """The first token of each choice."""
         index = len(request.output_token_ids)
@@ -186,6 +194,8 @@ class DownStream:
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[decode_pb2.SessionDown | None] = asyncio.Queue()
+        self.ups: list[decode_pb2.Heartbeat] = []
+        self.speaks = True
 
     def send(self, key: decode_pb2.AttemptKey, choice: int, index: int, tokens: Sequence[int], finish: int = 0) -> None:
         """Send one choice's tokens in a message of their own."""
@@ -195,6 +205,10 @@ class DownStream:
         """Send a failure."""
         failure = decode_pb2.AttemptFailure(key=key, kind=kind, message=message)
         self.messages.put_nowait(decode_pb2.SessionDown(failures=[failure]))
+
+    def beat(self, *live: decode_pb2.AttemptKey) -> None:
+        """Send a heartbeat."""
+        self.messages.put_nowait(decode_pb2.SessionDown(heartbeat=decode_pb2.Heartbeat(live=live)))
 
     def end(self) -> None:
         """End the stream."""
@@ -263,6 +277,11 @@ class StubDecode(Stub, decode_pb2_grpc.DecodeServicer):
                         running.create_task(self._decode(down, up.start))
                     case "cancel":
                         self.cancels.append(up.cancel)
+                    case "heartbeat":
+                        down.ups.append(up.heartbeat)
+                        # A heartbeat for a heartbeat; the router's list is believed.
+                        if down.speaks:
+                            down.beat(*up.heartbeat.live)
                 self.log.add(up)
 
     async def _decode(self, down: DownStream, start: decode_pb2.Start) -> None:

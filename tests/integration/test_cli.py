@@ -40,9 +40,10 @@ def running(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str]
             up.kill()
 
 
-def generate(target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def generate(target: str, *arguments: str, api_key: str = "") -> subprocess.CompletedProcess[str]:
     command = [*BATON, "generate", f"--target={target}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    environ = os.environ | {"BATON_API_KEY": api_key}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
 
 
 def family(pid: int) -> dict[int, str]:
@@ -122,6 +123,28 @@ def test_up_generate_and_stop_while_streaming(tmp_path: Path) -> None:
         assert all_gone(pids, 0)
         assert up.stdout.read() == ""
         assert re.search(r"^decode-0 +\| ", log.read_text(), re.MULTILINE)
+
+
+def test_a_secure_fleet_wants_its_key(tmp_path: Path) -> None:
+    secrets = tmp_path / "secrets"
+    with running(tmp_path, "--redis=none", f"--secure={secrets}") as (up, target, log):
+        assert log.read_text().count("joined") == 2
+        flags = ("x = 1\n", "--max-tokens=4", "--temperature=0", "--quiet", f"--ca={secrets / 'ca.crt'}")
+        key = (secrets / "api.key").read_text().strip()
+        answer = generate(target, *flags, api_key=key)
+        assert (answer.returncode, answer.stdout != "") == (0, True), answer.stderr
+        for environ, arguments, status in (
+            ({}, flags, "UNAUTHENTICATED"),
+            ({"api_key": key[:-1]}, flags, "UNAUTHENTICATED"),
+            ({"api_key": key}, flags[:-1], "UNAVAILABLE"),
+        ):
+            refused = generate(target, *arguments, **environ)
+            assert refused.returncode == 1
+            assert refused.stderr.startswith(f"error: {status}: "), refused.stderr
+        assert key not in log.read_text()
+        assert not any(key in command for command in family(up.pid).values())
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(10) == 0
 
 
 def test_a_killed_service_is_named(tmp_path: Path) -> None:

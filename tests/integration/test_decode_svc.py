@@ -34,7 +34,7 @@ async def test_a_request_continues_where_prefill_ended_and_its_account_adds_up()
 
 async def test_sequences_of_any_mixture_share_the_batch_and_each_gets_what_it_gets_alone() -> None:
     dice = random.Random(7)
-    async with rig(slots=8) as all_:
+    async with rig(slots=8, admits=32) as all_:
         router = await all_.router()
         all_.engine.gate.clear()
         expected = {}
@@ -104,7 +104,7 @@ async def test_a_choice_that_is_cancelled_leaves_the_others_alone() -> None:
 
 
 async def test_cancelling_frees_everything_while_fetching_waiting_and_running() -> None:
-    async with rig(slots=1) as all_:
+    async with rig(slots=1, admits=9) as all_:
         router = await all_.router()
         all_.engine.gate.clear()
         await router.request("running", [1, 2, 3], greedy(50))
@@ -124,7 +124,7 @@ async def test_cancelling_frees_everything_while_fetching_waiting_and_running() 
 
 
 async def test_the_end_of_a_session_frees_all_that_it_owned_and_nothing_else() -> None:
-    async with rig(slots=2) as all_:
+    async with rig(slots=2, admits=9) as all_:
         lost, kept = await all_.router(), await all_.router()
         all_.engine.gate.clear()
         for name in ("a", "b", "c"):
@@ -149,7 +149,7 @@ async def test_a_half_closed_session_ends_with_success_and_frees_its_attempts() 
 
 
 async def test_deadlines_end_fetches_waits_and_running_sequences() -> None:
-    async with rig(slots=1) as all_:
+    async with rig(slots=1, admits=9) as all_:
         router = await all_.router()
         all_.engine.gate.clear()
         for name, prompt in (("running", [1, 2]), ("waiting", [3, 4])):
@@ -165,7 +165,9 @@ async def test_deadlines_end_fetches_waits_and_running_sequences() -> None:
         await router.until(lambda: len(router.failures) == 3)
         all_.engine.gate.set()
         assert {failure.kind for failure in router.failures.values()} == {Failure.KIND_DEADLINE}
-        assert "0.4 s" in router.failures["running"].message
+        assert "was decoding at its deadline, 0.4" in router.failures["running"].message
+        assert "was slot_wait at its deadline, 0.4" in router.failures["waiting"].message
+        assert "was transferring at its deadline, 0.00" in router.failures["fetching"].message
         await all_.until_free()
 
 

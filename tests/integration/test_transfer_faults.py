@@ -44,6 +44,8 @@ async def test_a_flipped_bit_costs_one_frame(pair: Pair) -> None:
     again = pair.servicer.requests[1]
     assert (again.token_start, again.token_end) == (8, 16)
     assert (again.layer_start, again.layer_end) == (1, 2)
+    # A ticket is good for each retry once.
+    assert [request.retry for request in pair.servicer.requests] == [0, 1]
     assert len(pair.servicer.requests) == 2
     assert faults("bad_frame") == before + 1
 

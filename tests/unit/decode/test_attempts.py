@@ -8,8 +8,10 @@ import pytest
 
 from baton.engine.fake import FakeEngine
 from baton.errors import BatonError, IncompleteTransfer, InvalidRequest, OutOfPages
+from baton.lifecycle import State
 from baton.request import FinishReason, SamplingParams
-from decode_svc.attempts import Attempt, Attempts, AttemptState, Refused, sizes
+from decode_svc.attempts import Attempt, Attempts, Refused, sizes
+from decode_svc.ledger import entries
 from decode_svc.messages import AttemptKey, Reserve
 from tests.decoding import greedy, prefill
 
@@ -20,25 +22,32 @@ def engine(**settings: int) -> FakeEngine:
     return FakeEngine(**{"page_size": 4, "pages": 16, "max_model_len": 40, **settings})
 
 
+def of(fake: FakeEngine, reserve_tokens: int = 100) -> Attempts:
+    return Attempts(fake, reserve_tokens)
+
+
 def committed(attempts: Attempts, ours: Attempt, **handoff: object) -> int:
     ready = replace(prefill([1, 2, 3, 4, 5]).handoff, **handoff)
     return len(attempts.commit(ours, ready, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
-    ("context", "new", "choices", "tokens", "spare", "pages"),
+    ("context", "new", "choices", "first", "tokens", "spare", "pages"),
     [
-        (5, 3, 1, 8, 4, 2),
-        (8, 1, 1, 9, 4, 3),
-        (6, 6, 3, 12, 8, 7),
-        (8, 8, 2, 16, 8, 6),
-        (30, 100, 1, 40, 12, 10),
+        (5, 3, 1, 100, 8, 4, 2),
+        (8, 1, 1, 100, 9, 4, 3),
+        (6, 6, 3, 100, 12, 8, 7),
+        (8, 8, 2, 100, 16, 8, 6),
+        (30, 100, 1, 100, 40, 12, 10),
+        (5, 30, 1, 3, 8, 4, 2),
+        (8, 30, 3, 8, 16, 8, 8),
+        (4, 36, 12, 1, 5, 4, 13),
     ],
 )
-def test_a_reservation_holds_context_and_new_tokens_and_shares_only_full_pages(
-    context: int, new: int, choices: int, tokens: int, spare: int, pages: int
+def test_a_reservation_holds_context_and_first_outputs_and_shares_only_full_pages(
+    context: int, new: int, choices: int, first: int, tokens: int, spare: int, pages: int
 ) -> None:
-    need = sizes(engine().spec, Reserve(KEY, context, new, choices))
+    need = sizes(engine().spec, Reserve(KEY, context, new, choices), first)
     assert (need.tokens, need.spare_tokens, need.pages) == (tokens, spare, pages)
 
 
@@ -54,40 +63,46 @@ def test_a_reservation_holds_context_and_new_tokens_and_shares_only_full_pages(
     ],
 )
 def test_what_can_never_fit_is_refused_with_the_numbers(context: int, new: int, choices: int, words: str) -> None:
-    attempts = Attempts(engine())
+    attempts = of(engine())
     with pytest.raises(Refused, match=words):
-        attempts.reserve(1, Reserve(KEY, context, new, choices))
+        attempts.reserve(1, Reserve(KEY, context, new, choices), 0.0)
     assert len(attempts) == 0
+
+
+def test_what_could_not_be_generated_alone_in_an_empty_pool_is_refused_however_little_is_reserved() -> None:
+    with pytest.raises(Refused, match="needs 10 pages, there are 9"):
+        sizes(engine(pages=9).spec, Reserve(KEY, 10, 30, 1), 1)
+    assert sizes(engine(pages=10).spec, Reserve(KEY, 10, 30, 1), 1).pages == 3
 
 
 def test_a_reservation_takes_all_its_pages_or_none() -> None:
     fake = engine()
-    attempts = Attempts(fake)
-    attempts.reserve(1, Reserve(KEY, 10, 26, 1))
+    attempts = of(fake)
+    attempts.reserve(1, Reserve(KEY, 10, 26, 1), 0.0)
     with pytest.raises(OutOfPages, match=r"needs 8 pages, 7 of 16 are free"):
-        attempts.reserve(1, Reserve(AttemptKey("other", 0), 8, 12, 2))
+        attempts.reserve(1, Reserve(AttemptKey("other", 0), 8, 12, 2), 0.0)
     assert fake.audit() == {"r/0": 9}
     assert len(attempts) == 1
 
 
 def test_a_live_name_is_not_given_twice_but_each_session_has_its_own() -> None:
     fake = engine()
-    attempts = Attempts(fake)
-    first = attempts.reserve(1, Reserve(KEY, 4, 4, 1))
+    attempts = of(fake)
+    first = attempts.reserve(1, Reserve(KEY, 4, 4, 1), 0.0)
     with pytest.raises(Refused, match="attempt r/0 is reserved already"):
-        attempts.reserve(1, Reserve(KEY, 4, 4, 1))
-    assert attempts.reserve(2, Reserve(KEY, 4, 4, 1)) is not first
-    attempts.end(first)
-    attempts.reserve(1, Reserve(KEY, 4, 4, 1))
+        attempts.reserve(1, Reserve(KEY, 4, 4, 1), 0.0)
+    assert attempts.reserve(2, Reserve(KEY, 4, 4, 1), 0.0) is not first
+    attempts.end(first, 0.0)
+    attempts.reserve(1, Reserve(KEY, 4, 4, 1), 0.0)
     assert fake.stats().used == 4
 
 
 def test_choices_share_the_prompt_and_never_need_more_pages_than_reserved() -> None:
     fake = engine(pages=9)
-    attempts = Attempts(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 6, 6, 4))
+    attempts = of(fake)
+    attempt = attempts.reserve(1, Reserve(KEY, 6, 6, 4), 0.0)
     used = fake.stats().used
-    attempts.start(attempt)
+    attempts.start(attempt, 0.0)
     ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=4), choices=range(4))
     ready.write(fake, attempt.handle)
     sequences = attempts.commit(attempt, ready.handoff, 1.0, 2.0)
@@ -97,40 +112,40 @@ def test_choices_share_the_prompt_and_never_need_more_pages_than_reserved() -> N
     assert set(fake.audit()) == {"r/0", "r/0/1", "r/0/2", "r/0/3"}
     for each in sequences:
         fake.free(each.handle)
-        attempts.sequence_ended(each.id)
+        attempts.sequence_ended(each.id, 0.0)
     assert attempts.over(attempt)
-    attempts.end(attempt)
+    attempts.end(attempt, 0.0)
     assert fake.audit() == {}
 
 
 def test_choices_that_ended_with_their_first_token_or_were_cancelled_are_not_decoded() -> None:
     fake = engine()
-    attempts = Attempts(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 4))
-    attempts.start(attempt)
-    assert attempts.cancel_choice(attempt, 3) == []
+    attempts = of(fake)
+    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 4), 0.0)
+    attempts.start(attempt, 0.0)
+    assert attempts.cancel_choice(attempt, 3, 0.0) == []
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=4), choices=range(4)).handoff
     firsts = list(ready.first_tokens)
     firsts[0] = replace(firsts[0], finish=FinishReason.STOP)
     sequences = attempts.commit(attempt, replace(ready, first_tokens=tuple(firsts)), 0.0, 0.0)
     assert [each.state.choice_index for each in sequences] == [1, 2]
     assert fake.stats().used == 3 + 2
-    dropped = attempts.cancel_choice(attempt, 1)
+    dropped = attempts.cancel_choice(attempt, 1, 0.0)
     assert dropped == [sequences[0].id]
     assert not attempts.over(attempt)
-    assert attempts.end(attempt) == [sequences[1].id]
+    assert attempts.end(attempt, 0.0) == [sequences[1].id]
 
 
 def test_with_no_choice_left_nothing_is_decoded_and_the_end_frees_all() -> None:
     fake = engine()
-    attempts = Attempts(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 1))
-    attempts.start(attempt)
+    attempts = of(fake)
+    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 1), 0.0)
+    attempts.start(attempt, 0.0)
     first = replace(prefill([1, 2, 3, 4, 5]).handoff.first_tokens[0], finish=FinishReason.STOP)
     assert committed(attempts, attempt, first_tokens=(first,)) == 0
-    assert attempts.end(attempt) == []
-    assert attempts.end(attempt) == []
-    assert attempt.state is AttemptState.ENDED
+    assert attempts.end(attempt, 0.0) == []
+    assert attempts.end(attempt, 0.0) == []
+    assert attempt.life.state is State.ENDED
     assert fake.audit() == {}
 
 
@@ -151,22 +166,108 @@ def test_a_handoff_that_is_not_what_was_reserved_is_refused(
     change: dict[str, object], error: type[BatonError], words: str
 ) -> None:
     fake = engine()
-    attempts = Attempts(fake)
-    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 1))
-    attempts.start(attempt)
+    attempts = of(fake)
+    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 1), 0.0)
+    attempts.start(attempt, 0.0)
     with pytest.raises(error, match=words):
         committed(attempts, attempt, **change)
-    attempts.end(attempt)
+    attempts.end(attempt, 0.0)
     assert fake.audit() == {}
 
 
 def test_a_replay_reserves_what_is_left_and_continues_its_choice() -> None:
-    attempts = Attempts(engine())
-    attempt = attempts.reserve(1, Reserve(AttemptKey("r", 1), 7, 2, 1))
-    attempts.start(attempt)
+    attempts = of(engine())
+    attempt = attempts.reserve(1, Reserve(AttemptKey("r", 1), 7, 2, 1), 0.0)
+    attempts.start(attempt, 0.0)
     params = SamplingParams(max_tokens=4, seed=3, n=4)
     ready = prefill([1, 2, 3, 4, 5], params, attempt=1, choices=[2], outputs=[8, 9]).handoff
     (sequence,) = attempts.commit(attempt, ready, 0.0, 0.0)
     assert sequence.state.choice_index == 2
     assert sequence.output_ids[:2] == [8, 9]
     assert attempts.owner(sequence.id) == (attempt, 2)
+
+
+def test_every_state_has_the_deadline_of_the_request_or_its_own_if_that_comes_first() -> None:
+    attempts = of(engine())
+    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 1, deadline_s=30.0), 100.0, 10.0)
+    assert (attempt.life.state, attempt.life.deadline) == (State.RESERVED, 110.0)
+    attempts.start(attempt, 105.0, 60.0)
+    assert (attempt.life.state, attempt.life.deadline) == (State.TRANSFERRING, 130.0)
+    (sequence,) = attempts.commit(attempt, prefill([1, 2, 3, 4, 5]).handoff, 0.0, 107.0)
+    for state in (State.SLOT_WAIT, State.DECODING, State.PAUSED, State.DECODING):
+        if state is not State.SLOT_WAIT:
+            assert attempts.moved(sequence.id, state, 108.0) is attempt
+        assert (attempt.life.state, attempt.life.deadline) == (state, 130.0)
+    attempts.end(attempt, 109.0)
+    assert attempts.moved(sequence.id, State.PAUSED, 110.0) is None
+    sooner = attempts.reserve(1, Reserve(KEY, 5, 4, 1, deadline_s=30.0), 100.0, 10.0)
+    attempts.start(sooner, 105.0, 60.0, deadline_s=3.0)
+    assert sooner.life.deadline == 108.0
+
+
+def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
+    fake = engine()
+    attempts = of(fake)
+    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 3), 0.0)
+    attempts.start(attempt, 0.0)
+    ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3))
+    one, two, three = (each.id for each in attempts.commit(attempt, ready.handoff, 0.0, 0.0))
+    for sequence, state, expected in (
+        (one, State.DECODING, State.DECODING),
+        (two, State.DECODING, State.DECODING),
+        (two, State.PAUSED, State.DECODING),
+        (one, State.PAUSED, State.PAUSED),
+        (two, State.DECODING, State.DECODING),
+        (two, State.PAUSED, State.PAUSED),
+    ):
+        attempts.moved(sequence, state, 1.0)
+        assert attempt.life.state is expected
+    assert attempts.sequences == 3
+    attempts.cancel_choice(attempt, 1, 2.0)
+    assert attempt.life.state is State.PAUSED
+    attempts.cancel_choice(attempt, 0, 2.0)
+    assert attempt.life.state is State.SLOT_WAIT
+    assert attempts.sequences == 1
+    attempts.end(attempt, 3.0)
+    assert three not in attempts._owners
+    assert fake.audit() == {}
+
+
+def test_choices_take_over_their_spares_though_others_wait_for_every_page() -> None:
+    fake = engine(pages=9)
+    attempts = of(fake)
+    attempt = attempts.reserve(1, Reserve(KEY, 6, 6, 4), 0.0)
+    attempts.start(attempt, 0.0)
+    ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=4), choices=range(4))
+    # What a page returned for a moment would be snatched.
+    fake.watch_pages(lambda: fake.reserve("thief", 4))
+    assert len(attempts.commit(attempt, ready.handoff, 1.0, 2.0)) == 4
+    fake.watch_pages(None)
+    assert "thief" not in fake.audit()
+
+
+def test_the_ledger_names_every_handle_and_where_its_bytes_are() -> None:
+    fake = engine()
+    attempts = of(fake, 1)
+    waiting = attempts.reserve(1, Reserve(AttemptKey("w", 0), 8, 30, 2, deadline_s=50.0), 10.0)
+    running = attempts.reserve(1, Reserve(KEY, 5, 4, 1), 10.0)
+    attempts.start(running, 11.0)
+    (sequence,) = attempts.commit(running, prefill([1, 2, 3, 4, 5]).handoff, 0.0, 12.0)
+    page = 4 * fake.spec.kv_format.token_bytes
+    assert {entry.owner: entry.pages for entry in entries(attempts, fake, 13.0)} == fake.audit()
+    first, spare, ours = entries(attempts, fake, 13.0)
+    assert (first.owner, first.state, first.pages, first.bytes) == ("w/0", "reserved", 3, 3 * page)
+    assert (first.age_s, first.deadline_s) == (3.0, 47.0)
+    assert (spare.owner, spare.kind, spare.pages) == ("w/0/spare1", "kv", 1)
+    assert (ours.owner, ours.state, ours.age_s, ours.deadline_s) == ("r/0", "slot_wait", 1.0, None)
+    fake.insert(sequence.handle, sequence.state)
+    fake.pause(sequence.handle)
+    attempts.moved(sequence.id, State.DECODING, 14.0)
+    attempts.moved(sequence.id, State.PAUSED, 15.0)
+    paused = entries(attempts, fake, 16.0)[-1]
+    assert (paused.kind, paused.state, paused.pages) == ("host_kv", "paused", 0)
+    assert paused.bytes == 5 * fake.spec.kv_format.token_bytes
+    attempts.end(waiting, 17.0)
+    attempts.end(running, 17.0)
+    assert entries(attempts, fake, 17.0) == []
+    assert (fake.audit(), fake.host_kv()) == ({}, {})

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from baton.errors import EngineError
+from baton.lifecycle import State
 from baton.request import FinishReason, SequenceState
 from baton.worker.progress import Progress
-from decode_svc.loop import DecodeLoop, Report
+from decode_svc.loop import DecodeLoop, Lost, Report
+from decode_svc.messages import FailureKind
 from decode_svc.scheduler import Decoding
 from tests.decoding import LoggingEngine, alone, greedy, prefill
 
@@ -46,10 +49,16 @@ class Turns:
         pytest.fail(f"{numbers} have not finished, but {self.finished}")
 
     def turn(self) -> Report:
-        """One turn and its report; a drop of nothing keeps it from waiting for work."""
+        """One turn and its report, with what changed before the step; a drop of nothing keeps it from waiting."""
         self.loop.drop([])
+        told = len(self.reports)
         assert self.loop.turn()
-        report = self.reports[-1]
+        *changes, report = self.reports[told:]
+        assert not [each for each in changes if each.outputs or each.batch]
+        for each in changes:
+            report.moves += each.moves
+            report.failures = each.failures + report.failures
+            report.resumed += each.resumed
         for output in report.outputs:
             assert output.output_index == len(self.tokens[output.id])
             self.tokens[output.id] += [token.token_id for token in output.tokens]
@@ -100,15 +109,19 @@ def test_a_waiting_sequence_is_cancelled_without_ever_having_run() -> None:
     assert turns.engine.audit() == {}
 
 
-def test_each_turn_makes_one_report_of_its_step_and_of_the_load_after_it() -> None:
+def test_each_turn_reports_the_changes_of_the_batch_then_its_step_and_the_load_after_it() -> None:
     turns = Turns()
     turns.add(1, [1, 2], 2)
     turns.add(2, [3], 3)
     turns.add(3, [4], 3)
     report = turns.turn()
-    assert len(turns.reports) == 1
+    assert [(each.running, each.waiting) for each in turns.reports] == [(2, 1), (1, 1)]
+    assert report.moves == [(1, State.DECODING), (2, State.DECODING)]
     assert [output.id for output in report.outputs] == [1, 2]
-    assert (report.batch, report.running, report.waiting) == (2, 1, 1)
+    assert report.batch == 2
+    turns.turn()
+    turns.turn()
+    assert len(turns.reports) == 2 + 2 + 1
 
 
 def test_a_step_that_raises_fails_its_batch_and_no_other() -> None:
@@ -117,7 +130,7 @@ def test_a_step_that_raises_fails_its_batch_and_no_other() -> None:
         turns.add(number, [number], 4)
     turns.engine.fail_next = "out of memory"
     report = turns.turn()
-    assert report.failures == [(1, "EngineError: out of memory"), (2, "EngineError: out of memory")]
+    assert report.failures == [Lost(each, FailureKind.ENGINE, "EngineError: out of memory") for each in (1, 2)]
     assert set(turns.engine.audit()) == {"s3"}
     turns.until_finished(3)
     assert turns.tokens[3] == alone([3], greedy(4))
@@ -127,11 +140,27 @@ def test_a_step_that_raises_fails_its_batch_and_no_other() -> None:
 def test_a_sequence_that_cant_be_inserted_fails_alone() -> None:
     turns = Turns()
     bad = turns.add(1, [1, 2, 3], 4)
-    turns.engine.free(bad.handle)
+    bad.state = replace(bad.state, prompt_ids=[1] * 500)
     turns.add(2, [2], 2)
     report = turns.turn()
-    assert [number for number, _ in report.failures] == [1]
+    assert [(lost.id, lost.kind) for lost in report.failures] == [(1, FailureKind.ENGINE)]
     assert turns.finished == {2: FinishReason.LENGTH}
+    assert turns.engine.audit() == {}
+
+
+def test_a_sequence_whose_handle_was_freed_meanwhile_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    turns = Turns(slots=3)
+    ended, running = turns.add(1, [1, 2, 3], 4), turns.add(2, [4, 5, 6], 20)
+    turns.add(3, [2], 2)
+    turns.engine.free(ended.handle)
+    assert turns.turn().failures == []
+    turns.engine.free(running.handle)
+    assert turns.turn().failures == []
+    assert turns.finished == {3: FinishReason.LENGTH}
+    turns.loop.drop([1, 2])
+    turns.turn()
+    assert not caplog.records
+    assert turns.engine.audit() == {}
 
 
 def test_pages_that_dont_audit_clean_after_a_fault_end_the_loop_and_free_everything() -> None:

@@ -22,9 +22,21 @@ class Handle:
     alive: bool = True
 
 
-def sequence(number: int, *, max_tokens: int = 4, ready_at: float = 0.0, first: int = 50) -> Decoding:
+def sequence(
+    number: int, *, max_tokens: int = 4, ready_at: float = 0.0, first: int = 50, age: int = 0, capacity: int = 64
+) -> Decoding:
     state = SequenceState(SamplingParams(max_tokens=max_tokens), (10, 11, 12), (first,))
-    return Decoding(number, Handle(), state, [first], fetch_ms=7.0, ready_at=ready_at)
+    return Decoding(number, Handle(capacity=capacity), state, [first], fetch_ms=7.0, ready_at=ready_at, age=age)
+
+
+def paused(scheduler: Scheduler, count: int) -> list[int]:
+    """Pause so many, as the loop does."""
+    found = []
+    for _ in range(count):
+        each = scheduler.pause()
+        each.handle.capacity = 0  # type: ignore[misc]
+        found.append(each.id)
+    return found
 
 
 def ids(sequences: list[Decoding]) -> list[int]:
@@ -112,3 +124,96 @@ def test_no_tokens_are_nothing_to_tell() -> None:
     scheduler.admit(0.0)
     assert scheduler.advance(one.handle, (), 0.0) is None
     assert scheduler.running == 1
+
+
+LONG = replace(SPEC, max_model_len=1000, slots=3)
+
+
+def test_those_without_room_for_the_next_token_are_told_oldest_first() -> None:
+    scheduler = Scheduler(LONG)
+    full = {number: sequence(number, age=age, capacity=3) for number, age in ((1, 7), (2, 5), (3, 5))}
+    scheduler.add(full.values())
+    scheduler.admit(0.0)
+    assert ids(scheduler.short()) == [2, 3, 1]
+    full[2].handle.capacity = 4  # type: ignore[misc]
+    assert ids(scheduler.short()) == [3, 1]
+
+
+def test_the_youngest_by_reservation_is_paused_first_and_the_oldest_comes_back_first() -> None:
+    scheduler = Scheduler(LONG)
+    scheduler.add([sequence(1, age=7), sequence(2, age=5), sequence(3, age=6)])
+    scheduler.admit(0.0)
+    assert paused(scheduler, 3) == [1, 3, 2]
+    assert (scheduler.running, scheduler.paused) == (0, 3)
+    came_back = []
+    while (each := scheduler.resumable(99)) is not None:
+        scheduler.resume(each)
+        came_back.append(each.id)
+    assert came_back == [2, 3, 1]
+    assert scheduler.paused == 0
+
+
+def test_a_paused_sequence_comes_back_before_one_that_waits_but_only_into_a_slot() -> None:
+    scheduler = Scheduler(replace(LONG, slots=1))
+    old, waiting = sequence(1, age=1), sequence(2, age=2)
+    scheduler.add([old])
+    scheduler.admit(0.0)
+    scheduler.add([waiting])
+    paused(scheduler, 1)
+    assert scheduler.resumable(99) is old
+    scheduler.resume(old)
+    assert scheduler.admit(0.0) == []
+    paused(scheduler, 1)
+    # While there is no room for it, the slot goes to the one that holds its pages anyhow.
+    assert scheduler.resumable(0) is None
+    assert ids(scheduler.admit(0.0)) == [2]
+    assert scheduler.resumable(99) is None
+
+
+def test_room_is_what_the_whole_batch_needs_to_go_on_for_a_while() -> None:
+    # Pages of 16 tokens. A sequence has 4 tokens and goes on for 64: 68 tokens are 5 pages.
+    scheduler = Scheduler(LONG)
+    scheduler.add([sequence(1, age=1, max_tokens=500, capacity=16), sequence(2, age=2, max_tokens=500, capacity=16)])
+    scheduler.admit(0.0)
+    paused(scheduler, 1)
+    # 5 for the one that returns, and 4 more for the one that runs with 1.
+    assert scheduler.resumable(8) is None
+    assert scheduler.resumable(9) is not None
+
+
+def test_no_more_room_is_asked_for_than_there_is_left_to_generate() -> None:
+    scheduler = Scheduler(LONG)
+    scheduler.add([sequence(1, max_tokens=20, capacity=16)])
+    scheduler.admit(0.0)
+    paused(scheduler, 1)
+    assert scheduler.resumable(1) is None
+    assert scheduler.resumable(2) is not None
+    short = Scheduler(replace(LONG, max_model_len=30))
+    short.add([sequence(1, max_tokens=500, capacity=16)])
+    short.admit(0.0)
+    paused(short, 1)
+    assert short.resumable(2) is not None
+
+
+def test_a_sequence_comes_back_to_as_many_pages_as_it_had() -> None:
+    scheduler = Scheduler(LONG)
+    scheduler.add([sequence(1, max_tokens=500, capacity=16 * 9)])
+    scheduler.admit(0.0)
+    paused(scheduler, 1)
+    assert scheduler.resumable(8) is None
+    assert scheduler.resumable(9) is not None
+
+
+def test_there_is_nothing_to_do_while_what_is_paused_lacks_room() -> None:
+    scheduler = Scheduler(LONG)
+    assert scheduler.idle(99)
+    scheduler.add([sequence(1)])
+    assert not scheduler.idle(0)
+    scheduler.admit(0.0)
+    assert not scheduler.idle(0)
+    paused(scheduler, 1)
+    assert scheduler.idle(0)
+    assert not scheduler.idle(9)
+    assert ids(scheduler.drop([1])) == [1]
+    assert scheduler.idle(9)
+    assert scheduler.all() == []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, Overloaded
 from baton.pb import decode_pb2, inference_pb2
 from baton.request import FinishReason, TokenInfo
 from decode_svc.messages import (
@@ -14,6 +16,7 @@ from decode_svc.messages import (
     Down,
     Failure,
     FailureKind,
+    Heartbeat,
     Output,
     Reserve,
     Reserved,
@@ -21,6 +24,7 @@ from decode_svc.messages import (
 )
 from decode_svc.servicer import command_from_proto, down_to_proto
 from decode_svc.session import Session
+from tests.property.virtual import VirtualLoop
 
 KEY = AttemptKey("r", 2)
 KEY_MESSAGE = decode_pb2.AttemptKey(request_id="r", attempt=2)
@@ -41,20 +45,59 @@ async def test_what_came_up_together_is_one_message_and_the_end_comes_after_the_
         await anext(messages)
 
 
+def test_once_a_second_a_message_lists_who_lives_whatever_else_it_says() -> None:
+    loop = VirtualLoop()
+    live = [KEY]
+    told: list[tuple[float, list[AttemptKey] | None]] = []
+
+    async def talk() -> None:
+        session = Session(1, "router", lambda: live)
+
+        async def listen() -> None:
+            told.extend([(round(loop.time(), 3), down.live) async for down in session.messages()])
+
+        listening = asyncio.create_task(listen())
+        await asyncio.sleep(0.75)
+        session.tell(Reserved(KEY, True))
+        await asyncio.sleep(0.75)
+        live.clear()
+        session.tell(Failure(KEY, FailureKind.ENGINE, "why"))
+        await asyncio.sleep(0.75)
+        session.end()
+        await listening
+
+    loop.run_until_complete(talk())
+    loop.close()
+    assert told == [(0.75, None), (1.0, [KEY]), (1.5, None), (2.0, [])]
+
+
+async def test_a_session_that_ends_by_an_error_keeps_nothing() -> None:
+    session = Session(1, "router")
+    for _ in range(3):
+        session.tell(Reserved(KEY, False))
+    assert session.unread == 3
+    session.end(Overloaded("3 answers were not read"))
+    assert [down async for down in session.messages()] == []
+    assert session.unread == 0
+
+
 def test_commands_are_read() -> None:
     up = decode_pb2.SessionUp
     reserve = decode_pb2.Reserve(key=KEY_MESSAGE, context_tokens=5, max_new_tokens=6, choices=2)
     assert command_from_proto(up(reserve=reserve)) == Reserve(KEY, 5, 6, 2)
+    reserve.deadline_ms = 2500
+    assert command_from_proto(up(reserve=reserve)) == Reserve(KEY, 5, 6, 2, 2.5)
     start = decode_pb2.Start(
         key=KEY_MESSAGE, transfer_id="t", source_address="h:1", source_incarnation="i", deadline_ms=1500
     )
     assert command_from_proto(up(start=start)) == Start(KEY, "t", "h:1", "i", 1.5)
-    start.deadline_ms = 0
-    assert command_from_proto(up(start=start)) == Start(KEY, "t", "h:1", "i", None)
+    start.deadline_ms, start.ticket = 0, b"signed"
+    assert command_from_proto(up(start=start)) == Start(KEY, "t", "h:1", "i", None, b"signed")
     assert command_from_proto(up(cancel=decode_pb2.Cancel(key=KEY_MESSAGE))) == Cancel(KEY)
     choice = decode_pb2.Cancel(key=KEY_MESSAGE, choice_index=0)
     assert command_from_proto(up(cancel=choice)) == Cancel(KEY, 0)
-    assert command_from_proto(up(heartbeat=decode_pb2.Heartbeat())) is None
+    beat = decode_pb2.Heartbeat(live=[KEY_MESSAGE])
+    assert command_from_proto(up(heartbeat=beat)) == Heartbeat(frozenset({KEY}))
     assert command_from_proto(up()) is None
 
 
@@ -68,13 +111,17 @@ def test_a_command_without_a_request_id_and_a_second_hello_are_refused_by_name()
 def test_messages_are_written() -> None:
     timings = DecodeTimings(1.0, 2.0, 3.0)
     down = Down(
-        reserved=[Reserved(KEY, False, "full", never=True)],
+        reserved=[Reserved(KEY, False, "full", never=True, retry_after_s=0.25)],
         outputs=[Output(KEY, 1, 7, (TokenInfo(5, -0.5, ((5, -0.5),)),), FinishReason.STOP, timings)],
         failures=[Failure(KEY, kind, "why") for kind in FailureKind],
     )
     message = down_to_proto(down)
     (reserved,), (output,) = message.reserved, message.outputs
     assert (reserved.key, reserved.granted, reserved.reason, reserved.never) == (KEY_MESSAGE, False, "full", True)
+    assert reserved.retry_after_ms == 250
+    assert not message.HasField("heartbeat")
+    assert list(down_to_proto(Down(live=[KEY])).heartbeat.live) == [KEY_MESSAGE]
+    assert down_to_proto(Down(live=[])).HasField("heartbeat")
     assert (output.choice_index, output.output_index, output.tokens[0].token_id) == (1, 7, 5)
     assert output.tokens[0].top[0].logprob == -0.5
     assert output.finish_reason == inference_pb2.FINISH_REASON_STOP

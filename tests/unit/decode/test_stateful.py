@@ -1,7 +1,8 @@
 """Arbitrary interleavings of reservations, fetches, cancels, deadlines, steps, faults and lost sessions.
 
 Whatever happens, each attempt ends exactly once, its tokens are those of its prompt, nothing is told of an attempt
-that ended, and the pages in use are those of live attempts; once all is over, none is.
+that ended, and the pages and the host memory in use are those of live attempts; once all is over, none is. Pool and
+host memory are small, so that sequences are paused, come back, and are given back.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from baton.errors import IncompleteTransfer
 from baton.request import FinishReason, Handoff, SamplingParams
 from baton.worker.config import WorkerConfig
 from baton.worker.status import WorkerRole, new_identity
+from decode_svc.admission import Admission
 from decode_svc.config import DecodeConfig
 from decode_svc.loop import Report
 from decode_svc.messages import AttemptKey, Cancel, Down, Reserve, Start
@@ -64,7 +66,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = SEQUENTIAL
-        self.engine = LoggingEngine(page_size=4, pages=24, slots=3, max_model_len=64)
+        self.engine = LoggingEngine(page_size=4, pages=24, slots=3, max_model_len=64, host_kv_memory=64 * 64)
         self.by_transfer: dict[str, Try] = {}
         self.numbers = itertools.count()
         self.tasks: list[asyncio.Task[None]] = []
@@ -72,7 +74,9 @@ class DecodeMachine(RuleBasedStateMachine):
 
     async def _open(self) -> None:
         identity = new_identity(WorkerConfig(), WorkerRole.DECODE, self.engine.spec, "")
-        self.service = DecodeService(DecodeConfig(start_timeout_s=1000), self.engine, identity, self._fetch)
+        config = DecodeConfig(start_timeout_s=1000, reserve_tokens=2)
+        self.service = DecodeService(config, self.engine, identity, self._fetch)
+        self.service._admission = Admission(8, 0.0)
         # Reports on their way from one thread to the other: commands may overtake them.
         self.reports: list[Report] = []
         self.service.loop._emit = self.reports.append
@@ -151,7 +155,7 @@ class DecodeMachine(RuleBasedStateMachine):
         target=tries,
         session=sessions,
         length=st.sampled_from(sorted(PROMPTS)),
-        max_tokens=st.integers(1, 6),
+        max_tokens=st.sampled_from([1, 2, 5, 12, 40]),
         choices=st.integers(1, 3),
     )
     def reserve(self, session: Session, length: int, max_tokens: int, choices: int) -> object:
@@ -164,7 +168,9 @@ class DecodeMachine(RuleBasedStateMachine):
             if first.finish is not None:
                 ours.finished[first.choice_index] = first.finish
         self.by_transfer[key.request_id] = ours
+        paused = self.service.loop.paused
         self._call(self.service.handle, session, Reserve(key, length, max_tokens, choices))
+        assert not (paused and ours.granted)
         return ours if ours.granted else multiple()
 
     @rule(ours=tries, expired=st.sampled_from([False, False, True]))
@@ -186,9 +192,14 @@ class DecodeMachine(RuleBasedStateMachine):
                 ours.fetched.set_exception(IncompleteTransfer("a range is missing"))
             self._settle()
 
-    @rule(session=sessions, length=st.sampled_from(sorted(PROMPTS)), choices=st.integers(1, 3))
-    def reserve_start_and_fetch(self, session: Session, length: int, choices: int) -> None:
-        ours = self.reserve(session, length, 5, choices)
+    @rule(
+        session=sessions,
+        length=st.sampled_from(sorted(PROMPTS)),
+        max_tokens=st.sampled_from([5, 40]),
+        choices=st.integers(1, 3),
+    )
+    def reserve_start_and_fetch(self, session: Session, length: int, max_tokens: int, choices: int) -> None:
+        ours = self.reserve(session, length, max_tokens, choices)
         if isinstance(ours, Try):
             self.start(ours, False)
             self.end_fetch(ours, True)
@@ -212,6 +223,12 @@ class DecodeMachine(RuleBasedStateMachine):
         self.service.loop.turn()
         self.engine.fail_next = ""
 
+    @rule(turns=st.integers(5, 40))
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            self.turn("")
+            self.deliver()
+
     @rule()
     def deliver(self) -> None:
         while self.reports:
@@ -223,7 +240,7 @@ class DecodeMachine(RuleBasedStateMachine):
     @invariant()
     def pages_belong_to_live_attempts(self) -> None:
         live = {str(attempt.key) for attempt in self.service.attempts}
-        owners = {"/".join(owner.split("/")[:2]) for owner in self.engine.audit()}
+        owners = {"/".join(owner.split("/")[:2]) for owner in (*self.engine.audit(), *self.engine.host_kv())}
         if not self.service.loop._inbox.qsize():
             assert owners <= live
 
@@ -240,18 +257,20 @@ class DecodeMachine(RuleBasedStateMachine):
         started = [ours for ours in self.by_transfer.values() if ours.started and not ours.ended]
         for ours in started:
             self.end_fetch(ours, True)
-        for _ in range(60):
+        for _ in range(1000):
+            if all(ours.ended for ours in started):
+                break
             self.turn("")
             self.deliver()
         assert all(ours.ended for ours in started)
         for session in list(self.service._sessions.values()):
             self.lose_session(session)
-        self.turn("")
-        self.deliver()
+        # Without a turn: what ended has given everything back at once.
         assert self.engine.audit() == {}
         assert len(self.service.attempts) == 0
-        assert not self.service._timers
-        assert not self.service._fetches
+        assert not len(self.service._deadlines)
+        assert not len(self.service._fetches)
+        assert self.engine.host_kv() == {}
         self.loop.run_until_complete(asyncio.wait_for(self._close(), 10))
 
     async def _close(self) -> None:

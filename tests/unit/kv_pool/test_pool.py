@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.errors import EngineError, OutOfPages
 from baton.kv.pool import PageHandle, PagePool
+from tests.effort import machine_test
 
 TOKENS = st.integers(0, 40)
 
@@ -28,6 +28,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.held: dict[PageHandle, list[int]] = {}
         self.pins: list[tuple[Sequence[int], ExitStack]] = []
         self.names = iter(range(10**9))
+        self.returns = 0
+        self.free_before = pages
+        self.pool.watch(self.told)
+
+    def told(self) -> None:
+        self.returns += 1
+        # Whoever is told may take them at once: no lock is held.
+        self.pool.free(self.pool.reserve("probe", 0))
 
     def pick(self, index: int) -> PageHandle | None:
         return self.alive[index % len(self.alive)] if self.alive else None
@@ -91,6 +99,32 @@ class PoolMachine(RuleBasedStateMachine):
         assert (copy is not None) == bool(rest)
         if copy is not None:
             assert (copy.source, copy.target, copy.tokens) == (parent.pages[full], child.pages[full], rest)
+        self.granted(child, list(child.pages))
+
+    @rule(index=st.integers(0, 99), donor=st.integers(0, 99), more=TOKENS)
+    def fork_into(self, index: int, donor: int, more: int) -> None:
+        parent, spare = self.pick(index), self.pick(donor)
+        if parent is None or spare is None or parent is spare:
+            return
+        full = parent.capacity // self.pool.page_size
+        need, given = self.pool.pages_for(parent.capacity + more) - full, set(spare.pages)
+        used = any(pages is spare.pages for pages, _ in self.pins) or any(self.owners(page) > 1 for page in given)
+        if used:
+            with pytest.raises(EngineError, match="in use"):
+                self.pool.fork(parent, "x", parent.capacity, parent.capacity + more, spare)
+            return
+        if need - len(given) > self.pool.pages - len(self.busy()):
+            with pytest.raises(OutOfPages):
+                self.pool.fork(parent, "x", parent.capacity, parent.capacity + more, spare)
+            assert spare.alive
+            return
+        child, _ = self.pool.fork(parent, str(next(self.names)), parent.capacity, parent.capacity + more, spare)
+        own = set(child.pages[full:])
+        assert own <= given or given <= own
+        assert not spare.alive
+        self.alive.remove(spare)
+        del self.held[spare]
+        self.dead.append(spare)
         self.granted(child, list(child.pages))
 
     @rule(index=st.integers(0, 99))
@@ -158,6 +192,9 @@ class PoolMachine(RuleBasedStateMachine):
         stats = self.pool.stats()
         assert stats.used + stats.free + stats.cached == stats.total == self.pool.pages
         assert stats.used == len(self.busy())
+        if stats.free > self.free_before:
+            assert self.returns
+        self.free_before, self.returns = stats.free, 0
         for handle in self.alive:
             assert ledger[handle.owner] == len(handle.pages) == len(self.held[handle])
 
@@ -172,8 +209,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not any(handle.alive for handle in self.alive)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-TestPool = PoolMachine.TestCase
+TestPool = machine_test(PoolMachine, 80, 40)
 
 
 def test_the_ledger_names_owners_and_those_still_draining() -> None:

@@ -56,6 +56,7 @@ def test_retry_delay_follows_the_pace() -> None:
         line.push(i, tenant="", now=0)
     for i in range(50):
         line.pop(now=0.5 * i)
+        line.departed(now=0.5 * i)
     assert line.retry_after() == pytest.approx(25, rel=0.01)
 
 

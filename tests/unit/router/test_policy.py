@@ -7,7 +7,18 @@ from dataclasses import replace
 import pytest
 
 from baton.kv.format import KvFormat, KvPart
-from router.policy import Choice, DecodeView, Demand, Fleet, PrefillView, choose, servable
+from router.breaker import Shut
+from router.policy import (
+    Choice,
+    DecodeView,
+    Demand,
+    Fleet,
+    PrefillView,
+    choose,
+    matching_decodes,
+    quietest,
+    servable,
+)
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=2, block_size=16)
 HALF = replace(KV, parts=tuple(replace(part, dtype="bfloat16") for part in KV.parts))
@@ -101,3 +112,47 @@ def test_without_decode_only_prefill_matters() -> None:
     assert pick([P], []) is None
     assert servable(Fleet((P,), ()), decodes=False)
     assert not servable(Fleet((P,), ()), decodes=True)
+
+
+def test_open_breakers_are_the_last_resort_for_everybody() -> None:
+    p2, d2 = replace(P, name="p2", pending_tokens=10**6), replace(D, name="d2", free_tokens=1)
+    fleet = Fleet((P, p2), (D, d2))
+
+    def shut(*workers: str, pairs: tuple[tuple[str, str], ...] = ()) -> Choice | None:
+        return choose(fleet, Demand(1), prefill_limit=4, shut=Shut(frozenset(workers), frozenset(pairs)))
+
+    assert shut("p") == Choice("p2", ("d", "d2"))
+    assert shut("d") == Choice("p", ("d2",))
+    assert shut(pairs=(("p", "d"),)) == Choice("p", ("d2",))
+    assert shut(pairs=(("p", "d"), ("p", "d2"))) == Choice("p2", ("d", "d2"))
+    assert shut("p", "p2", "d", "d2") == Choice("p", ("d", "d2"))
+    # The least bad: of two shut workers the one that did not fail this request as well.
+    both = Shut(frozenset({"d", "d2"}))
+    assert choose(fleet, Demand(1, avoid=frozenset({"d"})), prefill_limit=4, shut=both) == Choice("p", ("d2",))
+
+
+def test_what_is_kept_for_one_request_is_for_no_other() -> None:
+    fleet = Fleet((P, replace(P, name="p2")), (D, replace(D, name="d2")))
+    held = frozenset({"p", "d"})
+    assert choose(fleet, Demand(1), prefill_limit=4, held=held) == Choice("p2", ("d2",))
+    assert choose(Fleet((P,), (D,)), Demand(1), prefill_limit=4, held=held) is None
+    assert servable(Fleet((P,), (D,)), decodes=True)
+
+
+def test_who_can_never_hold_it_is_not_asked_again() -> None:
+    fleet = Fleet((P,), (D, replace(D, name="d2"), replace(D, name="other", kv_format=HALF)))
+    assert choose(fleet, Demand(1, never=frozenset({"d"})), prefill_limit=4) == Choice("p", ("d2",))
+    assert choose(fleet, Demand(1, never=frozenset({"d", "d2"})), prefill_limit=4) is None
+    assert matching_decodes(fleet) == {"d", "d2"}
+
+
+def test_alone_goes_where_least_of_ours_runs_and_says_whether_that_is_nothing() -> None:
+    p2, d2 = replace(P, name="p2", own_requests=1), replace(D, name="d2", own_requests=1)
+    demand = Demand(1, alone=True)
+    assert quietest(Fleet((P, p2), (D, d2)), demand) == (Choice("p", ("d",)), True)
+    assert quietest(Fleet((p2,), (D,)), demand) == (Choice("p2", ("d",)), False)
+    assert quietest(Fleet((P,), (d2,)), demand) == (Choice("p", ("d2",)), False)
+    assert quietest(Fleet((P,), ()), demand) is None
+    avoided = replace(demand, avoid=frozenset({"d"}))
+    assert quietest(Fleet((P,), (D, d2)), avoided) == (Choice("p", ("d2",)), False)
+    assert quietest(Fleet((p2, P), ()), Demand(1, decodes=False, alone=True)) == (Choice("p"), True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
+from baton.ledger import Ledger
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
 from baton.worker.config import WorkerConfig
@@ -24,6 +26,11 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 def nothing(server: grpc.aio.Server) -> None:
     """Add no service."""
+
+
+async def no_ledger() -> Ledger:
+    """Nobody holds anything."""
+    return Ledger("w", "decode")
 
 
 async def ops_status(address: str, path: str) -> int:
@@ -42,8 +49,12 @@ async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_fo
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, "digest"), WorkerLoad)
     now = 0.0
     progress = Progress(lambda: now)
-    both = {"control": Service("x.Control", nothing), "kv": Service("x.Kv", nothing)}
-    async with listeners(config, hub, progress, **both) as addresses, control_channel(addresses.control) as channel:
+    rest: dict[str, Any] = {
+        "control": Service("x.Control", nothing),
+        "kv": Service("x.Kv", nothing),
+        "ledger": no_ledger,
+    }
+    async with listeners(config, hub, progress, **rest) as addresses, control_channel(addresses.control) as channel:
         watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
         first = status_from_proto(await watch.read())
         assert first.identity == hub.identity
@@ -58,7 +69,11 @@ async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_fo
         assert (await health.read()).status == NOT_SERVING
         assert await ops_status(addresses.ops, "/ready") == 503
         assert await ops_status(addresses.ops, "/live") == 200
+        while not (await watch.read()).stalled:
+            pass
         progress.idle()
+        while (await watch.read()).stalled:
+            pass
         assert (await health.read()).status == SERVING
 
         hub.drain()
@@ -72,6 +87,10 @@ async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_fo
 async def test_an_advertised_address_replaces_the_bound_one() -> None:
     config = WorkerConfig(kv_advertise="kv.example:7001")
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, ""), WorkerLoad)
-    both = {"control": Service("x.Control", nothing), "kv": Service("x.Kv", nothing)}
-    async with listeners(config, hub, Progress(), **both):
+    rest: dict[str, Any] = {
+        "control": Service("x.Control", nothing),
+        "kv": Service("x.Kv", nothing),
+        "ledger": no_ledger,
+    }
+    async with listeners(config, hub, Progress(), **rest):
         assert hub.identity.shards[0].kv_address == "kv.example:7001"

@@ -1,4 +1,4 @@
-"""A worker as a process: signals, drain and exit status."""
+"""A service as a process: signals, drain and exit status."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 
 import pytest
 
+from baton import process
 from baton.errors import EngineError
-from baton.worker import process
-from baton.worker.listeners import Addresses
-from baton.worker.process import serve
+from baton.process import serve
 
 
 class Worker:
     """A worker that drains when told to, and remembers its life."""
 
     def __init__(self) -> None:
-        self.addresses = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+        self.listening = "control=127.0.0.1:1 kv=127.0.0.1:2"
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.draining, self.drained, self.up = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.life: list[str] = []
@@ -49,8 +50,7 @@ async def test_a_signal_drains_and_ends_with_success(
     worker.drained.set()
     assert await asyncio.wait_for(serving, 10) == 0
     assert worker.life == ["drained", "stopped"]
-    expected = "listening control=127.0.0.1:1 kv=127.0.0.1:2 ops=127.0.0.1:3\n"
-    assert capsys.readouterr().out == expected
+    assert capsys.readouterr().out == "listening control=127.0.0.1:1 kv=127.0.0.1:2\n"
 
 
 async def test_a_second_signal_cuts_the_drain_short() -> None:
@@ -92,3 +92,65 @@ async def test_a_worker_that_does_not_stop_is_ended(monkeypatch: pytest.MonkeyPa
     worker.failed.set_exception(EngineError("the engine hangs"))
     await asyncio.wait_for(serve(worker.run(), "decode"), 10)
     assert statuses == [1]
+
+
+async def test_a_worker_that_fails_while_it_drains_ends_with_an_error() -> None:
+    worker = Worker()
+    serving = asyncio.create_task(serve(worker.run(), "decode"))
+    await worker.up.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(worker.draining.wait(), 10)
+    worker.failed.set_exception(EngineError("page audit failed"))
+    assert await asyncio.wait_for(serving, 10) == 1
+
+
+LOADING = """
+import asyncio, contextlib, sys, threading
+from dataclasses import dataclass
+from baton.process import main
+
+@contextlib.asynccontextmanager
+async def run(settings):
+    def load():
+        print("loading", flush=True)
+        threading.Event().wait()
+    try:
+        await asyncio.to_thread(load)
+    finally:
+        print("left", flush=True)
+    yield
+
+@dataclass(frozen=True)
+class Settings:
+    pass
+
+{before}
+sys.exit(main("decode", "decode_svc", Settings, run))
+"""
+IMPORTING = """
+def run(settings):
+    print("importing", flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("before", "said"), [("", b"loading\nleft\n"), (IMPORTING, b"importing\n")])
+async def test_a_signal_during_the_start_ends_the_process_at_once(
+    number: signal.Signals, before: str, said: bytes
+) -> None:
+    script = LOADING.format(before=before)
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=PIPE, stderr=PIPE)
+    assert child.stdout is not None
+    try:
+        async with asyncio.timeout(30):
+            first = await child.stdout.readline()
+            child.send_signal(number)
+        async with asyncio.timeout(5):
+            rest, errors = await child.communicate()
+        assert (child.returncode, first + rest) == (0, said), errors
+        assert b"Traceback" not in errors
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()

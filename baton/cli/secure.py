@@ -1,0 +1,75 @@
+"""What `baton up --secure DIR` keeps in DIR, and the flags by which its services use it.
+
+    as `baton certs` makes them    CA, certificates of router and admin, keys of tickets
+    prefill-0.… decode-0.… …       a certificate for each worker, so that a ticket for one serves no other
+    api_keys.json                  hashes of the API keys that the router takes
+    api.key                        one such key, in the clear, for its owner only
+
+What is there is used as it is; only what lacks is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from baton import keys
+from baton.cli.certs import issue, make_all, write_private
+from baton.rpc.tls import Tls
+
+_TENANT = "default"
+_ANY_HOST = ("0.0.0.0", "::")
+
+
+def worker_names(role: str, count: int) -> list[str]:
+    """What the workers of a role are called."""
+    return [f"{role}-{index}" for index in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class SecureFleet:
+    """A directory in which everything is there."""
+
+    directory: Path
+
+    @classmethod
+    def prepare(cls, directory: Path, hosts: Sequence[str], workers: Mapping[str, int]) -> Self:
+        """Make what lacks, for a router reached at `hosts` and so many workers of each role. Raises ConfigError."""
+        fleet = cls(directory.absolute())
+        if not fleet.file("ca.crt").exists():
+            make_all(directory, hosts=[host for host in hosts if host not in _ANY_HOST])
+        for role, count in workers.items():
+            for name in worker_names(role, count):
+                if not fleet.file(f"{name}.crt").exists():
+                    issue(directory, role, name)
+        if not fleet.file("api.key").exists():
+            key = keys.add(fleet.file("api_keys.json"), tenant=_TENANT, admin=True)
+            write_private(fleet.file("api.key"), f"{key}\n".encode())
+        return fleet
+
+    def file(self, name: str) -> Path:
+        """The path of a file."""
+        return self.directory / name
+
+    def worker_flags(self, name: str) -> list[str]:
+        """TLS of a worker, and whose tickets it takes."""
+        return [*self._tls_flags(name), f"--ticket-keys={self.file('ticket.pub')}"]
+
+    def router_flags(self) -> list[str]:
+        """TLS of the router, what it signs tickets with, and whose keys it takes."""
+        own = [f"--ticket-key={self.file('ticket.key')}", f"--api-keys={self.file('api_keys.json')}"]
+        return [*self._tls_flags("router"), *own]
+
+    def admin(self) -> Tls:
+        """TLS of who supervises the fleet."""
+        return Tls(*(str(self.file(name)) for name in ("admin.crt", "admin.key", "ca.crt")))
+
+    def words(self) -> str:
+        """Where clients find what they need, for the ready line."""
+        return f" ca={self.file('ca.crt')} api_key_file={self.file('api.key')}"
+
+    def _tls_flags(self, name: str) -> list[str]:
+        files = {"cert": f"{name}.crt", "key": f"{name}.key", "ca": "ca.crt"}
+        return [f"--tls-{setting}={self.file(file)}" for setting, file in files.items()]

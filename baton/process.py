@@ -1,0 +1,152 @@
+"""A service as a process: start, say where it listens, serve until told to stop, drain.
+
+    main ── settings ── start ── "listening ..." ── signal ── drain ── stop      status 0
+      │        └ 2        │                            │        └ again: stop now
+      └ signal: 0         └ signal: 0                  └ the service fails: 1
+
+On SIGTERM or SIGINT a service drains and the process ends with status 0; a second signal cuts the drain short. One
+that comes before the service listens ends the process at once, since nobody counts on it yet: the load of a model
+runs on a thread, which can't be ended otherwise. When the service itself fails, the process says why and ends with
+status 1; so it does when the service can't stop within STOP_S, because a thread of its hangs. Signal handlers are
+set here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from baton.config import load
+from baton.errors import BatonError
+
+STOP_S = 15.0
+ABANDON_S = 0.5
+_NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+_log = logging.getLogger(__name__)
+
+
+class App(Protocol):
+    """A running service."""
+
+    @property
+    def listening(self) -> str:
+        """Where it listens: "name=host:port" for each listener."""
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """Gets an exception when the service can't go on."""
+
+    async def drain(self) -> None:
+        """Refuse new work and return when the accepted work is done, or its grace period is over."""
+
+
+Running: TypeAlias = contextlib.AbstractAsyncContextManager[App]
+C = TypeVar("C")
+
+
+def main(role: str, package: str, settings: type[C], run: Callable[[C], Running]) -> int:
+    """Run a service until a signal; the exit status: 0 after a drain, 1 when it failed, 2 for bad settings.
+
+    `run` may load what takes long: --help and bad settings are answered before it is called.
+    """
+    for number in _NUMBERS:
+        signal.signal(number, lambda *_: os._exit(0))
+    try:
+        return asyncio.run(serve(run(load(settings, f"python -m {package}")), role))
+    except ModuleNotFoundError as error:
+        print(f"{role}: {error.name} is not installed; a worker needs baton[worker]", file=sys.stderr)
+        return 2
+    except BatonError as error:
+        print(f"{role}: {error}", file=sys.stderr)
+        return 2
+
+
+async def serve(app: Running, role: str) -> int:
+    """Run `app` until a signal or its failure; the exit status."""
+    listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    with _signals() as stop:
+        # One task for the app's whole life: what it enters it must also leave.
+        living = asyncio.create_task(_live(app, role, stop, listening), name=role)
+        await _first(living, listening, stop.first)
+        if stop.first.done() and not (living.done() or listening.done()):
+            _log.info("%s stops after %s while it starts", role, stop.first.result())
+            living.cancel()
+            await asyncio.wait({living}, timeout=ABANDON_S)
+            os._exit(0)
+        return await living
+
+
+class _Signals:
+    """The names of the first signal and of the one after it, once they have come."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[str] = loop.create_future()
+        self.again: asyncio.Future[str] = loop.create_future()
+
+    def came(self, name: str) -> None:
+        """One more signal."""
+        for future in (self.first, self.again):
+            if not future.done():
+                return future.set_result(name)
+        return None
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Signals]:
+    signals, loop = _Signals(), asyncio.get_running_loop()
+    for number in _NUMBERS:
+        loop.add_signal_handler(number, signals.came, number.name)
+    try:
+        yield signals
+    finally:
+        for number in _NUMBERS:
+            loop.remove_signal_handler(number)
+
+
+async def _live(app: Running, role: str, stop: _Signals, listening: asyncio.Future[None]) -> int:
+    with contextlib.ExitStack() as stopping:
+        async with app as service:
+            line = f"listening {service.listening}"
+            _log.info("%s %s", role, line)
+            print(line, flush=True)
+            listening.set_result(None)
+            try:
+                await _first(stop.first, service.failed)
+                if not service.failed.done():
+                    _log.info("%s draining after %s", role, stop.first.result())
+                    await _drain(service, stop)
+                if service.failed.done():
+                    _log.error("%s failed: %s", role, service.failed.exception())
+                    return 1
+            finally:
+                limit = asyncio.get_running_loop().call_later(STOP_S, _give_up, role)
+                stopping.callback(limit.cancel)
+    return 0
+
+
+def _give_up(role: str) -> None:
+    _log.error("%s does not stop within %g s: one of its threads hangs", role, STOP_S)
+    os._exit(1)
+
+
+async def _drain(service: App, stop: _Signals) -> None:
+    """Let the service drain until a second signal comes, or it fails."""
+    draining = asyncio.ensure_future(service.drain())
+    await _first(draining, stop.again, service.failed)
+    if draining.done():
+        return await draining
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)
+    return None
+
+
+async def _first(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,59 @@
+"""What a client says about TLS, as credentials and channel options."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TypedDict
+
+import grpc
+
+from baton.errors import ConfigError
+from baton.rpc.channel import CLIENT_OPTIONS, Options
+
+File = str | PathLike[str]
+
+
+class Security(TypedDict, total=False):
+    """TLS settings of a client; without any it speaks in the clear."""
+
+    tls: bool
+    ca: File | None
+    cert: File | None
+    key: File | None
+    server_name: str | None
+
+
+def client_credentials(
+    *,
+    tls: bool = False,
+    ca: File | None = None,
+    cert: File | None = None,
+    key: File | None = None,
+    server_name: str | None = None,
+) -> tuple[grpc.ChannelCredentials | None, Options]:
+    """Credentials, None for a channel in the clear, and the channel's options.
+
+    Raises ConfigError naming the setting that is missing or whose file can't be used.
+    """
+    given = {"ca": ca, "cert": cert, "key": key}
+    if (cert is None) != (key is None):
+        raise ConfigError(f"{'cert' if cert is None else 'key'}: is missing, cert and key go together")
+    if not tls and server_name is None and all(file is None for file in given.values()):
+        return None, CLIENT_OPTIONS
+    contents = {name: None if file is None else _read(name, Path(file)) for name, file in given.items()}
+    credentials = grpc.ssl_channel_credentials(contents["ca"], contents["key"], contents["cert"])
+    if server_name is None:
+        return credentials, CLIENT_OPTIONS
+    return credentials, [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", server_name)]
+
+
+def _read(name: str, file: Path) -> bytes:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name}: {str(file)!r} can't be read: {error.strerror}") from None
+    if b"-----BEGIN " not in data:
+        # gRPC would only say, at the first call, that no connection could be made.
+        raise ConfigError(f"{name}: {str(file)!r} is no PEM file")
+    return data

@@ -1,0 +1,247 @@
+"""Mutual TLS between processes: files that are read again when they change, and who the peer is.
+
+A process has one certificate, its key, and the CA whose certificates it believes (`tls_cert`, `tls_key`, `tls_ca`). The
+names in a certificate say what its holder may be:
+
+    DNS   router.baton | prefill.baton | decode.baton | admin.baton | client.baton     its role
+    URI   baton://decode/decode-1                                                      its principal
+
+Addresses of workers come and go, so who dials checks the role it expects and not the host. A listener checks the role
+of who calls (`peer_roles`); what is meant for one process is bound to its principal (`peer_principal`).
+
+A `Tls` looks at its files before every handshake of a listener and before every dial. New contents are a new
+generation: handshakes from then on use it, connections that stand are left alone. Contents that can't be used, such as
+a new certificate whose key has not been written yet, are logged once, and the old ones stay.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from baton.errors import ConfigError, PermissionDenied
+
+SETTINGS = ("tls_cert", "tls_key", "tls_ca")
+ROLES = ("router", "prefill", "decode", "admin", "client")
+
+_DOMAIN = ".baton"
+_SCHEME = "baton://"
+
+_logger = logging.getLogger(__name__)
+
+_Signature = tuple[tuple[int, int, int] | None, ...]
+
+
+class TlsSettings(Protocol):
+    """What a configuration says about TLS; all three are empty without it."""
+
+    @property
+    def tls_cert(self) -> str:
+        """PEM file with the certificate, and those between it and the CA."""
+
+    @property
+    def tls_key(self) -> str:
+        """PEM file with its private key."""
+
+    @property
+    def tls_ca(self) -> str:
+        """PEM file with the certificates of the CAs that are believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The contents of the three files, found to match."""
+
+    cert: bytes
+    key: bytes
+    ca: bytes
+    principal: str
+
+
+def role_name(role: str) -> str:
+    """The DNS name of a role in certificates."""
+    return role + _DOMAIN
+
+
+def principal_of(role: str, name: str) -> str:
+    """The URI name of one process in its certificate."""
+    return f"{_SCHEME}{role}/{name}"
+
+
+class Tls:
+    """One process's certificate, key and CA; may be used from any thread."""
+
+    def __init__(self, cert: str, key: str, ca: str) -> None:
+        self._paths = {name: Path(path) for name, path in zip(SETTINGS, (cert, key, ca), strict=True)}
+        self._lock = threading.Lock()
+        self._signature = self._look()
+        self._identity = self._read()
+        self._generation = 0
+        self.principal = self._identity.principal
+        """Name of this process in its own certificate: its URI name, else the DNS name of its role, else empty."""
+
+    @classmethod
+    def load(cls, settings: TlsSettings) -> Tls | None:
+        """What the settings say; None when they say nothing.
+
+        Raises ConfigError naming the setting that is missing, unreadable, or does not match the others.
+        """
+        given = {name: getattr(settings, name) for name in SETTINGS}
+        if not any(given.values()):
+            return None
+        for name, path in given.items():
+            if not path:
+                raise ConfigError(f"{name}: is missing, but {', '.join(n for n in given if given[n])} is given")
+        return cls(*given.values())
+
+    @property
+    def generation(self) -> int:
+        """Grows when the files' contents change; credentials of an older one must not be used to dial."""
+        return self.identity()[0]
+
+    def identity(self) -> tuple[int, Identity]:
+        """The generation and contents to use now."""
+        with self._lock:
+            self._refresh()
+            return self._generation, self._identity
+
+    def server_credentials(self, *, require_client: bool) -> grpc.ServerCredentials:
+        """Credentials of a listener, up to date at every handshake.
+
+        With `require_client` a peer without a certificate of the CA is refused; without, it is not asked for one.
+        """
+        served, identity = self.identity()
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            now, newest = self.identity()
+            if now == served:
+                return None
+            served = now
+            return _server_configuration(newest)
+
+        return grpc.dynamic_ssl_server_credentials(_server_configuration(identity), fetch, require_client)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Credentials of one dial; they do not change, so every dial takes new ones."""
+        _, identity = self.identity()
+        return grpc.ssl_channel_credentials(identity.ca, identity.key, identity.cert)
+
+    def _refresh(self) -> None:
+        signature = self._look()
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            identity = self._read()
+            if identity.principal != self.principal:
+                raise ConfigError(f"tls_cert: is that of {identity.principal!r}, this process is {self.principal!r}")
+        except ConfigError as error:
+            _logger.error("new TLS files can't be used, the old ones stay in use: %s", error)
+            return
+        if identity != self._identity:
+            self._identity = identity
+            self._generation += 1
+            _logger.info("new TLS files are in use")
+
+    def _look(self) -> _Signature:
+        return tuple(_stat(path) for path in self._paths.values())
+
+    def _read(self) -> Identity:
+        contents = []
+        for name in SETTINGS:
+            try:
+                contents.append(self._paths[name].read_bytes())
+            except OSError as error:
+                raise ConfigError(f"{name}: {str(self._paths[name])!r} can't be read: {error.strerror}") from None
+        cert, key, ca = contents
+        return Identity(cert, key, ca, _checked(cert, key, ca, self._paths))
+
+
+def _stat(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _server_configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(identity.key, identity.cert)], identity.ca)
+
+
+def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, Path]) -> str:
+    """The principal; raises ConfigError naming the setting whose contents are no PEM, or do not match."""
+    # Only who uses TLS pays for loading it.
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    def parse(name: str, data: bytes, parser: Callable[[bytes], Any], what: str) -> Any:
+        try:
+            return parser(data)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{name}: {str(paths[name])!r} holds no {what}: {error}") from None
+
+    chain = parse("tls_cert", cert, x509.load_pem_x509_certificates, "PEM certificate")
+    private = parse("tls_key", key, lambda data: load_pem_private_key(data, None), "unencrypted PEM private key")
+    authorities = parse("tls_ca", ca, x509.load_pem_x509_certificates, "PEM certificate")
+    if chain[0].not_valid_after_utc < datetime.datetime.now(datetime.UTC):
+        raise ConfigError(f"tls_cert: {str(paths['tls_cert'])!r} expired at {chain[0].not_valid_after_utc}")
+    if chain[0].public_key() != private.public_key():
+        raise ConfigError(f"tls_key: {str(paths['tls_key'])!r} is not the key of {str(paths['tls_cert'])!r}")
+    if not any(_signed(chain[-1], authority) for authority in authorities):
+        ca_path, path = str(paths["tls_ca"]), str(paths["tls_cert"])
+        raise ConfigError(f"tls_ca: {ca_path!r} does not hold the CA that signed {path!r}")
+    try:
+        names = chain[0].extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ""
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    return _principal([*uris, *names.get_values_for_type(x509.DNSName)])
+
+
+def _signed(certificate: Any, authority: Any) -> bool:
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def peer_roles(context: grpc.aio.ServicerContext) -> frozenset[str]:
+    """Roles in the verified certificate of who calls; none without a certificate."""
+    names = _peer_names(context)
+    return frozenset(role for role in ROLES if role_name(role) in names)
+
+
+def peer_principal(context: grpc.aio.ServicerContext) -> str:
+    """Principal in the verified certificate of who calls; empty without a certificate."""
+    return _principal(_peer_names(context))
+
+
+def admit(context: grpc.aio.ServicerContext, roles: Collection[str]) -> None:
+    """Raise PermissionDenied unless who calls has a certificate of one of `roles`."""
+    seen = peer_roles(context)
+    if not seen.intersection(roles):
+        names = " and ".join(sorted(seen)) or "no role"
+        raise PermissionDenied(f"the caller's certificate is that of {names}, not of {' or '.join(roles)}")
+
+
+def _peer_names(context: grpc.aio.ServicerContext) -> list[str]:
+    auth = context.auth_context()
+    return [name.decode() for kind in ("peer_uri", "peer_dns") for name in auth.get(kind, ())]
+
+
+def _principal(names: Collection[str]) -> str:
+    uris = [name for name in names if name.startswith(_SCHEME)]
+    roles = [name for name in names if name in map(role_name, ROLES)]
+    return next(iter([*uris, *roles]), "")

@@ -1,0 +1,183 @@
+"""Tickets: a router's word, signed, that one worker may fetch one export until the request's deadline.
+
+    router     TicketSigner (Ed25519 private key) ── sign ──▶ Start.ticket ──▶ decode ──▶ FetchKvRequest.ticket
+    exporter   TicketVerifier (public keys)       ── check: whose, for what, until when ── once: not seen before
+
+Signed is DOMAIN followed by the serialized Ticket, so that a signature of anything else with the same key can't be
+taken for a ticket. An exporter checks before it looks anything up: who has no good ticket does not even learn whether a
+transfer exists.
+
+A ticket names its consumer. On a kv listener with TLS the peer's certificate must name the same one, so that a ticket
+is of no use to who steals it; without TLS there is nobody to compare it with but who the request says it is. Besides,
+each (ticket, box, stream, retry) is accepted once. What was accepted is remembered until the ticket has expired; an
+exporter that restarts forgets it, and is another incarnation, for which no old ticket was made out.
+
+Clocks of router and exporter may differ by LEEWAY_S.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import time
+from collections.abc import Callable, Mapping
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
+from google.protobuf.message import DecodeError
+
+from baton.errors import ConfigError, Overloaded, PermissionDenied, shown
+from baton.pb import kv_pb2
+from baton.watched import Watched
+
+DOMAIN = b"baton.v1.Ticket\0"
+LEEWAY_S = 5.0
+"""Seconds after its end for which a ticket is still taken, for clocks that differ."""
+
+MAX_TICKET_BYTES = 4096
+"""Most bytes of a signed ticket; one has about 200."""
+
+MAX_USES = 262_144
+"""Most uses of unexpired tickets that are remembered, about 150 MB; a worker starts some tens of fetches a second."""
+
+_KEY_ID_BYTES = 8
+_PUBLIC_END = b"-----END PUBLIC KEY-----"
+
+Asked = tuple[int, int, int, int, int, int]
+"""A box as a request states it: first and end of tokens, of layers, of heads, where an end of 0 means all."""
+
+Use = tuple[Asked, int, int]
+"""The box, the number of the stream, and that of the retry."""
+
+
+class TicketSigner:
+    """Signs with the Ed25519 private key of a PEM file, which is read again when it changes."""
+
+    def __init__(self, path: str, *, setting: str = "ticket_key") -> None:
+        """Raises ConfigError naming setting and path if the file holds no such key."""
+        self._key = Watched(path, setting, _private)
+
+    def sign(self, *, transfer_id: str, incarnation: str, consumer: str, expires_unix_s: float) -> bytes:
+        """A serialized SignedTicket; `expires_unix_s` counts seconds since the Unix epoch."""
+        key, key_id = self._key.value()
+        ticket = kv_pb2.Ticket(
+            transfer_id=transfer_id,
+            incarnation=incarnation,
+            consumer=consumer,
+            expires_unix_ms=max(int(expires_unix_s * 1000), 0),
+        ).SerializeToString(deterministic=True)
+        signature = key.sign(DOMAIN + ticket)
+        return bytes(kv_pb2.SignedTicket(ticket=ticket, signature=signature, key_id=key_id).SerializeToString())
+
+
+class TicketVerifier:
+    """Verifies with the Ed25519 public keys of a PEM file, read again when it changes; lives on one event loop.
+
+    Several keys let a router's be replaced: add the new one here, then there, then take the old one away.
+    """
+
+    def __init__(
+        self, path: str, *, setting: str = "ticket_keys", clock: Callable[[], float] = time.time, most: int = MAX_USES
+    ) -> None:
+        """`clock` tells seconds since the Unix epoch. Raises ConfigError as TicketSigner does."""
+        self._keys = Watched(path, setting, _publics)
+        self._clock = clock
+        self._most = most
+        self._uses: dict[bytes, set[Use]] = {}
+        self._remembered = 0
+        self._expiries: list[tuple[float, bytes]] = []
+
+    def check(self, raw: bytes, *, transfer_id: str, incarnation: str, consumer: str) -> kv_pb2.Ticket:
+        """The ticket, if a router made it out for just this. Raises PermissionDenied naming what is wrong."""
+        ticket = self._verified(raw)
+        asked = {"transfer_id": transfer_id, "incarnation": incarnation, "consumer": consumer}
+        for name, value in asked.items():
+            if getattr(ticket, name) != value:
+                raise PermissionDenied(f"ticket: is for another {name} than {shown(value)}")
+        late = self._clock() - ticket.expires_unix_ms / 1000
+        if late > LEEWAY_S:
+            raise PermissionDenied(f"ticket: expired {late:.1f} s ago; clocks may differ by {LEEWAY_S:g} s")
+        return ticket
+
+    def once(self, ticket: kv_pb2.Ticket, box: Asked, stream: int, retry: int) -> None:
+        """Accept this use of a ticket that was checked. Raises PermissionDenied the second time.
+
+        Raises Overloaded when there is no room to remember it.
+        """
+        self._sweep()
+        name = hashlib.sha256(ticket.SerializeToString(deterministic=True)).digest()
+        use = (box, stream, retry)
+        if use in self._uses.get(name, ()):
+            raise PermissionDenied(f"ticket: was used before for stream {stream}, retry {retry} of the same box")
+        if self._remembered >= self._most:
+            raise Overloaded(f"{self._most} uses of tickets are remembered, which is the limit", LEEWAY_S)
+        if name not in self._uses:
+            self._uses[name] = set()
+            heapq.heappush(self._expiries, (ticket.expires_unix_ms / 1000 + LEEWAY_S, name))
+        self._uses[name].add(use)
+        self._remembered += 1
+
+    @property
+    def remembered(self) -> int:
+        """Uses that are remembered."""
+        return self._remembered
+
+    def _verified(self, raw: bytes) -> kv_pb2.Ticket:
+        if not raw:
+            raise PermissionDenied("ticket: is missing")
+        if len(raw) > MAX_TICKET_BYTES:
+            raise PermissionDenied(f"ticket: has {len(raw)} bytes, {MAX_TICKET_BYTES} are allowed")
+        try:
+            signed = kv_pb2.SignedTicket.FromString(raw)
+        except DecodeError:
+            raise PermissionDenied("ticket: is malformed") from None
+        key = self._keys.value().get(signed.key_id)
+        if key is None:
+            named = signed.key_id[:_KEY_ID_BYTES].hex() or "none"
+            raise PermissionDenied(f"ticket: is signed with an unknown key, {named}")
+        try:
+            # Ed25519 verification compares no secrets; its time tells nothing worth knowing.
+            key.verify(signed.signature, DOMAIN + signed.ticket)
+        except InvalidSignature:
+            raise PermissionDenied("ticket: its signature is wrong") from None
+        try:
+            return kv_pb2.Ticket.FromString(signed.ticket)
+        except DecodeError:
+            raise PermissionDenied("ticket: is malformed") from None
+
+    def _sweep(self) -> None:
+        now = self._clock()
+        while self._expiries and self._expiries[0][0] < now:
+            _, name = heapq.heappop(self._expiries)
+            self._remembered -= len(self._uses.pop(name))
+
+
+def _private(data: bytes) -> tuple[Ed25519PrivateKey, bytes]:
+    try:
+        key = load_pem_private_key(data, None)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"holds no unencrypted PEM private key: {error}") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError("its private key is not an Ed25519 key")
+    return key, _key_id(key.public_key())
+
+
+def _publics(data: bytes) -> Mapping[bytes, Ed25519PublicKey]:
+    keys = {}
+    blocks = data.split(_PUBLIC_END)
+    if len(blocks) < 2 or blocks[-1].strip():
+        raise ConfigError("must hold PEM public keys and nothing behind them")
+    for number, block in enumerate(blocks[:-1]):
+        try:
+            key = load_pem_public_key(block.strip() + b"\n" + _PUBLIC_END + b"\n")
+        except ValueError as error:
+            raise ConfigError(f"key {number} is no PEM public key: {error}") from None
+        if not isinstance(key, Ed25519PublicKey):
+            raise ConfigError(f"key {number} is not an Ed25519 key")
+        keys[_key_id(key)] = key
+    return keys
+
+
+def _key_id(key: Ed25519PublicKey) -> bytes:
+    return hashlib.sha256(key.public_bytes_raw()).digest()[:_KEY_ID_BYTES]

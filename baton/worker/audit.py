@@ -1,0 +1,108 @@
+"""A worker's ledger, and the audit that it makes of itself whenever it is idle.
+
+The pool's own audit says whether each page is free, cached, or counted by the owners listed. The ledger holds those
+owners against what the service knows to hold pages: an owner that no entry names has been forgotten, and its pages
+would never come back. Owners are named once and for all ("request/attempt", with "/choice" behind it where choices
+have pages of their own), so one that two audits list, and the service in between them does not, is such an orphan
+and no race.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from baton.admin import LedgerSource
+from baton.engine.contract import Engine
+from baton.errors import EngineError
+from baton.kv.pool import DRAINING
+from baton.ledger import Ledger, LedgerEntry
+from baton.lifecycle import State
+from baton.worker.status import WorkerIdentity
+
+MIN_INTERVAL_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+async def take_ledger(identity: WorkerIdentity, engine: Engine, entries: Callable[[], Sequence[LedgerEntry]]) -> Ledger:
+    """The ledger now: what `entries` lists, pages given up with copies in flight, and whether the sums are right.
+
+    `entries` is called on the loop; an entry names the owner of pages as `Engine.reserve` was told it.
+    """
+    violation, draining, listed = "", list[LedgerEntry](), entries()
+    page_bytes = engine.spec.page_size * engine.spec.kv_format.token_bytes
+    try:
+        pages = await asyncio.to_thread(engine.audit)
+        listed = entries()
+        for name, count in pages.items():
+            if name.endswith(DRAINING):
+                owner = name.removesuffix(DRAINING)
+                draining.append(LedgerEntry(owner, "draining", State.ENDED.value, count, count * page_bytes))
+        orphans = _held(pages) - {entry.owner for entry in listed}
+        if orphans:
+            orphans &= _held(await asyncio.to_thread(engine.audit))
+        if orphans:
+            violation = f"nothing that goes on holds the pages of {', '.join(sorted(orphans))}"
+    except EngineError as error:
+        violation = str(error)
+    stats = engine.stats()
+    return Ledger(
+        identity.worker_id,
+        identity.role.value,
+        identity.incarnation,
+        (*listed, *draining),
+        stats.total,
+        stats.free,
+        stats.cached,
+        violation,
+    )
+
+
+def _held(pages: dict[str, int]) -> set[str]:
+    return {name for name in pages if not name.endswith(DRAINING)}
+
+
+class IdleAudit:
+    """Takes the ledger when the worker has become idle, at most every MIN_INTERVAL_S; off the critical path.
+
+    `broken` is called, once, on the loop, when the ledger shows a violation.
+    """
+
+    def __init__(self, ledger: LedgerSource, idle: Callable[[], bool], broken: Callable[[EngineError], object]) -> None:
+        self._ledger = ledger
+        self._idle = idle
+        self._broken = broken
+        self._wanted = asyncio.Event()
+
+    def changed(self) -> None:
+        """The worker may have become idle."""
+        if self._idle():
+            self._wanted.set()
+
+    async def run(self) -> None:
+        """Audit whenever it is due; until cancelled, or a violation was found."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            if not self._idle():
+                continue
+            ledger = await self._ledger()
+            if ledger.violation:
+                _log.error("%s", describe(ledger))
+                self._broken(EngineError(f"the ledger does not add up: {ledger.violation}"))
+                return
+            await asyncio.sleep(MIN_INTERVAL_S)
+
+
+def describe(ledger: Ledger) -> str:
+    """A ledger as lines of text, the violation first."""
+    where = f"{ledger.role} {ledger.process} {ledger.incarnation}".rstrip()
+    sums = f"{ledger.pages_free} of {ledger.pages_total} pages are free, {ledger.pages_cached} are cached"
+    lines = [f"{where}: {ledger.violation or 'the sums are right'}; {sums}"]
+    lines += (
+        f"  {entry.owner} {entry.kind} {entry.state}: {entry.pages} pages, {entry.bytes} bytes, {entry.age_s:.1f} s"
+        for entry in ledger.entries
+    )
+    return "\n".join(lines)

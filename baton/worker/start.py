@@ -1,0 +1,59 @@
+"""How every worker starts: checkpoint, tokenizer, engine on its thread, identity; in reverse at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from baton.digest import tokenizer_digest
+from baton.engine.config import EngineConfig
+from baton.engine.contract import Engine
+from baton.model.checkpoint import resolve
+from baton.rpc.tls import Tls
+from baton.transfer.tickets import TicketVerifier
+from baton.worker.config import WorkerConfig
+from baton.worker.status import WorkerIdentity, WorkerRole, new_identity
+from baton.worker.thread import EngineThread
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a service is built upon."""
+
+    thread: EngineThread
+    engine: Engine
+    identity: WorkerIdentity
+    tls: Tls | None
+    tickets: TicketVerifier | None
+
+
+@contextlib.asynccontextmanager
+async def started(
+    config: WorkerConfig, role: WorkerRole, *, engine: Engine | None = None, converts_kv: bool = False
+) -> AsyncIterator[Started]:
+    """An engine on its thread, and the identity of the worker, until the block ends.
+
+    `engine` None builds the torch engine from the settings; one that is passed in stays open. Raises ModelError,
+    and ConfigError for files of certificates or ticket keys that can't be used.
+    """
+    tls = Tls.load(config)
+    tickets = TicketVerifier(config.ticket_keys) if config.ticket_keys else None
+    async with contextlib.AsyncExitStack() as stack:
+        thread = EngineThread(f"{role.value}-engine")
+        stack.push_async_callback(thread.close)
+        directory = await asyncio.to_thread(resolve, config.checkpoint)
+        digest = await asyncio.to_thread(tokenizer_digest, directory)
+        if engine is None:
+            engine = await thread.run(_build, config.engine_config())
+            stack.callback(engine.close)
+        principal = tls.principal if tls else ""
+        identity = new_identity(config, role, engine.spec, digest, converts_kv=converts_kv, principal=principal)
+        yield Started(thread, engine, identity, tls, tickets)
+
+
+def _build(config: EngineConfig) -> Engine:
+    from baton.engine.factory import build
+
+    return build(config)

@@ -1,0 +1,145 @@
+"""Fetches of KV, each a task: what comes of it is told once, unless it was stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+
+from baton.config import parse_address
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import BatonError, ConfigError, EngineError, SourceUnreachable, TransferError
+from baton.request import Handoff
+from baton.rpc.tls import Tls
+from decode_svc.attempts import Attempt
+from decode_svc.channels import KvChannels
+from decode_svc.config import DecodeConfig
+from decode_svc.messages import FailureKind, Start
+
+_log = logging.getLogger(__name__)
+
+
+class Fetch(Protocol):
+    """What `baton.transfer.fetcher.fetch` does."""
+
+    async def __call__(
+        self,
+        channel: grpc.aio.Channel,
+        engine: Engine,
+        handle: KvHandle,
+        *,
+        transfer_id: str,
+        incarnation: str,
+        tokens: int,
+        timeout_s: float,
+        stall_timeout_s: float,
+        ticket: bytes,
+        consumer: str,
+    ) -> Handoff: ...
+
+
+class Fetches:
+    """Runs fetches into attempts' first handles, in the name of `consumer`; lives on the asyncio loop.
+
+    `fetched` gets the handoff and the milliseconds that it took, `failed` the kind of fault and a message.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        engine: Engine,
+        fetch: Fetch,
+        consumer: str,
+        tls: Tls | None,
+        *,
+        fetched: Callable[[Attempt, Handoff, float], object],
+        failed: Callable[[Attempt, FailureKind, str], object],
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._fetch = fetch
+        self._consumer = consumer
+        self._channels = KvChannels(tls)
+        self._fetched, self._failed = fetched, failed
+        self._running: dict[Attempt, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def begin(self, attempt: Attempt, start: Start) -> None:
+        """Fetch what `start` names."""
+        task = asyncio.create_task(self._run(attempt, start), name=f"fetch {start.key}")
+        self._running[attempt] = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def stop(self, attempt: Attempt) -> None:
+        """End the attempt's fetch, if one is running; nothing is told of it any more."""
+        task = self._running.pop(attempt, None)
+        if task is not None and task is not asyncio.current_task():
+            # A task that is cancelled before its first step would never release the export.
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+    async def close(self) -> None:
+        """Wait for all fetches, which must have been stopped."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channels.close()
+
+    async def _run(self, attempt: Attempt, start: Start) -> None:
+        started = time.monotonic()
+        try:
+            _check_source(start)
+            async with self._channels.use(start.source_address) as channel:
+                handoff = await self._fetch(
+                    channel,
+                    self._engine,
+                    attempt.handle,
+                    transfer_id=start.transfer_id,
+                    incarnation=start.source_incarnation,
+                    tokens=attempt.request.context_tokens,
+                    timeout_s=self._config.fetch_timeout_s,
+                    stall_timeout_s=self._config.fetch_stall_s,
+                    ticket=start.ticket,
+                    consumer=self._consumer,
+                )
+            if self._going(attempt):
+                self._fetched(attempt, handoff, (time.monotonic() - started) * 1e3)
+        except BatonError as error:
+            self._fail(attempt, _kind(error), str(error))
+        except Exception as error:
+            _log.exception("fetching %s failed", start.key)
+            self._fail(attempt, FailureKind.ENGINE, f"{type(error).__name__}: {error}")
+        finally:
+            if self._going(attempt):
+                del self._running[attempt]
+
+    def _going(self, attempt: Attempt) -> bool:
+        return self._running.get(attempt) is asyncio.current_task()
+
+    def _fail(self, attempt: Attempt, kind: FailureKind, message: str) -> None:
+        if self._going(attempt):
+            self._failed(attempt, kind, message)
+
+
+def _check_source(start: Start) -> None:
+    """Raise TransferError unless the start names something that can be fetched."""
+    if not start.transfer_id:
+        raise TransferError(f"{start.key}: transfer_id is empty")
+    try:
+        parse_address(start.source_address)
+    except ConfigError as error:
+        raise TransferError(f"{start.key}: source_address {error}") from None
+
+
+def _kind(error: BatonError) -> FailureKind:
+    match error:
+        case SourceUnreachable():
+            return FailureKind.SOURCE_UNREACHABLE
+        case EngineError():
+            return FailureKind.ENGINE
+    return FailureKind.TRANSFER

@@ -1,0 +1,285 @@
+"""One try at serving some choices of a request, from the line to the last token or the first failure.
+
+    LINE ── place ── RESERVING ── PREFILLING ── first token ── TRANSFERRING ── decode's first ── DECODING ── ENDED
+                                  prefill call and Start at once       tokens may come before the first token
+
+However it ends (served, failed, cancelled, too late), `run` gives back all of it in one place: the prefill call, the
+seat, the decode attempt, and the exported KV that nobody has fetched. What has arrived counts: a deadline is judged
+only when nothing is left to be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound, SourceUnreachable
+from baton.lifecycle import Lifecycle, State
+from baton.telemetry.metrics import WASTED_PREFILL_TOKENS
+from router.abandon import Abandoner
+from router.config import RouterConfig
+from router.dispatcher import Dispatcher
+from router.emission import Emission
+from router.events import Blame, Cause, Event, Failed, Output, Prefilled
+from router.place import Application, Place
+from router.policy import Demand
+from router.prefill import DEATH_GRACE_S, message, prefill
+from router.registry import Live, Registry
+from router.request import Request
+from router.retries import History
+
+_FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
+"""Faults that another attempt would only repeat."""
+
+
+class Signer(Protocol):
+    """Signs tickets for KV."""
+
+    def sign(self, *, transfer_id: str, incarnation: str, consumer: str, expires_unix_s: float) -> bytes:
+        """A ticket that lets `consumer` fetch the KV until then."""
+
+
+class AttemptFailed(Exception):
+    """An attempt failed, and another may succeed; `culprit` names the worker or pair that it lies in."""
+
+    def __init__(self, failed: Failed, culprit: str) -> None:
+        super().__init__(str(failed.error))
+        self.failed = failed
+        self.culprit = culprit
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What attempts are made with; `cache_salt` makes a tenant's salt."""
+
+    dispatcher: Dispatcher
+    config: RouterConfig
+    registry: Registry
+    abandoner: Abandoner
+    signer: Signer | None
+    cache_salt: Callable[[str], bytes]
+
+
+class Attempt:
+    """One try; the choices have the same output so far."""
+
+    def __init__(
+        self, means: Means, request: Request, emission: Emission, choices: tuple[int, ...], history: History
+    ) -> None:
+        self._means = means
+        self._request = request
+        self._emission = emission
+        self._choices = choices
+        self._history = history
+        self._number = next(history.numbers)
+        self._output_ids = list(emission.output_ids(choices[0]))
+        # Holds at most the tokens of one attempt, since it is read without waiting for anybody.
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        deadline = math.inf if request.deadline is None else request.deadline
+        self._life = Lifecycle(State.LINE, self._loop.time(), request_deadline=deadline)
+        self._ends: set[int] = set()
+        self._prefilled = self._fetched = self._prefill_failed = False
+
+    async def run(self, delay_s: float) -> None:
+        """Serve the choices, after a pause; raises AttemptFailed when another attempt may succeed."""
+        self._emission.begin(self._choices)
+        live = Live(self._request.id, self._number, self._request.tenant, self._life)
+        with self._means.registry.entered(live):
+            try:
+                async with self._placed(delay_s) as place:
+                    live.detail = place.words
+                    await self._serve(place)
+            finally:
+                self._life.end(self._loop.time())
+
+    @contextlib.asynccontextmanager
+    async def _placed(self, delay_s: float) -> AsyncIterator[Place]:
+        """A place, waited for until the deadline."""
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout_at(_until(self._life.request_deadline)):
+                    await asyncio.sleep(delay_s)
+                    placing = self._means.dispatcher.place(self._application(), self._inbox.put_nowait)
+                    place = await stack.enter_async_context(placing)
+            except TimeoutError:
+                raise _too_late() from None
+            yield place
+
+    def _application(self) -> Application:
+        """What is asked of the dispatcher; with one token to go, prefill samples it, and nothing is decoded."""
+        request, history = self._request, self._history
+        context, left = len(request.prompt_ids) + len(self._output_ids), request.max_tokens - len(self._output_ids)
+        return Application(
+            request_id=request.id,
+            attempt=self._number,
+            tenant=request.tenant,
+            life=self._life,
+            demand=Demand(context, left > 1, history.avoid, history.avoid_pairs, alone=history.alone),
+            context_tokens=context,
+            max_new_tokens=left,
+            choices=self._choices,
+            again=self._number > 0,
+        )
+
+    async def _serve(self, place: Place) -> None:
+        self._emission.account.on_dispatch(self._loop.time())
+        self._life.enter(State.PREFILLING, self._loop.time())
+        transfer_id = secrets.token_hex(16) if place.decode else ""
+        place.seat.watch(self._inbox.put_nowait)
+        prefilling = asyncio.create_task(self._prefill(place, transfer_id))
+        try:
+            self._start(place, transfer_id)
+            await self._follow(place)
+        finally:
+            prefilling.cancel()
+            # In this order: the cancellation is sent first, and what it came too late for is abandoned.
+            if transfer_id and not self._fetched and not self._prefill_failed:
+                self._means.abandoner.abandon(place.seat, transfer_id)
+            await asyncio.gather(prefilling, return_exceptions=True)
+
+    async def _prefill(self, place: Place, transfer_id: str) -> None:
+        request = self._request
+        await prefill(
+            place.seat,
+            message(
+                request_id=request.id,
+                attempt=self._number,
+                transfer_id=transfer_id,
+                prompt_ids=request.prompt_ids,
+                output_ids=self._output_ids,
+                choices=self._choices,
+                params=request.params,
+                cache_salt=self._means.cache_salt(request.tenant),
+            ),
+            timeout=self._remaining(),
+            silence_s=self._means.config.prefill_silence_s,
+            deliver=self._inbox.put_nowait,
+        )
+
+    def _start(self, place: Place, transfer_id: str) -> None:
+        """Tell decode where to fetch the KV."""
+        if place.decode is None:
+            self._ends.update(self._choices)
+            return
+        left, signer = self._remaining(), self._means.signer
+        ticket = b""
+        if signer is not None:
+            ticket = signer.sign(
+                transfer_id=transfer_id,
+                incarnation=place.seat.incarnation,
+                consumer=place.consumer,
+                expires_unix_s=time.time() + (left or 0.0),
+            )
+        place.decode.start(
+            transfer_id=transfer_id,
+            source=place.seat.kv_address,
+            incarnation=place.seat.incarnation,
+            deadline_ms=math.ceil(1e3 * (left or 0.0)),
+            ticket=ticket,
+        )
+
+    async def _follow(self, place: Place) -> None:
+        """Take events until all choices have ended."""
+        while going := self._emission.unfinished(self._choices):
+            match await self._next():
+                case Prefilled() as event:
+                    self._on_prefilled(place, event)
+                case Output() as event:
+                    self._on_output(place, event)
+                case Failed() as event:
+                    raise await self._judge(place, event)
+            rest = self._emission.unfinished(self._choices)
+            if self._prefilled and self._ends.intersection(rest):
+                error = EngineError("the workers ended the request without all of its tokens")
+                raise await self._judge(place, Failed(error, Blame.DECODE if place.decode else Blame.PREFILL))
+            _cancel_stopped(place, going, rest)
+        if self._fetched:
+            place.course.succeeded(place.course.decode)
+
+    async def _next(self) -> Event:
+        """The next event; a deadline that has passed is judged only when there is none."""
+        if not self._inbox.empty():
+            return self._inbox.get_nowait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(_until(self._life.deadline)):
+                return await self._inbox.get()
+        # What is ready in the loop has arrived as well.
+        await asyncio.sleep(0)
+        if self._inbox.empty():
+            raise _too_late()
+        return self._inbox.get_nowait()
+
+    def _on_prefilled(self, place: Place, event: Prefilled) -> None:
+        self._prefilled = True
+        place.course.succeeded(place.course.prefill)
+        self._means.dispatcher.leave(place.seat)
+        if place.decode is not None and self._life.state is State.PREFILLING:
+            self._life.enter(State.TRANSFERRING, self._loop.time())
+        self._emission.first_tokens(event)
+
+    def _on_output(self, place: Place, event: Output) -> None:
+        if not self._fetched:
+            self._fetched = True
+            place.course.succeeded(place.course.pair)
+            place.course.passed(place.course.decode)
+            self._life.enter(State.DECODING, self._loop.time())
+        self._emission.output(event)
+        if event.finish is not None:
+            self._ends.add(event.choice_index)
+
+    async def _judge(self, place: Place, failed: Failed) -> Exception:
+        """What a failure means for the request, and for its workers."""
+        if isinstance(failed.error, _FINAL):
+            return failed.error
+        if failed.blame is Blame.PAIR and await self._exporter_died(place, failed):
+            failed = replace(failed, blame=Blame.PREFILL, cause=Cause.DEATH)
+        self._prefill_failed = failed.blame is Blame.PREFILL and not self._prefilled
+        if self._prefilled and not self._fetched and place.decode is not None:
+            WASTED_PREFILL_TOKENS.inc(len(self._request.prompt_ids) + len(self._output_ids))
+        return AttemptFailed(failed, self._blame(place, failed))
+
+    async def _exporter_died(self, place: Place, failed: Failed) -> bool:
+        """Whether KV can't be fetched because its worker is gone; decode may notice before the watch does."""
+        return await place.seat.lost_within(DEATH_GRACE_S if isinstance(failed.error, SourceUnreachable) else 0.0)
+
+    def _blame(self, place: Place, failed: Failed) -> str:
+        """Have the next attempts avoid what failed, and say its name."""
+        course, history, decode = place.course, self._history, place.decode_name
+        if failed.blame is Blame.PAIR and decode is not None:
+            key, name = course.pair, f"{place.prefill.address} {decode}"
+            history.avoid_pairs |= {(place.prefill.address, decode)}
+        else:
+            of_decode = failed.blame is Blame.DECODE and decode is not None
+            key, name = (course.decode, decode or "") if of_decode else (course.prefill, place.prefill.address)
+            if failed.cause is not Cause.PREEMPTED:
+                history.avoid |= {name}
+        if failed.cause is Cause.FAULT:
+            course.failed(key, self._loop.time())
+        return name
+
+    def _remaining(self) -> float | None:
+        """Seconds until the deadline."""
+        left = self._life.request_deadline - self._loop.time()
+        return None if math.isinf(left) else max(left, 0.001)
+
+
+def _until(deadline: float) -> float | None:
+    return None if math.isinf(deadline) else deadline
+
+
+def _too_late() -> DeadlineExceeded:
+    return DeadlineExceeded("the request's deadline passed")
+
+
+def _cancel_stopped(place: Place, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    """End at decode the choices that the router ended, while others go on; closing the place ends them all."""
+    if place.decode is not None and after:
+        for choice in set(before).difference(after):
+            place.decode.cancel_choice(choice)

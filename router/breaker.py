@@ -1,0 +1,180 @@
+"""Circuit breakers: one for each worker and each (prefill, decode) pair, shared by all requests of a router. Pure.
+
+    closed ── faults in a row ─▶ open ── backoff is over ─▶ half-open: one trial ── success ─▶ closed
+                                  ▲                                          └────── fault ─▶ open, twice as long
+
+A request avoids what failed *it*; breakers make all requests avoid what fails them one after another. They advise
+only: placement uses what is left out here when nothing else is there. A worker's death is no fault of this kind, since
+a dead worker is not placed on anyway; nor is a drain or a refusal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+Key = tuple[str, ...]
+"""(worker,) or (prefill, decode)."""
+
+WORKER_FAULTS, PAIR_FAULTS = 3, 1
+"""Faults in a row that open a breaker. A pair fails by its link, which no other request will find better."""
+
+SHORTEST_S, LONGEST_S = 1.0, 60.0
+
+SAME_EVENT_S = 0.1
+"""Faults closer than this are one event: a failing step fails each sequence in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shut:
+    """What placement is to leave out."""
+
+    workers: frozenset[str] = frozenset()
+    pairs: frozenset[tuple[str, str]] = frozenset()
+
+
+NOTHING_SHUT = Shut()
+
+
+class Breaker:
+    """One breaker; times are seconds on the caller's clock."""
+
+    __slots__ = ("_backoff", "_faults", "_last_fault", "_open_until", "_threshold", "trial")
+
+    def __init__(self, threshold: int) -> None:
+        self._threshold = threshold
+        self._faults = 0
+        self._last_fault = -math.inf
+        self._open_until: float | None = None
+        self._backoff = 0.0
+        self.trial: Course | None = None
+        """The one attempt that may find out whether a half-open breaker can be closed."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is held against it."""
+        return self._open_until is None
+
+    def shut(self, now: float) -> bool:
+        """Whether placement is to leave it out: open, or half-open with its trial under way."""
+        return self._open_until is not None and (now < self._open_until or self.trial is not None)
+
+    def half_open(self, now: float) -> bool:
+        """Whether it waits for a trial."""
+        return self._open_until is not None and now >= self._open_until and self.trial is None
+
+    def failed(self, now: float) -> None:
+        """Count a fault."""
+        if now - self._last_fault < SAME_EVENT_S:
+            return
+        self._last_fault = now
+        self._faults += 1
+        if self._faults >= self._threshold or (self._open_until is not None and now >= self._open_until):
+            self._backoff = min(max(2 * self._backoff, SHORTEST_S), LONGEST_S)
+            self._open_until = now + self._backoff
+
+    def succeeded(self) -> None:
+        """End the row of faults. The backoff is forgotten only by a success that finds the breaker closed."""
+        if self._open_until is None:
+            self._backoff = 0.0
+        self._open_until, self._faults = None, 0
+
+
+class Course:
+    """One attempt's part in the breakers of its workers and their pair, from its placement to its end."""
+
+    def __init__(self, breakers: Breakers, prefill: str, decode: str | None) -> None:
+        self._breakers = breakers
+        self.prefill: Key = (prefill,)
+        self.decode: Key | None = None if decode is None else (decode,)
+        self.pair: Key | None = None if decode is None else (prefill, decode)
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """All that the attempt can tell something about."""
+        return tuple(key for key in (self.prefill, self.decode, self.pair) if key is not None)
+
+    def succeeded(self, key: Key | None) -> None:
+        """What `key` names did its part."""
+        if key is not None:
+            self._breakers.succeeded(key)
+
+    def passed(self, key: Key | None) -> None:
+        """What `key` names has begun to do its part, which ends a trial well, but not yet a row of faults."""
+        if key is not None:
+            self._breakers.passed(self, key)
+
+    def failed(self, key: Key | None, now: float) -> None:
+        """What `key` names is at fault."""
+        if key is not None:
+            self._breakers.failed(key, now)
+
+    def end(self) -> None:
+        """The attempt is over; a trial that found out nothing is free for another."""
+        self._breakers.release(self)
+
+
+class Breakers:
+    """All breakers of a router; only those with a fault are kept."""
+
+    def __init__(self) -> None:
+        self._breakers: dict[Key, Breaker] = {}
+
+    def shut(self, now: float) -> Shut:
+        """What is to be left out now."""
+        keys = [key for key, breaker in self._breakers.items() if breaker.shut(now)]
+        return Shut(
+            frozenset(key[0] for key in keys if len(key) == 1),
+            frozenset((key[0], key[1]) for key in keys if len(key) == 2),
+        )
+
+    def open(self) -> tuple[int, int]:
+        """Numbers of workers and pairs whose breaker is not closed."""
+        keys = [key for key, breaker in self._breakers.items() if not breaker.closed]
+        workers = sum(len(key) == 1 for key in keys)
+        return workers, len(keys) - workers
+
+    def begin(self, prefill: str, decode: str | None, now: float) -> Course:
+        """An attempt is placed; it is the trial of each half-open breaker on its way."""
+        course = Course(self, prefill, decode)
+        for key in course.keys:
+            breaker = self._breakers.get(key)
+            if breaker is not None and breaker.half_open(now):
+                breaker.trial = course
+        return course
+
+    def succeeded(self, key: Key) -> None:
+        """End the row of faults of what `key` names."""
+        breaker = self._breakers.get(key)
+        if breaker is None:
+            return
+        if breaker.closed:
+            del self._breakers[key]
+        breaker.trial = None
+        breaker.succeeded()
+
+    def passed(self, course: Course, key: Key) -> None:
+        """Close a breaker whose trial has gone well so far."""
+        breaker = self._breakers.get(key)
+        if breaker is not None and breaker.trial is course:
+            breaker.trial = None
+            breaker.succeeded()
+
+    def failed(self, key: Key, now: float) -> None:
+        """Count a fault of what `key` names."""
+        breaker = self._breakers.setdefault(key, Breaker(WORKER_FAULTS if len(key) == 1 else PAIR_FAULTS))
+        breaker.failed(now)
+        breaker.trial = None
+
+    def release(self, course: Course) -> None:
+        """End the trials of an attempt."""
+        for key in course.keys:
+            breaker = self._breakers.get(key)
+            if breaker is not None and breaker.trial is course:
+                breaker.trial = None
+
+    def keep(self, workers: Collection[str]) -> None:
+        """Forget what was held against workers that are gone: what comes back under their name starts anew."""
+        for key in [key for key in self._breakers if not all(name in workers for name in key)]:
+            del self._breakers[key]

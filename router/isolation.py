@@ -1,0 +1,95 @@
+"""A place of its own for a request that was present at two worker deaths.
+
+    wait for the turn ── keep the quietest pair ── wait until it is empty ── reserve ── place ── end: the pair is free
+
+There is one such request at a time. While a pair is kept for it, others are placed elsewhere, or wait where there is
+nowhere else; the time until it runs is bounded, and so is its run, by its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from baton.errors import EngineError
+from router.breaker import Breakers
+from router.events import Deliver
+from router.place import Answers, Application, Place, Reserver
+from router.policy import quietest
+from router.pool import Pool
+from router.worker import Seat
+
+
+class Isolation:
+    """Hands out such places; `leave` gives a seat back, `freed` is called when workers are kept no longer."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        reserver: Reserver,
+        breakers: Breakers,
+        *,
+        wait_s: float,
+        leave: Callable[[Seat], None],
+        freed: Callable[[], None],
+    ) -> None:
+        self._pool = pool
+        self._reserver = reserver
+        self._breakers = breakers
+        self._wait_s = wait_s
+        self._leave = leave
+        self._freed = freed
+        self._turn = asyncio.Lock()
+        self._moved = asyncio.Event()
+        self._news = 0
+        self._loop = asyncio.get_running_loop()
+
+    def moved(self, *, news: bool) -> None:
+        """Something was given back; `news` when a worker that refused may have changed its mind."""
+        self._news += news
+        self._moved.set()
+
+    async def place(self, asked: Application, deliver: Deliver) -> Place:
+        """Wait for a place, which must be followed by `end`; raises EngineError when there is none in time."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._turn.acquire()
+                try:
+                    return await self._cleared(asked, deliver)
+                except BaseException:
+                    self.end()
+                    raise
+        except TimeoutError:
+            raise EngineError(
+                "the request was present at two worker deaths, and must run alone; no workers were free of other "
+                f"requests within {self._wait_s:g} s"
+            ) from None
+
+    def end(self) -> None:
+        """The request has left its place: let others use the workers."""
+        self._turn.release()
+        self._keep(frozenset())
+
+    async def _cleared(self, asked: Application, deliver: Deliver) -> Place:
+        """Keep a pair of workers free of new requests until it is empty, and take it."""
+        refused_at = -1
+        while True:
+            self._moved.clear()
+            found = quietest(self._pool.fleet(), asked.demand, self._breakers.shut(self._loop.time()))
+            self._keep(frozenset() if found is None else frozenset((found[0].prefill, *found[0].decode)))
+            if found is not None and found[1] and refused_at != self._news:
+                refused_at, choice, place = self._news, found[0], None
+                seat = self._reserver.seat(choice, asked.demand)
+                try:
+                    place = await self._reserver.reserve(asked, seat, choice, deliver, Answers())
+                finally:
+                    if place is None:
+                        self._leave(seat)
+                if place is not None:
+                    return place
+            await self._moved.wait()
+
+    def _keep(self, names: frozenset[str]) -> None:
+        if names != self._reserver.held:
+            self._reserver.held = names
+            self._freed()

@@ -1,0 +1,144 @@
+"""What an attempt asks of its workers and is given: a prefill worker's seat, and pages on a decode worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass, field, replace
+
+from baton.errors import BatonError
+from baton.lifecycle import Lifecycle, State
+from router.breaker import Breakers, Course
+from router.events import Deliver
+from router.policy import Choice, Demand
+from router.pool import Pool
+from router.session import DecodeAttempt, Reserved
+from router.worker import Seat, WorkerLink
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """What one attempt asks for. `again` is set when the request was accepted before and goes to the head.
+
+    `life` goes from LINE to RESERVING when decode workers are asked, and back when all refuse.
+    """
+
+    request_id: str
+    attempt: int
+    tenant: str
+    life: Lifecycle
+    demand: Demand
+    context_tokens: int
+    max_new_tokens: int
+    choices: tuple[int, ...]
+    again: bool
+
+    @property
+    def deadline(self) -> float:
+        """The request's own, on the event loop's clock."""
+        return self.life.request_deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What an attempt was given; `decode` is None when nothing is to be decoded.
+
+    `consumer` is whom a ticket for the KV is made out to; what the attempt learns of its workers goes to `course`.
+    """
+
+    seat: Seat
+    course: Course
+    decode: DecodeAttempt | None = None
+    decode_name: str | None = None
+    consumer: str = ""
+
+    @property
+    def prefill(self) -> WorkerLink:
+        """The prefill worker."""
+        return self.seat.link
+
+    @property
+    def words(self) -> str:
+        """The workers, for people."""
+        decode = f", decode at {self.decode_name}" if self.decode else ""
+        return f"prefill {self.prefill.name}{decode}"
+
+
+@dataclass(slots=True)
+class Answers:
+    """What decode workers said to one application: who can never hold it and why, and when to ask again."""
+
+    never: dict[str, str] = field(default_factory=dict)
+    retry_after_s: float = math.inf
+
+
+class Reserver:
+    """Takes seats, and asks decode workers for pages."""
+
+    def __init__(self, pool: Pool, breakers: Breakers, timeout_s: float) -> None:
+        self._pool = pool
+        self._breakers = breakers
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self.held: frozenset[str] = frozenset()
+        """Workers that are kept for a request that runs alone."""
+
+    def seat(self, choice: Choice, demand: Demand) -> Seat:
+        """A seat at the chosen prefill worker."""
+        seat = self._pool.prefill(choice.prefill).seat(demand.tokens)
+        self._pool.forget_snapshot()
+        return seat
+
+    async def reserve(
+        self, asked: Application, seat: Seat, choice: Choice, deliver: Deliver, answers: Answers
+    ) -> Place | None:
+        """Ask the decode workers in turn; None when all refuse. The seat stays the caller's until it has a place."""
+        if not asked.demand.decodes:
+            return Place(seat, self._breakers.begin(choice.prefill, None, self._loop.time()))
+        asked.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(choice.decode))
+        answers.retry_after_s = math.inf
+        for name in choice.decode:
+            link = self._pool.decode(name)
+            if link is None or link.session is None or not link.session.open:
+                continue
+            # A choice may have been made before the worker was kept for another request.
+            if name in self.held and not asked.demand.alone:
+                continue
+            attempt, consumer = link.session.attempt(asked.request_id, asked.attempt, deliver), link.consumer
+            answer = await self._ask(attempt, asked)
+            if answer.granted:
+                course = self._breakers.begin(choice.prefill, name, self._loop.time())
+                return Place(seat, course, attempt, name, consumer)
+            if answer.never:
+                answers.never[name] = f"decode worker {link.name}: {answer.reason}"
+            elif answer.retry_after_s:
+                answers.retry_after_s = min(answers.retry_after_s, answer.retry_after_s)
+        asked.life.enter(State.LINE, self._loop.time())
+        return None
+
+    async def _ask(self, attempt: DecodeAttempt, asked: Application) -> Reserved:
+        """One worker's answer; one that doesn't come in time, or for a lost session, is a refusal."""
+        answer = Reserved(False, "no answer", False)
+        left = asked.deadline - self._loop.time()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await attempt.reserve(
+                    context_tokens=asked.context_tokens,
+                    max_new_tokens=asked.max_new_tokens,
+                    choices=asked.choices,
+                    deadline_ms=0 if math.isinf(left) else max(math.ceil(1e3 * left), 1),
+                )
+        except (TimeoutError, BatonError) as error:
+            _logger.warning("reservation %s/%d failed: %r", asked.request_id, asked.attempt, error)
+        finally:
+            if not answer.granted:
+                attempt.close()
+        return answer
+
+
+def demand_after(asked: Application, answers: Answers) -> Demand:
+    """What to place, with what the answers have told."""
+    return replace(asked.demand, never=frozenset(answers.never)) if answers.never else asked.demand

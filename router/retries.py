@@ -1,0 +1,123 @@
+"""Which failed attempts are followed by another one, and when. Pure.
+
+    fault       something is wrong with a worker or a pair: at most `max_attempts`, each charged to the budget
+    death       the worker was lost: free of charge; a request at two deaths runs alone, at a third it ends
+    drain, preemption, refusal by a full worker: nobody's fault, free of charge
+
+All together are bounded by MOST_ATTEMPTS. The budget is the router's: retries of faults may be a share of the requests
+that were accepted, and a few more each second, so that a fleet in which everything fails is not asked the same again
+and again by everybody at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from baton.errors import EngineError, Overloaded
+from router.breaker import SAME_EVENT_S
+from router.events import Cause, Failed
+
+MOST_ATTEMPTS = 16
+DEATHS_UNTIL_ALONE = 2
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+
+class RetryBudget:
+    """A token bucket; times are seconds on the caller's clock."""
+
+    def __init__(
+        self, now: float, *, share: float = 0.2, per_second: float = 10.0, most: float = 100.0, tokens: float = 100.0
+    ) -> None:
+        self._share, self._per_second, self._most = share, per_second, most
+        self._tokens = min(tokens, most)
+        self._filled = now
+        self._last: dict[str, float] = {}
+
+    def accepted(self) -> None:
+        """A request came: a share of a retry more."""
+        self._tokens = min(self._tokens + self._share, self._most)
+
+    def take(self, now: float, *, culprit: str = "", first: bool = False) -> bool:
+        """Whether a fault may be followed by a retry, which is then charged.
+
+        One event may fail all that a worker runs: of faults of one `culprit` within SAME_EVENT_S one is charged,
+        provided that they are the requests' `first`, so that none gets more than one retry in this way.
+        """
+        self._tokens = min(self._tokens + (now - self._filled) * self._per_second, self._most)
+        self._filled = now
+        self._last = {name: at for name, at in self._last.items() if now - at < SAME_EVENT_S}
+        if first and culprit in self._last:
+            return True
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        if culprit:
+            self._last[culprit] = now
+        return True
+
+
+@dataclass(slots=True)
+class History:
+    """What was tried for some choices of a request; attempts are numbered over all of them."""
+
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    attempts: int = 0
+    faults: int = 0
+    deaths: int = 0
+    refusals: int = 0
+    avoid: frozenset[str] = frozenset()
+    avoid_pairs: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def alone(self) -> bool:
+        """Whether the next attempt must run where nothing else does."""
+        return self.deaths >= DEATHS_UNTIL_ALONE
+
+    def fork(self) -> History:
+        """The history of one of the choices from here on; numbers stay common, since they name attempts."""
+        return History(
+            self.numbers, self.attempts, self.faults, self.deaths, self.refusals, self.avoid, self.avoid_pairs
+        )
+
+    def retry(
+        self,
+        failed: Failed,
+        *,
+        max_attempts: int,
+        charge: Callable[[], bool],
+        jitter: Callable[[float, float], float] = random.uniform,
+    ) -> float:
+        """Seconds to wait before the next attempt; raises the error that is the answer when there is none."""
+        self.attempts += 1
+        error = failed.error
+        match failed.cause:
+            case Cause.DEATH:
+                self.deaths += 1
+                if self.deaths > DEATHS_UNTIL_ALONE:
+                    raise EngineError(
+                        f"the request was present at {self.deaths} worker deaths, at the last one alone: {error}"
+                    )
+            case Cause.FAULT:
+                self.faults += 1
+                if self.faults >= max_attempts or not charge():
+                    raise error
+            case Cause.REFUSED:
+                self.refusals += 1
+                if self.refusals >= max_attempts and isinstance(error, Overloaded) and error.retry_after is None:
+                    raise error
+        if self.attempts >= MOST_ATTEMPTS:
+            raise error
+        if failed.cause is Cause.FAULT and self.faults > 1:
+            return _pause(self.faults - 2, jitter)
+        if failed.cause is Cause.REFUSED:
+            hint = error.retry_after if isinstance(error, Overloaded) else None
+            return max(_pause(self.refusals - 1, jitter), min(hint or 0.0, _LONGEST_PAUSE_S))
+        return 0.0
+
+
+def _pause(doublings: int, jitter: Callable[[float, float], float]) -> float:
+    return min(_SHORTEST_PAUSE_S * 2.0**doublings, _LONGEST_PAUSE_S) * jitter(0.5, 1.0)

@@ -1,0 +1,53 @@
+"""Notices that a stream which should speak regularly does not.
+
+A process that was stopped, or whose loop was held up, finds all its timers due at once, before it has read what came
+meanwhile. So a check that comes late judges nobody: it gives the stream another moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+_LATE_S = 0.5
+
+
+class Silence:
+    """Calls `on_silence` once if `heard` is not called for `limit_s` seconds; use as a context manager."""
+
+    def __init__(self, limit_s: float, on_silence: Callable[[], object]) -> None:
+        self.limit_s = limit_s
+        self.fell = False
+        """Whether it was silent for too long."""
+        self._on_silence = on_silence
+        self._loop = asyncio.get_running_loop()
+        self._due = 0.0
+        self._due_of_speech = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Silence:
+        self.heard()
+        self._arm(self._due_of_speech)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def heard(self) -> None:
+        """Something was said."""
+        self._due_of_speech = self._loop.time() + self.limit_s
+
+    def _arm(self, due: float) -> None:
+        self._due = due
+        self._timer = self._loop.call_at(due, self._check)
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        if now < self._due_of_speech:
+            self._arm(self._due_of_speech)
+        elif now > self._due + _LATE_S:
+            self._arm(now + min(_LATE_S, self.limit_s))
+        else:
+            self.fell = True
+            self._on_silence()

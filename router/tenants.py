@@ -1,0 +1,138 @@
+"""Who calls: API keys, the tenants they stand for, and how many streams a tenant may have at a time.
+
+    metadata  authorization: Bearer KEY ──▶ Caller (tenant, its limit, whether an admin) or UNAUTHENTICATED
+
+`Guard` stands before every method of the listener, so that a new one can't be forgotten: all but health and reflection
+need a key, and those of Admin an admin's. Who has none is refused before the message is received. Without a file of
+keys everybody is the one tenant "".
+
+A tenant is a queue of the waiting line, a salt of the prefix cache, and a number of open streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
+
+from baton.admin import ADMIN_SERVICE
+from baton.errors import BatonError, ConfigError, Overloaded, PermissionDenied, Unauthenticated
+from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
+from baton.watched import Watched
+
+OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
+
+_HEADER = "authorization"
+_SCHEME = "bearer"
+_RETRY_S = 1.0
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whom a call comes from; `max_streams` None means no limit."""
+
+    tenant: str = ""
+    max_streams: int | None = None
+    admin: bool = False
+
+
+ANYBODY = Caller(admin=True)
+"""The caller where no keys are asked for."""
+
+
+class Tenants:
+    """Knows callers by their keys, and counts the streams of each tenant; lives on the event loop."""
+
+    def __init__(self, path: str = "", fleet_secret: str = "") -> None:
+        """`path` is the file of keys, empty for none; it is read again when it changes.
+
+        Raises ConfigError naming what is wrong, which is so when there are several tenants and no fleet secret.
+        """
+
+        def keys(data: bytes) -> tuple[ApiKey, ...]:
+            found = parse(data)
+            if len(tenants := {key.tenant for key in found}) > 1 and not fleet_secret:
+                problem = f"BATON_FLEET_SECRET must be set to keep the caches of {len(tenants)} tenants apart"
+                raise ConfigError(problem)
+            return found
+
+        self._keys = Watched(path, "api_keys", keys) if path else None
+        self._streams: Counter[str] = Counter()
+
+    def caller(self, metadata: Metadata) -> Caller:
+        """Whose key is in the metadata. Raises Unauthenticated."""
+        if self._keys is None:
+            return ANYBODY
+        seen = digest(_key(metadata))
+        found: ApiKey | None = None
+        for key in self._keys.value():
+            # All are looked at, so that the time taken does not tell which one it was.
+            if hmac.compare_digest(key.sha256, seen):
+                found = key
+        if found is None:
+            raise Unauthenticated("the API key is not known")
+        return Caller(found.tenant, found.max_streams, found.admin)
+
+    @contextlib.contextmanager
+    def stream(self, caller: Caller) -> Iterator[None]:
+        """Count a stream of the caller's tenant until the block ends. Raises Overloaded beyond the tenant's limit."""
+        tenant, limit = caller.tenant, caller.max_streams
+        if limit is not None and self._streams[tenant] >= limit:
+            problem = f"{self._streams[tenant]} streams of tenant {tenant} are open, {limit} may be"
+            raise Overloaded(f"max_streams: {problem}", _RETRY_S)
+        self._streams[tenant] += 1
+        try:
+            yield
+        finally:
+            self._streams[tenant] -= 1
+            if not self._streams[tenant]:
+                del self._streams[tenant]
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without the key that their method needs; stands behind what turns errors into statuses."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        """The handler of the call, or one that refuses it."""
+        handler = await continuation(details)
+        service = details.method.rpartition("/")[0].lstrip("/")
+        if handler is None or service in OPEN_SERVICES:
+            return handler
+        try:
+            caller = self._tenants.caller(details.invocation_metadata)
+            if service == ADMIN_SERVICE and not caller.admin:
+                raise PermissionDenied(f"{service}: needs an admin's API key")
+        except BatonError as error:
+            return _refusal(error)
+        return handler
+
+
+def _refusal(error: BatonError) -> Any:
+    async def refuse(requests: Any, context: Any) -> None:
+        raise error
+
+    # Of whatever kind the method is, on the wire it is a stream, of which nothing need be received to refuse it.
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _key(metadata: Metadata) -> str:
+    values = [value for name, value in metadata if name == _HEADER]
+    if not values:
+        raise Unauthenticated(f"an API key is needed, as metadata {_HEADER}: Bearer KEY")
+    scheme, _, key = str(values[0]).partition(" ")
+    key = key.strip()
+    if len(values) > 1 or scheme.lower() != _SCHEME or not 0 < len(key) <= MAX_KEY_LENGTH:
+        raise Unauthenticated(f"the metadata {_HEADER} must be one Bearer KEY of at most {MAX_KEY_LENGTH} characters")
+    return key

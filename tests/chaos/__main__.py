@@ -1,0 +1,87 @@
+"""`python -m tests.chaos`: the matrix, for as long as asked; see report.py for what it writes.
+
+    python -m tests.chaos --minutes 20 --seed 1
+    python -m tests.chaos --case decode/kill/decoding --case redis/stop/prefilling --keep-logs /tmp/logs
+
+The whole matrix runs once, then cases at random until the minutes are used up. Exits with 1 if anything was hung,
+wrong, leaked, lost or not healthy again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos import report
+from tests.chaos.cases import MATRIX, Case, parse
+from tests.chaos.fleet import Fleet, Shape
+from tests.chaos.runner import Row, run_case
+
+SHAPE = Shape()
+
+
+async def run(arguments: argparse.Namespace, directory: Path) -> list[Row]:
+    """Run cases one after the other; a fleet that a case leaves sick is replaced."""
+    rng = random.Random(arguments.seed)
+    end = time.monotonic() + 60 * arguments.minutes
+    todo = [parse(name) for name in arguments.case] or [case for case in MATRIX if case.applicable]
+    again, rows = list(todo), []
+    while todo:
+        fresh = directory / f"fleet-{len(rows)}"
+        fresh.mkdir()
+        async with Fleet.running(SHAPE, fresh) as fleet:
+            while todo:
+                case = todo.pop(0)
+                rows.append(await attempt(fleet, case, rng))
+                if not todo and time.monotonic() < end and not arguments.case:
+                    todo = rng.sample(again, len(again))
+                if time.monotonic() > end and len(rows) >= len(again):
+                    todo = []
+                if rows[-1].problems:
+                    break
+    return rows
+
+
+async def attempt(fleet: Fleet, case: Case, rng: random.Random) -> Row:
+    """Run a case and tell of it; whatever the harness itself raises is a problem of the case."""
+    began = time.monotonic()
+    try:
+        row = await run_case(fleet, case, rng)
+    except Exception as error:
+        row = Row(case, "?", 0, problems=[f"the case could not be run: {error!r}"])
+    took = time.monotonic() - began
+    print(f"{took:5.1f} s  {report.line(row)}", flush=True)
+    for problem in row.problems:
+        print(f"    {problem}", flush=True)
+    if row.problems:
+        for name, process in fleet.processes.items():
+            print(f"    --- {name}, pid {process.pid}\n{process.tail(12)}", flush=True)
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--case", action="append", default=[], help="TARGET/FAULT/STATE; may be repeated")
+    parser.add_argument("--keep-logs", type=Path, help="directory for the processes' logs")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+        directory = arguments.keep_logs or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        rows = asyncio.run(run(arguments, directory))
+    text = report.table(rows, SHAPE, seed=arguments.seed, seconds=time.monotonic() - began)
+    print(text)
+    if not arguments.case:
+        report.write("chaos", text)
+    return int(any(row.problems for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

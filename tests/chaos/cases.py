@@ -1,0 +1,124 @@
+"""The matrix: which fault hits whom while a request is in which state, and what is done to the fleet for it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import dataclass
+
+from tests.chaos.fleet import Fleet
+
+TARGETS = ("router", "prefill", "decode", "redis")
+FAULTS = ("kill", "stop", "cut", "pair", "slow", "restart")
+STATES = ("waiting", "prefilling", "transferring", "decoding")
+
+SLOW_RATES = {"kv": 80_000, "redis": 80_000}
+"""Bytes per second of slow links by the first part of their name: less than what the mixed load needs."""
+
+SLOW_CONTROL_RATE = 8_000
+"""Of all other slow links."""
+
+TRANSFER_RATE = 300_000
+"""Bytes per second of KV links before a fault that is to hit a transfer: enough for the load, with long transfers."""
+
+HOLD_S = {"kill": 1.5, "stop": 9.0, "cut": 9.0, "pair": 9.0, "slow": 6.0, "restart": 0.0}
+"""How long a fault lasts; long enough that a silent peer must have been noticed."""
+
+DECODE_STATES = {
+    "waiting": ("reserved", "slot_wait"),
+    "prefilling": ("reserved", "transferring"),
+    "transferring": ("transferring",),
+    "decoding": ("decoding",),
+}
+PREFILL_STATES = {"waiting": ("queued",), "prefilling": ("prefilling",), "transferring": ("held",), "decoding": ()}
+ROUTER_STATES = {
+    "waiting": ("line", "reserving"),
+    "prefilling": ("prefilling",),
+    "transferring": ("transferring",),
+    "decoding": ("decoding",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One cell of the matrix."""
+
+    target: str
+    fault: str
+    state: str
+
+    @property
+    def name(self) -> str:
+        """Such as "decode/kill/decoding"."""
+        return f"{self.target}/{self.fault}/{self.state}"
+
+    @property
+    def applicable(self) -> bool:
+        """A link of one pair has a prefill and a decode worker at its ends."""
+        return self.fault != "pair" or self.target in ("prefill", "decode")
+
+
+MATRIX = [Case(target, fault, state) for target in TARGETS for fault in FAULTS for state in STATES]
+
+
+def parse(name: str) -> Case:
+    """The case of a name; raises ValueError for one that the matrix lacks."""
+    case = Case(*name.split("/"))
+    if case not in MATRIX or not case.applicable:
+        raise ValueError(f"{name}: no such case")
+    return case
+
+
+async def inject(fleet: Fleet, case: Case, name: str, other: str) -> None:
+    """Do it to the process `name`; `other` is the peer of a pair. Returns at once, but for a restart."""
+    process = fleet.processes[name]
+    match case.fault:
+        case "kill":
+            process.send(signal.SIGKILL)
+        case "stop":
+            process.send(signal.SIGSTOP)
+        case "restart":
+            process.send(signal.SIGTERM)
+        case "pair":
+            prefill, decode = (name, other) if case.target == "prefill" else (other, name)
+            await fleet.mode("cut", f"kv-{prefill}", peer=decode)
+        case "cut" | "slow":
+            for link, peer in fleet.links_of(name):
+                rate = SLOW_RATES.get(link.partition("-")[0], SLOW_CONTROL_RATE)
+                await fleet.mode(case.fault, link, peer=peer, rate=rate)
+
+
+async def heal(fleet: Fleet, case: Case, name: str) -> str:
+    """Undo it, and wait until the process serves; what went wrong, in words, or ""."""
+    process, trouble = fleet.processes[name], ""
+    match case.fault:
+        case "kill":
+            await process.ended()
+            await fleet.restart(name)
+        case "stop":
+            process.send(signal.SIGCONT)
+        case "restart":
+            code = await process.ended()
+            if code is None:
+                trouble = f"{name} did not end after SIGTERM"
+                await process.kill()
+            elif code != 0:
+                trouble = f"{name} ended with status {code} after SIGTERM"
+            await fleet.restart(name)
+    await fleet.heal_links()
+    return trouble
+
+
+async def prepare(fleet: Fleet, case: Case) -> None:
+    """Slow the KV links where a transfer is to be hit."""
+    if case.state == "transferring":
+        for name in fleet.prefill:
+            await fleet.mode("slow", f"kv-{name}", rate=TRANSFER_RATE)
+
+
+async def ease(fleet: Fleet, case: Case, name: str) -> None:
+    """Let links that `prepare` slowed pass again, but for those that the fault concerns."""
+    await asyncio.sleep(1.0)
+    if case.state == "transferring" and case.fault in ("kill", "stop", "restart"):
+        for each in fleet.prefill:
+            await fleet.mode("pass", f"kv-{each}")

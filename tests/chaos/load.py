@@ -1,0 +1,238 @@
+"""Requests whose tokens are known beforehand, and how each of them ended.
+
+A request ends in exactly one of these ways:
+
+    finished    every choice has exactly its tokens, the right finish reason, and the usage adds up
+    cancelled   by its client, at a moment drawn beforehand
+    expired     its deadline passed (only those that have one)
+    refused     RESOURCE_EXHAUSTED
+    failed      another status with a type
+    untyped     INTERNAL or UNKNOWN
+    wrong       a token differs from what it must be; looked at however it ended
+    hung        no end, long after it was due
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from baton.client import AsyncClient
+from baton.engine.fake import expected_tokens
+from baton.errors import BatonError, DeadlineExceeded, Overloaded
+from baton.request import FinishReason, SamplingParams
+from tests.chaos.process import VOCABULARY
+
+ENDS = ("finished", "cancelled", "expired", "refused", "failed", "untyped", "wrong", "hung")
+UNTYPED = ("BatonError", "EngineError")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One request; times in seconds after it was sent."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    n: int = 1
+    seed: int | None = None
+    stop_token: int | None = None
+    timeout: float | None = None
+    cancel_after: float | None = None
+
+    def expected(self, choice: int) -> tuple[list[int], FinishReason]:
+        """All tokens of a choice, and why it ends."""
+        params = SamplingParams(temperature=0.0) if self.seed is None else SamplingParams(seed=self.seed)
+        tokens = expected_tokens(
+            self.prompt, self.max_tokens, params=params, choice_index=choice, vocab_size=VOCABULARY
+        )
+        if self.stop_token in tokens:
+            return tokens[: tokens.index(self.stop_token) + 1], FinishReason.STOP
+        return tokens, FinishReason.LENGTH
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a request; times are seconds on the monotonic clock."""
+
+    spec: Spec
+    router: str
+    sent: float
+    ended: float = 0.0
+    last: float = 0.0
+    longest_gap: tuple[float, float] = (0.0, 0.0)
+    """Longest time without a token while streaming, and when it began."""
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finish: dict[int, FinishReason] = field(default_factory=dict)
+    usage: int | None = None
+    request_id: str = ""
+    end: str = ""
+    error: str = ""
+
+    @property
+    def received(self) -> int:
+        """Tokens so far."""
+        return sum(map(len, self.tokens.values()))
+
+    def take(self, index: int, tokens: Sequence[int], now: float) -> None:
+        """Note new tokens."""
+        self.tokens.setdefault(index, []).extend(tokens)
+        if self.last and now - self.last > self.longest_gap[0]:
+            self.longest_gap = now - self.last, self.last
+        self.last = now
+
+    def judge(self) -> None:
+        """Compare with what must have come; makes the end `wrong` where it differs."""
+        for choice in range(self.spec.n):
+            expected, reason = self.spec.expected(choice)
+            got = self.tokens.get(choice, [])
+            if self.end == "finished":
+                self._hold(got == expected, f"choice {choice}: {got} is not {expected}")
+                ended = self.finish.get(choice)
+                self._hold(ended is reason, f"choice {choice} ended by {ended}, not {reason}")
+            else:
+                self._hold(got == expected[: len(got)], f"choice {choice}: {got} does not begin {expected}")
+        if self.end == "finished":
+            self._hold(self.usage == self.received, f"usage of {self.usage} tokens, {self.received} came")
+
+    def _hold(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.end, self.error = "wrong", f"{self.end}: {otherwise}; {self.error}"
+
+
+async def ask(client: AsyncClient, outcome: Outcome) -> None:
+    """Send a request and note how it ends; a cancelled task leaves it without an end."""
+    spec = outcome.spec
+    seeded = {"temperature": 0.0} if spec.seed is None else {"seed": spec.seed}
+    stop = {} if spec.stop_token is None else {"stop_token_ids": [spec.stop_token]}
+    asked = client.generate(
+        spec.prompt, timeout=spec.timeout, max_tokens=spec.max_tokens, n=spec.n, ignore_eos=True, **seeded, **stop
+    )
+    try:
+        async with asyncio.timeout(spec.cancel_after) as cancelling, aclosing(asked) as deltas:
+            async for delta in deltas:
+                outcome.request_id = delta.request_id
+                outcome.take(delta.index, [token.token_id for token in delta.tokens], time.monotonic())
+                if delta.finish_reason is not None:
+                    outcome.finish[delta.index] = delta.finish_reason
+                if delta.usage is not None:
+                    outcome.usage = delta.usage.completion_tokens
+        outcome.end = "finished"
+    except TimeoutError:
+        outcome.end = "cancelled" if cancelling.expired() else "untyped"
+    except Overloaded as error:
+        # One that has had tokens was accepted: to refuse it then is to lose it.
+        outcome.end, outcome.error = "failed" if outcome.received else "refused", f"Overloaded: {error}"
+    except DeadlineExceeded as error:
+        outcome.end, outcome.error = "expired" if spec.timeout else "failed", f"DeadlineExceeded: {error}"
+    except BatonError as error:
+        name = type(error).__name__
+        outcome.end, outcome.error = "untyped" if name in UNTYPED else "failed", f"{name}: {error}"
+    outcome.ended = time.monotonic()
+    outcome.judge()
+
+
+class Mix:
+    """Draws requests: lengths, shared prefixes, sampling, choices, stops, deadlines, cancels."""
+
+    def __init__(self, rng: random.Random, *, cancels: float = 0.1, deadlines: float = 0.05) -> None:
+        self._rng = rng
+        self._cancels, self._deadlines = cancels, deadlines
+        self._prefixes = [self._ids(rng.choice((48, 96, 160))) for _ in range(4)]
+
+    def _ids(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.randrange(VOCABULARY) for _ in range(count))
+
+    def draw(self) -> Spec:
+        """Any request."""
+        rng = self._rng
+        prefix = rng.choice(self._prefixes) if rng.random() < 0.5 else ()
+        spec = Spec(
+            prompt=prefix + self._ids(rng.choice((1, 8, 40, 90))),
+            max_tokens=rng.choice((1, 2, 10, 25, 25, 40, 120)),
+            n=2 if rng.random() < 0.08 else 1,
+            seed=rng.randrange(2**32) if rng.random() < 0.5 else None,
+        )
+        chosen, changes = rng.random(), {}
+        if rng.random() < 0.1:
+            changes["stop_token"] = rng.choice(spec.expected(0)[0])
+        if chosen < self._cancels:
+            changes["cancel_after"] = rng.uniform(0.0, 1.2)
+        elif chosen < self._cancels + self._deadlines:
+            changes["timeout"] = rng.uniform(0.05, 3.0)
+        return Spec(**{name: getattr(spec, name) for name in Spec.__slots__} | changes)
+
+    def plain(self, prompt: int, max_tokens: int) -> Spec:
+        """A request that is neither cancelled nor late."""
+        seed = self._rng.randrange(2**32) if self._rng.random() < 0.5 else None
+        return Spec(prompt=self._ids(prompt), max_tokens=max_tokens, seed=seed)
+
+
+class Load:
+    """All requests of a run: an open loop, and whatever else is sent."""
+
+    def __init__(self, clients: dict[str, AsyncClient], mix: Mix, rng: random.Random) -> None:
+        self.clients, self.mix = clients, mix
+        self.outcomes: list[Outcome] = []
+        self.before: Callable[[Outcome], Awaitable[None]] | None = None
+        self._rng = rng
+        self._tasks: dict[asyncio.Task[None], Outcome] = {}
+
+    def send(self, spec: Spec, router: str) -> Outcome:
+        """Send one."""
+        return self._tasks[self.start(spec, router)]
+
+    def start(self, spec: Spec, router: str) -> asyncio.Task[None]:
+        """Send one; the task is done when it has ended."""
+        outcome = Outcome(spec, router, time.monotonic())
+        task = asyncio.create_task(ask(self.clients[router], outcome))
+        self.outcomes.append(outcome)
+        self._tasks[task] = outcome
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        outcome = self._tasks.pop(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            outcome.end, outcome.error = "untyped", f"the client raised {error!r}"
+
+    async def open_loop(self, rate: float) -> None:
+        """Send at random times, `rate` a second on average, to routers in turn; until cancelled."""
+        names = list(self.clients)
+        due = time.monotonic()
+        while True:
+            due += self._rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            self.send(self.mix.draw(), self._rng.choice(names))
+
+    async def finish(self, bound: float) -> list[Outcome]:
+        """Wait until all have ended; those that have not after `bound` seconds are hung, and returned."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=bound)
+        late = dict(self._tasks)
+        for task, outcome in late.items():
+            outcome.end, outcome.error = "hung", f"no end {time.monotonic() - outcome.sent:.1f} s after it was sent"
+            task.cancel()
+        return list(late.values())
+
+    def in_flight(self) -> list[Outcome]:
+        """Those without an end."""
+        return list(self._tasks.values())
+
+    def counts(self) -> Counter[str]:
+        """How many ended how."""
+        return Counter(outcome.end for outcome in self.outcomes)
+
+
+async def ask_until_cancelled(client: AsyncClient, spec: Spec) -> None:
+    """Send a request and drop what comes; a cancel of the task is a cancel by the client."""
+    sampling = {"temperature": 0.0} if spec.seed is None else {"seed": spec.seed}
+    async with aclosing(
+        client.generate(spec.prompt, max_tokens=spec.max_tokens, ignore_eos=True, **sampling)
+    ) as deltas:
+        async for _ in deltas:
+            pass

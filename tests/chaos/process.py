@@ -1,0 +1,67 @@
+"""A worker as a real process with the fake engine, whose tokens can be computed by hand.
+
+    python -m tests.chaos.process decode --step-time 0.01 --slots 8 --pages 400 [flags of the service]
+
+Flags that are not the engine's are the service's own; those of the environment count too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from baton.engine.fake import FakeEngine
+from baton.process import Running
+from baton.process import main as serve
+from baton.telemetry.logs import configure
+from decode_svc.config import DecodeConfig
+from prefill_svc.config import PrefillConfig
+
+VOCABULARY = 1000
+HEAD_DIM = 8
+LAYERS, HEADS = 2, 2
+TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("role", choices=("prefill", "decode"))
+    parser.add_argument("--step-time", type=float, default=0.0)
+    parser.add_argument("--chunk-time", type=float, default=0.0)
+    parser.add_argument("--pages", type=int, default=512)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--host-kv", type=int, default=1 << 20)
+    own, rest = parser.parse_known_args()
+    engine = FakeEngine(
+        vocab_size=VOCABULARY,
+        layers=LAYERS,
+        heads=HEADS,
+        head_dim=HEAD_DIM,
+        pages=own.pages,
+        slots=own.slots,
+        host_kv_memory=own.host_kv,
+        step_time=own.step_time,
+        chunk_time=own.chunk_time,
+    )
+
+    def prefill(config: PrefillConfig) -> Running:
+        from prefill_svc.app import run
+
+        configure(config.log_level, own.role, config.worker_id)
+        return run(config, engine=engine)
+
+    def decode(config: DecodeConfig) -> Running:
+        from decode_svc.app import run
+
+        configure(config.log_level, own.role, config.worker_id)
+        return run(config, engine=engine)
+
+    sys.argv[1:] = rest
+    if own.role == "prefill":
+        return serve(own.role, "tests.chaos.process", PrefillConfig, prefill)
+    sys.argv += ["--slots", str(own.slots)]
+    return serve(own.role, "tests.chaos.process", DecodeConfig, decode)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What every engine does for those who wait for pages: spares of forks, word of returns, host memory by owner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.engine.contract import KvHandle
+from baton.errors import EngineError, OutOfPages
+from baton.request import SamplingParams
+from tests.contract.engines import Rig, generate, prefill, start, state, step, whole_kv
+
+
+def test_a_fork_takes_over_the_pages_of_its_spare_and_nobody_gets_in_between(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=6)
+    prompt = rig.prompt(37)
+    params = SamplingParams(seed=2, temperature=1.5, n=2)
+    wanted = state(prompt, params, choice=1)
+    expected = generate(rig.engine(), wanted, 6)
+    parent = engine.reserve("a/1", 37)
+    first = prefill(engine, parent, wanted).token_id
+    spare = engine.reserve("a/1/spare", 32)
+    rest = engine.reserve("other", 16)
+    kv = whole_kv(engine, parent, 37)
+    with pytest.raises(OutOfPages):
+        engine.fork(parent, "a/1/1", 37, 64)
+    child = engine.fork(parent, "a/1/1", 37, 64, spare)
+    assert not spare.alive
+    assert engine.audit() == {"a/1": 3, "a/1/1": 4, "other": 1}
+    assert whole_kv(engine, child, 37) == kv
+    engine.insert(child, state(prompt, params, [first], 1))
+    assert [first, *(step(engine)[child] for _ in range(5))] == expected
+    engine.free(rest)
+
+
+def test_a_spare_that_is_too_large_or_too_small_is_made_up_from_the_pool(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=8)
+    parent = engine.reserve("a/1", 16)
+    prefill(engine, parent, state(rig.prompt(16)))
+    large = engine.reserve("large", 48)
+    child = engine.fork(parent, "a/1/1", 16, 32, large)
+    assert engine.audit() == {"a/1": 1, "a/1/1": 2}
+    small, taken = engine.reserve("small", 16), engine.reserve("taken", 64)
+    with pytest.raises(OutOfPages, match=r"2 pages, 1 of 8"):
+        engine.fork(parent, "a/1/2", 16, 64, small)
+    assert small.alive
+    engine.free(taken)
+    engine.fork(parent, "a/1/2", 16, 64, small)
+    assert engine.audit() == {"a/1": 1, "a/1/1": 2, "a/1/2": 4}
+    with pytest.raises(EngineError, match="small: its KV was freed"):
+        engine.fork(parent, "a/1/3", 16, 32, small)
+    with pytest.raises(EngineError, match="in use"):
+        engine.fork(parent, "a/1/3", 16, 32, child)
+    assert child.alive
+
+
+def test_every_return_of_pages_is_told_once_they_can_be_had(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = rig.engine(page_size=16, pages=16)
+    seen: list[int] = []
+    engine.watch_pages(lambda: seen.append(engine.stats().free))
+    handle, _ = start(engine, "a/1", state(rig.prompt(10)), 20)
+    other, _ = start(engine, "b/1", state(rig.prompt(10)), 4)
+    fork = engine.fork(handle, "a/1/0", 16, 16)
+    engine.free(fork)
+    assert seen == []
+    engine.extend(handle, 40)
+    step(engine)
+    engine.pause(other)
+    assert seen == [13]
+    decode = engine._decode
+
+    def freed_meanwhile(rows: Any) -> Any:
+        engine.free(handle)
+        assert seen == [13]
+        return decode(rows)
+
+    monkeypatch.setattr(engine, "_decode", freed_meanwhile)
+    step(engine)
+    assert seen == [13, 16]
+    engine.reserve("c/1", 20)
+    spare = engine.reserve("spare", 32)
+    engine.fork(engine.reserve("d/1", 16), "d/1/0", 16, 32, spare)
+    assert seen == [13, 16, 12]
+    engine.watch_pages(None)
+    engine.close()
+    assert seen == [13, 16, 12]
+
+
+def test_host_memory_is_told_by_owner_and_audited(rig: Rig) -> None:
+    engine = rig.engine()
+    handle, _ = start(engine, "a/1", state(rig.prompt(20)))
+    other, _ = start(engine, "b/1", state(rig.prompt(9)))
+    assert engine.host_kv() == {}
+    engine.pause(handle)
+    engine.pause(other)
+    size = engine.spec.kv_format.token_bytes
+    assert engine.host_kv() == {"a/1": 20 * size, "b/1": 9 * size}
+    engine._host_free += 1
+    with pytest.raises(EngineError, match=rf"host memory audit failed: {29 * size} bytes are held.*'a/1': {20 * size}"):
+        engine.audit()
+    engine._host_free -= 1
+    engine.resume(handle)
+    engine.free(other)
+    assert engine.host_kv() == {}
+    assert set(engine.audit()) == {"a/1"}
+
+
+class FreesWhileSaving:
+    """An engine's memory during whose `save` the handle is freed."""
+
+    def __init__(self, engine: Any, handle: KvHandle) -> None:
+        self._engine, self._handle, self._memory = engine, handle, engine._memory
+
+    def save(self, *args: Any) -> Any:
+        self._engine.free(self._handle)
+        return self._memory.save(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+
+def test_free_in_the_midst_of_a_pause_leaves_nothing_behind(rig: Rig) -> None:
+    engine: Any = rig.engine()
+    handle, _ = start(engine, "a/1", state(rig.prompt(20)))
+    other, _ = start(engine, "b/1", state(rig.prompt(9)))
+    engine._memory = FreesWhileSaving(engine, handle)
+    engine.pause(handle)
+    assert engine.host_kv() == {}
+    assert set(engine.audit()) == {"b/1"}
+    assert set(step(engine)) == {other}

@@ -1,0 +1,97 @@
+"""Sessions with a decode worker whose commands make no sense, alone or in their order; see test_prefill_worker."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+
+from baton.pb import decode_pb2
+from baton.rpc.channel import control_channel
+from tests.decode_rig import key, rig
+from tests.fuzz.messages import one_wrong, senseless
+from tests.fuzz.mutation import arbitrary, mutated
+from tests.fuzz.storm import ALLOWED, LEDGER, WATCH, calls, chatter, garbage, hang_ups, healthy, kv_methods, storm
+from tests.prefill import GREEDY
+
+
+async def test_sessions_of_nonsense_leave_nothing() -> None:
+    async with rig(pages=32) as r:
+        control = r.app.addresses.control
+        names = ["r0", "r1", "r2", r.exporter.address, "inc-1"]
+
+        async def send(rng: random.Random) -> None:
+            sent = _session(rng, names)
+            async with control_channel(control) as channel:
+                ended = await chatter(channel, "/baton.v1.Decode/Session", sent, rng)
+            assert ended.code in ALLOWED, ended
+
+        await storm("Session: messages", 150, send)
+        await calls("Decode: Watch, Ledger", 40, control, [WATCH, LEDGER])
+        await calls("Decode: FetchKv", 60, r.app.addresses.kv, kv_methods("inc-1"))
+        await hang_ups("sockets of a decode worker", 60, [control, r.app.addresses.kv, r.app.addresses.ops])
+        assert await healthy(control)
+        await r.until_free()
+
+
+def _session(rng: random.Random, names: Sequence[str]) -> list[bytes]:
+    """Commands about few attempts, so that they meet; most are sound in themselves."""
+    sent: list[Message] = [decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id=rng.choice(("", "router"))))]
+    if rng.random() < 0.1:
+        sent.clear()
+    for _ in range(rng.randrange(1, 25)):
+        attempt = key(rng.choice(names[:3]), rng.choice((0, 0, 0, 1)))
+        up = decode_pb2.SessionUp()
+        match rng.randrange(8):
+            case 0 | 1 | 2:
+                up.reserve.CopyFrom(
+                    decode_pb2.Reserve(
+                        key=attempt,
+                        context_tokens=rng.choice((0, 4, 20, 200, 2**32 - 1)),
+                        max_new_tokens=rng.choice((0, 1, 8, 2**31)),
+                        choices=rng.choice((0, 1, 1, 2, 100)),
+                        deadline_ms=rng.choice((0, 1, 2000, 2**63)),
+                    )
+                )
+            case 3 | 4:
+                up.start.CopyFrom(
+                    decode_pb2.Start(
+                        key=attempt,
+                        transfer_id=rng.choice(("", "t0", "t1")),
+                        source_address=rng.choice(("", "127.0.0.1:1", "nonsense", ":0", names[3])),
+                        source_incarnation=rng.choice(("", "inc-1", "another")),
+                        deadline_ms=rng.choice((0, 1, 2000, 2**63)),
+                    )
+                )
+            case 5:
+                up.cancel.CopyFrom(decode_pb2.Cancel(key=attempt))
+                if rng.random() < 0.5:
+                    up.cancel.choice_index = rng.choice((0, 1, 7, 2**32 - 1))
+            case 6:
+                up.heartbeat.SetInParent()
+                for name in rng.sample(names[:3], rng.randrange(4)):
+                    up.heartbeat.live.append(key(name))
+            case _:
+                up = (
+                    senseless(rng, up, names) if rng.random() < 0.5 else one_wrong(rng, sent[-1] if sent else up, names)
+                )
+        sent.append(up)
+    data = [message.SerializeToString() for message in sent]
+    if rng.random() < 0.2:
+        at = rng.randrange(len(data) or 1)
+        data[at : at + 1] = [mutated(rng, data[at]) if data and rng.random() < 0.7 else arbitrary(rng)]
+    return data
+
+
+async def test_a_session_that_is_never_heard_of_again() -> None:
+    """A peer that hangs up in the middle of a message."""
+    async with rig(pages=32) as r:
+        with contextlib.suppress(ConnectionError):
+            await garbage(r.app.addresses.control, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0\0\xff")
+        router = await r.router()
+        await router.request("after", list(range(9)), GREEDY)
+        await router.until_finished(("after", 0))
+        await router.cancel("after")
+        await r.until_free()

@@ -1,0 +1,165 @@
+"""Decode when memory is short, over real sockets: growth, pauses, preemption, refusals, and the ledger of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from prometheus_client import REGISTRY
+
+from baton.admin import ledger_from_proto
+from baton.errors import EngineError
+from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, worker_pb2, worker_pb2_grpc
+from baton.request import SamplingParams
+from baton.rpc.channel import control_channel
+from tests.decode_rig import WAIT_S, Rig, Router, rig
+from tests.decoding import alone, greedy
+
+Failure = decode_pb2.AttemptFailure
+
+
+def counted(name: str) -> float:
+    return REGISTRY.get_sample_value(f"baton_sequences_{name}_total") or 0.0
+
+
+async def until_paused(all_: Rig, count: int) -> None:
+    """Wait, by the worker's own status, until so many sequences are paused."""
+    async with asyncio.timeout(WAIT_S), control_channel(all_.app.addresses.control) as channel:
+        async for status in worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()):
+            if status.load.sequences_paused == count:
+                break
+
+
+async def paused_pair(all_: Rig, router: Router) -> None:
+    """Two sequences that can't both go on; the younger, "b", is paused, and the next step waits at the gate."""
+    all_.engine.gate.clear()
+    for name in ("a", "b"):
+        await router.request(name, [1, 2, 3], greedy(60))
+    await all_.until_decoding(router, 2)
+    while not all_.app.service.loop.paused:
+        await asyncio.to_thread(all_.engine.entered.acquire)
+        if not all_.app.service.loop.paused:
+            all_.engine.gate.set()
+            all_.engine.gate.clear()
+    await until_paused(all_, 1)
+
+
+async def test_generations_that_outgrow_the_pool_end_exactly() -> None:
+    dice, before = random.Random(3), {name: counted(name) for name in ("paused", "resumed", "preempted")}
+    async with rig({"reserve_tokens": 4}, pages=40, slots=6, max_model_len=160) as all_:
+        router = await all_.router()
+        expected = {}
+        for number in range(12):
+            prompt = [dice.randrange(1000) for _ in range(dice.randrange(1, 40))]
+            choices = dice.choice([1, 1, 2])
+            params = SamplingParams(max_tokens=dice.randrange(40, 110), seed=number, n=choices)
+            await router.request(f"r{number}", prompt, params, range(choices))
+            for choice in range(choices):
+                expected[f"r{number}", choice] = alone(prompt, params, choice)
+        await router.until_finished(*expected)
+        assert router.tokens == expected
+        await all_.until_free()
+    assert counted("paused") > before["paused"] + 2
+    assert counted("resumed") - before["resumed"] == counted("paused") - before["paused"]
+    assert counted("preempted") == before["preempted"]
+
+
+async def test_while_a_sequence_is_paused_nothing_is_granted_and_the_ledger_says_where_it_is() -> None:
+    async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
+        router = await all_.router()
+        await paused_pair(all_, router)
+        refused = await router.reserve("c", 1, 1)
+        assert (refused.granted, refused.never) == (False, False)
+        assert "1 sequences are paused for want of pages" in refused.reason
+        assert refused.retry_after_ms > 0
+        assert (await router.reserve("d", 79, 1000)).reason.startswith("1 sequences are paused")
+        assert (await router.reserve("e", 80, 1)).never
+        async with control_channel(all_.app.addresses.control) as channel:
+            ledger = ledger_from_proto(await admin_pb2_grpc.AdminStub(channel).Ledger(admin_pb2.LedgerRequest()))
+        assert (ledger.role, ledger.violation, ledger.pages_total) == ("decode", "", 20)
+        held = {entry.owner: entry for entry in ledger.entries}
+        assert (held["a/0"].kind, held["a/0"].state) == ("kv", "decoding")
+        assert (held["b/0"].kind, held["b/0"].state, held["b/0"].pages) == ("host_kv", "paused", 0)
+        assert held["b/0"].bytes == all_.engine.host_kv()["b/0"]
+        assert held["a/0"].pages == all_.engine.audit()["a/0"]
+        all_.engine.gate.set()
+        await router.until_finished(("a", 0), ("b", 0))
+        assert router.tokens["b", 0] == alone([1, 2, 3], greedy(60))
+
+
+async def test_a_full_host_pool_gives_the_youngest_back_to_its_router() -> None:
+    before = counted("preempted")
+    async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80, host_kv_memory=0) as all_:
+        router = await all_.router()
+        all_.engine.gate.clear()
+        for name in ("a", "b"):
+            await router.request(name, [1, 2, 3], greedy(60))
+        await all_.until_decoding(router, 2)
+        all_.engine.gate.set()
+        await router.until(lambda: "b" in router.failures)
+        failure = router.failures.pop("b")
+        assert failure.kind == Failure.KIND_PREEMPTED
+        assert "host memory is full" in failure.message
+        await router.until_finished(("a", 0))
+        assert router.tokens["a", 0] == alone([1, 2, 3], greedy(60))
+        # What was told of it goes on elsewhere: these are the tokens that it would have had here.
+        told = router.tokens["b", 0]
+        assert told == alone([1, 2, 3], greedy(60))[: len(told)]
+        await all_.until_free()
+    assert counted("preempted") == before + 1
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "session"])
+async def test_what_is_paused_gives_back_host_memory_at_once(how: str) -> None:
+    async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
+        router = await all_.router()
+        await paused_pair(all_, router)
+        # The engine thread is in the midst of a step all the time.
+        if how == "cancel":
+            await router.cancel("b")
+            assert not (await router.reserve("barrier", 0, 1)).granted
+        elif how == "session":
+            router.call.cancel()
+            await asyncio.wait_for(all_.app.service._idle.wait(), WAIT_S)
+        else:
+            (paused,) = (each for each in all_.app.service.attempts if each.key.request_id == "b")
+            paused.life.deadline = paused.life.request_deadline = 0.0
+            all_.app.service._deadlines.set(paused)
+            await router.until(lambda: "b" in router.failures)
+            assert "was paused at its deadline" in router.failures.pop("b").message
+        assert all_.engine.host_kv() == {}
+        all_.engine.gate.set()
+        if how != "session":
+            await router.until_finished(("a", 0))
+        await all_.until_free()
+
+
+async def test_a_request_that_would_wait_for_a_slot_is_refused_with_a_time_to_retry() -> None:
+    async with rig(slots=2) as all_:
+        router = await all_.router()
+        all_.engine.gate.clear()
+        for name in ("a", "b"):
+            await router.request(name, [1, 2, 3], greedy(30))
+        refused = await router.reserve("c", 3, 30)
+        assert (refused.granted, refused.never) == (False, False)
+        assert "2 sequences are held for 2 slots" in refused.reason
+        assert refused.retry_after_ms > 0
+        all_.engine.gate.set()
+        await router.until_finished(("a", 0), ("b", 0))
+        assert (await router.reserve("c", 3, 30, choices=9)).granted
+        await router.cancel("c")
+        await all_.until_free()
+
+
+async def test_an_idle_worker_whose_pages_dont_add_up_fails_with_the_ledger(caplog: pytest.LogCaptureFixture) -> None:
+    async with rig() as all_:
+        router = await all_.router()
+        lost = all_.engine.reserve("lost/0", 20)
+        await router.request("r", [1, 2, 3], greedy(3))
+        await router.until_finished(("r", 0))
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(EngineError, match="holds the pages of lost/0"):
+                await asyncio.shield(all_.app.failed)
+        assert "lost/0" in caplog.text
+        all_.engine.free(lost)

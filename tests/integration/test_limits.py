@@ -1,0 +1,80 @@
+"""Limits on what a request may hold: each is refused by name and value, and what is just within is served.
+
+Limits that depend on the model's length or vocabulary are in test_router_refusals.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.request import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from baton.rpc.channel import CONTROL_MESSAGE_BYTES, METADATA_BYTES, METADATA_MOST_BYTES
+from tests.integration.router_bench import bench, refused, request, whole
+
+LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "n": ({"n": MAX_CHOICES}, {"n": MAX_CHOICES + 1}, "n: must be in [1, 64], got 65"),
+    "stop": (
+        {"stop": ["#"] * MAX_STOP_STRINGS},
+        {"stop": ["#"] * (MAX_STOP_STRINGS + 1)},
+        "stop: at most 64 strings are allowed, got 65",
+    ),
+    "stop length": (
+        {"stop": ["#" * MAX_STOP_LENGTH]},
+        {"stop": ["x", "#" * (MAX_STOP_LENGTH + 1)]},
+        "stop[1]: must have 1 to 1024 characters, got '###",
+    ),
+    "stop_token_ids": (
+        {"stop_token_ids": [299] * MAX_STOP_TOKEN_IDS},
+        {"stop_token_ids": [299] * (MAX_STOP_TOKEN_IDS + 1)},
+        "stop_token_ids: at most 1024 token ids are allowed, got 1025",
+    ),
+    "logit_bias": (
+        {"logit_bias": dict.fromkeys(range(300), 1.0)},
+        {"logit_bias": dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)},
+        "logit_bias: at most 1024 entries are allowed, got 1025",
+    ),
+    "logit_bias value": ({"logit_bias": {7: 100.0}}, {"logit_bias": {7: 100.5}}, "logit_bias[7]: must be in [-100"),
+    "logprobs": ({"logprobs": MAX_LOGPROBS}, {"logprobs": MAX_LOGPROBS + 1}, "logprobs: must be in [0, 20], got 21"),
+    "prompt_logprobs": (
+        {"prompt_logprobs": MAX_LOGPROBS},
+        {"prompt_logprobs": MAX_LOGPROBS + 1},
+        "prompt_logprobs: must be in [0, 20], got 21",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+async def test_a_value_at_its_limit_is_served_and_one_beyond_refused_by_name(tmp_path: Path, name: str) -> None:
+    within, beyond, words = LIMITS[name]
+    async with bench(tmp_path) as b:
+        error = await refused(b.call(max_tokens=1, **beyond))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (error.details() or "").startswith(words)
+        assert b.prefill[0].requests == []
+        assert (await b.answer(max_tokens=1, **within)).usage.prompt_tokens == 3
+
+
+async def test_messages_and_metadata_beyond_their_limits_are_refused_with_sizes(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        small = METADATA_BYTES // 2
+        assert (await whole(b.client.Generate(request("hi", max_tokens=1), metadata=(("x", "y" * small),)))).events
+        error = await refused(
+            b.client.Generate(request("hi"), metadata=(("x", "y" * METADATA_MOST_BYTES),), timeout=10)
+        )
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"vs. {METADATA_MOST_BYTES}" in (error.details() or "")
+        error = await refused(b.client.Generate(request("x" * CONTROL_MESSAGE_BYTES), timeout=20))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert str(CONTROL_MESSAGE_BYTES) in (error.details() or "")
+        assert (await b.answer(max_tokens=1)).text() == "a"

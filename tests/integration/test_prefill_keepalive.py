@@ -1,0 +1,139 @@
+"""Routers and consumers that die or fall silent while a prefill worker works for them: all is given back.
+
+Promised: a closed peer is noticed within 2 s, a silent one (stopped, cut off) within 10 s: keepalive pings after 2 s,
+5 s to answer. A consumer that is stopped in the middle of a transfer holds its pages for the lease at most, and its
+stream for those 10 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import pytest
+
+from baton.engine.fake import FakeEngine
+from baton.errors import BatonError
+from baton.transfer.coverage import Box
+from baton.transfer.export import Export
+from prefill_svc.job import Job
+from tests.prefill import Client, Gate, serving
+
+LONG = [(7 * i) % 1000 for i in range(1000)]
+CLOSED_S, SILENT_S = 2, 10
+SLACK = 5
+
+ROUTER = """
+import asyncio, sys
+from baton.pb import prefill_pb2, prefill_pb2_grpc
+from baton.request import SamplingParams
+from baton.rpc.channel import control_channel
+from baton.rpc.convert import sampling_to_proto
+
+async def main(address):
+    async with control_channel(address) as channel:
+        request = prefill_pb2.PrefillRequest(
+            request_id="r", transfer_id="t", prompt_token_ids=range(100), choice_indexes=[0],
+            sampling=sampling_to_proto(SamplingParams(max_tokens=8, temperature=0.0)),
+        )
+        async for event in prefill_pb2_grpc.PrefillStub(channel).Prefill(request):
+            print("begun", flush=True)
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+CONSUMER = """
+import asyncio, sys
+from baton.pb import kv_pb2, kv_pb2_grpc
+from baton.rpc.channel import kv_channel
+
+async def main(address, incarnation):
+    async with kv_channel(address) as channel:
+        call = kv_pb2_grpc.KvStub(channel).FetchKv(kv_pb2.FetchKvRequest(transfer_id="t", incarnation=incarnation))
+        await call.read()
+        print("begun", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@contextlib.asynccontextmanager
+async def child(script: str, *args: str) -> AsyncIterator[Process]:
+    """A process that has begun its call."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, *args, stdout=PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            assert await process.stdout.readline() == b"begun\n"
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def watch_aborts(client: Client) -> asyncio.Event:
+    """Set when the worker learns that a caller has gone."""
+    aborted, abort = asyncio.Event(), client.app.worker.abort
+
+    def watched(job: Job, error: BatonError) -> None:
+        aborted.set()
+        abort(job, error)
+
+    client.app.worker.abort = watched  # type: ignore[method-assign]
+    return aborted
+
+
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, CLOSED_S), (signal.SIGSTOP, SILENT_S)])
+async def test_a_router_that_is_gone_while_its_prompt_is_computed(number: signal.Signals, within_s: float) -> None:
+    gate = Gate()
+    async with (
+        serving(FakeEngine(chunk_time=1.0, delay=gate, layers=8)) as client,
+        child(ROUTER, client.app.addresses.control) as router,
+    ):
+        await gate.reached()
+        aborted = watch_aborts(client)
+        os.kill(router.pid, number)
+        begin = time.monotonic()
+        async with asyncio.timeout(within_s * SLACK):
+            await aborted.wait()
+        print(f"{number.name}: noticed after {time.monotonic() - begin:.2f} s")
+        gate.pass_layers(1)
+        async with asyncio.timeout(SLACK):
+            await client.pages_back()
+
+
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, CLOSED_S), (signal.SIGSTOP, SILENT_S)])
+async def test_a_consumer_that_is_gone_in_the_middle_of_a_transfer(
+    number: signal.Signals, within_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, frames = asyncio.get_running_loop().create_future(), Export.frames
+
+    async def watched(self: Export, box: Box) -> AsyncGenerator[bytes, None]:
+        try:
+            async with contextlib.aclosing(frames(self, box)) as stream:
+                async for frame in stream:
+                    yield frame
+        finally:
+            ended.set_result(time.monotonic())
+
+    monkeypatch.setattr(Export, "frames", watched)
+    lease_s = 1.0
+    async with serving(FakeEngine(head_dim=256, pages=128), lease_s=lease_s) as client:
+        reading = asyncio.create_task(client.done(LONG, transfer_id="t"))
+        async with child(CONSUMER, client.app.addresses.kv, client.app.status.identity.incarnation) as consumer:
+            await reading
+            os.kill(consumer.pid, number)
+            begin = time.monotonic()
+            async with asyncio.timeout(lease_s + SLACK):
+                await client.pages_back()
+            print(f"{number.name}: pages back after {time.monotonic() - begin:.2f} s with a lease of {lease_s} s")
+            async with asyncio.timeout(within_s * SLACK):
+                print(f"{number.name}: stream over after {await ended - begin:.2f} s")

@@ -1,0 +1,158 @@
+"""A prefill worker watched: its heartbeats, the limits of its states, its stall, its ledger and its audits."""
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.client import AsyncClient
+from baton.engine.fake import FakeEngine
+from baton.errors import EngineError
+from baton.rpc.errors import from_rpc_error
+from tests.prefill import PROMPT, WAIT_S, Gate, read, serving, status_of
+
+
+async def progress(call: Any) -> tuple[int, int]:
+    """The next message, which tells of progress."""
+    event = await asyncio.wait_for(call.read(), WAIT_S)
+    assert event.WhichOneof("event") == "progress"
+    return event.progress.computed_tokens, event.progress.total_tokens
+
+
+async def test_a_living_job_is_heard_while_it_waits_and_while_a_chunk_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("prefill_svc.job.PROGRESS_S", 0.02)
+    gate = Gate()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate), chunk_size=60) as client:
+        first = client.call()
+        assert [await progress(first) for _ in range(4)] == [(0, 100)] * 4
+        second = client.call(PROMPT[:99])
+        assert [await progress(second) for _ in range(4)] == [(0, 99)] * 4
+        await gate.reached()
+        gate.pass_layers(2)
+        await gate.reached(2)
+        while (await progress(first)) != (60, 100):
+            pass
+        assert await progress(first) == (60, 100)
+        gate.open()
+        for call in (first, second):
+            while (await call.read()).WhichOneof("event") != "done":
+                pass
+
+
+async def test_a_prompt_that_gets_no_chunk_in_time_is_refused_with_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill_svc.job.QUEUED_S", 0.05)
+    gate = Gate()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
+        first = asyncio.create_task(read(client.call()))
+        await gate.reached()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(read(client.call()), WAIT_S)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert from_rpc_error(caught.value).retry_after == 1.0
+        assert not first.done(), "the state that it is in by now has another limit"
+        gate.open()
+        assert (await first)[-1].done.first_tokens
+
+
+async def test_a_prefill_that_crawls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill_svc.job._PREFILLING_S", 0.0)
+    monkeypatch.setattr("prefill_svc.job._PREFILLING_TOKEN_S", 0.0)
+    async with serving() as client:
+        assert await status_of(client.call(transfer_id="t")) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "the prefill was given up with 0 of 100 tokens prefilled",
+        )
+        await client.pages_back()
+
+
+async def test_a_full_line_refuses_with_a_delay() -> None:
+    gate = Gate()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate), max_waiting=1) as client:
+        first = asyncio.create_task(read(client.call()))
+        await gate.reached()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(read(client.call()), WAIT_S)
+        assert from_rpc_error(caught.value).retry_after > 0
+        gate.open()
+        await first
+
+
+async def test_a_wedged_engine_is_told_to_watchers_and_so_is_its_recovery() -> None:
+    gate = Gate()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate), stall_s=0.2) as client:
+        running = asyncio.create_task(read(client.call()))
+        await gate.reached()
+        # At the promised default of 10 s: within 13.5 s. Here within 1.25 s, with five-fold slack.
+        async with asyncio.timeout(5 * (0.2 * 1.25 + 1)):
+            await client.status(lambda status: status.stalled)
+        gate.open()
+        await running
+        await client.status(lambda status: not status.stalled)
+
+
+async def test_an_idle_worker_audits_itself_and_ends_when_an_owner_was_forgotten(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = FakeEngine()
+    async with serving(engine) as client:
+        await client.done()
+        forgotten = engine.reserve("gone/3", 40)
+        await client.done()
+        with pytest.raises(EngineError, match="gone/3"):
+            await asyncio.wait_for(asyncio.shield(client.app.failed), WAIT_S)
+        assert "509 of 512 pages are free" in caplog.text
+        assert (await status_of(client.call()))[0] is grpc.StatusCode.UNAVAILABLE
+        engine.free(forgotten)
+
+
+async def ledger_command(*args: str) -> tuple[int, str, str]:
+    """Status, output and errors of `baton ledger`."""
+    command = [sys.executable, "-m", "baton", "ledger", *args]
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    output, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode is not None
+    return process.returncode, output.decode(), errors.decode()
+
+
+async def test_the_ledger_command_lists_owners_and_fails_for_a_violation_and_a_silent_process() -> None:
+    engine = FakeEngine()
+    async with serving(engine, lease_s=60) as client:
+        await client.done(transfer_id="t-1")
+        where = client.app.addresses.control
+        status, output, errors = await ledger_command("--target", where)
+        assert (status, errors) == (0, "")
+        for word in ("prefill", client.app.status.identity.incarnation, "export", "held", "t-1", "505 of 512"):
+            assert word in output
+
+        status, output, errors = await ledger_command("--target", f"{where},127.0.0.1:1", "--json")
+        (found,) = json.loads(output)
+        assert [(entry["kind"], entry["pages"]) for entry in found["entries"]] == [("export", 7)]
+        assert status == 1
+        assert errors.startswith("error: 127.0.0.1:1: UNAVAILABLE")
+
+        forgotten = engine.reserve("gone/3", 40)
+        status, _, errors = await ledger_command("--target", where)
+        assert status == 1
+        assert "gone/3" in errors
+        engine.free(forgotten)
+
+
+async def test_the_ledger_lists_a_job_with_its_deadline() -> None:
+    gate = Gate()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
+        call = client.call(timeout=50)
+        reading = asyncio.create_task(read(call))
+        await gate.reached()
+        async with AsyncClient(client.app.addresses.control) as admin:
+            (entry,) = (await admin.ledger()).entries
+        assert (entry.kind, entry.state, entry.pages, entry.bytes) == ("kv", "prefilling", 7, 7 * 16 * 64)
+        assert entry.deadline_s is not None
+        assert 40 < entry.deadline_s <= 50
+        gate.open()
+        await reading

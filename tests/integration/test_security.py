@@ -1,0 +1,301 @@
+"""Who is refused, and with which status, over real TLS: clients without a key, thieves of tickets, other CAs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.engine.fake import expected_tokens
+from baton.errors import Overloaded, PermissionDenied, TicketRefused
+from baton.pb import admin_pb2, decode_pb2, inference_pb2, kv_pb2, prefill_pb2, worker_pb2
+from baton.rpc.channel import control_channel, kv_channel
+from baton.rpc.server import listen
+from baton.rpc.tls import principal_of
+from baton.transfer.exports import Exports
+from baton.transfer.fetcher import fetch
+from baton.transfer.servicer import SERVICE as KV_SERVICE
+from baton.transfer.servicer import KvServicer
+from baton.transfer.tickets import LEEWAY_S, TicketSigner, TicketVerifier
+from baton.worker.listeners import KV_ROLES
+from tests.integration.secure_fleet import MAX_STREAMS, VOCABULARY, Files, SecureFleet, client_channel, secure_fleet
+from tests.integration.transfer_pair import faults
+from tests.unit.transfer.support import INCARNATION, Engine, contents, handoff, prefilled, ready, whole
+
+TOKENS = 40
+PROMPT = [5, 7, 11]
+CONSUMER = principal_of("decode", "decode-1")
+REFUSAL_S = 0.05
+SLACK = 5
+Status = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("certs"))
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Certificates with the same names from another CA, and ticket keys nobody here knows."""
+    return Files(tmp_path_factory.mktemp("strangers"))
+
+
+@dataclass
+class Exporter:
+    """A worker's kv listener with TLS and tickets, and an export of it that is ready to be fetched."""
+
+    files: Files
+    address: str
+    exports: Exports
+    ends: list[str]
+
+    def ticket(self, signer: Files | None = None, *, lasts: float = 60.0, **changes: str) -> bytes:
+        """A router's ticket for the export, or one that somebody made."""
+        made_out = {"transfer_id": "t", "incarnation": INCARNATION, "consumer": CONSUMER, **changes}
+        signing = TicketSigner((signer or self.files).path("ticket.key"))
+        return signing.sign(**made_out, expires_unix_s=time.time() + lasts)
+
+    async def call(self, method: str, name: str = "decode-1", **fields: Any) -> list[Any]:
+        """All answers to a call of Kv with the certificate `name`, which says whom the ticket was made out to."""
+        kind = getattr(kv_pb2, f"{method}Request")
+        request = kind(**{"transfer_id": "t", "incarnation": INCARNATION, "consumer": CONSUMER, **fields})
+        async with kv_channel(self.address, self.files.tls(name)) as channel:
+            call = channel.unary_stream(f"/{KV_SERVICE}/{method}", request_serializer=kind.SerializeToString)
+            return [answer async for answer in call(request, timeout=10)]
+
+
+@asynccontextmanager
+async def exporting(files: Files) -> AsyncIterator[Exporter]:
+    engine = Engine()
+    exports = Exports(engine, INCARNATION, unknown_wait_s=0.05)
+    servicer = KvServicer(exports, TicketVerifier(files.path("ticket.pub")))
+    listener = listen(
+        "127.0.0.1:0",
+        insecure=False,
+        add=servicer.add_to_server,
+        services=[KV_SERVICE],
+        grace=0.0,
+        tls=files.tls("prefill"),
+        roles=KV_ROLES,
+    )
+    async with listener as bound:
+        _, ends = ready(exports, engine, "t", TOKENS)
+        try:
+            yield Exporter(files, bound.address, exports, ends)
+        finally:
+            exports.close()
+            await exports.drained()
+    assert engine.stats().used == 0
+
+
+async def refused(calling: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await calling
+    return caught.value
+
+
+async def pull(exporter: Exporter, ticket: bytes) -> None:
+    """Fetch the export as the decode worker that its ticket was made out to, and compare what came."""
+    engine = Engine()
+    handle = engine.reserve("decode", TOKENS)
+    async with kv_channel(exporter.address, exporter.files.tls("decode-1")) as channel:
+        fetched = await fetch(
+            channel,
+            engine,
+            handle,
+            transfer_id="t",
+            incarnation=INCARNATION,
+            tokens=TOKENS,
+            timeout_s=10,
+            stall_timeout_s=10,
+            ticket=ticket,
+            consumer=CONSUMER,
+        )
+    assert fetched == handoff(TOKENS)
+    expected = Engine()
+    box = whole(TOKENS)
+    assert contents(engine, handle, box) == contents(expected, prefilled(expected, TOKENS), box)
+
+
+Attack = Callable[[Exporter, Files], dict[str, Any]]
+ATTACKS: dict[str, tuple[Attack, str]] = {
+    "no ticket": (lambda e, s: {}, "is missing"),
+    "no ticket's bytes": (lambda e, s: {"ticket": b"\xff" * 90}, "is malformed"),
+    "expired": (lambda e, s: {"ticket": e.ticket(lasts=-LEEWAY_S - 1)}, "expired 6"),
+    "forged": (lambda e, s: {"ticket": e.ticket(s)}, "unknown key"),
+    "for another transfer": (lambda e, s: {"ticket": e.ticket(transfer_id="u")}, "another transfer_id"),
+    "for another incarnation": (lambda e, s: {"ticket": e.ticket(incarnation="0")}, "another incarnation"),
+    "stolen by a worker": (lambda e, s: {"ticket": e.ticket(), "name": "decode-2"}, "another consumer than the caller"),
+    "stolen by a worker that says so": (
+        lambda e, s: {"ticket": e.ticket(), "name": "decode-2", "consumer": principal_of("decode", "decode-2")},
+        "another consumer",
+    ),
+    "stolen by a client": (lambda e, s: {"ticket": e.ticket(), "name": "client"}, "not of decode or prefill"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("method", ["FetchKv", "RenewLease", "ReleaseKv"])
+async def test_a_stolen_transfer_id_fetches_renews_and_releases_nothing(
+    files: Files, strangers: Files, attack: str, method: str
+) -> None:
+    fields, problem = ATTACKS[attack]
+    async with exporting(files) as exporter:
+        error = await refused(exporter.call(method, **fields(exporter, strangers)))
+        assert error.code() is Status.PERMISSION_DENIED
+        assert problem in (error.details() or "")
+        assert exporter.ends == []
+        await pull(exporter, exporter.ticket())
+        assert exporter.ends == ["t"]
+
+
+async def test_who_has_no_ticket_does_not_learn_whether_a_transfer_exists(files: Files) -> None:
+    async with exporting(files) as exporter:
+        answers = set()
+        for transfer_id in ("t", "unknown"):
+            for method in ("FetchKv", "RenewLease", "ReleaseKv"):
+                error = await refused(exporter.call(method, transfer_id=transfer_id))
+                answers.add((error.code(), error.details()))
+        assert answers == {(Status.PERMISSION_DENIED, "ticket: is missing")}
+
+
+async def test_a_ticket_is_no_use_a_second_time(files: Files) -> None:
+    """While the export lives, and when it is over; a retry that is counted up is another use."""
+    async with exporting(files) as exporter:
+        ticket = exporter.ticket()
+        frames = await exporter.call("FetchKv", ticket=ticket)
+        assert (await refused(exporter.call("FetchKv", ticket=ticket))).code() is Status.PERMISSION_DENIED
+        assert await exporter.call("FetchKv", ticket=ticket, retry=1) == frames
+        for _ in range(2):
+            await exporter.call("RenewLease", ticket=ticket)
+        for _ in range(2):
+            await exporter.call("ReleaseKv", ticket=ticket)
+        assert exporter.ends == ["t"]
+        error = await refused(exporter.call("FetchKv", ticket=ticket))
+        assert error.code() is Status.PERMISSION_DENIED
+        assert "was used before for stream 0, retry 0 of the same box" in (error.details() or "")
+
+
+async def test_a_consumer_whose_ticket_is_refused_says_so(files: Files) -> None:
+    async with exporting(files) as exporter:
+        before = faults("ticket_refused")
+        with pytest.raises(TicketRefused, match=r"ticket: expired .* \(PERMISSION_DENIED\)$"):
+            await pull(exporter, exporter.ticket(lasts=-60))
+        assert faults("ticket_refused") == before + 1
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, files: Files) -> AsyncIterator[SecureFleet]:
+    async with secure_fleet(tmp_path, files) as fleet:
+        yield fleet
+
+
+async def test_a_fleet_with_everything_on_serves(fleet: SecureFleet) -> None:
+    async with fleet.client("acme") as client:
+        answer = await client.complete(PROMPT, max_tokens=4, temperature=0, ignore_eos=True, timeout=10)
+    assert answer.choices[0].token_ids == expected_tokens(PROMPT, 4, vocab_size=VOCABULARY)
+
+
+async def test_every_method_needs_a_key_and_is_refused_before_its_message_is_looked_at(fleet: SecureFleet) -> None:
+    services = (inference_pb2.DESCRIPTOR.services_by_name["Inference"], admin_pb2.DESCRIPTOR.services_by_name["Admin"])
+    async with fleet.channel() as channel:
+        for method in [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]:
+            for metadata in ((), (("authorization", "Bearer unknown"),)):
+                call = channel.unary_unary(method)(b"\xff no message", metadata=metadata, timeout=10)
+                error = await refused(call)
+                assert (method, error.code()) == (method, Status.UNAUTHENTICATED)
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_admin_calls_need_an_admins_key(fleet: SecureFleet) -> None:
+    async with fleet.client("acme") as client, fleet.client("operator") as operator:
+        with pytest.raises(PermissionDenied, match=r"^baton\.v1\.Admin: needs an admin's API key$"):
+            await client.ledger(timeout=10)
+        assert (await operator.ledger(timeout=10)).role == "router"
+
+
+async def test_a_tenant_over_its_limit_is_refused_in_milliseconds_and_others_are_not(fleet: SecureFleet) -> None:
+    async with fleet.client("acme") as client, fleet.client("beta") as other:
+        streams = [client.generate(PROMPT, max_tokens=60, ignore_eos=True, timeout=60) for _ in range(MAX_STREAMS)]
+        for stream in streams:
+            await anext(stream)
+        started = time.perf_counter()
+        with pytest.raises(Overloaded, match=r"^max_streams: 2 streams of tenant acme are open, 2 may be$") as refusal:
+            await client.complete(PROMPT, max_tokens=1, timeout=10)
+        assert time.perf_counter() - started < SLACK * REFUSAL_S
+        assert refusal.value.retry_after
+        assert (await other.complete(PROMPT, max_tokens=1, timeout=10)).choices
+        for stream in streams:
+            await stream.aclose()
+
+
+async def test_another_ca_opens_no_connection(fleet: SecureFleet, strangers: Files) -> None:
+    """Neither to who trusts another one, nor with a certificate of another one, on any listener."""
+    control = fleet.decode.addresses.control
+    watch = f"/{worker_pb2.DESCRIPTOR.services_by_name['Worker'].full_name}/Watch"
+    channels = [
+        client_channel(fleet.app.address, strangers),
+        *(kv_channel(address, strangers.tls("decode-1", fleet.files), role) for address, role in kv_addresses(fleet)),
+        control_channel(control, strangers.tls("router", fleet.files), "decode"),
+    ]
+    for channel in channels:
+        async with channel:
+            error = await refused(channel.unary_unary(watch)(b"", timeout=10))
+            assert error.code() is Status.UNAVAILABLE
+
+
+async def test_client_certificates_can_be_required_besides_keys(tmp_path: Path, files: Files, strangers: Files) -> None:
+    async with secure_fleet(tmp_path, files, client_certs=True) as fleet:
+        method = f"/{inference_pb2.DESCRIPTOR.services_by_name['Inference'].full_name}/GetModel"
+        key = (("authorization", f"Bearer {fleet.keys['acme']}"),)
+        for own, expected in (
+            ((files, "client"), None),
+            ((files, "decode-1"), Status.PERMISSION_DENIED),
+            ((strangers, "client"), Status.UNAVAILABLE),
+            (None, Status.UNAVAILABLE),
+        ):
+            async with client_channel(fleet.app.address, files, own) as channel:
+                call = channel.unary_unary(method)(b"", metadata=key, timeout=10)
+                if expected is None:
+                    assert await call
+                else:
+                    assert (await refused(call)).code() is expected
+        async with client_channel(fleet.app.address, files, (files, "client")) as channel:
+            assert (await refused(channel.unary_unary(method)(b"", timeout=10))).code() is Status.UNAUTHENTICATED
+
+
+async def test_workers_serve_only_the_roles_that_they_work_with(fleet: SecureFleet) -> None:
+    """No client and no other worker reaches control, nobody but workers reaches kv, and no worker without a ticket."""
+    prefill, decode = fleet.prefill.addresses.control, fleet.decode.addresses.control
+    services = [
+        (prefill, "prefill", prefill_pb2.DESCRIPTOR.services_by_name["Prefill"]),
+        (decode, "decode", decode_pb2.DESCRIPTOR.services_by_name["Decode"]),
+        (decode, "decode", worker_pb2.DESCRIPTOR.services_by_name["Worker"]),
+        (decode, "decode", admin_pb2.DESCRIPTOR.services_by_name["Admin"]),
+    ]
+    for address, role, service in services:
+        for name in ("client", "decode-2"):
+            async with fleet.control(name, address, role) as channel:
+                for method in service.methods:
+                    call = channel.stream_unary(f"/{service.full_name}/{method.name}")(iter([b""]), timeout=10)
+                    assert (await refused(call)).code() is Status.PERMISSION_DENIED
+    for address, role in kv_addresses(fleet):
+        for name, problem in (("client", "certificate"), ("router", "certificate"), ("decode-2", "ticket: is missing")):
+            async with kv_channel(address, fleet.files.tls(name), role) as channel:
+                error = await refused(channel.unary_unary(f"/{KV_SERVICE}/ReleaseKv")(b"", timeout=10))
+                assert error.code() is Status.PERMISSION_DENIED
+                assert problem in (error.details() or "")
+
+
+def kv_addresses(fleet: SecureFleet) -> list[tuple[str, str]]:
+    return [(fleet.prefill.addresses.kv, "prefill"), (fleet.decode.addresses.kv, "decode")]

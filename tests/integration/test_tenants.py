@@ -1,0 +1,103 @@
+"""Tenants of one router: fair places in the line, caches of their own, and keys that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from baton import keys
+from baton.errors import ConfigError
+from baton.kv.hashing import tenant_salt
+from baton.pb import prefill_pb2
+from router.app import run
+from router.config import RouterConfig
+from tests.integration.router_bench import Answer, Bench, bench, refused, request, whole
+
+SECRET = "a secret of the tests"
+FLOOD = 20
+SEATS = 2
+SETTINGS: dict[str, Any] = {"fleet_secret": SECRET, "prefill_limit": SEATS, "line_capacity": FLOOD}
+
+
+class Clients:
+    """Callers with keys of their own; a request's prompt tells whose it is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "keys.json"
+        self.keys = {tenant: keys.add(self.file, tenant=tenant) for tenant in ("flood", "other")}
+
+    def call(self, b: Bench, tenant: str, prompt: str) -> grpc.aio.UnaryStreamCall:
+        metadata = (("authorization", f"Bearer {self.keys[tenant]}"),)
+        return b.client.Generate(request(prompt, max_tokens=1), metadata=metadata, timeout=20)
+
+
+async def test_one_tenants_flood_leaves_anothers_place_in_the_line(tmp_path: Path) -> None:
+    """The line is full of one tenant's requests; another's first is served in one of the next two places, and then
+    both take turns."""
+    clients = Clients(tmp_path)
+    async with bench(tmp_path, api_keys=str(clients.file), **SETTINGS) as b:
+        served, gate = b.prefill[0].requests, asyncio.Semaphore(0)
+
+        async def one_by_one(_: prefill_pb2.PrefillRequest) -> None:
+            await gate.acquire()
+
+        b.prefill[0].script = one_by_one
+        answers = [asyncio.create_task(whole(clients.call(b, "flood", "ffff"))) for _ in range(SEATS)]
+        await b.prefill[0].log.until(lambda: len(served) == SEATS)
+        answers += await filled(clients, b, "flood", "ffff", FLOOD)
+        # A full share is refused before the rest is looked at, and only to whom it belongs.
+        assert (await refused(clients.call(b, "flood", ""))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await refused(clients.call(b, "other", ""))).code() is grpc.StatusCode.INVALID_ARGUMENT
+        answers += await filled(clients, b, "other", "oo", FLOOD // 2)
+        for place in range(SEATS, SEATS + FLOOD):
+            gate.release()
+            await b.prefill[0].log.until(lambda place=place: len(served) > place)  # type: ignore[misc]
+        order = ["flood" if len(each.prompt_token_ids) == len("<ffff") else "other" for each in served[SEATS:]]
+        assert all(set(order[i : i + 2]) == {"flood", "other"} for i in range(0, FLOOD, 2)), order
+        for _ in range(2 * FLOOD):
+            gate.release()
+        assert all(answer.text() == "a" for answer in await asyncio.gather(*answers))
+
+
+async def filled(clients: Clients, b: Bench, tenant: str, prompt: str, share: int) -> list[asyncio.Task[Answer]]:
+    """The tenant's requests, as many as may wait; one more was refused, so that all the others do wait."""
+    calls = [asyncio.create_task(whole(clients.call(b, tenant, prompt))) for _ in range(share + 1)]
+    done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+    (refusal,) = [task.exception() for task in done]
+    assert isinstance(refusal, grpc.aio.AioRpcError)
+    assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert f"{share} requests wait, {share} may" in (refusal.details() or "")
+    return list(waiting)
+
+
+async def test_each_tenants_cache_has_a_salt_of_its_own(tmp_path: Path) -> None:
+    clients = Clients(tmp_path)
+    async with bench(tmp_path, api_keys=str(clients.file), **SETTINGS) as b:
+        for tenant in ("flood", "other"):
+            await whole(clients.call(b, tenant, "hi"))
+        salts = [each.cache_salt for each in b.prefill[0].requests]
+    assert salts == [tenant_salt(SECRET, "flood"), tenant_salt(SECRET, "other")]
+    assert salts[0] != salts[1]
+
+
+async def test_a_key_that_is_added_or_removed_counts_at_once(tmp_path: Path) -> None:
+    clients = Clients(tmp_path)
+    async with bench(tmp_path, api_keys=str(clients.file), **SETTINGS) as b:
+        clients.keys["new"] = keys.add(clients.file, tenant="new")
+        assert (await whole(clients.call(b, "new", "hi"))).text() == "a"
+        clients.file.write_text('{"keys": []}')
+        assert (await refused(clients.call(b, "new", "hi"))).code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("name", ["api_keys", "ticket_key"])
+async def test_a_file_that_can_not_be_used_ends_the_start_by_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "file"
+    path.write_text("nonsense")
+    config = RouterConfig(prefill=("127.0.0.1:1",), decode=("127.0.0.1:1",), **{name: str(path)})
+    with pytest.raises(ConfigError, match=f"^{name}: '.*file': "):
+        async with run(config):
+            pass

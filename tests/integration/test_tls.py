@@ -1,0 +1,286 @@
+"""A fleet with mutual TLS, tickets for KV and API keys for clients: who gets in, and who does not.
+
+The services are the real ones on real sockets; their engines are fake, so that every token is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import prefill_svc.app
+import prefill_svc.config
+from baton import AsyncClient, keys
+from baton.engine.fake import FakeEngine, expected_tokens
+from baton.errors import ConfigError, Unauthenticated, Unavailable
+from baton.rpc.channel import control_channel, kv_channel
+from baton.rpc.tls import Tls
+from tests.certificates import copied, fleet, settings, tls
+from tests.checkpoints import make_checkpoint
+from tests.fleet import Fleet
+
+PROMPT = [5, 6, 7] * 20
+WAIT_S = 10
+SECRET = "a secret of the tests"
+TAKEN = {("control", "router"), ("control", "admin"), ("kv", "prefill"), ("kv", "decode")}
+"""Listeners of a worker and the roles that may call them."""
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
+
+
+def engine(**changes: Any) -> FakeEngine:
+    return FakeEngine(vocab_size=256, **changes)
+
+
+def worker(directory: Path, name: str) -> dict[str, Any]:
+    return {**settings(directory, name), "ticket_keys": str(fleet() / "ticket.pub")}
+
+
+def router(directory: Path, name: str = "router") -> dict[str, Any]:
+    return {**settings(directory, name), "ticket_key": str(fleet() / "ticket.key"), "fleet_secret": SECRET}
+
+
+async def until_serving(app: Any, channel: grpc.aio.Channel) -> None:
+    """Return when the router at the other end of `channel` serves; closes the channel."""
+    async with asyncio.timeout(WAIT_S), channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        async for answer in call:
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                call.cancel()
+                return
+    pytest.fail(app.pool.missing())
+
+
+async def until_missing(app: Any, words: str) -> str:
+    """Why requests can't be served, once that contains `words`."""
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: loop.call_soon_threadsafe(told.set)  # type: ignore[method-assign]
+    logging.getLogger("router").addHandler(handler)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while words not in app.pool.missing():
+                await told.wait()
+                told.clear()
+    except TimeoutError:
+        pytest.fail(app.pool.missing())
+    finally:
+        logging.getLogger("router").removeHandler(handler)
+    return str(app.pool.missing())
+
+
+async def test_a_request_from_end_to_end(checkpoint: Path, tmp_path: Path) -> None:
+    directory = fleet()
+    api_keys = tmp_path / "api_keys.json"
+    key = keys.add(api_keys, tenant="acme")
+    async with Fleet(checkpoint) as running:
+        prefill = await running.prefill(engine=engine(), fleet_secret=SECRET, **worker(directory, "prefill"))
+        decode = await running.decode(engine=engine(), **worker(directory, "decode-1"))
+        app = await running.start_router([prefill], [decode], **router(directory), api_keys=str(api_keys))
+        await until_serving(app, control_channel(app.address, tls("admin")))
+        assert {identity.principal for identity in app.pool.identities} == {
+            "baton://prefill/prefill",
+            "baton://decode/decode-1",
+        }
+        ca = directory / "ca.crt"
+        async with AsyncClient(app.address, ca=ca, api_key=key) as client:
+            completion = await client.complete(PROMPT, max_tokens=12, **GREEDY)
+        assert completion.token_ids == expected_tokens(PROMPT, 12, vocab_size=256)
+        refusals: list[tuple[type[Exception], dict[str, Any]]] = [
+            (Unauthenticated, {"ca": ca}),
+            (Unauthenticated, {"ca": ca, "api_key": key[:-1]}),
+            (Unavailable, {"ca": fleet("theirs") / "ca.crt", "api_key": key}),
+            (Unavailable, {"tls": True, "api_key": key}),
+            (Unavailable, {"ca": ca, "api_key": key, "server_name": "baton.example.org"}),
+            (Unavailable, {"api_key": key}),
+        ]
+        for error, security in refusals:
+            async with asyncio.timeout(WAIT_S), AsyncClient(app.address, **security) as client:
+                with pytest.raises(error):
+                    await client.complete(PROMPT, max_tokens=2)
+                with pytest.raises(error):
+                    await client.get_model()
+
+
+async def test_a_router_that_wants_certificates_of_clients(checkpoint: Path) -> None:
+    ours, theirs = fleet(), fleet("theirs")
+    async with Fleet(checkpoint) as running:
+        prefill = await running.prefill(engine=engine(), **worker(ours, "prefill"))
+        decode = await running.decode(engine=engine(), **worker(ours, "decode"))
+        app = await running.start_router([prefill], [decode], **router(ours), client_certs=True)
+        await until_serving(app, control_channel(app.address, tls("admin")))
+        for directory, name, error in (
+            (ours, "client", None),
+            (ours, "decode", "is that of decode, not of client or admin"),
+            (theirs, "client", "Socket closed|CERTIFICATE_VERIFY_FAILED|Broken pipe|reset"),
+        ):
+            security: dict[str, Any] = {
+                "ca": ours / "ca.crt",
+                "cert": directory / f"{name}.crt",
+                "key": directory / f"{name}.key",
+            }
+            async with asyncio.timeout(WAIT_S), AsyncClient(app.address, **security) as client:
+                with pytest.raises(Exception, match=error) if error else contextlib.nullcontext():
+                    await client.get_model()
+
+
+async def test_workers_that_are_not_what_the_router_expects_are_named(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = fleet(), fleet("theirs")
+    async with Fleet(checkpoint) as running:
+        prefill = await running.prefill(engine=engine(), **worker(ours, "prefill"))
+        foreign = await running.decode(engine=engine(), **worker(theirs, "decode"))
+        plain = await running.decode(engine=engine())
+        app = await running.start_router([prefill], [foreign], **router(ours))
+        words = await until_missing(app, "CERTIFICATE_VERIFY_FAILED")
+        assert f"decode worker {foreign.addresses.control}: " in words
+        assert f"no watch of worker {foreign.addresses.control}: " in caplog.text
+        with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            async with AsyncClient(app.address, ca=ours / "ca.crt") as client:
+                await client.complete(PROMPT, max_tokens=2, timeout=WAIT_S)
+        # The address of a prefill worker in the list of decode workers, and one without TLS.
+        app = await running.start_router([prefill], [prefill], **router(ours))
+        await until_missing(app, "Hostname Verification Check failed")
+        app = await running.start_router([prefill], [plain], **router(ours))
+        await until_missing(app, f"decode worker {plain.addresses.control}: ")
+        # One that trusts us, but is no router.
+        app = await running.start_router([prefill], [foreign], **router(ours, "decode-1"))
+        await until_missing(app, "the caller's certificate is that of decode, not of router or admin")
+
+
+async def test_each_listener_takes_its_roles_only(checkpoint: Path) -> None:
+    async with Fleet(checkpoint) as running:
+        app = await running.prefill(engine=engine(), **worker(fleet(), "prefill"))
+        for name in ("router", "prefill", "decode", "admin", "client"):
+            for listener, dial in (("control", control_channel), ("kv", kv_channel)):
+                async with dial(getattr(app.addresses, listener), tls(name), "prefill") as channel:
+                    check = health_pb2_grpc.HealthStub(channel).Check
+                    if (listener, name) in TAKEN:
+                        await check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+                    else:
+                        words = f"certificate is that of {name}, not of"
+                        with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
+                            await check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+                        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+class Gate:
+    """Holds an engine's steps up while it is shut."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+
+    def __call__(self, seconds: float) -> object:
+        return self.open.wait(WAIT_S)
+
+
+@contextlib.asynccontextmanager
+async def prefill_worker(checkpoint: Path, files: Path, **settings: Any) -> AsyncIterator[Any]:
+    """A worker whose life is its own, so that it can be restarted at its address."""
+    config = prefill_svc.config.PrefillConfig(
+        model=str(checkpoint), served_model_name="m", **worker(files, "prefill"), **settings
+    )
+    async with prefill_svc.app.run(config, engine=engine()) as app:
+        yield app
+
+
+async def test_certificates_are_replaced_under_a_running_stream(checkpoint: Path, tmp_path: Path) -> None:
+    """Another CA for the whole fleet: the stream goes on, whatever connects afterwards uses the new certificates."""
+    old, new = fleet(), fleet("theirs")
+    files = copied(tmp_path / "files", "router", "prefill", "decode", "admin")
+    gate = Gate()
+    admin = Tls(*(str(files / name) for name in ("admin.crt", "admin.key", "ca.crt")))
+    expected = expected_tokens(PROMPT, 40, vocab_size=256)
+    async with Fleet(checkpoint) as running, contextlib.AsyncExitStack() as restarted:
+        first = await restarted.enter_async_context(contextlib.AsyncExitStack())
+        prefill = await first.enter_async_context(prefill_worker(checkpoint, files))
+        decode = await running.decode(engine=engine(step_time=0.001, delay=gate), **worker(files, "decode"))
+        app = await running.start_router([prefill], [decode], **router(files))
+        await until_serving(app, control_channel(app.address, admin))
+        client = await restarted.enter_async_context(AsyncClient(app.address, ca=old / "ca.crt"))
+        stream = client.generate(PROMPT, max_tokens=40, **GREEDY)
+        got = [token.token_id for _ in range(2) for token in (await anext(stream)).tokens]
+        gate.open.clear()
+
+        copied(files, "router", "prefill", "decode", "admin", source=new)
+        for dial, name, address in (
+            (kv_channel, "decode", prefill.addresses.kv),
+            (control_channel, "router", prefill.addresses.control),
+        ):
+            assert await reaches(dial(address, tls(name, new), "prefill"))
+            assert not await reaches(dial(address, tls(name, old), "prefill"))
+        stranger = await restarted.enter_async_context(
+            AsyncClient(app.address, ca=old / "ca.crt", server_name="localhost")
+        )
+        with pytest.raises(Unavailable):
+            await stranger.get_model(timeout=WAIT_S)
+        newcomer = await restarted.enter_async_context(AsyncClient(app.address, ca=new / "ca.crt"))
+        assert (await newcomer.get_model(timeout=WAIT_S)).name == "m"
+
+        gate.open.set()
+        async for delta in stream:
+            got += [token.token_id for token in delta.tokens]
+        assert got == expected
+        again = await newcomer.complete(PROMPT, max_tokens=40, timeout=WAIT_S, **GREEDY)
+        assert again.token_ids == expected
+
+        # The router dials the worker anew, with the files as they are now.
+        address = prefill.addresses.control
+        await first.aclose()
+        await until_missing(app, f"prefill worker {address}: ")
+        await restarted.enter_async_context(prefill_worker(checkpoint, files, control=address))
+        await until_serving(app, control_channel(app.address, admin))
+        last = await newcomer.complete(PROMPT, max_tokens=40, timeout=WAIT_S, **GREEDY)
+        assert last.token_ids == expected
+
+
+async def reaches(channel: grpc.aio.Channel) -> bool:
+    """Whether the peer answers; closes the channel."""
+    async with channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+        return True
+
+
+@pytest.mark.parametrize("field", ["control", "kv"])
+async def test_a_worker_that_could_be_reached_names_what_lacks(checkpoint: Path, field: str) -> None:
+    async with Fleet(checkpoint) as running:
+        with pytest.raises(
+            ConfigError, match=f"^{field}: 0.0.0.0:0 can be .* tls_cert, tls_key, tls_ca, ticket_keys are"
+        ):
+            await running.prefill(engine=engine(), **{field: "0.0.0.0:0"})
+        with pytest.raises(ConfigError, match=f"^{field}: 0.0.0.0:0 can be .* and ticket_keys is not set"):
+            await running.prefill(engine=engine(), **{field: "0.0.0.0:0"}, **settings(fleet(), "prefill"))
+        await running.prefill(engine=engine(), **{field: "0.0.0.0:0"}, **worker(fleet(), "prefill"))
+
+
+async def test_a_router_that_could_be_reached_names_what_lacks(checkpoint: Path, tmp_path: Path) -> None:
+    async with Fleet(checkpoint) as running:
+        prefill = await running.prefill(engine=engine())
+        with pytest.raises(ConfigError, match=r"^grpc: 0\.0\.0\.0:0 can be .* tls_cert, tls_key, tls_ca, api_keys are"):
+            await running.start_router([prefill], [prefill], grpc="0.0.0.0:0")
+        with pytest.raises(ConfigError, match=r"^grpc: 0\.0\.0\.0:0 can be .* and api_keys is not set"):
+            await running.start_router([prefill], [prefill], grpc="0.0.0.0:0", **router(fleet()))
+        keys.add(tmp_path / "keys.json", tenant="acme")
+        secure = {**router(fleet()), "api_keys": str(tmp_path / "keys.json")}
+        await running.start_router([prefill], [prefill], grpc="0.0.0.0:0", **secure)

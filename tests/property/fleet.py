@@ -1,0 +1,299 @@
+"""A router's fleet without a network: workers behind channels that keep their calls in memory, in simulated time.
+
+The workers are honest or not as a test says: they die, come back, fall silent, refuse, fail, forget, repeat themselves,
+and say things late or in another order. Their tokens are those of the fake engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+
+from baton.engine.fake import expected_tokens
+from baton.kv.format import KvFormat, KvPart
+from baton.pb import decode_pb2, inference_pb2, prefill_pb2
+from baton.rpc.convert import sampling_from_proto
+from baton.worker.servicer import status_to_proto
+from baton.worker.status import Shard, WorkerIdentity, WorkerLoad, WorkerRole, WorkerStatus
+
+KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
+BEAT_S = 1.0
+_END = object()
+
+
+class Call:
+    """The client's side of a call, and the stub's handle on it."""
+
+    def __init__(self, on_write: Callable[[Any], None] = lambda message: None) -> None:
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
+        self._on_write = on_write
+        self.over = False
+        self.on_over: list[Callable[[], None]] = []
+
+    async def read(self) -> Any:
+        item = await self._items.get()
+        if isinstance(item, BaseException) or item is _END:
+            self._items.put_nowait(item)
+            if item is not _END:
+                raise item
+            return grpc.aio.EOF
+        return item
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> Any:
+        if (item := await self.read()) is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return item
+
+    def __await__(self) -> Any:
+        return self.read().__await__()
+
+    async def write(self, message: Any) -> None:
+        if self.over:
+            raise asyncio.InvalidStateError("the call is over")
+        self._on_write(message)
+
+    def cancel(self) -> None:
+        self._finish(asyncio.CancelledError())
+
+    def say(self, message: Any) -> None:
+        if not self.over:
+            self._items.put_nowait(message)
+
+    def end(self) -> None:
+        self._finish(_END)
+
+    def fail(self, code: grpc.StatusCode, details: str = "by the test") -> None:
+        self._finish(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details))
+
+    def _finish(self, how: Any) -> None:
+        if not self.over:
+            self.over = True
+            self._items.put_nowait(how)
+            for each in self.on_over:
+                each()
+
+
+@dataclass(eq=False)
+class Job:
+    """A prefill that was asked for."""
+
+    call: Call
+    request: prefill_pb2.PrefillRequest
+    computed: bool = False
+
+
+@dataclass(eq=False)
+class Held:
+    """An attempt on a decode worker; `told` are the tokens said of each choice, the first included."""
+
+    key: decode_pb2.AttemptKey
+    session: Call
+    start: decode_pb2.Start | None = None
+    said: dict[int, int] = field(default_factory=dict)
+    cancelled: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker, whatever it does just now."""
+
+    fleet: SimulatedFleet
+    role: WorkerRole
+    address: str
+    born: int = 0
+    up: bool = True
+    silent: bool = False
+    draining: bool = False
+    full: bool = False
+    calls: list[Call] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    held: dict[tuple[str, int], Held] = field(default_factory=dict)
+
+    @property
+    def status(self) -> WorkerStatus:
+        identity = WorkerIdentity(
+            worker_id=self.address,
+            role=self.role,
+            incarnation=f"{self.address}#{self.born}",
+            model="m",
+            fingerprint="f" * 64,
+            kv_format=KV,
+            converts_kv=False,
+            tokenizer_digest="t",
+            max_model_len=64,
+            shards=(Shard(":7001", 0, 2, 0, 2),),
+        )
+        load = WorkerLoad(pages_total=64, page_size=16, slots_total=8, tokens_per_second=1000)
+        return WorkerStatus(identity, load, self.draining)
+
+    def open(self, method: str, request: Any, timeout: float | None) -> Call:
+        call = Call(lambda message: None if self.silent else self._heard(call, message))
+        if not self.up:
+            call.fail(grpc.StatusCode.UNAVAILABLE)
+            return call
+        self.calls.append(call)
+        call.on_over.append(lambda: self._gone(call))
+        loop = asyncio.get_running_loop()
+        if timeout is not None:
+            timer = loop.call_later(timeout, call.fail, grpc.StatusCode.DEADLINE_EXCEEDED)
+            call.on_over.append(timer.cancel)
+        match method.rpartition("/")[2]:
+            case "Watch":
+                self._beat(call, lambda: status_to_proto(self.status))
+            case "Prefill":
+                self.jobs.append(Job(call, request))
+                self._beat(call, lambda: prefill_pb2.PrefillEvent(progress=prefill_pb2.PrefillProgress()))
+            case "Abandon":
+                call.say(prefill_pb2.AbandonResponse())
+            case "Session":
+                self._beat(call, lambda: decode_pb2.SessionDown(heartbeat=decode_pb2.Heartbeat(live=self._live(call))))
+        return call
+
+    def _beat(self, call: Call, message: Callable[[], Any]) -> None:
+        if not call.over:
+            if not self.silent:
+                call.say(message())
+            timer = asyncio.get_running_loop().call_later(BEAT_S, self._beat, call, message)
+            call.on_over.append(timer.cancel)
+
+    def _live(self, call: Call) -> list[decode_pb2.AttemptKey]:
+        return [held.key for held in self.held.values() if held.session is call]
+
+    def _gone(self, call: Call) -> None:
+        self.calls.remove(call)
+        self.jobs = [job for job in self.jobs if job.call is not call]
+        self.held = {key: held for key, held in self.held.items() if held.session is not call}
+
+    def _heard(self, call: Call, up: decode_pb2.SessionUp) -> None:
+        match up.WhichOneof("message"):
+            case "reserve":
+                key = up.reserve.key
+                granted = not (self.full or self.draining)
+                if granted:
+                    self.held[key.request_id, key.attempt] = Held(key, call)
+                result = decode_pb2.ReserveResult(key=key, granted=granted, reason="full", retry_after_ms=100)
+                call.say(decode_pb2.SessionDown(reserved=[result]))
+            case "start":
+                if held := self.held.get((up.start.key.request_id, up.start.key.attempt)):
+                    held.start = up.start
+            case "cancel":
+                name = up.cancel.key.request_id, up.cancel.key.attempt
+                if held := self.held.get(name):
+                    if up.cancel.HasField("choice_index"):
+                        held.cancelled.add(up.cancel.choice_index)
+                    else:
+                        del self.held[name]
+            case "heartbeat":
+                live = {(key.request_id, key.attempt) for key in up.heartbeat.live}
+                for name in [name for name, held in self.held.items() if held.session is call and name not in live]:
+                    del self.held[name]
+
+    def die(self) -> None:
+        self.up = False
+        for call in list(self.calls):
+            call.fail(grpc.StatusCode.UNAVAILABLE)
+
+    def live(self) -> None:
+        """Up and honest; another incarnation if it had died."""
+        self.born += not self.up
+        self.up, self.silent, self.draining, self.full = True, False, False, False
+
+    def compute(self, job: Job) -> None:
+        """Prefill is done, and its KV can be fetched; nothing is said of it yet."""
+        job.computed = True
+        if job.request.transfer_id:
+            self.fleet.prefilled[job.request.transfer_id] = job.request
+
+    def finish(self, job: Job) -> None:
+        """Say the first tokens."""
+        if self.silent:
+            return
+        self.compute(job)
+        done = prefill_pb2.PrefillDone()
+        for choice in job.request.choice_indexes:
+            tokens = truth(job.request, choice)
+            index = len(job.request.output_token_ids)
+            first = done.first_tokens.add(choice_index=choice)
+            first.token.token_id = tokens[index]
+            if index + 1 == len(tokens):
+                first.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+        job.call.say(prefill_pb2.PrefillEvent(done=done))
+        job.call.end()
+
+    def step(self, held: Held, *, count: int = 1, again: bool = False, swapped: bool = False) -> bool:
+        """Say the next tokens of each choice of an attempt, perhaps in two messages of the wrong order, or twice."""
+        request = self.fleet.prefilled.get(held.start.transfer_id) if held.start else None
+        if request is None or self.silent:
+            return False
+        messages = []
+        for choice in request.choice_indexes:
+            tokens, first = truth(request, choice), len(request.output_token_ids) + 1
+            begin = held.said.get(choice, first)
+            end = min(begin + count, len(tokens))
+            if choice in held.cancelled or begin >= end:
+                continue
+            held.said[choice] = end
+            for at in range(begin, end):
+                output = decode_pb2.SequenceOutput(key=held.key, choice_index=choice, output_index=at)
+                output.tokens.add(token_id=tokens[at])
+                if at + 1 == len(tokens):
+                    output.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+                messages.append(output)
+        if swapped:
+            messages.reverse()
+        for message in messages * (2 if again else 1):
+            held.session.say(decode_pb2.SessionDown(outputs=[message]))
+        going = [
+            choice
+            for choice in request.choice_indexes
+            if choice not in held.cancelled
+            and held.said.get(choice, len(request.output_token_ids) + 1) < len(truth(request, choice))
+        ]
+        if not going:
+            self.held.pop((held.key.request_id, held.key.attempt), None)
+        return bool(messages)
+
+    def fail_attempt(self, held: Held, kind: int) -> None:
+        if not self.silent:
+            self.held.pop((held.key.request_id, held.key.attempt), None)
+            failure = decode_pb2.AttemptFailure(key=held.key, kind=kind, message="by the test")
+            held.session.say(decode_pb2.SessionDown(failures=[failure]))
+
+
+def truth(request: prefill_pb2.PrefillRequest, choice: int) -> list[int]:
+    """All output tokens of a choice."""
+    params = replace(sampling_from_proto(request.sampling), n=1)
+    return expected_tokens(request.prompt_token_ids, params.max_tokens or 0, params=params, choice_index=choice)
+
+
+class SimulatedFleet:
+    """The workers by address; `channel` stands for `control_channel`."""
+
+    def __init__(self, prefills: int, decodes: int) -> None:
+        self.prefilled: dict[str, prefill_pb2.PrefillRequest] = {}
+        self.prefills = [Worker(self, WorkerRole.PREFILL, f"10.0.0.{i}:1") for i in range(prefills)]
+        self.decodes = [Worker(self, WorkerRole.DECODE, f"10.0.1.{i}:1") for i in range(decodes)]
+        self.workers = {worker.address: worker for worker in (*self.prefills, *self.decodes)}
+
+    def channel(self, address: str, *rest: object) -> _Channel:
+        return _Channel(self.workers[address])
+
+
+class _Channel:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def unary_unary(self, method: str, **rest: object) -> Callable[..., Call]:
+        return lambda request=None, timeout=None: self._worker.open(method, request, timeout)
+
+    unary_stream = stream_stream = unary_unary
+
+    async def close(self) -> None:
+        return

@@ -1,0 +1,370 @@
+"""A decode worker in simulated time, its engine thread driven turn by turn.
+
+There are fetches that end well, badly or late, deadlines, cancels, heartbeats that leave attempts out, faults of steps,
+lost sessions, and a pool so small that sequences are paused and preempted.
+
+Whatever happens: each attempt ends once and in time, its tokens are those of its prompt, nothing is told of what has
+ended, the pages in use are those of live attempts, and once all is over there are none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import EngineError, IncompleteTransfer
+from baton.lifecycle import State
+from baton.request import Handoff, SamplingParams
+from baton.worker.config import WorkerConfig
+from baton.worker.status import WorkerRole, new_identity
+from decode_svc.config import DecodeConfig
+from decode_svc.loop import Report
+from decode_svc.messages import AttemptKey, Cancel, Down, FailureKind, Heartbeat, Reserve, Start
+from decode_svc.service import DecodeService
+from decode_svc.session import Session
+from tests.decoding import LoggingEngine, alone, prefill
+from tests.effort import machine_test
+from tests.property.attempts import NoChannels, PausingEngine, Try
+from tests.property.virtual import Hung, VirtualLoop
+
+PROMPTS = {length: list(range(3, 3 + length)) for length in (1, 4, 7)}
+PAGES, PAGE, SLOTS = 9, 4, 3
+HOST_PAGES = 4
+RESERVE_TOKENS = 2
+START_S, FETCH_S = 10.0, 20.0
+PICK = st.integers(0, 99)
+PATIENCE = st.sampled_from([None, None, 3.0, 30.0])
+
+
+class DecodeWorkerMachine(RuleBasedStateMachine):
+    """Drives the service and its engine loop."""
+
+    sessions = Bundle("sessions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = VirtualLoop()
+        token_bytes = LoggingEngine(pages=1).spec.kv_format.token_bytes
+        self.engine = PausingEngine(
+            page_size=PAGE, pages=PAGES, slots=SLOTS, max_model_len=64, host_kv_memory=HOST_PAGES * PAGE * token_bytes
+        )
+        self.tries_of: dict[str, Try] = {}
+        self.numbers = itertools.count()
+        # Reports on their way from one thread to the other: commands may overtake them.
+        self.reports: list[Report] = []
+        self.asleep = True
+        self.open: set[int] = set()
+        self.service = self.loop.call(self._made)
+
+    def _made(self) -> DecodeService:
+        identity = new_identity(WorkerConfig(), WorkerRole.DECODE, self.engine.spec, "")
+        config = DecodeConfig(start_timeout_s=START_S, fetch_timeout_s=FETCH_S, reserve_tokens=RESERVE_TOKENS)
+        service = DecodeService(config, self.engine, identity, self._fetch)
+        service.loop._emit = self.reports.append
+        service._fetches._channels = NoChannels()  # type: ignore[assignment]
+        self.engine.watch_pages(service._pages_returned)
+        return service
+
+    async def _fetch(
+        self, channel: object, engine: Engine, handle: KvHandle, *, transfer_id: str, **rest: object
+    ) -> Handoff:
+        ours = self.tries_of[transfer_id]
+        try:
+            await ours.fetched
+        except BaseException:
+            # A frame that was on its way when the attempt ended: if it landed anywhere, tokens would differ.
+            if not handle.alive:
+                with contextlib.suppress(EngineError):
+                    ours.ready.write(engine, handle)
+            raise
+        ours.ready.write(engine, handle)
+        return ours.ready.handoff
+
+    async def _listen(self, session: Session) -> None:
+        async for down in session.messages():
+            self._told(session, down)
+
+    def _told(self, session: Session, down: Down) -> None:
+        now = self.loop.now
+        for result in down.reserved:
+            ours = self._of(session, result.key)
+            assert not ours.granted
+            assert not ours.refused
+            ours.granted, ours.refused = result.granted, not result.granted
+        for failure in down.failures:
+            ours = self._of(session, failure.key)
+            assert ours.granted
+            assert not ours.ended, f"{failure} of what had ended"
+            assert failure.kind is not FailureKind.DEADLINE or now >= ours.deadline
+            ours.failed = failure.kind
+        for output in down.outputs:
+            ours, choice = self._of(session, output.key), output.choice_index
+            assert not ours.ended
+            assert choice not in ours.cancelled
+            assert choice not in ours.finished
+            assert output.output_index == len(ours.tokens[choice])
+            ours.tokens[choice] += [token.token_id for token in output.tokens]
+            if output.finish is not None:
+                ours.finished[choice] = output.finish
+        if down.live is not None:
+            going = {each.key for each in self.tries_of.values() if each.session is session and self._goes_on(each)}
+            assert set(down.live) == going
+
+    def _of(self, session: Session, key: AttemptKey) -> Try:
+        ours = self.tries_of[key.request_id]
+        assert ours.session is session
+        return ours
+
+    def _goes_on(self, ours: Try) -> bool:
+        return ours.granted and not ours.ended
+
+    def _is_open(self, ours: Try) -> bool:
+        return ours.session.number in self.open
+
+    @initialize(target=sessions)
+    def first_session(self) -> Session:
+        return self.open_session()
+
+    @rule(target=sessions)
+    def open_session(self) -> Session:
+        session = self.loop.call(self.service.open_session, "router")
+        self.loop.spawn(self._listen(session))
+        self.open.add(session.number)
+        return session
+
+    @rule(session=consumes(sessions))
+    def lose_session(self, session: Session) -> None:
+        for ours in self.tries_of.values():
+            ours.told_to_end |= ours.session is session
+        self.open.discard(session.number)
+        self.loop.call(self.service.close_session, session)
+        late = AttemptKey("late", 0)
+        self.loop.call(self.service.handle, session, Reserve(late, 1, 1, 1))
+        assert self.service.attempts.get(session.number, late) is None
+
+    @rule(
+        session=sessions,
+        length=st.sampled_from(sorted(PROMPTS)),
+        max_tokens=st.sampled_from([1, 2, 6, 17]),
+        choices=st.sampled_from([1, 1, 2, 3]),
+        patience=PATIENCE,
+    )
+    def reserve_one(self, **reserve: Any) -> None:
+        self.reserve(**reserve)
+
+    def reserve(
+        self, session: Session, length: int, max_tokens: int, choices: int, patience: float | None
+    ) -> Try | None:
+        key = AttemptKey(f"r{next(self.numbers)}", 0)
+        params = SamplingParams(max_tokens=max_tokens, seed=5, n=choices)
+        ready = prefill(PROMPTS[length], params, request_id=key.request_id, choices=range(choices))
+        now = self.loop.now
+        ours = Try(session, key, ready, self.loop.create_future(), now + (patience or math.inf), now)
+        for first in ready.handoff.first_tokens:
+            ours.tokens[first.choice_index] = [first.token.token_id]
+            if first.finish is not None:
+                ours.finished[first.choice_index] = first.finish
+        self.tries_of[key.request_id] = ours
+        paused = self.service.loop.paused
+        self.loop.call(self.service.handle, session, Reserve(key, length, max_tokens, choices, patience))
+        assert ours.granted or ours.refused
+        assert not (ours.granted and paused)
+        return ours if ours.granted else None
+
+    def _picked(self, pick: int, *, started: bool | None = None) -> list[Try]:
+        """One of those that go on, if there is one, and if its fetch may begin or end where that is asked for."""
+        found = [
+            ours
+            for ours in self.tries_of.values()
+            if self._goes_on(ours)
+            and (started is None or (started, False) == (ours.started_at is not None, ours.fetched.done()))
+        ]
+        return [found[pick % len(found)]] if found else []
+
+    @rule(pick=PICK, patience=PATIENCE)
+    def start_one(self, pick: int, patience: float | None) -> None:
+        for ours in self._picked(pick, started=False):
+            self.start(ours, patience)
+
+    @rule(pick=PICK, good=st.sampled_from([True, True, True, False]))
+    def end_one_fetch(self, pick: int, good: bool) -> None:
+        for ours in self._picked(pick, started=True):
+            self.end_fetch(ours, good)
+
+    @rule(pick=PICK)
+    def cancel(self, pick: int) -> None:
+        for ours in self._picked(pick):
+            ours.told_to_end = True
+            self.loop.call(self.service.handle, ours.session, Cancel(ours.key))
+
+    @rule(pick=PICK, choice=st.integers(0, 2))
+    def cancel_one_choice(self, pick: int, choice: int) -> None:
+        for ours in self._picked(pick):
+            self.cancel_choice(ours, choice)
+
+    def start(self, ours: Try, patience: float | None) -> None:
+        if self._is_open(ours) and not ours.ended and ours.started_at is None:
+            ours.started_at = self.loop.now
+            ours.deadline = min(ours.deadline, self.loop.now + (patience or math.inf))
+            start = Start(ours.key, ours.key.request_id, "127.0.0.1:1", "i", patience)
+            self.loop.call(self.service.handle, ours.session, start)
+
+    def end_fetch(self, ours: Try, good: bool) -> None:
+        if ours.started_at is not None and not ours.fetched.done():
+            if good:
+                ours.fetched.set_result(None)
+            else:
+                ours.fetched.set_exception(IncompleteTransfer("a range is missing"))
+            self.loop.settle()
+            assert good or ours.ended
+
+    @rule(session=sessions, length=st.sampled_from(sorted(PROMPTS)), choices=st.sampled_from([1, 1, 2]))
+    def reserve_start_and_fetch(self, session: Session, length: int, choices: int) -> None:
+        ours = self.reserve(session, length, 17, choices, None)
+        if ours is not None:
+            self.start(ours, None)
+            self.end_fetch(ours, True)
+
+    @rule(session=sessions, cancelled=st.booleans(), then=st.sampled_from(["start", "expire", ""]))
+    def squeeze(self, session: Session, cancelled: bool, then: str) -> None:
+        """One attempt runs, and another holds the pages into which it would grow."""
+        self.reserve_start_and_fetch(session, 7, 1)
+        self.turn("")
+        other = self.reserve(session, 7, 17, 2, None)
+        self.turns(11)
+        if other is not None:
+            if cancelled:
+                self.cancel_choice(other, 0)
+            if then == "start":
+                self.start(other, None)
+                self.end_fetch(other, True)
+            elif then == "expire":
+                self.pass_time(START_S + 1)
+
+    def cancel_choice(self, ours: Try, choice: int) -> None:
+        if self._is_open(ours) and choice in ours.tokens:
+            ours.cancelled.add(choice)
+            self.loop.call(self.service.handle, ours.session, Cancel(ours.key, choice))
+
+    @rule(session=sessions, forgotten=st.sets(st.integers(0, 5), max_size=1))
+    def heartbeat(self, session: Session, forgotten: set[int]) -> None:
+        going = [each for each in self.tries_of.values() if each.session is session and self._goes_on(each)]
+        for index in forgotten & set(range(len(going))):
+            going[index].told_to_end = True
+        live = frozenset(each.key for each in going if not each.told_to_end)
+        self.loop.call(self.service.handle, session, Heartbeat(live))
+
+    @rule(fails=st.sampled_from([""] * 6 + ["out of memory"]))
+    def turn(self, fails: str) -> None:
+        """One turn of the engine thread, unless it sleeps."""
+        loop = self.service.loop
+        if self.asleep and loop._inbox.empty():
+            return
+        self.engine.fail_next = fails
+        if loop._inbox.empty() and self._idle():
+            # It had looked, and gone on, before this became so.
+            loop.drop([])
+        self.loop.call(loop.turn)
+        self.asleep = loop._inbox.empty() and self._idle()
+        self.engine.fail_next = ""
+
+    def _idle(self) -> bool:
+        return self.service.loop._scheduler.idle(self.service.loop._free_pages())
+
+    @rule(count=st.integers(2, 12))
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.turn("")
+        self.deliver()
+
+    @rule()
+    def deliver(self) -> None:
+        while self.reports:
+            self.loop.call(self.service._reported, self.reports.pop(0))
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 5.0, 11.0, 21.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.deliver()
+        self.loop.advance(seconds)
+
+    @invariant()
+    def pages_belong_to_live_attempts(self) -> None:
+        live = {str(attempt.key) for attempt in self.service.attempts}
+        owners = {"/".join(owner.removesuffix(" (draining)").split("/")[:2]) for owner in self.engine.audit()}
+        if self.service.loop._inbox.empty():
+            assert owners <= live
+
+    @invariant()
+    def attempts_are_those_that_go_on(self) -> None:
+        live = {(attempt.session, attempt.key) for attempt in self.service.attempts}
+        assert live == {(ours.session.number, ours.key) for ours in self.tries_of.values() if self._goes_on(ours)}
+
+    @invariant()
+    def no_state_outlasts_its_deadline(self) -> None:
+        for attempt in self.service.attempts:
+            ours, now = self.tries_of[attempt.key.request_id], self.loop.now
+            assert now <= ours.deadline
+            assert attempt.life.state is not State.RESERVED or now <= ours.reserved_at + START_S
+            assert attempt.life.state is not State.TRANSFERRING or now <= (ours.started_at or 0.0) + FETCH_S
+
+    @invariant()
+    def the_youngest_is_paused(self) -> None:
+        for owner, batch in self.engine.paused:
+            # Requests are numbered in the order of their reservations.
+            assert _number(owner) == max(map(_number, batch))
+        self.engine.paused.clear()
+
+    @invariant()
+    def tokens_are_those_of_the_prompt(self) -> None:
+        for ours in self.tries_of.values():
+            handoff = ours.ready.handoff
+            for choice, tokens in ours.tokens.items():
+                expected = alone(handoff.prompt_ids, handoff.params, choice)
+                assert tokens == expected[: len(tokens)]
+                assert choice not in ours.finished or tokens == expected
+
+    def teardown(self) -> None:
+        try:
+            self._finish()
+        finally:
+            self.loop.close()
+
+    def _finish(self) -> None:
+        going = [ours for ours in self.tries_of.values() if self._goes_on(ours)]
+        for ours in going:
+            self.start(ours, None)
+            self.end_fetch(ours, True)
+        for _ in range(400):
+            if not any(self._goes_on(ours) for ours in going):
+                break
+            self.turn("")
+            self.deliver()
+        stuck = [ours for ours in going if self._goes_on(ours)]
+        if stuck:
+            raise Hung(f"{[str(ours.key) for ours in stuck]} never end")
+        for session in list(self.service._sessions.values()):
+            self.lose_session(session)
+        for _ in range(3):
+            self.turn("")
+            self.deliver()
+        assert self.engine.audit() == {}
+        assert len(self.service.attempts) == 0
+        assert not len(self.service._deadlines)
+        assert not len(self.service._fetches)
+        turning = self.loop.create_future()
+        turning.set_result(None)
+        self.loop.run_until_complete(self.service.close(turning))
+        self.loop.finish()
+
+
+def _number(owner: str) -> int:
+    return int(owner.removeprefix("r").partition("/")[0])
+
+
+TestDecodeWorker = machine_test(DecodeWorkerMachine, 80, 40)

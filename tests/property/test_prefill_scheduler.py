@@ -1,0 +1,174 @@
+"""The prefill scheduler under arbitrary arrivals, hits, failures and cancels, in the time that its chunks take.
+
+No more pages are granted than are free, and none before those of a prompt that has lost patience; a prompt is overtaken
+only by such as came within ten times its own computing time; every prompt that is admitted ends, once, computed whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.engine.contract import EngineSpec
+from baton.errors import InvalidRequest, OutOfPages, Overloaded
+from baton.kv.format import KvFormat, KvPart
+from prefill_svc.scheduler import AGEING, PATIENCE_S, PREPARED_AHEAD, Scheduler, Stage, Work
+from tests.effort import machine_test
+
+PAGE, PAGES, LONGEST, WAITING = 16, 64, 1200, 6
+RATE = 1_000.0
+SLACK_S = 0.01
+
+
+@dataclass(eq=False)
+class Prompt:
+    """One prompt as the test knows it."""
+
+    work: Work
+    computed: int = 0
+    pages: int = 0
+    to_compute: int = 0
+
+
+class PrefillSchedulerMachine(RuleBasedStateMachine):
+    """Drives the scheduler of a worker that computes RATE tokens/s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kv_format = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=16)
+        spec = EngineSpec("m", kv_format, 1000, LONGEST, frozenset(), PAGE, PAGES, 0)
+        self.scheduler = Scheduler(spec, 100, WAITING)
+        self.now, self.free = 0.0, PAGES
+        self.prompts: dict[Work, Prompt] = {}
+
+    def picked(self, index: int, stage: Stage) -> Prompt | None:
+        found = [prompt for prompt in self.prompts.values() if prompt.work.stage is stage]
+        return found[index % len(found)] if found else None
+
+    @rule(tokens=st.one_of(st.integers(1, 100), st.integers(1, LONGEST + 100)))
+    def admit(self, tokens: int) -> None:
+        waiting = self.scheduler.waiting
+        try:
+            work = self.scheduler.admit(tokens, self.free, self.now)
+        except InvalidRequest:
+            assert tokens >= LONGEST
+        except OutOfPages:
+            assert -(-tokens // PAGE) > PAGES
+        except Overloaded:
+            assert waiting >= WAITING
+        else:
+            assert waiting < WAITING
+            assert work.pages * PAGE >= tokens
+            self.prompts[work] = Prompt(work)
+
+    @rule(index=st.integers(0, 99), hit=st.floats(0, 0.99))
+    def look_up(self, index: int, hit: float) -> None:
+        if prompt := self.picked(index, Stage.LOOKUP):
+            self.scheduler.looked_up(prompt.work, int(prompt.work.tokens * hit))
+
+    @rule(tokens=st.one_of(st.integers(1, 100), st.integers(400, LONGEST - 200)), hit=st.floats(0, 0.9))
+    def arrive(self, tokens: int, hit: float) -> None:
+        """Several rules in one, so that pages run short."""
+        self.admit(tokens)
+        self.look_up(0, hit)
+        self.grant()
+        self.load(0, 1.0)
+
+    @rule()
+    def grant(self) -> None:
+        starved = [
+            prompt.work
+            for prompt in self.prompts.values()
+            if prompt.work.stage is Stage.WAITING
+            and prompt.work.refused_at is not None
+            and self.now - prompt.work.refused_at >= PATIENCE_S
+        ]
+        offered: list[Work] = []
+
+        def take(work: Work) -> bool:
+            offered.append(work)
+            assert work.stage is Stage.WAITING
+            if work.pages > self.free:
+                return False
+            self.free -= work.pages
+            self.prompts[work].pages += work.pages
+            return True
+
+        granted = self.scheduler.grant(self.now, take)
+        assert len(granted) <= PREPARED_AHEAD
+        assert len(set(offered)) == len(offered)
+        if starved:
+            assert set(offered) <= set(starved[:1]), "another was offered pages before the one that starves"
+
+    @rule(index=st.integers(0, 99), worth=st.floats(0, 1))
+    def load(self, index: int, worth: float) -> None:
+        if prompt := self.picked(index, Stage.LOADING):
+            done = int(prompt.work.done * worth)
+            prompt.computed, prompt.to_compute = done, prompt.work.tokens - done
+            self.scheduler.ready(prompt.work, done)
+
+    @rule(fails=st.sampled_from([False] * 9 + [True]))
+    def compute(self, fails: bool) -> None:
+        ready = [prompt for prompt in self.prompts.values() if prompt.work.stage is Stage.READY]
+        choice = self.scheduler.next_chunk(self.now)
+        if choice is None:
+            assert not ready, "work is ready and none is done"
+            return
+        work, end = choice
+        prompt = self.prompts[work]
+        assert work.stage is Stage.READY
+        assert prompt.pages == work.pages
+        assert prompt.computed == work.done < end <= work.tokens
+        for other in ready:
+            bound = other.work.admitted_at + other.to_compute / RATE / AGEING
+            assert work.admitted_at <= bound + SLACK_S, "a later prompt was preferred too long"
+        if fails:
+            self._end(prompt)
+            return
+        seconds = (end - work.done) / RATE
+        self.scheduler.computed(work, end, seconds)
+        prompt.computed = end
+        self.now += seconds
+        if end == work.tokens:
+            self._end(prompt)
+
+    @precondition(lambda self: self.prompts)
+    @rule(index=st.integers(0, 99))
+    def cancel(self, index: int) -> None:
+        self._end(list(self.prompts.values())[index % len(self.prompts)])
+
+    def _end(self, prompt: Prompt) -> None:
+        self.free += prompt.pages
+        del self.prompts[prompt.work]
+        self.scheduler.remove(prompt.work)
+        self.scheduler.remove(prompt.work)
+
+    @rule(seconds=st.sampled_from([0.01, 0.5, PATIENCE_S]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def counts_are_those_of_what_is_there(self) -> None:
+        works = self.prompts.keys()
+        assert self.free >= 0
+        assert self.free + sum(prompt.pages for prompt in self.prompts.values()) == PAGES
+        assert self.scheduler.waiting == sum(not work.begun for work in works) <= WAITING
+        assert self.scheduler.running == sum(work.begun for work in works)
+        assert self.scheduler.pending_tokens == sum(work.tokens - work.done for work in works)
+
+    def teardown(self) -> None:
+        for _ in range(10 * (len(self.prompts) + 1) + LONGEST * len(self.prompts) // 50):
+            for index in range(len(self.prompts)):
+                self.look_up(index, 0.0)
+            self.grant()
+            self.load(0, 1.0)
+            self.load(0, 1.0)
+            self.compute(False)
+            self.now += 0.1
+        assert not self.prompts, "a prompt never ends"
+        assert self.free == PAGES
+
+
+TestPrefillScheduler = machine_test(PrefillSchedulerMachine, 100, 50)

@@ -1,0 +1,58 @@
+"""What `baton up --secure` makes, and what it leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton import keys
+from baton.cli.certs import make_all
+from baton.cli.secure import SecureFleet
+from baton.config import load
+from baton.errors import ConfigError
+from baton.rpc.tls import Tls
+from decode_svc.config import DecodeConfig
+from router.config import RouterConfig
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_what_lacks_is_made_and_what_is_there_is_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "new"
+    fleet = SecureFleet.prepare(directory, ["0.0.0.0"], {"prefill": 1, "decode": 2})
+    before = contents(directory)
+    assert {"prefill-0.crt", "decode-0.key", "decode-1.crt", "ticket.pub", "api.key", "api_keys.json"} <= before.keys()
+    key = before["api.key"].decode().strip()
+    (entry,) = keys.read(directory / "api_keys.json")
+    assert keys.digest(key) == entry.sha256
+    assert fleet.file("api.key").stat().st_mode & 0o777 == 0o600
+
+    again = SecureFleet.prepare(directory, ["127.0.0.1"], {"prefill": 1, "decode": 3})
+    assert again == fleet
+    after = contents(directory)
+    assert after.items() >= before.items()
+    assert after.keys() - before.keys() == {"decode-2.crt", "decode-2.key"}
+
+
+def test_the_flags_are_those_that_the_services_know(tmp_path: Path) -> None:
+    fleet = SecureFleet.prepare(tmp_path, [], {"prefill": 1, "decode": 2})
+    decode = load(DecodeConfig, "decode", fleet.worker_flags("decode-1"), {})
+    found = Tls.load(decode)
+    assert found is not None
+    assert found.principal == "baton://decode/decode-1"
+    assert Path(decode.ticket_keys).name == "ticket.pub"
+    router = load(RouterConfig, "router", ["--prefill=a:1", "--decode=b:1", *fleet.router_flags()], {})
+    assert Tls.load(router) is not None
+    assert Path(router.ticket_key).name == "ticket.key"
+    assert keys.read(Path(router.api_keys))
+    assert fleet.admin().principal == "baton://admin/admin"
+
+
+def test_a_directory_without_the_key_of_its_ca_makes_no_more_certificates(tmp_path: Path) -> None:
+    make_all(tmp_path)
+    (tmp_path / "ca.key").unlink()
+    with pytest.raises(ConfigError, match=r"ca\.key can't be read: No such file"):
+        SecureFleet.prepare(tmp_path, [], {"prefill": 1})

@@ -1,0 +1,121 @@
+"""What a client says about itself: its API key and its certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from click.testing import CliRunner
+
+from baton import AsyncClient, Client
+from baton.cli.main import main
+from baton.errors import ConfigError, InvalidRequest, Unavailable
+from baton.pb import inference_pb2 as pb
+from baton.pb import inference_pb2_grpc
+from baton.rpc.server import Listener, listen
+from baton.rpc.tls import peer_principal
+from tests.certificates import fleet, tls
+
+
+class Router(inference_pb2_grpc.InferenceServicer):
+    """Notes the key and the principal of each caller."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, str]] = []
+
+    async def GetModel(self, request: Any, context: Any) -> pb.GetModelResponse:
+        self._note(context)
+        return pb.GetModelResponse(name="m")
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self._note(context)
+        yield pb.GenerateResponse(request_id="r")
+
+    def _note(self, context: Any) -> None:
+        self.seen.append((dict(context.invocation_metadata()).get("authorization"), peer_principal(context)))
+
+
+@contextlib.asynccontextmanager
+async def served(router: Router, **keywords: Any) -> AsyncIterator[Listener]:
+    def add(server: grpc.aio.Server) -> None:
+        inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
+
+    async with listen("127.0.0.1:0", insecure=False, add=add, services=[], **keywords) as listener:
+        yield listener
+
+
+def use(address: str, **security: Any) -> None:
+    with Client(address, **security) as client:
+        client.get_model(timeout=10)
+        list(client.generate("x", timeout=10))
+
+
+async def test_both_clients_send_their_key_over_tls() -> None:
+    router = Router()
+    ca = fleet() / "ca.crt"
+    async with served(router, tls=tls("router")) as listener:
+        await asyncio.to_thread(use, listener.address, ca=ca, api_key="k-1")
+        async with AsyncClient(listener.address, ca=str(ca), api_key="k-2") as client:
+            await client.get_model()
+            await client.complete("x")
+        with pytest.raises(Unavailable):
+            await asyncio.to_thread(use, listener.address, ca=ca, server_name="baton.example.org")
+        await asyncio.to_thread(use, listener.address, ca=ca, server_name="router.baton")
+    assert [key for key, _ in router.seen] == ["Bearer k-1"] * 2 + ["Bearer k-2"] * 2 + [None] * 2
+
+
+async def test_a_client_shows_its_certificate() -> None:
+    router = Router()
+    own = {"cert": fleet() / "client.crt", "key": fleet() / "client.key", "ca": fleet() / "ca.crt"}
+    async with served(router, tls=tls("router"), roles=("client",)) as listener:
+        await asyncio.to_thread(use, listener.address, **own)
+        with pytest.raises(Unavailable):
+            await asyncio.to_thread(use, listener.address, ca=own["ca"])
+    assert router.seen == [(None, "baton://client/client")] * 2
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("security", "words"),
+    [
+        ({"cert": "x.crt"}, "^key: is missing"),
+        ({"key": "x.key"}, "^cert: is missing"),
+        ({"ca": "/nowhere"}, "^ca: '/nowhere' can't be read: No such file"),
+        ({"ca": __file__}, "^ca: .*test_security.py' is no PEM file"),
+    ],
+)
+async def test_a_bad_setting_is_named(client: Any, security: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        client("127.0.0.1:1", **security)
+
+
+@pytest.mark.parametrize("key", ["", "two words", "new\nline", "ünï"])
+def test_a_key_that_can_not_be_sent_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^api_key: must be of printable ASCII") as caught:
+        Client("127.0.0.1:1", api_key=key)
+    assert not key or key not in str(caught.value)
+
+
+async def test_generate_takes_the_key_from_the_environment() -> None:
+    router = Router()
+    async with served(router, tls=tls("router")) as listener:
+        arguments = ["generate", f"--target={listener.address}", f"--ca={fleet() / 'ca.crt'}", "--quiet", "x"]
+
+        def run(*more: str, **environ: str) -> int:
+            return CliRunner(env=environ).invoke(main, [*arguments, *more]).exit_code
+
+        assert await asyncio.to_thread(run, BATON_API_KEY="from-environment") == 0
+        assert await asyncio.to_thread(run, "--api-key=from-flag", BATON_API_KEY="from-environment") == 0
+    assert [key for key, _ in router.seen] == ["Bearer from-environment", "Bearer from-flag"]
+
+
+async def test_generate_names_a_file_that_can_not_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "ca.crt"
+    result = await asyncio.to_thread(CliRunner().invoke, main, ["generate", f"--ca={missing}", "x"])
+    assert result.exit_code == 1
+    assert f"ca: '{missing}' can't be read" in result.stderr

@@ -1,0 +1,89 @@
+"""An attempt's own race: what has arrived against a deadline that has passed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+import router.attempt
+from baton.errors import DeadlineExceeded
+from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo
+from router.abandon import Abandoner
+from router.attempt import Attempt, Means
+from router.breaker import Breakers
+from router.config import RouterConfig
+from router.dispatcher import Dispatcher
+from router.emission import Emission
+from router.events import Deliver, Prefilled
+from router.place import Application, Place
+from router.registry import Registry
+from router.request import Request
+from router.retries import History
+from router.worker import Seat
+
+
+class FakeSeat:
+    """A seat of a worker that is never lost."""
+
+    class link:
+        name = "p"
+
+    def watch(self, deliver: Deliver) -> None:
+        return
+
+
+class FakeDispatcher:
+    """Gives a place for a prefill without decode at once."""
+
+    @contextlib.asynccontextmanager
+    async def place(self, asked: Application, deliver: Deliver) -> AsyncIterator[Place]:
+        yield Place(cast(Seat, FakeSeat()), Breakers().begin("p", None, 0))
+
+    def leave(self, seat: Seat) -> None:
+        return
+
+
+async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> tuple[Emission, Registry]:
+    """Run an attempt whose last token arrives after its deadline's timer went off, and before it is judged; or not."""
+    loop = asyncio.get_running_loop()
+
+    async def prefill(*_: Any, deliver: Deliver, **__: Any) -> None:
+        def deliver_last() -> None:
+            if arrives:
+                deliver(Prefilled((FirstToken(0, TokenInfo(7), FinishReason.LENGTH),), 0))
+
+        def block() -> None:
+            time.sleep(0.1)
+            # One more turn of the loop, in which the timer goes off, and the token comes in the next.
+            loop.call_soon(loop.call_soon, deliver_last)
+
+        loop.call_soon(block)
+        await loop.create_future()
+
+    monkeypatch.setattr(router.attempt, "prefill", prefill)
+    config, registry = RouterConfig(prefill=("p:1",), decode=("d:1",)), Registry("router")
+    dispatcher = cast(Dispatcher, FakeDispatcher())
+    means = Means(dispatcher, config, registry, Abandoner(), None, lambda tenant: b"")
+    params = SamplingParams(max_tokens=1, seed=1)
+    now = loop.time()
+    request = Request("r", [1, 2], params, 1, now, deadline=now + 0.05)
+    emission = Emission(request, loop.time)
+    await Attempt(means, request, emission, (0,), History()).run(0.0)
+    return emission, registry
+
+
+async def test_a_token_that_has_arrived_beats_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    emission, registry = await outcome(monkeypatch, arrives=True)
+    assert emission.output_ids(0) == [7]
+    assert emission.unfinished([0]) == ()
+    assert len(registry) == 0
+
+
+async def test_without_it_the_deadline_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await outcome(monkeypatch, arrives=False)

@@ -1,0 +1,106 @@
+"""Which failures are followed by another attempt, and what they cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import BatonError, EngineError, Overloaded, TransferError, Unavailable
+from router.events import Blame, Cause, Failed
+from router.retries import MOST_ATTEMPTS, History, RetryBudget
+
+FAULT = Failed(TransferError("the link broke"), Blame.PAIR)
+DEATH = Failed(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.DEATH)
+DRAIN = Failed(Unavailable("draining"), Blame.DECODE, Cause.DRAIN)
+PREEMPTED = Failed(Overloaded("no pages", 1.0), Blame.DECODE, Cause.PREEMPTED)
+
+
+class Charges:
+    """Grants all, and counts."""
+
+    def __init__(self, granted: bool = True) -> None:
+        self.count = 0
+        self.granted = granted
+
+    def __call__(self) -> bool:
+        self.count += 1
+        return self.granted
+
+
+def retry(history: History, failed: Failed, charges: Charges | None = None) -> float:
+    return history.retry(failed, max_attempts=3, charge=charges or Charges(), jitter=lambda least, most: most)
+
+
+def test_faults_are_bounded_charged_and_wait_longer_each_time() -> None:
+    history, charges = History(), Charges()
+    assert retry(history, FAULT, charges) == 0
+    assert retry(history, FAULT, charges) == pytest.approx(0.1)
+    with pytest.raises(TransferError, match="the link broke"):
+        retry(history, FAULT, charges)
+    assert charges.count == 2
+
+
+def test_an_empty_budget_makes_the_fault_the_answer() -> None:
+    with pytest.raises(TransferError, match="the link broke"):
+        retry(History(), FAULT, Charges(granted=False))
+
+
+@pytest.mark.parametrize("failed", [DRAIN, PREEMPTED])
+def test_what_is_nobodys_fault_is_free_but_not_endless(failed: Failed) -> None:
+    history, charges = History(), Charges(granted=False)
+    for _ in range(MOST_ATTEMPTS - 1):
+        assert retry(history, failed, charges) == 0
+    with pytest.raises(type(failed.error)):
+        retry(history, failed, charges)
+    assert (charges.count, history.faults, history.deaths) == (0, 0, 0)
+
+
+def test_two_deaths_isolate_and_a_third_ends() -> None:
+    history, charges = History(), Charges(granted=False)
+    retry(history, DEATH, charges)
+    assert not history.alone
+    retry(history, DEATH, charges)
+    assert history.alone
+    assert history.fork().alone
+    with pytest.raises(EngineError, match="present at 3 worker deaths, at the last one alone: decode-1 was silent"):
+        retry(history, DEATH, charges)
+    assert charges.count == 0
+
+
+def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says() -> None:
+    history = History()
+    full = Failed(Overloaded("4 wait", 0.7), Blame.PREFILL, Cause.REFUSED)
+    assert retry(history, full) == pytest.approx(0.7)
+    never: BatonError = Overloaded("needs 9 pages, there are 4")
+    history = History()
+    for _ in range(2):
+        retry(history, Failed(never, Blame.PREFILL, Cause.REFUSED))
+    with pytest.raises(Overloaded, match="9 pages"):
+        retry(history, Failed(never, Blame.PREFILL, Cause.REFUSED))
+
+
+def test_choices_that_part_have_their_own_history_and_common_numbers() -> None:
+    history = History()
+    retry(history, FAULT)
+    one, other = history.fork(), history.fork()
+    retry(one, FAULT)
+    assert (one.faults, other.faults) == (2, 1)
+    assert [next(one.numbers), next(other.numbers), next(one.numbers)] == [0, 1, 2]
+
+
+def test_the_budget_is_a_share_of_what_was_accepted_and_a_rate() -> None:
+    budget = RetryBudget(0, share=0.25, per_second=2, most=10, tokens=0)
+    assert not budget.take(0)
+    for _ in range(4):
+        budget.accepted()
+    assert [budget.take(0), budget.take(0)] == [True, False]
+    assert [budget.take(0.5), budget.take(0.5)] == [True, False]
+    assert [budget.take(1000) for _ in range(11)] == [True] * 10 + [False]
+
+
+def test_one_event_is_charged_once_whatever_number_of_requests_it_fails() -> None:
+    budget = RetryBudget(0, share=0, per_second=0, most=10, tokens=2)
+    assert all(budget.take(0.01, culprit="d", first=True) for _ in range(50))
+    # Only the first fault of a request rides for free.
+    assert budget.take(0.02, culprit="d")
+    assert not budget.take(0.03, culprit="d")
+    assert not budget.take(1.0, culprit="d", first=True)

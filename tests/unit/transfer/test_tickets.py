@@ -1,0 +1,213 @@
+"""Tickets: what is signed, what is refused and why, what is accepted once, and keys that are replaced."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from baton.errors import ConfigError, Overloaded, PermissionDenied
+from baton.pb import kv_pb2
+from baton.transfer.tickets import DOMAIN, LEEWAY_S, MAX_TICKET_BYTES, Asked, TicketSigner, TicketVerifier
+
+ALL: Asked = (0, 40, 0, 3, 0, 2)
+FOR = {"transfer_id": "t", "incarnation": "first", "consumer": "baton://decode/d"}
+
+
+class Clock:
+    """Seconds since the Unix epoch, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Router:
+    """A signer, and the verifier of a worker that knows its key."""
+
+    def __init__(self, folder: Path, **options: int) -> None:
+        self.folder, self.clock = folder, Clock()
+        self.private, self.public = folder / "ticket.key", folder / "ticket.pub"
+        self.key = write_key(self.private, self.public)
+        self.signer = TicketSigner(str(self.private))
+        self.verifier = TicketVerifier(str(self.public), clock=self.clock, **options)
+
+    def ticket(self, *, lasts: float = 60.0, **changes: str) -> bytes:
+        return self.signer.sign(**{**FOR, **changes}, expires_unix_s=self.clock.now + lasts)
+
+    def check(self, raw: bytes, **changes: str) -> kv_pb2.Ticket:
+        return self.verifier.check(raw, **{**FOR, **changes})
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Router:
+    return Router(tmp_path)
+
+
+def write_key(private: Path, public: Path) -> Ed25519PrivateKey:
+    key = Ed25519PrivateKey.generate()
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return key
+
+
+def test_a_ticket_is_good_for_what_it_was_made_out_for(router: Router) -> None:
+    ticket = router.check(router.ticket())
+    assert (ticket.transfer_id, ticket.incarnation, ticket.consumer) == ("t", "first", "baton://decode/d")
+    assert ticket.expires_unix_ms == 1_000_060_000
+
+
+@pytest.mark.parametrize("name", ["transfer_id", "incarnation", "consumer"])
+def test_a_ticket_for_another_is_refused_by_name(router: Router, name: str) -> None:
+    with pytest.raises(PermissionDenied, match=f"^ticket: is for another {name} than 'other'$"):
+        router.check(router.ticket(), **{name: "other"})
+
+
+def test_an_expired_ticket_is_refused_after_the_leeway(router: Router) -> None:
+    raw = router.ticket(lasts=10)
+    router.clock.now += 10 + LEEWAY_S
+    router.check(raw)
+    router.clock.now += 0.5
+    with pytest.raises(PermissionDenied, match=r"^ticket: expired 5.5 s ago; clocks may differ by 5 s$"):
+        router.check(raw)
+
+
+def test_what_is_no_ticket_is_refused(router: Router) -> None:
+    for raw, problem in ((b"", "is missing"), (b"\xff", "is malformed"), (bytes(MAX_TICKET_BYTES + 1), "has 4097")):
+        with pytest.raises(PermissionDenied, match=f"^ticket: {problem}"):
+            router.check(raw)
+
+
+def test_a_changed_ticket_is_refused(router: Router) -> None:
+    signed = kv_pb2.SignedTicket.FromString(router.ticket())
+    ticket = kv_pb2.Ticket.FromString(signed.ticket)
+    ticket.expires_unix_ms += 1
+    signed.ticket = ticket.SerializeToString()
+    with pytest.raises(PermissionDenied, match=r"^ticket: its signature is wrong$"):
+        router.check(signed.SerializeToString())
+
+
+def test_every_flipped_bit_is_noticed(router: Router) -> None:
+    raw = router.ticket()
+    for place in range(len(raw) * 8):
+        flipped = bytearray(raw)
+        flipped[place // 8] ^= 1 << place % 8
+        with pytest.raises(PermissionDenied):
+            router.check(bytes(flipped))
+
+
+def test_a_forged_ticket_is_refused(router: Router, tmp_path: Path) -> None:
+    (tmp_path / "forger").mkdir()
+    forger = Router(tmp_path / "forger")
+    with pytest.raises(PermissionDenied, match=r"^ticket: is signed with an unknown key, [0-9a-f]{16}$"):
+        router.check(forger.ticket())
+    forged = kv_pb2.SignedTicket.FromString(forger.ticket())
+    forged.key_id = kv_pb2.SignedTicket.FromString(router.ticket()).key_id
+    with pytest.raises(PermissionDenied, match=r"^ticket: its signature is wrong$"):
+        router.check(forged.SerializeToString())
+
+
+def test_a_signature_of_the_bare_ticket_is_not_one_of_a_ticket(router: Router) -> None:
+    signed = kv_pb2.SignedTicket.FromString(router.ticket())
+    router.key.public_key().verify(signed.signature, DOMAIN + signed.ticket)
+    signed.signature = router.key.sign(signed.ticket)
+    with pytest.raises(PermissionDenied, match=r"^ticket: its signature is wrong$"):
+        router.check(signed.SerializeToString())
+
+
+def test_each_box_stream_and_retry_is_accepted_once(router: Router) -> None:
+    ticket = router.check(router.ticket())
+    uses = [(ALL, 0, 0), (ALL, 0, 1), (ALL, 1, 0), ((0, 8, 0, 3, 0, 2), 0, 0), ((5, 0, 0, 3, 0, 2), 0, 0)]
+    for use in uses:
+        router.verifier.once(ticket, *use)
+    for box, stream, retry in uses:
+        with pytest.raises(PermissionDenied, match=f"was used before for stream {stream}, retry {retry} of"):
+            router.verifier.once(router.check(router.ticket()), box, stream, retry)
+    assert router.verifier.remembered == len(uses)
+
+
+def test_uses_are_remembered_for_as_long_as_the_ticket_is_taken(router: Router) -> None:
+    raw = router.ticket(lasts=10)
+    router.verifier.once(router.check(raw), ALL, 0, 0)
+    router.clock.now += 10 + LEEWAY_S
+    with pytest.raises(PermissionDenied, match="was used before"):
+        router.verifier.once(router.check(raw), ALL, 0, 0)
+    router.clock.now += 1
+    router.verifier.once(router.check(router.ticket()), ALL, 0, 0)
+    assert router.verifier.remembered == 1
+
+
+def test_beyond_what_can_be_remembered_uses_are_refused_until_tickets_expire(tmp_path: Path) -> None:
+    router = Router(tmp_path, most=2)
+    ticket = router.check(router.ticket())
+    for retry in range(2):
+        router.verifier.once(ticket, ALL, 0, retry)
+    with pytest.raises(Overloaded, match=r"^2 uses of tickets are remembered, which is the limit$") as refusal:
+        router.verifier.once(ticket, ALL, 0, 2)
+    assert refusal.value.retry_after
+    router.clock.now += 60 + LEEWAY_S + 1
+    router.verifier.once(router.check(router.ticket()), ALL, 0, 2)
+
+
+def test_keys_are_replaced_while_the_worker_runs(router: Router) -> None:
+    old, old_key = router.ticket(), router.public.read_bytes()
+    write_key(router.private, router.folder / "next.pub")
+    replace(router.public, old_key + (router.folder / "next.pub").read_bytes())
+    new = router.ticket()
+    assert new != old
+    router.check(old)
+    router.check(new)
+    replace(router.public, (router.folder / "next.pub").read_bytes())
+    router.check(new)
+    with pytest.raises(PermissionDenied, match="unknown key"):
+        router.check(old)
+
+
+def test_broken_keys_leave_the_old_ones_in_use_and_are_logged_once(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw, good = router.ticket(), router.public.read_bytes()
+    for broken in (b"nonsense", good + b"rest"):
+        caplog.clear()
+        replace(router.public, broken)
+        with caplog.at_level(logging.ERROR):
+            router.check(raw)
+            router.check(raw)
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        assert str(router.public) in caplog.text
+    router.public.unlink()
+    router.check(raw)
+
+
+@pytest.mark.parametrize("contents", [None, b"", b"nonsense", "curve"])
+def test_unusable_keys_are_refused_by_setting_and_path(tmp_path: Path, contents: bytes | str | None) -> None:
+    path = tmp_path / "key.pem"
+    curve = ec.generate_private_key(ec.SECP256R1())
+    if isinstance(contents, bytes):
+        path.write_bytes(contents)
+    if contents == "curve":
+        path.write_bytes(curve.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with pytest.raises(ConfigError, match=r"^ticket_key: '.*/key\.pem'"):
+        TicketSigner(str(path))
+    if contents == "curve":
+        path.write_bytes(curve.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    with pytest.raises(ConfigError, match=r"^ticket_keys: '.*/key\.pem'"):
+        TicketVerifier(str(path))
+
+
+def replace(path: Path, data: bytes) -> None:
+    beside = path.with_suffix(".new")
+    beside.write_bytes(data)
+    os.replace(beside, path)
