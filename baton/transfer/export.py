@@ -46,6 +46,7 @@ class Export:
     ) -> None:
         self.transfer_id = transfer_id
         self.tokens = tokens
+        self._seed = wire.seed_of(transfer_id)
         self.kv_format = engine.spec.kv_format
         self._engine = engine
         self._handle = handle
@@ -193,7 +194,7 @@ class Export:
 
     def _read(self, layer: int, tokens: range, heads: range) -> _Frame:
         parts = self._engine.read_kv(self._handle, layer, tokens, heads)
-        frame, checksum = wire.encode_data(layer, tokens, heads, parts)
+        frame, checksum = wire.encode_data(layer, tokens, heads, parts, self._seed)
         return layer, tokens, frame, checksum, sum(memoryview(part.data).nbytes for part in parts)
 
     def _read_done(self, read: asyncio.Future[_Frame]) -> None:

@@ -80,11 +80,11 @@ async def pull(
 
 
 async def _pull(source: KvSource, engine: Engine, handle: KvHandle, box: Box, length: int) -> Handoff:
-    receiver = Receiver(engine, handle, box, length)
+    receiver = Receiver(engine, handle, box, length, source.seed)
     gaps = await _receive(source, receiver)
     handoff = receiver.handoff
     for gap in gaps:
-        again = Receiver(engine, handle, gap, length)
+        again = Receiver(engine, handle, gap, length, source.seed)
         await _receive(source, again)
         if again.bad:
             raise CorruptFrame(f"layer {gap.layers.start}, tokens {gap.tokens}: bad again when fetched again")

@@ -19,9 +19,12 @@ from baton.transfer.handoff import unpack
 
 
 class Receiver:
-    """Receives the box of an export that is `length` tokens long into the handle's pages."""
+    """Receives the box of an export that is `length` tokens long into the handle's pages.
 
-    def __init__(self, engine: Engine, handle: KvHandle, box: Box, length: int) -> None:
+    `seed` is that of the export's frames (`wire.seed_of`).
+    """
+
+    def __init__(self, engine: Engine, handle: KvHandle, box: Box, length: int, seed: int) -> None:
         self.box = box
         self.bad = 0
         """Frames that failed their check."""
@@ -30,6 +33,7 @@ class Receiver:
         self._engine = engine
         self._handle = handle
         self._length = length
+        self._seed = seed
         self._coverage = Coverage(box)
         self._frames = 0
         self._digest = 0
@@ -40,7 +44,7 @@ class Receiver:
         if self.handoff is not None:
             raise CorruptFrame("a frame was sent after the commit")
         try:
-            frame = wire.decode(raw)
+            frame = wire.decode(raw, self._seed)
         except CorruptFrame:
             self.bad += 1
             TRANSFER_FAULTS.labels("bad_frame").inc()

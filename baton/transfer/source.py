@@ -15,6 +15,7 @@ import grpc
 
 from baton.errors import IncompleteTransfer, SourceUnreachable, StaleIncarnation, TicketRefused, TransferError
 from baton.pb import kv_pb2
+from baton.transfer import wire
 from baton.transfer.coverage import Box
 
 FAULT_METADATA = "kv-fault"
@@ -27,6 +28,10 @@ _UNREACHABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
 
 class KvSource(Protocol):
     """One export, as its consumer sees it."""
+
+    @property
+    def seed(self) -> int:
+        """What the checksums of its frames begin with (`wire.seed_of`)."""
 
     def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
         """Encoded frames of the box up to the commit, as they become final.
@@ -57,6 +62,7 @@ class GrpcSource:
         ticket: bytes = b"",
         consumer: str = "",
     ) -> None:
+        self.seed = wire.seed_of(transfer_id)
         self._transfer_id = transfer_id
         self._incarnation = incarnation
         self._ticket = ticket

@@ -13,7 +13,7 @@ unknown, nothing left over.
 What a flipped bit meets: the checksum covers the header's bytes before it and the payload; tags and lengths
 outside must fit the frame exactly; manifest and commit must be byte for byte what their contents encode to,
 the manifest is compared with what arrived, the commit with the length asked for and the SHA-256 of its
-handoff.
+handoff. A frame of another export, sound in itself, meets the checksum too, which begins with the transfer id.
 """
 
 from __future__ import annotations
@@ -79,8 +79,13 @@ class Commit:
     handoff: bytes
 
 
-def encode_data(layer: int, tokens: range, heads: range, parts: Sequence[PartData]) -> tuple[bytes, int]:
-    """A data frame and its checksum: CRC-32C over the header's bytes before it, then the payload."""
+def seed_of(transfer_id: str) -> int:
+    """What the checksums of an export's frames begin with: the CRC-32C of its transfer id."""
+    return int(crc32c.crc32c(transfer_id.encode()))
+
+
+def encode_data(layer: int, tokens: range, heads: range, parts: Sequence[PartData], seed: int = 0) -> tuple[bytes, int]:
+    """A data frame and its checksum: CRC-32C over the header's bytes before it, then the payload, from `seed` on."""
     views = [memoryview(part.data).cast("B") for part in parts]
     described = b"".join(_bytes_field(6, _part(part, view.nbytes)) for part, view in zip(parts, views, strict=True))
     head = (
@@ -91,7 +96,7 @@ def encode_data(layer: int, tokens: range, heads: range, parts: Sequence[PartDat
         + _number_field(5, len(heads))
         + described
     )
-    checksum = crc32c.crc32c(head)
+    checksum = crc32c.crc32c(head, seed)
     for view in views:
         checksum = crc32c.crc32c(view, checksum)
     header = head + _CHECKSUM.pack(_CHECKSUM_TAG, checksum)
@@ -126,12 +131,12 @@ def extend_digest(digest: int, checksum: int) -> int:
     return int(crc32c.crc32c(_FIXED.pack(checksum), digest))
 
 
-def decode(frame: bytes) -> KvData | Manifest | Commit:
-    """Read and check one frame; the payload is not copied. Raises CorruptFrame."""
+def decode(frame: bytes, seed: int = 0) -> KvData | Manifest | Commit:
+    """Read and check one frame of the export with that seed; the payload is not copied. Raises CorruptFrame."""
     fields = list(islice(_fields(memoryview(frame)), _OUTER_FIELDS))
     match fields:
         case [(1, memoryview() as header), (2, memoryview() as payload)]:
-            return _data(header, payload)
+            return _data(header, payload, seed)
         case [(3, memoryview() as body)]:
             return _manifest(body, frame)
         case [(4, memoryview() as body)]:
@@ -139,12 +144,12 @@ def decode(frame: bytes) -> KvData | Manifest | Commit:
     raise CorruptFrame(f"a frame of {len(frame)} bytes has fields {[number for number, _ in fields]}")
 
 
-def _data(header: memoryview, payload: memoryview) -> KvData:
+def _data(header: memoryview, payload: memoryview, seed: int) -> KvData:
     head, tail = header[: -_CHECKSUM.size], header[-_CHECKSUM.size :]
     if len(tail) != _CHECKSUM.size or tail[0] != _CHECKSUM_TAG:
         raise CorruptFrame(f"a header of {len(header)} bytes does not end with a checksum")
     checksum = _CHECKSUM.unpack(tail)[1]
-    computed = crc32c.crc32c(payload, crc32c.crc32c(head))
+    computed = crc32c.crc32c(payload, crc32c.crc32c(head, seed))
     if computed != checksum:
         raise CorruptFrame(f"a frame's checksum is {checksum:#010x}, its bytes give {computed:#010x}")
     numbers, described = _collect(head, repeated=6)

@@ -117,4 +117,4 @@ def spliced(rng: random.Random, ours: Sequence[bytes], theirs: Sequence[bytes]) 
     if rng.random() < 0.5:
         cut = rng.randrange(len(ours) + 1)
         return [*ours[:cut], *theirs[min(cut, len(theirs)) :]]
-    return [rng.choice(pair) for pair in zip(ours, theirs, strict=True)]
+    return [rng.choice(pair) for pair in zip(ours, theirs, strict=False)]

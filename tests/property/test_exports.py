@@ -27,6 +27,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.transfer import exports as exports_module
+from baton.transfer import wire
 from baton.transfer.export import Export
 from baton.transfer.exports import Exports
 from baton.transfer.receiver import Receiver
@@ -234,7 +235,7 @@ class ExportsMachine(RuleBasedStateMachine):
             return "closing"
         (ours,) = (each for each in self.all if each.export is export)
         handle = self.consumer.reserve(transfer_id, TOKENS)
-        receiver = Receiver(self.consumer, handle, whole(TOKENS), TOKENS)
+        receiver = Receiver(self.consumer, handle, whole(TOKENS), TOKENS, wire.seed_of(transfer_id))
         try:
             async with aclosing(export.frames(whole(TOKENS))) as frames:
                 ours.renewed_at = self.loop.now

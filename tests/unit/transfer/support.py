@@ -10,12 +10,15 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.kv.format import PartData
 from baton.request import FirstToken, Handoff, SamplingParams, TokenInfo
+from baton.transfer import wire
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
 from baton.transfer.exports import Exports
 
 LAYERS, HEADS = 3, 2
 INCARNATION = "first"
+SEED = wire.seed_of("t")
+"""Of the export "t"."""
 
 
 class Engine(FakeEngine):
@@ -127,10 +130,16 @@ async def collect(export: Export, box: Box) -> list[bytes]:
         return [frame async for frame in frames]
 
 
+def decoded(frame: bytes) -> wire.KvData | wire.Manifest | wire.Commit:
+    """A frame of the export "t"."""
+    return wire.decode(frame, SEED)
+
+
 class MemorySource:
     """A KvSource without a network: each stream is what `mangle(number of the stream, frames)` makes of it."""
 
     def __init__(self, export: Export, mangle: Callable[[int, list[bytes]], list[bytes]]) -> None:
+        self.seed = wire.seed_of(export.transfer_id)
         self.boxes: list[Box] = []
         self._export = export
         self._mangle = mangle

@@ -30,6 +30,7 @@ from tests.unit.transfer.support import (
     advance_all,
     collect,
     contents,
+    decoded,
     handoff,
     prefilled,
     prompt,
@@ -56,7 +57,7 @@ async def exports(engine: Engine) -> AsyncIterator[Exports]:
 
 
 def parse(frames: list[bytes]) -> list[Any]:
-    return [wire.decode(frame) for frame in frames]
+    return [decoded(frame) for frame in frames]
 
 
 def places(frames: list[Any]) -> list[tuple[int, int, int]]:
@@ -76,10 +77,10 @@ async def test_frames_follow_production(exports: Exports, engine: Engine) -> Non
             for layer in range(LAYERS):
                 export.advance(layer, chunk_end)
                 while not seen or seen[-1].layer != layer or seen[-1].tokens.stop != chunk_end:
-                    seen.append(wire.decode(await anext(frames)))
-        manifest = wire.decode(await anext(frames))
+                    seen.append(decoded(await anext(frames)))
+        manifest = decoded(await anext(frames))
         export.commit(handoff(TOKENS))
-        commit = wire.decode(await anext(frames))
+        commit = decoded(await anext(frames))
         with pytest.raises(StopAsyncIteration):
             await anext(frames)
     chunks = [[(0, 4), (4, 5)], [(5, 9), (9, 12)]]
@@ -98,7 +99,7 @@ async def test_progress_made_while_a_frame_is_being_sent_is_seen(exports: Export
         for _ in range(3):
             await asyncio.sleep(0)
         async with asyncio.timeout(10):
-            assert places([wire.decode(await anext(frames))]) == [(1, 0, 4)]
+            assert places([decoded(await anext(frames))]) == [(1, 0, 4)]
 
 
 async def test_a_finished_export_is_sent_in_chunks_through_all_layers(exports: Exports, engine: Engine) -> None:

@@ -13,6 +13,7 @@ from baton.transfer.exports import Exports
 from baton.transfer.receiver import Receiver
 from tests.unit.transfer.support import (
     INCARNATION,
+    SEED,
     Engine,
     Gate,
     advance_all,
@@ -33,7 +34,7 @@ async def test_a_late_frame_does_not_reach_the_pages_next_owner() -> None:
     export, _ = ready(exports, source, "t", TOKENS)
     first, *_ = await collect(export, whole(TOKENS))
     dead = target.reserve("dead", 12)
-    receiver = Receiver(target, dead, whole(TOKENS), TOKENS)
+    receiver = Receiver(target, dead, whole(TOKENS), TOKENS, SEED)
     target.free(dead)
     owner = prefilled(target, 12)
     assert list(owner.pages) == list(dead.pages)

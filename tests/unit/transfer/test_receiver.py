@@ -22,10 +22,12 @@ from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
     LAYERS,
+    SEED,
     Engine,
     MemorySource,
     collect,
     contents,
+    decoded,
     handoff,
     prefilled,
     ready,
@@ -96,7 +98,7 @@ async def test_every_flipped_bit_of_every_frame_is_caught(pair: Pair) -> None:
     data, manifest, commit = range(len(clean))
     for number, frame in enumerate(clean):
         for bit in range(8 * len(frame)):
-            receiver = Receiver(pair.engine, pair.handle, Box(range(6), range(1), range(HEADS)), TOKENS)
+            receiver = Receiver(pair.engine, pair.handle, Box(range(6), range(1), range(HEADS)), TOKENS, SEED)
             try:
                 for at, sent in enumerate(clean):
                     receiver.take(flip(sent, bit) if at == number else sent)
@@ -157,7 +159,7 @@ async def test_a_frame_that_is_bad_again_ends_the_transfer(pair: Pair) -> None:
 
 def data(frames: list[bytes], layer: int, tokens: range, heads: range = range(HEADS)) -> bytes:
     """A sound frame with the parts of the first one, placed elsewhere."""
-    first = wire.decode(frames[0])
+    first = decoded(frames[0])
     assert isinstance(first, wire.KvData)
     count = len(tokens)
     parts = [
@@ -169,14 +171,14 @@ def data(frames: list[bytes], layer: int, tokens: range, heads: range = range(HE
         )
         for part in first.parts
     ]
-    return wire.encode_data(layer, tokens, heads, parts)[0]
+    return wire.encode_data(layer, tokens, heads, parts, SEED)[0]
 
 
 def renamed(frames: list[bytes]) -> bytes:
-    first = wire.decode(frames[0])
+    first = decoded(frames[0])
     assert isinstance(first, wire.KvData)
     parts = [type(part)("latent", part.dtype, part.shape, part.data) for part in first.parts]
-    return wire.encode_data(first.layer, first.tokens, first.heads, parts)[0]
+    return wire.encode_data(first.layer, first.tokens, first.heads, parts, SEED)[0]
 
 
 LIES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], type[TransferError], str]] = {
@@ -233,7 +235,7 @@ LIES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], type[TransferError],
 
 def _manifest(frames: list[bytes], first_token: dict[int, int]) -> bytes:
     digest = 0
-    for frame in map(wire.decode, frames):
+    for frame in map(decoded, frames):
         assert isinstance(frame, wire.KvData)
         digest = wire.extend_digest(digest, frame.checksum)
     runs = tuple((layer, first_token.get(layer, 0), TOKENS) for layer in range(LAYERS))
