@@ -179,7 +179,9 @@ class PrefillWorker:
     # Preparing.
 
     def _watch(self, job: Job) -> None:
-        """End the job when the deadline of its state passes; that of a later state may come later."""
+        """End the job when the deadline of its state passes, instead of the one before."""
+        if job.timer is not None:
+            job.timer.cancel()
         if job.over or math.isinf(job.life.deadline):
             return
         left = max(0.0, job.life.deadline - time.monotonic())

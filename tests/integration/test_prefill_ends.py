@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 from collections import Counter
 from typing import Any
@@ -12,6 +13,7 @@ from prometheus_client import REGISTRY
 
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import EngineError, TransferError
+from prefill_svc.job import Job
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, decode, decoder, read, serving, status_of
 
 
@@ -161,6 +163,16 @@ async def test_stopping_in_the_middle_of_everything_leaves_nothing() -> None:
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     unavailable = grpc.StatusCode.UNAVAILABLE
     assert all(isinstance(end, asyncio.CancelledError) or end[0] is unavailable for end in outcomes), outcomes
+
+
+async def test_what_ended_is_forgotten() -> None:
+    """A prompt may be long, and the limits of its states are minutes: no timer keeps it until they have passed."""
+    async with serving(FakeEngine(), lease_s=0.05) as client:
+        for number in range(5):
+            await client.done(timeout=60 if number % 2 else None, transfer_id=f"t{number}" if number else "")
+        await client.pages_back()
+        gc.collect()
+        assert not [each for each in gc.get_objects() if isinstance(each, Job)]
 
 
 @pytest.mark.parametrize("seed", range(3))
