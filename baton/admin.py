@@ -19,32 +19,26 @@ ADMIN_SERVICE = "baton.v1.Admin"
 LedgerSource: TypeAlias = Callable[[], Awaitable[Ledger]]
 """Makes the ledger of a process as it is now; bounded in time."""
 
-Authorize: TypeAlias = Callable[[grpc.aio.ServicerContext], None]
-"""Raises Unauthenticated or PermissionDenied for a caller that is no admin."""
-
 _ENTRY_FIELDS = ("owner", "kind", "state", "pages", "bytes", "age_s", "deadline_s", "tenant", "detail")
 _LEDGER_FIELDS = ("process", "role", "incarnation", "pages_total", "pages_free", "pages_cached", "violation")
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """Serves the ledger to those whom `authorize` lets pass; None lets everybody."""
+    """Serves the ledger to whoever reaches it; listeners decide who that is."""
 
-    def __init__(self, ledger: LedgerSource, authorize: Authorize | None = None) -> None:
+    def __init__(self, ledger: LedgerSource) -> None:
         self._ledger = ledger
-        self._authorize = authorize
 
     async def Ledger(
         self, request: admin_pb2.LedgerRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.LedgerResponse:
         """The ledger now."""
-        if self._authorize is not None:
-            self._authorize(context)
         return ledger_to_proto(await self._ledger())
 
 
-def add_admin(server: grpc.aio.Server, ledger: LedgerSource, authorize: Authorize | None = None) -> None:
+def add_admin(server: grpc.aio.Server, ledger: LedgerSource) -> None:
     """Register the service; ADMIN_SERVICE is its name for health and reflection."""
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(ledger, authorize), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(ledger), server)
 
 
 def ledger_to_proto(ledger: Ledger) -> admin_pb2.LedgerResponse:

@@ -30,7 +30,7 @@ class Watched(Generic[T]):
         self._setting = setting
         self._parse = parse
         try:
-            self._seen = self._look()
+            self._seen: tuple[int, int, int] | None = self._look()
             self._value = self._read()
         except OSError as error:
             raise ConfigError(f"{setting}: {path!r} can't be read: {error.strerror}") from None
@@ -39,8 +39,11 @@ class Watched(Generic[T]):
         """The newest contents that could be used."""
         try:
             seen = self._look()
-        except OSError:
+        except OSError as error:
             # No file at all for a moment is how some tools replace it.
+            if self._seen is not None:
+                self._seen = None
+                _logger.warning("%s: the file is gone, its old contents stay in use: %s", self._setting, error)
             return self._value
         if seen != self._seen:
             self._seen = seen

@@ -41,11 +41,12 @@ class Choice:
 class Attempt:
     """One attempt, owned by a session; its pages hold `tokens` tokens of each choice.
 
-    `number` counts reservations, `reserved_at` is the time of this one. `choices` are those that decode, by index.
+    `age` orders attempts from the oldest: a request that was tried before is older than its reservation, so that what
+    was given back once is not the first to be given back again. `choices` are those that decode, by index.
     """
 
     session: int
-    number: int
+    age: tuple[int, int]
     request: Reserve
     tokens: int
     handle: KvHandle
@@ -167,7 +168,8 @@ class Attempts:
             raise OutOfPages(need.pages, stats.free + stats.cached, stats.total) from None
         deadline = math.inf if request.deadline_s is None else now + request.deadline_s
         life = Lifecycle(State.RESERVED, now, request_deadline=deadline, limit_s=limit_s)
-        attempt = Attempt(session, next(self._numbers), request, need.tokens, taken[0], taken[1:], life, now)
+        age = -request.key.attempt, next(self._numbers)
+        attempt = Attempt(session, age, request, need.tokens, taken[0], taken[1:], life, now)
         self._live[session, request.key] = attempt
         return attempt
 
@@ -197,21 +199,18 @@ class Attempts:
         for first, handle in zip(going, handles, strict=True):
             output_ids = [*handoff.output_ids, first.token.token_id]
             state = SequenceState(handoff.params, handoff.prompt_ids, tuple(output_ids), first.choice_index)
-            sequence = Decoding(next(self._ids), handle, state, output_ids, fetch_ms, now, attempt.number)
+            sequence = Decoding(next(self._ids), handle, state, output_ids, fetch_ms, now, attempt.age)
             attempt.choices[first.choice_index] = Choice(sequence.id, handle, now)
             self._owners[sequence.id] = (attempt, first.choice_index)
             sequences.append(sequence)
         return sequences
 
-    def moved(self, sequence: int, state: State, now: float) -> Attempt | None:
-        """A sequence is in the batch, or paused; its attempt, unless that has ended."""
-        owner = self._owners.get(sequence)
-        if owner is None:
-            return None
-        attempt, index = owner
-        attempt.choices[index].state, attempt.choices[index].since = state, now
-        self._settle(attempt, now)
-        return attempt
+    def moved(self, sequence: int, state: State, now: float) -> None:
+        """A sequence is in the batch, or paused; ignored for one that was ended meanwhile."""
+        if (owner := self._owners.get(sequence)) is not None:
+            attempt, index = owner
+            attempt.choices[index].state, attempt.choices[index].since = state, now
+            self._settle(attempt, now)
 
     def cancel_choice(self, attempt: Attempt, choice: int, now: float) -> list[int]:
         """End one choice, now or at the commit; returns the sequences to drop."""

@@ -95,6 +95,12 @@ class DecodeLoop:
         self._clock = clock
         self._scheduler = Scheduler(engine.spec)
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Wake | _Stop] = queue.SimpleQueue()
+        self._gave_back = False
+
+    @property
+    def crowded(self) -> bool:
+        """Whether a sequence had to leave for want of pages, and there is no room yet to take one on."""
+        return self._gave_back or self._scheduler.paused > 0
 
     @property
     def paused(self) -> int:
@@ -150,7 +156,9 @@ class DecodeLoop:
 
     def _receive(self) -> bool:
         """Take in all commands, waiting for one if there is nothing to do; False to stop."""
-        idle = self._scheduler.idle(self._free_pages())
+        free = self._free_pages()
+        self._gave_back = self._gave_back and self._scheduler.wanted() > free
+        idle = self._scheduler.idle(free)
         if idle:
             self._progress.idle()
         while True:
@@ -212,10 +220,10 @@ class DecodeLoop:
         try:
             self._engine.pause(sequence.handle)
         except Overloaded as error:
-            _log.warning("no page is left, and host memory is full: %s", error)
-            self._fail(
-                [sequence.id], FailureKind.PREEMPTED, f"no page is left, and host memory is full: {error}", report
-            )
+            message = f"no page is left, and host memory is full: {error}"
+            _log.warning("%s", message)
+            self._gave_back = True
+            self._fail([sequence.id], FailureKind.PREEMPTED, message, report)
         except Exception as error:
             self._lose(sequence, error, report)
         else:
@@ -241,7 +249,7 @@ class DecodeLoop:
 
     def _free_pages(self) -> int:
         """Pages that could be had, as far as anybody is in need of some."""
-        if not self._scheduler.paused:
+        if not self.crowded:
             return 0
         stats = self._engine.stats()
         return stats.free + stats.cached

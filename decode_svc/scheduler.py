@@ -7,7 +7,7 @@
 
 Slots go in the order of readiness: a sequence waits with its KV already in its pages, so that admitting it costs no
 transfer. Its pages hold its first outputs; for more it grows, a page at a time, before the step that needs it. When no
-page is left the youngest running sequence is paused, and gives back slot and pages; age is the order of reservation.
+page is left the youngest running sequence is paused, and gives back slot and pages.
 
 Why everything ends: paused sequences come back oldest first, and before waiting ones, as soon as there is a slot, and
 room in the pool for the whole batch to go on for RESUME_TOKENS steps or to its end. So each return is paid for with
@@ -34,7 +34,7 @@ RESUME_TOKENS = 64
 class Decoding:
     """One choice with its KV in place; `output_ids` are all tokens chosen so far, times are in seconds.
 
-    `age` is that of its reservation, less is older; `held` are the pages that it gave up when it was paused.
+    `age` is that of its attempt, less is older; `held` are the pages that it gave up when it was paused.
     """
 
     id: int
@@ -43,7 +43,7 @@ class Decoding:
     output_ids: list[int]
     fetch_ms: float
     ready_at: float
-    age: int = 0
+    age: tuple[int, int] = (0, 0)
     inserted_at: float = 0.0
     held: int = 0
     timings: DecodeTimings | None = None
@@ -54,7 +54,7 @@ class Decoding:
         return len(self.state.prompt_ids) + len(self.output_ids)
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[tuple[int, int], int]:
         """Orders sequences from the oldest to the youngest."""
         return self.age, self.id
 
@@ -135,10 +135,12 @@ class Scheduler:
         if not self._paused or len(self._running) >= self._spec.slots:
             return None
         sequence = min(self._paused.values(), key=lambda each: each.rank)
-        needed = max(self._goal(sequence), sequence.held)
-        for each in self._running.values():
-            needed += max(self._goal(each) - self._spec.pages_for(each.handle.capacity), 0)
-        return sequence if needed <= free_pages else None
+        return sequence if self.wanted() + max(self._goal(sequence), sequence.held) <= free_pages else None
+
+    def wanted(self) -> int:
+        """Pages that the batch lacks to go on for RESUME_TOKENS steps, or to its end."""
+        has = self._spec.pages_for
+        return sum(max(self._goal(each) - has(each.handle.capacity), 0) for each in self._running.values())
 
     def resume(self, sequence: Decoding) -> None:
         """Take a paused sequence back into the batch."""

@@ -4,7 +4,7 @@
     Start   ── a task fetches the KV ── commit ── sequences go to the loop ── its reports come back as outputs
     Cancel, deadline, failure, end of session, last choice finished ── all through `_end`
 
-Reservations are refused while the worker drains or has failed, while a sequence is paused for want of pages, while the
+Reservations are refused while the worker drains or has failed, while the batch lacks pages to go on, while the
 new sequences would wait for slots (`admission`), and while there are no pages; all but what can never be come with a
 time to try again. Thereby a session can't hold more attempts than there are slots and those that are ahead.
 
@@ -82,6 +82,7 @@ class DecodeService:
         """Let the loop turn on the engine thread; the future ends when it has stopped."""
         self._engine.watch_pages(self._pages_returned)
         self._auditing = asyncio.create_task(self._audit.run(), name="audit")
+        self._auditing.add_done_callback(self._stopped)
         turning = thread.run(self.loop.run)
         turning.add_done_callback(self._stopped)
         return turning
@@ -172,10 +173,12 @@ class DecodeService:
         return Reserved(request.key, True)
 
     def _check_load(self, request: Reserve, now: float) -> None:
-        if paused := self.loop.paused:
+        if self.loop.crowded:
             stats = self._engine.stats()
             free = stats.free + stats.cached
-            raise Overloaded(f"{paused} sequences are paused for want of pages, {free} of {stats.total} are free")
+            raise Overloaded(
+                f"the batch lacks pages, {free} of {stats.total} are free; {self.loop.paused} sequences are paused"
+            )
         self._admission.check(self.attempts.sequences, request.choices, now)
 
     def _start(self, session: Session, start: Start) -> None:
@@ -289,10 +292,11 @@ class DecodeService:
             self._audit.changed()
         self._load_changed()
 
-    def _stopped(self, turning: asyncio.Future[None]) -> None:
-        error = None if turning.cancelled() else turning.exception()
+    def _stopped(self, running: asyncio.Future[None]) -> None:
+        """The engine thread, or the audit, has ended."""
+        error = None if running.cancelled() else running.exception()
         if error is not None:
-            _log.error("the engine thread ended: %s", error)
+            _log.error("the worker can't go on: %s", error)
             self._broke(error)
 
     def _broke(self, error: BaseException) -> None:

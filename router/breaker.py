@@ -65,12 +65,12 @@ class Breaker:
         return self._open_until is not None and now >= self._open_until and self.trial is None
 
     def failed(self, now: float) -> None:
-        """Count a fault."""
-        if now - self._last_fault < SAME_EVENT_S:
+        """Count a fault; one that comes while it is open is that of an attempt begun before, and tells nothing new."""
+        if now - self._last_fault < SAME_EVENT_S or (self._open_until is not None and now < self._open_until):
             return
         self._last_fault = now
         self._faults += 1
-        if self._faults >= self._threshold or (self._open_until is not None and now >= self._open_until):
+        if self._faults >= self._threshold or self._open_until is not None:
             self._backoff = min(max(2 * self._backoff, SHORTEST_S), LONGEST_S)
             self._open_until = now + self._backoff
 

@@ -19,11 +19,10 @@ import contextlib
 import math
 from collections.abc import AsyncIterator
 
-from baton.errors import InvalidRequest, Unavailable
+from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.telemetry.metrics import BREAKERS_OPEN, LINE_LENGTH
 from router.breaker import Breakers
 from router.config import RouterConfig
-from router.estimate import check_deadline, first_token_s
 from router.events import Deliver
 from router.isolation import Isolation
 from router.line import WaitingLine
@@ -146,9 +145,10 @@ class Dispatcher:
         """Refuse what the line has no room for, or what can't be in time."""
         self.check(asked.tenant, decodes=asked.demand.decodes)
         now = self._loop.time()
-        line_s = self._line.wait_s(asked.tenant, now)
-        expected_s = first_token_s(self._pool.fleet(), tokens=asked.demand.tokens, line_s=line_s)
-        check_deadline(expected_s, asked.deadline - now, self._line.retry_after())
+        left_s, wait_s = asked.deadline - now, self._line.wait_s(asked.tenant, now)
+        if 0 < left_s < wait_s:
+            problem = f"the deadline is in {left_s:.1f} s, the line is expected to take {wait_s:.1f} s"
+            raise Overloaded(problem, self._line.retry_after())
 
     async def _turn(self, waiter: _Waiter) -> tuple[Seat, Choice]:
         try:
@@ -248,11 +248,12 @@ class Dispatcher:
             choice = choose(self._pool.fleet(), demand, prefill_limit=limit, shut=shut, held=self._reserver.held)
             if choice is None:
                 break
+            seat = self._reserver.seat(choice, demand)
             self._line.pop(self._loop.time())
             if stands:
                 self._probe = waiter
             waiter.seen = self._version
-            waiter.turn.set_result((self._reserver.seat(choice, demand), choice))
+            waiter.turn.set_result((seat, choice))
         LINE_LENGTH.set(len(self._line))
         self._mind_fleet()
 

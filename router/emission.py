@@ -151,6 +151,10 @@ class Emission:
         """The tokens of a choice that were emitted."""
         return self._choices[choice].output_ids
 
+    def emitted(self, choices: Iterable[int]) -> int:
+        """How many tokens of these choices were emitted."""
+        return sum(len(self._choices[index].output_ids) for index in choices)
+
     def begin(self, choices: Iterable[int]) -> None:
         """A new attempt at these choices starts."""
         for index in choices:
@@ -173,8 +177,7 @@ class Emission:
 
     def close(self) -> None:
         """The request is served."""
-        completion = sum(len(choice.output_ids) for choice in self._choices)
-        usage = Usage(self._prompt_tokens, self._cached_tokens or 0, completion)
+        usage = Usage(self._prompt_tokens, self._cached_tokens or 0, self.emitted(range(len(self._choices))))
         self.outbox.close(usage, self.account.timings(self._clock()))
 
     def _first(self, first: FirstToken) -> None:

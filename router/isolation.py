@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton.errors import EngineError
+from baton.errors import EngineError, Unavailable
 from router.breaker import Breakers
 from router.events import Deliver
-from router.place import Answers, Application, Place, Reserver
-from router.policy import quietest
+from router.place import Answers, Application, Place, Reserver, demand_after
+from router.policy import Choice, quietest, servable
 from router.pool import Pool
 from router.worker import Seat
 
@@ -50,7 +50,10 @@ class Isolation:
         self._moved.set()
 
     async def place(self, asked: Application, deliver: Deliver) -> Place:
-        """Wait for a place, which must be followed by `end`; raises EngineError when there is none in time."""
+        """Wait for a place, which must be followed by `end`.
+
+        Raises EngineError when no workers could be cleared in time, Unavailable when there are none at all.
+        """
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._turn.acquire()
@@ -60,6 +63,8 @@ class Isolation:
                     self.end()
                     raise
         except TimeoutError:
+            if not servable(self._pool.fleet(), decodes=asked.demand.decodes):
+                raise Unavailable(self._pool.missing()) from None
             raise EngineError(
                 "the request was present at two worker deaths, and must run alone; no workers were free of other "
                 f"requests within {self._wait_s:g} s"
@@ -72,16 +77,18 @@ class Isolation:
 
     async def _cleared(self, asked: Application, deliver: Deliver) -> Place:
         """Keep a pair of workers free of new requests until it is empty, and take it."""
-        refused_at = -1
+        answers = Answers()
+        refused: tuple[Choice, int] | None = None
         while True:
             self._moved.clear()
-            found = quietest(self._pool.fleet(), asked.demand, self._breakers.shut(self._loop.time()))
+            demand = demand_after(asked, answers)
+            found = quietest(self._pool.fleet(), demand, self._breakers.shut(self._loop.time()))
             self._keep(frozenset() if found is None else frozenset((found[0].prefill, *found[0].decode)))
-            if found is not None and found[1] and refused_at != self._news:
-                refused_at, choice, place = self._news, found[0], None
-                seat = self._reserver.seat(choice, asked.demand)
+            if found is not None and found[1] and refused != (asking := (found[0], self._news)):
+                refused, place = asking, None
+                seat = self._reserver.seat(found[0], demand)
                 try:
-                    place = await self._reserver.reserve(asked, seat, choice, deliver, Answers())
+                    place = await self._reserver.reserve(asked, seat, found[0], deliver, answers)
                 finally:
                     if place is None:
                         self._leave(seat)

@@ -16,7 +16,10 @@ from baton.errors import DeadlineExceeded, Overloaded
 
 T = TypeVar("T", bound=Hashable)
 
-_SMOOTHING = 0.2
+_SMOOTHING = 0.05
+_FOUNDED = 8
+"""Intervals between departures from which on they tell the line's pace: the first ones are those of cold workers."""
+
 _FIRST_GUESS_S = 1.0
 _SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
 
@@ -29,6 +32,7 @@ class WaitingLine(Generic[T]):
         self._queues: OrderedDict[str, OrderedDict[T, float]] = OrderedDict()
         self._tenants: dict[T, str] = {}
         self._interval = 0.0
+        self._intervals = 0
         self.hint_s = 0.0
         """Least delay of a retry, as told by those whom the line waits for; 0 without."""
         self._last_departure: float | None = None
@@ -51,6 +55,9 @@ class WaitingLine(Generic[T]):
         if deadline <= now:
             raise DeadlineExceeded("the deadline had passed when the request came")
         self.check(tenant)
+        if not self._tenants:
+            # Those before it may have given up, and the time since then is no standstill.
+            self._last_departure = None
         self._queue(tenant)[entry] = deadline
         self._tenants[entry] = tenant
 
@@ -97,8 +104,9 @@ class WaitingLine(Generic[T]):
         """Somebody who was popped will not return: that is the line's pace."""
         # Only intervals within a busy period tell the pace; an idle line has none.
         if self._last_departure is not None:
-            interval = now - self._last_departure
-            self._interval += (interval - self._interval) * (_SMOOTHING if self._interval else 1.0)
+            self._intervals += 1
+            latest = now - self._last_departure
+            self._interval += (latest - self._interval) * max(_SMOOTHING, 1 / self._intervals)
         self._last_departure = now if self._tenants else None
 
     def retry_after(self) -> float:
@@ -107,11 +115,16 @@ class WaitingLine(Generic[T]):
         return min(max(estimate, self.hint_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
 
     def wait_s(self, tenant: str, now: float) -> float:
-        """Seconds that a tenant's next entry would wait, at that pace or at the present standstill; 0 if unknown."""
+        """Seconds that a tenant's next entry would wait, at that pace and at the present standstill; 0 if unknown.
+
+        It is what the refusal of a deadline rests on, and whoever could have been served must not be refused. So a pace
+        counts once it is founded, and what a request itself takes does not: its prompt may be cached, and be computed
+        before those that are not.
+        """
         own = len(self._queues.get(tenant, ()))
         # With turns, no other tenant is served more often than this one until this one's entry is reached.
         before = own + sum(min(len(queue), own + 1) for name, queue in self._queues.items() if name != tenant)
-        if not before or not self._interval:
+        if not before or self._intervals < _FOUNDED:
             return 0.0
         standstill = 0.0 if self._last_departure is None else now - self._last_departure
         return before * self._interval + max(standstill - self._interval, 0.0)

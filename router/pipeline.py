@@ -28,6 +28,8 @@ from router.registry import Registry
 from router.request import Request
 from router.retries import History, RetryBudget
 
+_STOPPED = "the router stops before the request has ended"
+
 _logger = logging.getLogger(__name__)
 
 
@@ -54,6 +56,7 @@ class Pipeline:
         self._loop = asyncio.get_running_loop()
         self._budget = RetryBudget(self._loop.time())
         self._running: dict[asyncio.Task[Any], Emission] = {}
+        self._stopped = False
 
     async def run(self, request: Request, emission: Emission) -> None:
         """Serve a request to its end; what it yields goes to the emission's outbox, and so does the error."""
@@ -64,6 +67,9 @@ class Pipeline:
         if task is not None:
             self._running[task] = emission
         try:
+            if self._stopped:
+                # It was still being tokenized when the others were ended.
+                raise Unavailable(_STOPPED)
             await self._serve(request, emission, range(request.params.n), History(), 0.0)
             emission.close()
         except BatonError as error:
@@ -80,9 +86,10 @@ class Pipeline:
         return self._registry.ledger(self._loop.time())
 
     def stop(self) -> None:
-        """End what still runs; its clients are told that the router is gone."""
+        """End what still runs, and begin nothing any more; clients are told that the router is gone."""
+        self._stopped = True
         for task, emission in self._running.items():
-            emission.outbox.fail(Unavailable("the router stops before the request has ended"))
+            emission.outbox.fail(Unavailable(_STOPPED))
             task.cancel()
 
     async def finish(self) -> None:
@@ -98,9 +105,12 @@ class Pipeline:
             if len(choices) > 1 and any(emission.output_ids(choice) for choice in choices):
                 await _all(self._serve(request, emission, (choice,), history.fork(), delay_s) for choice in choices)
                 return
+            before = emission.emitted(choices)
             try:
                 await Attempt(self._means, request, emission, choices, history).run(delay_s)
             except AttemptFailed as attempt:
+                if emission.emitted(choices) > before:
+                    history.progressed()
                 delay_s = self._retry(request, history, attempt)
 
     def _retry(self, request: Request, history: History, attempt: AttemptFailed) -> float:

@@ -4,9 +4,9 @@
     death       the worker was lost: free of charge; a request at two deaths runs alone, at a third it ends
     drain, preemption, refusal by a full worker: nobody's fault, free of charge
 
-All together are bounded by MOST_ATTEMPTS. The budget is the router's: retries of faults may be a share of the requests
-that were accepted, and a few more each second, so that a fleet in which everything fails is not asked the same again
-and again by everybody at once.
+All together are bounded by MOST_ATTEMPTS in a row that brought no token. The budget is the router's: retries of faults
+may be a share of the requests that were accepted, and a few more each second, so that a fleet in which everything fails
+is not asked the same again and again by everybody at once.
 """
 
 from __future__ import annotations
@@ -82,6 +82,10 @@ class History:
         return History(
             self.numbers, self.attempts, self.faults, self.deaths, self.refusals, self.avoid, self.avoid_pairs
         )
+
+    def progressed(self) -> None:
+        """The latest attempt brought tokens: what was tried before it bounds nothing any more."""
+        self.attempts = 0
 
     def retry(
         self,

@@ -4,8 +4,9 @@
     down  one message a step; each attempt's part is delivered to that attempt alone; Heartbeats
 
 Heartbeats list the attempts that a side believes to be alive. The stream is ordered, so what the other side lists and
-this one does not know has ended here, and what was granted and is not listed there is lost: a message that got lost
-costs a second, and never a hang. Silence for `SILENCE_S` ends the session.
+this one does not know has ended here, and what was granted and is not listed there, twice in a row, is lost: a message
+that got lost costs two seconds, and never a hang. Once is not enough, since decode lists nothing of an attempt that
+prefill's first token has ended, and the two streams race. Silence for `SILENCE_S` ends the session.
 
 Nothing here waits for a client: what comes down is handed on at once. When the stream ends, for whatever reason, the
 worker has freed all that it owned, so every attempt on it fails, and a new session starts with none.
@@ -186,6 +187,7 @@ class DecodeSession:
         self._up.put_nowait(decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id=router_id)))
         self._attempts: dict[tuple[str, int], DecodeAttempt] = {}
         self._skipped: Counter[tuple[str, int]] = Counter()
+        self._missed: set[tuple[str, int]] = set()
         self.open = True
         """Whether attempts can be made."""
 
@@ -282,7 +284,8 @@ class DecodeSession:
     def _compare(self, live: Iterable[decode_pb2.AttemptKey]) -> None:
         """Fail what the worker was thought to hold and does not."""
         held = {(key.request_id, key.attempt) for key in live}
-        for key, attempt in list(self._attempts.items()):
-            if attempt.granted and key not in held:
-                error = EngineError(f"decode worker {self._worker} knows nothing of attempt {key[0]}/{key[1]}")
-                attempt.on_failure(error, Blame.DECODE)
+        missed = {key for key, attempt in self._attempts.items() if attempt.granted and key not in held}
+        for key in missed & self._missed:
+            error = EngineError(f"decode worker {self._worker} knows nothing of attempt {key[0]}/{key[1]}")
+            self._attempts[key].on_failure(error, Blame.DECODE)
+        self._missed = missed

@@ -17,6 +17,7 @@ import grpc
 import pytest
 
 from baton.engine.fake import FakeEngine
+from baton.errors import BatonError
 from baton.pb import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.request import Handoff, SamplingParams, SequenceState
 from baton.rpc.channel import control_channel, kv_channel
@@ -24,6 +25,7 @@ from baton.rpc.convert import sampling_to_proto
 from baton.transfer.fetcher import fetch
 from prefill_svc.app import App, run
 from prefill_svc.config import PrefillConfig
+from prefill_svc.job import Job
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 PROMPT = [(7 * i) % 1000 for i in range(100)]
@@ -126,6 +128,18 @@ class Client:
                 if wanted(status):
                     return status
         raise AssertionError("the watch ended")
+
+    def watch_aborts(self) -> asyncio.Event:
+        """Set when the worker learns, from now on, that the caller of a job that goes on is gone."""
+        aborted, abort = asyncio.Event(), self.app.worker.abort
+
+        def watched(job: Job, error: BatonError) -> None:
+            if not job.over:
+                aborted.set()
+            abort(job, error)
+
+        self.app.worker.abort = watched  # type: ignore[method-assign]
+        return aborted
 
     async def pages_back(self) -> None:
         """Watch until nothing is held."""

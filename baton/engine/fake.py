@@ -89,16 +89,24 @@ class _Layout:
     def _numbers(self) -> list[bytes]:
         return [encode([float(number)], self.kv_format.parts[0].dtype) for number in range(BASE)]
 
-    def token(self, token_id: int, position: int) -> bytes:
-        """The state of a token."""
-        digits = [token_id // BASE**e for e in range(self.kv_format.parts[0].shape[1])]
-        return b"".join(
-            self._numbers[(digit + 3 * position + 7 * layer + 11 * head + 13 * part) % BASE]
+    @cached_property
+    def _powers(self) -> list[int]:
+        return [BASE**e for e in range(self.kv_format.parts[0].shape[1])]
+
+    @cached_property
+    def _shifts(self) -> list[int]:
+        """What each head adds to the digits at position 0, in the order of the layout."""
+        return [
+            7 * layer + 11 * head + 13 * part
             for layer in range(self.kv_format.layers)
             for part in range(len(self.kv_format.parts))
             for head in range(self.kv_format.heads)
-            for digit in digits
-        )
+        ]
+
+    def token(self, token_id: int, position: int) -> bytes:
+        """The state of a token."""
+        numbers, digits = self._numbers, [token_id // power + 3 * position for power in self._powers]
+        return b"".join([numbers[(digit + shift) % BASE] for shift in self._shifts for digit in digits])
 
 
 class _FakeMemory:

@@ -107,7 +107,8 @@ def _retry_after(error: grpc.RpcError) -> float | None:
 def _wrap(handler: Any, method: str, running: set[asyncio.Task[Any]], admit: Callable[[Any], None] | None) -> Any:
     behaviour, make = _behaviour(handler)
     if not (inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)):
-        return handler
+        # Served as it is, it would be open to those whom `admit` refuses.
+        raise TypeError(f"the handler of {method} is not async")
     return make(
         _guarded(behaviour, method, running, admit, stream_in=handler.request_streaming),
         request_deserializer=strict(handler.request_deserializer, method),

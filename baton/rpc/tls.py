@@ -181,12 +181,13 @@ def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, Path]) -> str:
     """The principal; raises ConfigError naming the setting whose contents are no PEM, or do not match."""
     # Only who uses TLS pays for loading it.
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     def parse(name: str, data: bytes, parser: Callable[[bytes], Any], what: str) -> Any:
         try:
             return parser(data)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise ConfigError(f"{name}: {str(paths[name])!r} holds no {what}: {error}") from None
 
     chain = parse("tls_cert", cert, x509.load_pem_x509_certificates, "PEM certificate")

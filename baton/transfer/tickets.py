@@ -9,8 +9,9 @@ transfer exists.
 
 A ticket names its consumer. On a kv listener with TLS the peer's certificate must name the same one, so that a ticket
 is of no use to who steals it; without TLS there is nobody to compare it with but who the request says it is. Besides,
-each (ticket, box, stream, retry) is accepted once. What was accepted is remembered until the ticket has expired; an
-exporter that restarts forgets it, and is another incarnation, for which no old ticket was made out.
+each (ticket, box, stream, retry) is accepted once. What was accepted is forgotten after MAX_USES others, long after its
+export has ended; an exporter that restarts forgets it too, and is another incarnation, for which no old ticket was made
+out. So neither a flood nor requests with deadlines far away keep an exporter from serving.
 
 Clocks of router and exporter may differ by LEEWAY_S.
 """
@@ -18,16 +19,16 @@ Clocks of router and exporter may differ by LEEWAY_S.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 from google.protobuf.message import DecodeError
 
-from baton.errors import ConfigError, Overloaded, PermissionDenied, shown
+from baton.errors import ConfigError, PermissionDenied, shown
 from baton.pb import kv_pb2
 from baton.watched import Watched
 
@@ -38,8 +39,8 @@ LEEWAY_S = 5.0
 MAX_TICKET_BYTES = 4096
 """Most bytes of a signed ticket; one has about 200."""
 
-MAX_USES = 262_144
-"""Most uses of unexpired tickets that are remembered, about 150 MB; a worker starts some tens of fetches a second."""
+MAX_USES = 131_072
+"""Uses that are remembered, in about 30 MB: those of many minutes, where an export ends seconds after its prefill."""
 
 _KEY_ID_BYTES = 8
 _PUBLIC_END = b"-----END PUBLIC KEY-----"
@@ -84,9 +85,7 @@ class TicketVerifier:
         self._keys = Watched(path, setting, _publics)
         self._clock = clock
         self._most = most
-        self._uses: dict[bytes, set[Use]] = {}
-        self._remembered = 0
-        self._expiries: list[tuple[float, bytes]] = []
+        self._uses: OrderedDict[bytes, None] = OrderedDict()
 
     def check(self, raw: bytes, *, transfer_id: str, incarnation: str, consumer: str) -> kv_pb2.Ticket:
         """The ticket, if a router made it out for just this. Raises PermissionDenied naming what is wrong."""
@@ -101,27 +100,14 @@ class TicketVerifier:
         return ticket
 
     def once(self, ticket: kv_pb2.Ticket, box: Asked, stream: int, retry: int) -> None:
-        """Accept this use of a ticket that was checked. Raises PermissionDenied the second time.
-
-        Raises Overloaded when there is no room to remember it.
-        """
-        self._sweep()
-        name = hashlib.sha256(ticket.SerializeToString(deterministic=True)).digest()
-        use = (box, stream, retry)
-        if use in self._uses.get(name, ()):
+        """Accept this use of a ticket that was checked. Raises PermissionDenied the second time."""
+        use: Use = (box, stream, retry)
+        name = hashlib.sha256(repr(use).encode() + ticket.SerializeToString(deterministic=True)).digest()
+        if name in self._uses:
             raise PermissionDenied(f"ticket: was used before for stream {stream}, retry {retry} of the same box")
-        if self._remembered >= self._most:
-            raise Overloaded(f"{self._most} uses of tickets are remembered, which is the limit", LEEWAY_S)
-        if name not in self._uses:
-            self._uses[name] = set()
-            heapq.heappush(self._expiries, (ticket.expires_unix_ms / 1000 + LEEWAY_S, name))
-        self._uses[name].add(use)
-        self._remembered += 1
-
-    @property
-    def remembered(self) -> int:
-        """Uses that are remembered."""
-        return self._remembered
+        self._uses[name] = None
+        if len(self._uses) > self._most:
+            self._uses.popitem(last=False)
 
     def _verified(self, raw: bytes) -> kv_pb2.Ticket:
         if not raw:
@@ -146,17 +132,11 @@ class TicketVerifier:
         except DecodeError:
             raise PermissionDenied("ticket: is malformed") from None
 
-    def _sweep(self) -> None:
-        now = self._clock()
-        while self._expiries and self._expiries[0][0] < now:
-            _, name = heapq.heappop(self._expiries)
-            self._remembered -= len(self._uses.pop(name))
-
 
 def _private(data: bytes) -> tuple[Ed25519PrivateKey, bytes]:
     try:
         key = load_pem_private_key(data, None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"holds no unencrypted PEM private key: {error}") from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError("its private key is not an Ed25519 key")
@@ -171,7 +151,7 @@ def _publics(data: bytes) -> Mapping[bytes, Ed25519PublicKey]:
     for number, block in enumerate(blocks[:-1]):
         try:
             key = load_pem_public_key(block.strip() + b"\n" + _PUBLIC_END + b"\n")
-        except ValueError as error:
+        except (ValueError, UnsupportedAlgorithm) as error:
             raise ConfigError(f"key {number} is no PEM public key: {error}") from None
         if not isinstance(key, Ed25519PublicKey):
             raise ConfigError(f"key {number} is not an Ed25519 key")

@@ -65,8 +65,10 @@ def status_to_proto(status: WorkerStatus) -> worker_pb2.WorkerStatus:
 
 
 def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
-    """The status in a message; raises InvalidRequest when the role or the KV format is not known."""
+    """The status in a message; raises InvalidRequest when role or KV format is not known, or no shard is named."""
     identity = message.identity
+    if not identity.shards:
+        raise InvalidRequest("identity.shards", "must not be empty", [])
     return WorkerStatus(
         identity=WorkerIdentity(
             worker_id=identity.worker_id,

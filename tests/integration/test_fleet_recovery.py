@@ -110,7 +110,9 @@ async def test_streams_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
         survivor = await fleet.decode(kv_memory=32 << 20)
         calm = await fleet.router([prefill], [survivor])
         streams = dict(STREAMS)
-        expected = {name: await read(calm, sampling, asyncio.Event()) for name, sampling in streams.items()}
+        async with asyncio.TaskGroup() as group:
+            undisturbed = {name: group.create_task(read(calm, s, asyncio.Event())) for name, s in streams.items()}
+        expected = {name: task.result() for name, task in undisturbed.items()}
         # A stop string that comes late in the greedy stream, so that the kill comes before it.
         text = expected["greedy"].text
         stop = next(text[at : at + 6] for at in range(len(text) // 2, len(text)) if text.index(text[at : at + 6]) == at)
@@ -120,9 +122,10 @@ async def test_streams_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
         app = await fleet.start_router([prefill], [doomed, survivor], max_attempts=1)
         both = asyncio.Event()
         app.pool.on_news(both.set)
-        while len(app.pool.fleet().decode) < 2:
-            both.clear()
-            await both.wait()
+        async with asyncio.timeout(START_S):
+            while len(app.pool.fleet().decode) < 2:
+                both.clear()
+                await both.wait()
         client = await fleet.client(app)
         before = replays("death"), replays("fault")
         begun = {name: asyncio.Event() for name in streams}

@@ -100,11 +100,14 @@ async def abandon(client: Client, transfer_id: str, incarnation: str = "") -> No
     await client.prefill.Abandon(prefill_pb2.AbandonRequest(transfer_id=transfer_id, incarnation=incarnation))
 
 
-async def cancelled(reading: "asyncio.Task[Any]", call: Any) -> None:
-    """Cancel a call and see it end."""
+async def cancelled(client: Client, reading: "asyncio.Task[Any]", call: Any) -> None:
+    """Cancel a call and see it end, on both sides."""
+    noticed = client.watch_aborts()
     call.cancel()
     await asyncio.wait([reading])
     assert reading.cancelled()
+    async with asyncio.timeout(WAIT_S):
+        await noticed.wait()
 
 
 @pytest.mark.parametrize("by", ["cancel", "abandon"])
@@ -120,7 +123,7 @@ async def test_queued(by: str) -> None:
         entry = next(entry for entry in await owners(client) if entry.detail == "transfer t")
         assert (entry.kind, entry.state, entry.pages) == ("kv", "queued", 4)
         if by == "cancel":
-            await cancelled(waiting, second)
+            await cancelled(client, waiting, second)
         else:
             await abandon(client, "t", incarnation="of a stranger")
             assert len(await owners(client)) == 2
@@ -129,7 +132,7 @@ async def test_queued(by: str) -> None:
         async with asyncio.timeout(FREED_S):
             await client.status(lambda status: status.load.pages_used == 7)
         async with freed(client):
-            await cancelled(reading, first)
+            await cancelled(client, reading, first)
             gate.open()
 
 
@@ -146,7 +149,7 @@ async def test_while_the_prefix_cache_is_slow(slow: str, caches: list[SlowCache]
         (entry,) = await owners(client)
         assert (entry.state, entry.pages) == ("queued", 7 if slow == "fetch" else 0)
         async with freed(client):
-            await cancelled(reading, call)
+            await cancelled(client, reading, call)
         cache.go.set()
         cache.slow = ""
         assert (await client.done()).cached_tokens == 96
@@ -181,7 +184,7 @@ async def test_loading_stops_after_the_layer(caches: list[SlowCache]) -> None:
         call = client.call(transfer_id="t")
         reading = asyncio.create_task(read(call))
         await door.come.wait()
-        await cancelled(reading, call)
+        await cancelled(client, reading, call)
         assert engine.stats().used == 7, "a write is in flight"
         async with freed(client):
             door.open()
@@ -197,7 +200,7 @@ async def test_computing_stops_after_the_layer_before_and_after_the_first_chunk(
             for _ in range(layers - 1):
                 gate.pass_layers(1)
             await gate.reached(layers)
-            await cancelled(reading, call)
+            await cancelled(client, reading, call)
             (entry,) = await owners(client)
             assert (entry.state, entry.pages) == ("prefilling", 7)
             async with freed(client):
@@ -260,7 +263,7 @@ async def test_a_consumer_that_does_not_read_holds_no_pages(by: str, big: FakeEn
             if by == "abandon":
                 await abandon(client, "t")
             elif by == "cancel of the prefill":
-                await cancelled(reading, prefilling)
+                await cancelled(client, reading, prefilling)
                 gate.open()
         call.cancel()
 

@@ -172,7 +172,7 @@ async def test_what_ended_is_forgotten() -> None:
             await client.done(timeout=60 if number % 2 else None, transfer_id=f"t{number}" if number else "")
         await client.pages_back()
         gc.collect()
-        assert not [each for each in gc.get_objects() if isinstance(each, Job)]
+        assert not [each for each in gc.get_objects() if type(each) is Job]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,14 +19,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import pytest
 
 from baton.engine.fake import FakeEngine
-from baton.errors import BatonError
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
-from prefill_svc.job import Job
-from tests.prefill import Client, Gate, serving
+from tests.prefill import Gate, serving
 
 LONG = [(7 * i) % 1000 for i in range(1000)]
-CLOSED_S, SILENT_S = 2, 10
+GONE = ((signal.SIGKILL, 2), (signal.SIGSTOP, 10))
+"""How a peer goes, and within how many seconds that is noticed."""
 SLACK = 5
 
 ROUTER = """
@@ -53,9 +52,10 @@ import asyncio, sys
 from baton.pb import kv_pb2, kv_pb2_grpc
 from baton.rpc.channel import kv_channel
 
-async def main(address, incarnation):
+async def main(address, incarnation, transfer_id):
     async with kv_channel(address) as channel:
-        call = kv_pb2_grpc.KvStub(channel).FetchKv(kv_pb2.FetchKvRequest(transfer_id="t", incarnation=incarnation))
+        request = kv_pb2.FetchKvRequest(transfer_id=transfer_id, incarnation=incarnation)
+        call = kv_pb2_grpc.KvStub(channel).FetchKv(request)
         await call.read()
         print("begun", flush=True)
         await asyncio.Event().wait()
@@ -79,27 +79,14 @@ async def child(script: str, *args: str) -> AsyncIterator[Process]:
             await process.wait()
 
 
-def watch_aborts(client: Client) -> asyncio.Event:
-    """Set when the worker learns that a caller has gone."""
-    aborted, abort = asyncio.Event(), client.app.worker.abort
-
-    def watched(job: Job, error: BatonError) -> None:
-        aborted.set()
-        abort(job, error)
-
-    client.app.worker.abort = watched  # type: ignore[method-assign]
-    return aborted
-
-
-@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, CLOSED_S), (signal.SIGSTOP, SILENT_S)])
-async def test_a_router_that_is_gone_while_its_prompt_is_computed(number: signal.Signals, within_s: float) -> None:
+async def gone_router(number: signal.Signals, within_s: float) -> None:
     gate = Gate()
     async with (
         serving(FakeEngine(chunk_time=1.0, delay=gate, layers=8)) as client,
         child(ROUTER, client.app.addresses.control) as router,
     ):
         await gate.reached()
-        aborted = watch_aborts(client)
+        aborted = client.watch_aborts()
         os.kill(router.pid, number)
         begin = time.monotonic()
         async with asyncio.timeout(within_s * SLACK):
@@ -110,25 +97,12 @@ async def test_a_router_that_is_gone_while_its_prompt_is_computed(number: signal
             await client.pages_back()
 
 
-@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, CLOSED_S), (signal.SIGSTOP, SILENT_S)])
-async def test_a_consumer_that_is_gone_in_the_middle_of_a_transfer(
-    number: signal.Signals, within_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended, frames = asyncio.get_running_loop().create_future(), Export.frames
-
-    async def watched(self: Export, box: Box) -> AsyncGenerator[bytes, None]:
-        try:
-            async with contextlib.aclosing(frames(self, box)) as stream:
-                async for frame in stream:
-                    yield frame
-        finally:
-            ended.set_result(time.monotonic())
-
-    monkeypatch.setattr(Export, "frames", watched)
+async def gone_consumer(number: signal.Signals, within_s: float, ended: asyncio.Future[float]) -> None:
     lease_s = 1.0
     async with serving(FakeEngine(head_dim=256, pages=128), lease_s=lease_s) as client:
-        reading = asyncio.create_task(client.done(LONG, transfer_id="t"))
-        async with child(CONSUMER, client.app.addresses.kv, client.app.status.identity.incarnation) as consumer:
+        reading = asyncio.create_task(client.done(LONG, transfer_id=number.name))
+        address, incarnation = client.app.addresses.kv, client.app.status.identity.incarnation
+        async with child(CONSUMER, address, incarnation, number.name) as consumer:
             await reading
             os.kill(consumer.pid, number)
             begin = time.monotonic()
@@ -137,3 +111,23 @@ async def test_a_consumer_that_is_gone_in_the_middle_of_a_transfer(
             print(f"{number.name}: pages back after {time.monotonic() - begin:.2f} s with a lease of {lease_s} s")
             async with asyncio.timeout(within_s * SLACK):
                 print(f"{number.name}: stream over after {await ended - begin:.2f} s")
+
+
+async def test_a_router_that_is_gone_while_its_prompt_is_computed() -> None:
+    await asyncio.gather(*(gone_router(number, within_s) for number, within_s in GONE))
+
+
+async def test_a_consumer_that_is_gone_in_the_middle_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, frames = asyncio.get_running_loop(), Export.frames
+    ended = {number.name: loop.create_future() for number, _ in GONE}
+
+    async def watched(self: Export, box: Box) -> AsyncGenerator[bytes, None]:
+        try:
+            async with contextlib.aclosing(frames(self, box)) as stream:
+                async for frame in stream:
+                    yield frame
+        finally:
+            ended[self.transfer_id].set_result(time.monotonic())
+
+    monkeypatch.setattr(Export, "frames", watched)
+    await asyncio.gather(*(gone_consumer(number, within_s, ended[number.name]) for number, within_s in GONE))

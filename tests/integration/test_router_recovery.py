@@ -19,6 +19,7 @@ from baton.errors import Overloaded
 from baton.kv.hashing import tenant_salt
 from baton.pb import decode_pb2, kv_pb2, prefill_pb2
 from baton.rpc.channel import control_channel
+from router.retries import MOST_ATTEMPTS
 from tests.integration.router_bench import Bench, bench, refused, request, until, whole
 from tests.integration.router_stubs import (
     LENGTH,
@@ -86,10 +87,22 @@ async def test_what_decode_no_longer_lists_is_replayed(tmp_path: Path) -> None:
         call, first, other = await running(b, max_tokens=4)
         first.sessions[-1].beat(first.starts[0].key)
         first.sessions[-1].beat()
+        first.sessions[-1].beat()
         assert (await whole(call)).text() == "bcd"
         assert len(other.starts) == 1
         # Decode is known to hold nothing of it, so it is not told to end it.
         assert first.cancels == []
+
+
+async def test_what_decode_does_not_list_once_may_have_ended_by_its_first_token(tmp_path: Path) -> None:
+    async with bench(tmp_path, decode=2, max_attempts=1) as b:
+        call, first, other = await running(b, max_tokens=4)
+        down, key = first.sessions[-1], first.starts[0].key
+        for live in ([], [key], []):
+            down.beat(*live)
+        down.send(key, 0, 1, [letter(1), letter(2), letter(3)], LENGTH)
+        assert (await whole(call)).text() == "bcd"
+        assert other.starts == []
 
 
 async def test_a_finished_attempt_that_decode_no_longer_lists_is_not_lost(tmp_path: Path) -> None:
@@ -164,12 +177,12 @@ async def test_a_silent_prefill_call_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.KIND_PREEMPTED, Kind.KIND_DRAINING])
-async def test_what_is_nobodys_fault_is_not_counted(tmp_path: Path, kind: int) -> None:
+async def test_what_is_nobodys_fault_is_not_counted_while_it_brings_tokens(tmp_path: Path, kind: int) -> None:
     async with bench(tmp_path, max_attempts=1) as b:
-        b.decode[0].script = fails(kind, 4)
-        answer = await b.answer(max_tokens=12)
-        assert answer.text() == text(0, 12)
-        assert len(b.prefill[0].requests) == 5
+        b.decode[0].script = fails(kind, MOST_ATTEMPTS + 4)
+        answer = await b.answer(max_tokens=MOST_ATTEMPTS + 8)
+        assert answer.text() == text(0, MOST_ATTEMPTS + 8)
+        assert len(b.prefill[0].requests) == MOST_ATTEMPTS + 5
 
 
 async def test_a_full_prefill_worker_is_asked_again_when_it_says(tmp_path: Path) -> None:
@@ -298,20 +311,6 @@ async def test_requests_without_a_deadline_get_one(tmp_path: Path) -> None:
         error = await refused(b.call(timeout=None, max_tokens=4))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert 0 < b.decode[0].reserves[0].deadline_ms <= 300
-
-
-async def test_a_deadline_that_cant_be_met_is_refused_early(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        b.prefill[0].load = type(b.prefill[0].load)(pages_total=64, page_size=16, tokens_per_second=0.5)
-        b.prefill[0].status.changed()
-        await until(b.app, lambda: b.app.pool.fleet().prefill[0].rate == 0.5)
-        began = time.monotonic()
-        error = await refused(b.call(timeout=2, max_tokens=4))
-        assert time.monotonic() - began < 1
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "the first token is expected in 6.0 s" in (error.details() or "")
-        assert "retry-after" in dict(error.trailing_metadata() or ())
-        assert b.prefill[0].requests == []
 
 
 async def test_the_ledger_lists_every_attempt_until_it_ends(tmp_path: Path) -> None:

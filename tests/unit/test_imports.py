@@ -32,7 +32,6 @@ PURE = (
     "decode_svc.scheduler",
     "prefill_svc.scheduler",
     "router.breaker",
-    "router.estimate",
     "router.line",
     "router.policy",
     "router.registry",

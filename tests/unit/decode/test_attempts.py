@@ -31,6 +31,13 @@ def committed(attempts: Attempts, ours: Attempt, **handoff: object) -> int:
     return len(attempts.commit(ours, ready, 0.0, 0.0))
 
 
+def test_a_request_that_was_tried_before_is_older() -> None:
+    attempts = of(engine())
+    tries = [("a", 0), ("b", 0), ("c", 1), ("d", 2), ("e", 1)]
+    reserved = [attempts.reserve(1, Reserve(AttemptKey(*each), 4, 4, 1), 0.0) for each in tries]
+    assert [each.key.request_id for each in sorted(reserved, key=lambda each: each.age)] == ["d", "c", "e", "a", "b"]
+
+
 @pytest.mark.parametrize(
     ("context", "new", "choices", "first", "tokens", "spare", "pages"),
     [
@@ -196,10 +203,11 @@ def test_every_state_has_the_deadline_of_the_request_or_its_own_if_that_comes_fi
     (sequence,) = attempts.commit(attempt, prefill([1, 2, 3, 4, 5]).handoff, 0.0, 107.0)
     for state in (State.SLOT_WAIT, State.DECODING, State.PAUSED, State.DECODING):
         if state is not State.SLOT_WAIT:
-            assert attempts.moved(sequence.id, state, 108.0) is attempt
+            attempts.moved(sequence.id, state, 108.0)
         assert (attempt.life.state, attempt.life.deadline) == (state, 130.0)
     attempts.end(attempt, 109.0)
-    assert attempts.moved(sequence.id, State.PAUSED, 110.0) is None
+    attempts.moved(sequence.id, State.PAUSED, 110.0)
+    assert attempt.life.ended
     sooner = attempts.reserve(1, Reserve(KEY, 5, 4, 1, deadline_s=30.0), 100.0, 10.0)
     attempts.start(sooner, 105.0, 60.0, deadline_s=3.0)
     assert sooner.life.deadline == 108.0

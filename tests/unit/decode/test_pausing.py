@@ -63,7 +63,7 @@ class Bench:
         first = ready.handoff.first_tokens[0].token.token_id
         self.tokens[number], self.expected[number] = [first], alone(prompt, params)
         state = SequenceState(params, prompt, (first,))
-        self.live[number] = Decoding(number, handle, state, [first], 0.0, 0.0, age=number)
+        self.live[number] = Decoding(number, handle, state, [first], 0.0, 0.0, age=(0, number))
         return self.live[number]
 
     def add(self, number: int, prompt: list[int], max_tokens: int, seed: int | None = None) -> Decoding:
@@ -140,6 +140,22 @@ def test_a_full_host_pool_gives_the_youngest_back_with_all_it_holds() -> None:
     assert set(bench.engine.audit()) == {"s1"}
     bench.turn_until_over()
     assert bench.paused() == []
+    bench.check()
+
+
+def test_what_was_given_back_is_not_replaced_before_the_rest_has_room() -> None:
+    bench = Bench(pages=20, host_tokens=0)
+    for number in (1, 2, 3):
+        bench.add(number, [number, 7, 9], 60)
+    while 3 not in bench.failed:
+        assert not bench.loop.crowded
+        bench.turn()
+    while 2 not in bench.failed:
+        assert bench.loop.crowded
+        bench.turn()
+    bench.turn()
+    assert not bench.loop.crowded
+    bench.turn_until_over()
     bench.check()
 
 
@@ -230,8 +246,8 @@ def test_any_mix_of_requests_that_each_fit_alone_ends_exactly_and_nothing_is_com
     while coming or bench.live:
         number, prompt, tokens, sampled = coming[0] if coming else (0, [], 0, None)
         need = -(-(len(prompt) + min(tokens, bench.first)) // PAGE)
-        # As the service does: not while one is paused, and only with pages.
-        if coming and not bench.loop.paused and need <= bench.engine.stats().free and dice.random() < 0.5:
+        # As the service does: not while the batch lacks pages, and only with pages.
+        if coming and not bench.loop.crowded and need <= bench.engine.stats().free and dice.random() < 0.5:
             bench.add(number, prompt, tokens, sampled)
             coming.pop(0)
         elif bench.live:

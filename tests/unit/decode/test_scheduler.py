@@ -26,7 +26,7 @@ def sequence(
     number: int, *, max_tokens: int = 4, ready_at: float = 0.0, first: int = 50, age: int = 0, capacity: int = 64
 ) -> Decoding:
     state = SequenceState(SamplingParams(max_tokens=max_tokens), (10, 11, 12), (first,))
-    return Decoding(number, Handle(capacity=capacity), state, [first], fetch_ms=7.0, ready_at=ready_at, age=age)
+    return Decoding(number, Handle(capacity=capacity), state, [first], fetch_ms=7.0, ready_at=ready_at, age=(0, age))
 
 
 def paused(scheduler: Scheduler, count: int) -> list[int]:

@@ -84,6 +84,13 @@ def test_each_failed_trial_doubles_the_wait_up_to_a_minute() -> None:
     assert LONGEST_S == 60
 
 
+def test_faults_of_attempts_begun_before_do_not_make_the_wait_longer() -> None:
+    breakers = Breakers()
+    for now in (0.0, 0.2, 0.4, 0.6, 0.8):
+        fail(breakers, "p", "d", now)
+    assert not breakers.shut(1.0).pairs
+
+
 def test_a_trial_that_went_well_is_forgotten_only_after_another_success() -> None:
     breakers = Breakers()
     fail(breakers, "p", "d", 0)

@@ -3,137 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable
-from typing import Any, cast
 
 import pytest
 
-from baton.errors import EngineError, InvalidRequest, Overloaded, Unavailable
-from baton.kv.format import KvFormat, KvPart
-from baton.lifecycle import Lifecycle, State
-from router.breaker import Breakers
-from router.config import RouterConfig
-from router.dispatcher import Dispatcher
-from router.place import Answers, Application, Place, Reserver
-from router.policy import Choice, DecodeView, Demand, Fleet, PrefillView
-from router.pool import Pool
+from baton.errors import InvalidRequest, Overloaded, Unavailable
+from baton.lifecycle import State
 from router.session import Reserved
-
-KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
-GRANTED, FULL = Reserved(True, "", False), Reserved(False, "full", False)
-
-
-class FakeSeat:
-    def __init__(self, pool: FakePool) -> None:
-        self._pool = pool
-        self._held = True
-        pool.seats += 1
-
-    def release(self) -> bool:
-        held, self._held = self._held, False
-        self._pool.seats -= held
-        return held
-
-
-class FakeAttempt:
-    def __init__(self, pool: FakePool) -> None:
-        self._pool = pool
-
-    async def reserve(self, **asked: object) -> Reserved:
-        await asyncio.sleep(0)
-        return self._pool.answer()
-
-    def close(self) -> None:
-        self._pool.closed += 1
-
-
-class FakePool:
-    """One prefill and one decode worker; stands for pool, link and session at once."""
-
-    open = True
-    name = "d at d:1"
-    consumer = "incarnation-d"
-
-    def __init__(self) -> None:
-        self.seats = self.closed = self.asked = 0
-        self.answers: Reserved = GRANTED
-        self.there = True
-        self.news: Callable[[], None] = lambda: None
-        self.session = self
-        self.order: list[str] = []
-
-    def fleet(self) -> Fleet:
-        decode = (DecodeView("d", KV, free_tokens=1, free_slots=1),) if self.there else ()
-        return Fleet((PrefillView("p", KV, own_requests=self.seats),), decode)
-
-    def on_news(self, listener: Callable[[], None]) -> None:
-        self.news = listener
-
-    def missing(self) -> str:
-        return "no decode worker is there"
-
-    def forget_snapshot(self) -> None:
-        return
-
-    def prefill(self, name: str) -> FakePool:
-        return self
-
-    def decode(self, name: str) -> FakePool:
-        return self
-
-    def seat(self, tokens: int) -> FakeSeat:
-        return FakeSeat(self)
-
-    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
-        self.order.append(request_id)
-        return FakeAttempt(self)
-
-    def answer(self) -> Reserved:
-        self.asked += 1
-        return self.answers
-
-
-class Held:
-    """A request that takes a place and keeps it until told to go."""
-
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        name: str,
-        *,
-        again: bool = False,
-        decodes: bool = True,
-        alone: bool = False,
-        deadline: float = math.inf,
-        tokens: int = 8,
-    ) -> None:
-        self.placed = asyncio.Event()
-        self.go = asyncio.Event()
-        self.place: Place | None = None
-        demand = Demand(tokens, decodes, alone=alone)
-        self.life = Lifecycle(State.LINE, 0.0, request_deadline=deadline)
-        asked = Application(name, int(again), "", self.life, demand, 8, 4, (0,), again)
-        self.task = asyncio.create_task(self._run(dispatcher, asked))
-
-    async def _run(self, dispatcher: Dispatcher, asked: Application) -> None:
-        async with dispatcher.place(asked, lambda event: None) as self.place:
-            self.placed.set()
-            await self.go.wait()
-
-    async def end(self) -> None:
-        self.go.set()
-        await self.task
-
-
-def dispatcher(pool: FakePool, **settings: Any) -> Dispatcher:
-    config = RouterConfig(prefill=("p:1",), decode=("d:1",), **settings)
-    return Dispatcher(cast(Pool, pool), config)
-
-
-async def settle() -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
+from tests.unit.router.dispatching import (
+    FULL,
+    GRANTED,
+    NEVER,
+    FakeAttempt,
+    FakePool,
+    Held,
+    Workers,
+    dispatcher,
+    settle,
+)
 
 
 async def test_a_full_fleet_is_asked_once_per_news_and_by_the_head_alone() -> None:
@@ -340,46 +226,6 @@ async def test_closing_ends_all_that_wait() -> None:
         await held.task
 
 
-class Workers(FakePool):
-    """One prefill worker and decode workers by name, each with its answers; counts who is where."""
-
-    def __init__(self, **answers: Reserved) -> None:
-        super().__init__()
-        self.by_name = answers
-        self.running = dict.fromkeys(answers, 0)
-        self.rate = 0.0
-        self._name = ""
-
-    def fleet(self) -> Fleet:
-        decode = (DecodeView(name, KV, free_slots=1, own_requests=self.running[name]) for name in self.by_name)
-        return Fleet((PrefillView("p", KV, own_requests=self.seats, rate=self.rate),), tuple(decode))
-
-    def decode(self, name: str) -> FakePool:
-        self._name = name
-        return self
-
-    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
-        self.order.append(f"{request_id} {self._name}")
-        return WorkersAttempt(self, self._name)
-
-
-class WorkersAttempt(FakeAttempt):
-    def __init__(self, workers: Workers, name: str) -> None:
-        super().__init__(workers)
-        self._workers, self._name = workers, name
-        workers.running[name] += 1
-
-    async def reserve(self, **asked: object) -> Reserved:
-        await asyncio.sleep(0)
-        return self._workers.by_name[self._name]
-
-    def close(self) -> None:
-        self._workers.running[self._name] -= 1
-
-
-NEVER = Reserved(False, "needs 9 pages, there are 4", True)
-
-
 async def test_never_ends_a_request_only_when_every_decode_worker_says_so() -> None:
     pool = Workers(small=NEVER, large=FULL)
     d = dispatcher(pool)
@@ -423,22 +269,29 @@ async def test_a_lost_news_does_not_stop_the_line() -> None:
     await held.end()
 
 
-async def test_a_request_that_cant_be_in_time_is_refused_at_once() -> None:
+async def test_a_request_that_cant_be_in_time_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, passed = asyncio.get_running_loop(), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + passed)
     pool = Workers(d=GRANTED)
-    pool.rate = 10.0
-    d = dispatcher(pool)
-    now = asyncio.get_running_loop().time()
-    with pytest.raises(Overloaded, match=r"the first token is expected in 10\.0 s") as refusal:
-        await Held(d, "late", deadline=now + 5, tokens=100).task
+    d = dispatcher(pool, prefill_limit=1)
+    served = [Held(d, str(number)) for number in range(10)]
+    for held in served:
+        await asyncio.wait_for(held.placed.wait(), 5)
+        passed += 10
+        await held.end()
+    running, waiting = (Held(d, name) for name in ("running", "waiting"))
+    await running.placed.wait()
+    now = loop.time()
+    with pytest.raises(Overloaded, match=r"the deadline is in \d\.\d s, the line is expected to take \d+\.") as refusal:
+        await Held(d, "late", deadline=now + 5).task
     assert refusal.value.retry_after is not None
-    in_time = Held(d, "in time", deadline=now + 15, tokens=100)
-    await asyncio.wait_for(in_time.placed.wait(), 5)
-    assert pool.order == ["in time d"]
-    await in_time.end()
     # What was accepted once is not judged again.
-    replay = Held(d, "replay", deadline=now + 5, tokens=100, again=True)
-    await asyncio.wait_for(replay.placed.wait(), 5)
-    await replay.end()
+    replay, in_time = Held(d, "replay", deadline=now + 5, again=True), Held(d, "in time", deadline=now + 60)
+    for held in (running, replay, waiting, in_time):
+        await asyncio.wait_for(held.placed.wait(), 5)
+        await held.end()
+    assert "late d" not in pool.order
 
 
 async def test_the_life_goes_with_the_request() -> None:
@@ -453,72 +306,3 @@ async def test_the_life_goes_with_the_request() -> None:
     assert held.life.state is State.RESERVING
     assert held.life.deadline == pytest.approx(asyncio.get_running_loop().time() + 2, abs=1)
     await held.end()
-
-
-async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> None:
-    pool = Workers(d=GRANTED, e=GRANTED)
-    d = dispatcher(pool)
-    before = [Held(d, "one"), Held(d, "two")]
-    await asyncio.gather(*(held.placed.wait() for held in before))
-    for held in before:
-        assert held.place is not None
-        d.leave(held.place.seat)
-    assert pool.running == {"d": 1, "e": 1} or pool.running == {"d": 2, "e": 0}
-    pool.running["e"] = 1
-    alone = Held(d, "alone", again=True, alone=True)
-    waiting = Held(d, "waiting")
-    await settle()
-    # The only prefill worker is kept too, so that nothing else is placed.
-    assert not alone.placed.is_set()
-    assert not waiting.placed.is_set()
-    pool.running["e"] = 0
-    pool.news()
-    await asyncio.wait_for(alone.placed.wait(), 5)
-    await settle()
-    assert not waiting.placed.is_set()
-    await alone.end()
-    await asyncio.wait_for(waiting.placed.wait(), 5)
-    await asyncio.gather(waiting.end(), *(held.end() for held in before))
-    assert pool.seats == 0
-
-
-async def test_alone_is_refused_when_no_worker_empties_in_time_and_others_go_on() -> None:
-    pool = Workers(d=GRANTED)
-    d = dispatcher(pool, isolation_wait_s=0.05)
-    running = Held(d, "running")
-    await running.placed.wait()
-    with pytest.raises(EngineError, match=r"must run alone; no workers were free of other requests within 0\.05 s"):
-        await asyncio.wait_for(Held(d, "alone", again=True, alone=True).task, 5)
-    other = Held(d, "other")
-    await asyncio.wait_for(other.placed.wait(), 5)
-    await asyncio.gather(running.end(), other.end())
-
-
-async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> None:
-    pool = Workers(d=FULL)
-    d = dispatcher(pool)
-    first, second = (Held(d, name, again=True, alone=True) for name in ("first", "second"))
-    await settle()
-    assert pool.order == ["first d"]
-    pool.by_name["d"] = GRANTED
-    pool.news()
-    await asyncio.wait_for(first.placed.wait(), 5)
-    await settle()
-    assert not second.placed.is_set()
-    await first.end()
-    await asyncio.wait_for(second.placed.wait(), 5)
-    await second.end()
-    assert pool.order == ["first d", "first d", "second d"]
-
-
-@pytest.mark.parametrize("alone", [False, True])
-async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: bool) -> None:
-    pool = Workers(d=FULL, e=GRANTED)
-    reserver = Reserver(cast(Pool, pool), Breakers(), 1.0)
-    reserver.held = frozenset({"e"})
-    demand = Demand(8, alone=alone)
-    asked = Application("r", 0, "", Lifecycle(State.LINE, 0.0), demand, 8, 4, (0,), True)
-    choice = Choice("p", ("d", "e"))
-    place = await reserver.reserve(asked, reserver.seat(choice, demand), choice, lambda event: None, Answers())
-    assert (place is not None) is alone
-    assert pool.order == ["r d", "r e"][: 1 + alone]

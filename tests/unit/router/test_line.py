@@ -84,6 +84,69 @@ def test_leaving_is_idempotent() -> None:
     assert (line.remove("a"), line.remove("a"), len(line)) == (True, False, 0)
 
 
+def test_a_lines_wait_is_its_pace_times_those_before() -> None:
+    line: WaitingLine[str] = WaitingLine(100)
+    for i in range(15):
+        line.push(f"a{i}", tenant="a", now=0)
+    for i in range(10):
+        assert i > 8 or line.wait_s("a", i) == 0, "the first departures tell no pace"
+        line.pop(now=i)
+        line.departed(now=i)
+    assert line.wait_s("a", 9) == pytest.approx(5)
+    # Another tenant's first request is served after one of the flood.
+    assert line.wait_s("b", 9) == pytest.approx(1)
+    # Where nothing moves any more, the standstill counts.
+    assert line.wait_s("a", 39) == pytest.approx(5 + 29)
+
+
+def test_the_time_in_which_nobody_waits_is_no_standstill() -> None:
+    line: WaitingLine[int] = WaitingLine(100)
+    for i in range(12):
+        line.push(i, tenant="", now=0)
+    for i in range(10):
+        line.pop(now=i)
+        line.departed(now=i)
+    assert line.remove(10)
+    assert line.remove(11)
+    line.push(12, tenant="", now=3600)
+    assert line.wait_s("", 3600) == pytest.approx(1)
+    assert line.pop(now=3600) == 12
+    line.push(13, tenant="", now=3600)
+    line.departed(now=3600)
+    assert line.wait_s("", 3601) == pytest.approx(1)
+
+
+def test_one_long_interval_does_not_make_a_quick_line_slow() -> None:
+    line: WaitingLine[int] = WaitingLine(1000)
+    for i in range(100):
+        line.push(i, tenant="", now=0)
+    now = 0.0
+    for i in range(50):
+        now += 20.0 if i == 40 else 0.1
+        line.pop(now=now)
+        line.departed(now=now)
+    assert line.wait_s("", now) < 50
+
+
+def test_popping_alone_is_no_pace_since_who_is_refused_returns() -> None:
+    line: WaitingLine[str] = WaitingLine(100)
+    for entry in "abc":
+        line.push(entry, tenant="", now=0)
+    for now in range(5):
+        assert line.pop(now=now) == "a"
+        line.push_front("a", tenant="")
+    assert line.wait_s("", 5) == 0
+
+
+def test_a_workers_hint_is_the_least_delay() -> None:
+    line: WaitingLine[str] = WaitingLine(1)
+    line.hint_s = 7.5
+    line.push("a", tenant="", now=0)
+    with pytest.raises(Overloaded) as refusal:
+        line.check("")
+    assert refusal.value.retry_after == 7.5
+
+
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 6)), min_size=1, max_size=3, unique_by=lambda t: t[0]))
 def test_while_all_wait_nobody_gets_two_turns_more_than_another(floods: list[tuple[str, int]]) -> None:
     line: WaitingLine[tuple[str, int]] = WaitingLine(1000)

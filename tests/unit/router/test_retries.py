@@ -54,6 +54,13 @@ def test_what_is_nobodys_fault_is_free_but_not_endless(failed: Failed) -> None:
     assert (charges.count, history.faults, history.deaths) == (0, 0, 0)
 
 
+def test_attempts_that_bring_tokens_are_not_counted() -> None:
+    history = History()
+    for _ in range(3 * MOST_ATTEMPTS):
+        history.progressed()
+        assert retry(history, PREEMPTED) == 0
+
+
 def test_two_deaths_isolate_and_a_third_ends() -> None:
     history, charges = History(), Charges(granted=False)
     retry(history, DEATH, charges)

@@ -1,0 +1,169 @@
+"""A dispatcher on a pool of workers that answer as a test says; no network."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+from baton.kv.format import KvFormat, KvPart
+from baton.lifecycle import Lifecycle, State
+from router.config import RouterConfig
+from router.dispatcher import Dispatcher
+from router.place import Application, Place
+from router.policy import DecodeView, Demand, Fleet, PrefillView
+from router.pool import Pool
+from router.session import Reserved
+
+KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
+GRANTED, FULL = Reserved(True, "", False), Reserved(False, "full", False)
+NEVER = Reserved(False, "needs 9 pages, there are 4", True)
+
+
+class FakeSeat:
+    def __init__(self, pool: FakePool) -> None:
+        self._pool = pool
+        self._held = True
+        pool.seats += 1
+
+    def release(self) -> bool:
+        held, self._held = self._held, False
+        self._pool.seats -= held
+        return held
+
+
+class FakeAttempt:
+    def __init__(self, pool: FakePool) -> None:
+        self._pool = pool
+
+    async def reserve(self, **asked: object) -> Reserved:
+        await asyncio.sleep(0)
+        return self._pool.answer()
+
+    def close(self) -> None:
+        self._pool.closed += 1
+
+
+class FakePool:
+    """One prefill and one decode worker; stands for pool, link and session at once."""
+
+    open = True
+    name = "d at d:1"
+    consumer = "incarnation-d"
+
+    def __init__(self) -> None:
+        self.seats = self.closed = self.asked = 0
+        self.answers: Reserved = GRANTED
+        self.there = True
+        self.news: Callable[[], None] = lambda: None
+        self.session = self
+        self.order: list[str] = []
+
+    def fleet(self) -> Fleet:
+        decode = (DecodeView("d", KV, free_tokens=1, free_slots=1),) if self.there else ()
+        return Fleet((PrefillView("p", KV, own_requests=self.seats),), decode)
+
+    def on_news(self, listener: Callable[[], None]) -> None:
+        self.news = listener
+
+    def missing(self) -> str:
+        return "no decode worker is there"
+
+    def forget_snapshot(self) -> None:
+        return
+
+    def prefill(self, name: str) -> FakePool:
+        return self
+
+    def decode(self, name: str) -> FakePool:
+        return self
+
+    def seat(self, tokens: int) -> FakeSeat:
+        return FakeSeat(self)
+
+    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
+        self.order.append(request_id)
+        return FakeAttempt(self)
+
+    def answer(self) -> Reserved:
+        self.asked += 1
+        return self.answers
+
+
+class Held:
+    """A request that takes a place and keeps it until told to go."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        name: str,
+        *,
+        again: bool = False,
+        decodes: bool = True,
+        alone: bool = False,
+        deadline: float = math.inf,
+        tokens: int = 8,
+    ) -> None:
+        self.placed = asyncio.Event()
+        self.go = asyncio.Event()
+        self.place: Place | None = None
+        demand = Demand(tokens, decodes, alone=alone)
+        self.life = Lifecycle(State.LINE, 0.0, request_deadline=deadline)
+        asked = Application(name, int(again), "", self.life, demand, 8, 4, (0,), again)
+        self.task = asyncio.create_task(self._run(dispatcher, asked))
+
+    async def _run(self, dispatcher: Dispatcher, asked: Application) -> None:
+        async with dispatcher.place(asked, lambda event: None) as self.place:
+            self.placed.set()
+            await self.go.wait()
+
+    async def end(self) -> None:
+        self.go.set()
+        await self.task
+
+
+def dispatcher(pool: FakePool, **settings: Any) -> Dispatcher:
+    config = RouterConfig(prefill=("p:1",), decode=("d:1",), **settings)
+    return Dispatcher(cast(Pool, pool), config)
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+class Workers(FakePool):
+    """One prefill worker and decode workers by name, each with its answers; counts who is where."""
+
+    def __init__(self, **answers: Reserved) -> None:
+        super().__init__()
+        self.by_name = answers
+        self.running = dict.fromkeys(answers, 0)
+        self._name = ""
+
+    def fleet(self) -> Fleet:
+        decode = (DecodeView(name, KV, free_slots=1, own_requests=self.running[name]) for name in self.by_name)
+        return Fleet((PrefillView("p", KV, own_requests=self.seats),), tuple(decode))
+
+    def decode(self, name: str) -> FakePool:
+        self._name = name
+        return self
+
+    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
+        self.order.append(f"{request_id} {self._name}")
+        return WorkersAttempt(self, self._name)
+
+
+class WorkersAttempt(FakeAttempt):
+    def __init__(self, workers: Workers, name: str) -> None:
+        super().__init__(workers)
+        self._workers, self._name = workers, name
+        workers.running[name] += 1
+
+    async def reserve(self, **asked: object) -> Reserved:
+        await asyncio.sleep(0)
+        return self._workers.by_name[self._name]
+
+    def close(self) -> None:
+        self._workers.running[self._name] -= 1

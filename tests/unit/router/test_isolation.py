@@ -1,0 +1,106 @@
+"""Requests that run alone: what is kept for them, for how long, and what others get meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from baton.errors import EngineError, Unavailable
+from baton.lifecycle import Lifecycle, State
+from router.breaker import Breakers
+from router.place import Answers, Application, Reserver
+from router.policy import Choice, Demand
+from router.pool import Pool
+from tests.unit.router.dispatching import (
+    FULL,
+    GRANTED,
+    NEVER,
+    Held,
+    Workers,
+    dispatcher,
+    settle,
+)
+
+
+async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> None:
+    pool = Workers(d=GRANTED, e=GRANTED)
+    d = dispatcher(pool)
+    before = [Held(d, "one"), Held(d, "two")]
+    await asyncio.gather(*(held.placed.wait() for held in before))
+    for held in before:
+        assert held.place is not None
+        d.leave(held.place.seat)
+    assert pool.running == {"d": 1, "e": 1} or pool.running == {"d": 2, "e": 0}
+    pool.running["e"] = 1
+    alone = Held(d, "alone", again=True, alone=True)
+    waiting = Held(d, "waiting")
+    await settle()
+    # The only prefill worker is kept too, so that nothing else is placed.
+    assert not alone.placed.is_set()
+    assert not waiting.placed.is_set()
+    pool.running["e"] = 0
+    pool.news()
+    await asyncio.wait_for(alone.placed.wait(), 5)
+    await settle()
+    assert not waiting.placed.is_set()
+    await alone.end()
+    await asyncio.wait_for(waiting.placed.wait(), 5)
+    await asyncio.gather(waiting.end(), *(held.end() for held in before))
+    assert pool.seats == 0
+
+
+async def test_alone_is_refused_when_no_worker_empties_in_time_and_others_go_on() -> None:
+    pool = Workers(d=GRANTED)
+    d = dispatcher(pool, isolation_wait_s=0.05)
+    running = Held(d, "running")
+    await running.placed.wait()
+    with pytest.raises(EngineError, match=r"must run alone; no workers were free of other requests within 0\.05 s"):
+        await asyncio.wait_for(Held(d, "alone", again=True, alone=True).task, 5)
+    other = Held(d, "other")
+    await asyncio.wait_for(other.placed.wait(), 5)
+    await asyncio.gather(running.end(), other.end())
+
+
+async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails_typed_without_any() -> None:
+    pool = Workers(a=NEVER, b=GRANTED)
+    d = dispatcher(pool, isolation_wait_s=0.05)
+    held = Held(d, "big", again=True, alone=True)
+    await asyncio.wait_for(held.placed.wait(), 5)
+    assert pool.order == ["big a", "big b"]
+    await held.end()
+    pool.by_name.clear()
+    with pytest.raises(Unavailable, match="no decode worker is there"):
+        await asyncio.wait_for(Held(d, "nowhere", again=True, alone=True).task, 5)
+    assert pool.seats == 0
+
+
+async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> None:
+    pool = Workers(d=FULL)
+    d = dispatcher(pool)
+    first, second = (Held(d, name, again=True, alone=True) for name in ("first", "second"))
+    await settle()
+    assert pool.order == ["first d"]
+    pool.by_name["d"] = GRANTED
+    pool.news()
+    await asyncio.wait_for(first.placed.wait(), 5)
+    await settle()
+    assert not second.placed.is_set()
+    await first.end()
+    await asyncio.wait_for(second.placed.wait(), 5)
+    await second.end()
+    assert pool.order == ["first d", "first d", "second d"]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: bool) -> None:
+    pool = Workers(d=FULL, e=GRANTED)
+    reserver = Reserver(cast(Pool, pool), Breakers(), 1.0)
+    reserver.held = frozenset({"e"})
+    demand = Demand(8, alone=alone)
+    asked = Application("r", 0, "", Lifecycle(State.LINE, 0.0), demand, 8, 4, (0,), True)
+    choice = Choice("p", ("d", "e"))
+    place = await reserver.reserve(asked, reserver.seat(choice, demand), choice, lambda event: None, Answers())
+    assert (place is not None) is alone
+    assert pool.order == ["r d", "r e"][: 1 + alone]

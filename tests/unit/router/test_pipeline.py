@@ -1,0 +1,36 @@
+"""The end of a pipeline: what is begun after it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.errors import Unavailable
+from baton.request import SamplingParams
+from router.config import RouterConfig
+from router.emission import Emission
+from router.pipeline import Pipeline
+from router.request import Request
+from tests.unit.router.dispatching import FULL, Workers, dispatcher
+
+
+async def test_what_comes_after_the_stop_is_not_begun() -> None:
+    pipeline = Pipeline(dispatcher(Workers(d=FULL)), RouterConfig(prefill=("p:1",), decode=("d:1",)))
+    loop = asyncio.get_running_loop()
+    emissions = []
+    async with asyncio.timeout(5):
+        for name in ("running", "late"):
+            request = Request(name, [1, 2], SamplingParams(max_tokens=2, seed=1), 2, loop.time())
+            emissions.append(Emission(request, loop.time))
+            task = asyncio.create_task(pipeline.run(request, emissions[-1]))
+            if name == "running":
+                await asyncio.sleep(0)
+                assert (await pipeline.ledger()).entries
+            pipeline.stop()
+            await asyncio.gather(task, return_exceptions=True)
+        await pipeline.finish()
+    assert not (await pipeline.ledger()).entries
+    for emission in emissions:
+        with pytest.raises(Unavailable, match="the router stops"):
+            await emission.outbox.take()
