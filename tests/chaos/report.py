@@ -95,7 +95,8 @@ def table(rows: Sequence[Row], shape: Shape, *, seed: int, seconds: float) -> st
 def heading(seed: int, seconds: float, shape: Shape) -> list[str]:
     """Where, when, of what and how."""
     where = ", ".join(f"{name} {value}" for name, value in machine().items())
-    setting = ", ".join(f"{each.name} {getattr(shape, each.name)}" for each in fields(shape))
+    settings = {each.name: getattr(shape, each.name) for each in fields(shape)}
+    setting = ", ".join(f"{name} {value}" for name, value in settings.items() if value != ())
     main = sys.modules["__main__"].__spec__
     command = " ".join(["python -m", main.name.removesuffix(".__main__") if main else sys.argv[0], *sys.argv[1:]])
     return [
