@@ -322,7 +322,8 @@ async def test_the_ledger_lists_every_attempt_until_it_ends(tmp_path: Path) -> N
         assert entry.owner == f"{first.starts[0].key.request_id}/0"
         assert (entry.kind, entry.state) == ("request", "transferring")
         assert entry.deadline_s is not None
-        assert 0 < entry.deadline_s <= 20
+        # gRPC rounds deadlines up on the wire.
+        assert 0 < entry.deadline_s <= 21
         assert "prefill-0 at " in entry.detail
         assert first.address in entry.detail
         call.cancel()
