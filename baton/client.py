@@ -38,7 +38,7 @@ from baton.pb import inference_pb2_grpc
 from baton.pb.admin_pb2 import LedgerRequest
 from baton.pb.admin_pb2_grpc import AdminStub
 from baton.rpc import requests
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.calls import Call
 from baton.rpc.security import Security, client_credentials
 
 __all__ = ["AsyncClient", "Choice", "Client", "Completion", "Delta", "Model"]
@@ -47,8 +47,9 @@ __all__ = ["AsyncClient", "Choice", "Client", "Completion", "Delta", "Model"]
 class AsyncClient:
     """A client of the router at `target` ("host:port"); close it, or use it as an async context manager.
 
-    `model` names the served model; empty means the only one. Every `timeout` is in seconds and is the
-    deadline of the request on the server too. Raises ConfigError naming a TLS setting that can't be used.
+    `model` names the served model; empty means the only one. Every `timeout` is in seconds, and is the deadline of the
+    request on the server too; when it passes, DeadlineExceeded says after how many tokens. Raises ConfigError naming a
+    TLS setting that can't be used.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class AsyncClient:
         self._closed = False
         self._metadata = _metadata(api_key)
         credentials, options = client_credentials(**security)
+        self._secure = credentials is not None
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
@@ -83,7 +85,7 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completion of `prompt`."""
-        return self._stream(requests.generate_request(self._model, prompt, sampling), timeout)
+        return self._stream(requests.generate_request(self._model, prompt, sampling), self._call(timeout))
 
     async def complete(
         self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]
@@ -120,24 +122,29 @@ class AsyncClient:
         """Who holds what in the process at `target`, which may also be a worker's control listener."""
         return ledger_from_proto(await self._ask(self._admin.Ledger, LedgerRequest(), timeout))
 
-    async def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
-        _refuse_if(self._closed)
-        try:
-            return await method(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+    def _call(self, timeout: float | None) -> Call:
+        return Call(timeout, secure=self._secure)
 
-    async def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncGenerator[Delta, None]:
+    async def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
+        call = self._call(timeout)
         _refuse_if(self._closed)
-        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
         try:
-            async for response in call:
-                for delta in requests.deltas(response):
+            return await method(request, timeout=call.timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise call.failure(error) from None
+
+    async def _stream(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[Delta, None]:
+        _refuse_if(self._closed)
+        call.streams()
+        stream = self._stub.Generate(request, timeout=call.timeout, metadata=self._metadata)
+        try:
+            async for response in stream:
+                for delta in call.took(requests.deltas(response)):
                     yield delta
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise call.failure(error) from None
         finally:
-            call.cancel()
+            stream.cancel()
 
 
 class Client:
@@ -150,6 +157,7 @@ class Client:
         self._closed = False
         self._metadata = _metadata(api_key)
         credentials, options = client_credentials(**security)
+        self._secure = credentials is not None
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=options)
         else:
@@ -175,7 +183,7 @@ class Client:
         self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]
     ) -> Generator[Delta, None, None]:
         """Stream the completion of `prompt`."""
-        return self._stream(requests.generate_request(self._model, prompt, sampling), timeout)
+        return self._stream(requests.generate_request(self._model, prompt, sampling), self._call(timeout))
 
     def complete(self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]) -> Completion:
         """The whole completion of `prompt`."""
@@ -210,23 +218,28 @@ class Client:
         """Who holds what in the process at `target`, which may also be a worker's control listener."""
         return ledger_from_proto(self._ask(self._admin.Ledger, LedgerRequest(), timeout))
 
-    def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
-        _refuse_if(self._closed)
-        try:
-            return method(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+    def _call(self, timeout: float | None) -> Call:
+        return Call(timeout, secure=self._secure)
 
-    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> Generator[Delta, None, None]:
+    def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
+        call = self._call(timeout)
         _refuse_if(self._closed)
-        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
         try:
-            for response in call:
-                yield from requests.deltas(response)
+            return method(request, timeout=call.timeout, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise call.failure(error) from None
+
+    def _stream(self, request: pb.GenerateRequest, call: Call) -> Generator[Delta, None, None]:
+        _refuse_if(self._closed)
+        call.streams()
+        stream = self._stub.Generate(request, timeout=call.timeout, metadata=self._metadata)
+        try:
+            for response in stream:
+                yield from call.took(requests.deltas(response))
+        except grpc.RpcError as error:
+            raise call.failure(error) from None
         finally:
-            call.cancel()
+            stream.cancel()
 
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:

@@ -23,7 +23,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field
 from typing import Any, TypeVar
 
@@ -111,17 +111,18 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
 
 
-def _from_environment(fields: Mapping[str, Field[Any]], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    found = {}
-    for variable, text in environ.items():
-        if not variable.startswith(PREFIX):
-            continue
-        name = variable.removeprefix(PREFIX).lower()
-        if variable != PREFIX + name.upper() or name not in {*fields, *ROLE_FIELDS, *_CLIENT_VARIABLES}:
+def check_variables(environ: Mapping[str, str], fields: Collection[str] = ()) -> None:
+    """Raise ConfigError at a variable that belongs to no role, to no client, and is none of `fields`."""
+    known = {PREFIX + name.upper() for name in (*fields, *ROLE_FIELDS, *_CLIENT_VARIABLES)}
+    for variable in environ:
+        if variable.startswith(PREFIX) and variable not in known:
             raise ConfigError(f"{variable}: unknown variable")
-        if name in fields:
-            found[name] = (variable, text)
-    return found
+
+
+def _from_environment(fields: Mapping[str, Field[Any]], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    check_variables(environ, fields)
+    variables = {name: PREFIX + name.upper() for name in fields}
+    return {name: (variable, environ[variable]) for name, variable in variables.items() if variable in environ}
 
 
 def _from_flags(

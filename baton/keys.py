@@ -14,8 +14,9 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,21 +90,58 @@ def add(path: Path, *, tenant: str, max_streams: int | None = None, admin: bool 
     Without `max_streams` a tenant keeps its limit. Raises ConfigError.
     """
     key = _PREFIX + secrets.token_urlsafe(KEY_BITS // 8)
+    with _changing(path) as entries:
+        if max_streams is None:
+            max_streams = next((entry.max_streams for entry in entries if entry.tenant == tenant), None)
+        entries.append(ApiKey(digest(key), tenant, max_streams, admin))
+    return key
+
+
+def remove(path: Path, *, tenant: str = "", sha256: str = "") -> int:
+    """Take all keys of a tenant, or the one whose hash begins with these hex digits, out of the file; how many.
+
+    Raises ConfigError when there is none, and when several begin so.
+    """
+    with _changing(path) as entries:
+        gone = [entry for entry in entries if _is_meant(entry, tenant, sha256)]
+        if not gone:
+            raise ConfigError(f"{str(path)!r} has no key of {shown(tenant) if tenant else f'hash {shown(sha256)}'}")
+        if len(gone) > 1 and not tenant:
+            raise ConfigError(f"{len(gone)} hashes begin with {shown(sha256)}; give more digits")
+        entries[:] = [entry for entry in entries if entry not in gone]
+    return len(gone)
+
+
+def limit(path: Path, *, tenant: str, max_streams: int | None) -> int:
+    """Set the streams that a tenant may have open, None for no limit, in all its keys; how many. Raises ConfigError."""
+    with _changing(path) as entries:
+        count = sum(entry.tenant == tenant for entry in entries)
+        if not count:
+            raise ConfigError(f"{str(path)!r} has no key of {shown(tenant)}")
+        entries[:] = [replace(entry, max_streams=max_streams) if entry.tenant == tenant else entry for entry in entries]
+    return count
+
+
+def _is_meant(entry: ApiKey, tenant: str, sha256: str) -> bool:
+    return entry.tenant == tenant if tenant else bool(sha256) and entry.sha256.hex().startswith(sha256)
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[list[ApiKey]]:
+    """The entries, which the block may change; nobody else changes the file meanwhile, nor if the block raises."""
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise ConfigError(f"{str(path.parent)!r} can't be opened: {error.strerror}") from None
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        entries = read(path)
-        if max_streams is None:
-            max_streams = next((entry.max_streams for entry in entries if entry.tenant == tenant), None)
-        data = _encoded([*entries, ApiKey(digest(key), tenant, max_streams, admin)])
+        entries = list(read(path))
+        yield entries
+        data = _encoded(entries)
         parse(data)
         _replace(path, data)
     finally:
         os.close(folder)
-    return key
 
 
 def _entry(where: str, value: Any) -> ApiKey:

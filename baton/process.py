@@ -9,6 +9,9 @@ that comes before the service listens ends the process at once, since nobody cou
 runs on a thread, which can't be ended otherwise. When the service itself fails, the process says why and ends with
 status 1; so it does when the service can't stop within STOP_S, because a thread of its hangs. Signal handlers are
 set here and nowhere else.
+
+Once all is stopped and given back, the process ends without taking its modules apart: with torch loaded, that would
+take seconds on a busy machine.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 from baton.config import load
 from baton.errors import BatonError
@@ -52,20 +55,30 @@ C = TypeVar("C")
 
 
 def main(role: str, package: str, settings: type[C], run: Callable[[C], Running]) -> int:
-    """Run a service until a signal; the exit status: 0 after a drain, 1 when it failed, 2 for bad settings.
+    """Run a service until a signal, and end the process: with 0 after a drain, 1 when it failed.
 
-    `run` may load what takes long: --help and bad settings are answered before it is called.
+    Bad settings are said, and answered with a status of 2. `run` may load what takes long: --help and bad settings
+    are answered before it is called.
     """
     for number in _NUMBERS:
         signal.signal(number, lambda *_: os._exit(0))
     try:
-        return asyncio.run(serve(run(load(settings, f"python -m {package}")), role))
+        _leave(asyncio.run(serve(run(load(settings, f"python -m {package}")), role)))
     except ModuleNotFoundError as error:
         print(f"{role}: {error.name} is not installed; a worker needs baton[worker]", file=sys.stderr)
         return 2
     except BatonError as error:
         print(f"{role}: {error}", file=sys.stderr)
         return 2
+
+
+def _leave(status: int) -> NoReturn:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        # Who reads may have gone before.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 async def serve(app: Running, role: str) -> int:

@@ -66,11 +66,17 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
 
 
-def save(name: str, results: dict[str, Any]) -> None:
-    """Print the results and write them to bench/results/NAME.json with machine, commit and command."""
+def save(name: str, results: dict[str, Any], part: str = "") -> None:
+    """Print the results and write them to bench/results/NAME.json with machine, commit and command.
+
+    A `part` is written beside what the file holds already, under that key.
+    """
     command = " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     report = {"machine": machine(), "commit": commit(), "command": command, "results": results}
-    text = json.dumps(report, indent=2)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(text + "\n")
+    path = RESULTS / f"{name}.json"
+    if part:
+        report = (json.loads(path.read_text()) if path.exists() else {}) | {part: report}
+    text = json.dumps(report, indent=2)
+    path.write_text(text + "\n")
     print(text)

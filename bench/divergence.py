@@ -1,11 +1,17 @@
-"""How often output depends on the batch: the same requests alone, and many at once, greedy and seeded.
+"""How often output depends on the batch, or on a replay: the same requests twice, greedy and seeded.
 
 In float32 a request's tokens depend on nothing but the request, and the tests hold that. In bfloat16 the last bits of
 the logits may depend on the shapes of the matrix products, so that a near-tie may fall the other way and everything
 after it differs. This measures how often: the share of requests that differ, and the chance per token that a sequence
-parts from its twin. Prompts are pieces of the standard library's source, of 16 to 256 tokens.
+parts from its twin, first between requests alone and many at once. Prompts are pieces of the standard library's source,
+of 16 to 256 tokens.
+
+Then "replay": all requests at once, undisturbed and with their decode worker drained at once in mid-stream, so that
+another goes on with all of them. The KV of what the first has generated is computed there by prefill, in chunks,
+instead of step by step: in bfloat16 it is rounded otherwise. Tokens are counted from the replay on.
 
     python -m bench.divergence [--model DIR] [--requests 64] [--tokens 64] [--concurrency 32]
+    python -m bench.divergence --part replay [--model DIR] [--requests 64] [--replay-tokens 200]
 """
 
 from __future__ import annotations
@@ -17,10 +23,16 @@ import random
 from pathlib import Path
 from typing import Any
 
-from baton import AsyncClient
+from prometheus_client import REGISTRY
+
+from baton import AsyncClient, bundled
+from baton.completion import Completion
 from bench.common import running_fleet, save
+from tests.fleet import Fleet
 
 MODES: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 1.0}}
+DTYPES = ("bfloat16", "float32")
+REPLAY_MODES: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 0.9}}
 
 
 async def prompts(target: str, count: int, seed: int) -> list[list[int]]:
@@ -79,15 +91,85 @@ async def measure(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
     return results
 
 
+class Streams:
+    """The same prompts in every mode of REPLAY_MODES, all at once; how many tokens each has so far."""
+
+    def __init__(self, client: AsyncClient, prompts: list[list[int]], tokens: int) -> None:
+        self._client = client
+        self._tokens = tokens
+        self._asked = [(name, mode, seed, p) for name, mode in REPLAY_MODES.items() for seed, p in enumerate(prompts)]
+        self.counts = [0] * len(self._asked)
+        self.late = asyncio.Event()
+        """Set when one of them has three quarters of its tokens."""
+
+    async def run(self) -> dict[str, list[list[int]]]:
+        """Tokens of every prompt, by mode."""
+        found = await asyncio.gather(*(self._one(number) for number in range(len(self._asked))))
+        names = [name for name, *_ in self._asked]
+        return {mode: [ids for ids, name in zip(found, names, strict=True) if name == mode] for mode in REPLAY_MODES}
+
+    async def _one(self, number: int) -> list[int]:
+        _, mode, seed, prompt = self._asked[number]
+        completion = Completion()
+        async for delta in self._client.generate(prompt, max_tokens=self._tokens, seed=seed, ignore_eos=True, **mode):
+            completion.add(delta)
+            self.counts[number] = len(completion.token_ids)
+            if self.counts[number] >= self._tokens * 3 // 4:
+                self.late.set()
+        return list(completion.token_ids)
+
+
+async def replay(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """Undisturbed streams against those whose decode worker was drained in mid-stream."""
+    model = Path(arguments.model or bundled.path())
+    slots = len(REPLAY_MODES) * arguments.requests
+    async with Fleet(model, dtype=dtype, kv_memory=1 << 30) as fleet:
+        prefill = await fleet.prefill()
+        # Placement prefers the worker with more free memory, so that the first one gets all streams.
+        first, second = await fleet.decode(slots=slots, kv_memory=3 << 30), await fleet.decode(slots=slots)
+        app = await fleet.start_router([prefill], [first, second])
+        asked = await prompts(app.address, arguments.requests, arguments.seed)
+        client = await fleet.client(app)
+        undisturbed = await Streams(client, asked, arguments.replay_tokens).run()
+        before = _replays()
+        streams = Streams(client, asked, arguments.replay_tokens)
+        reading = asyncio.create_task(streams.run())
+        await streams.late.wait()
+        had = list(streams.counts)
+        await first.service.drain(0)
+        moved = await reading
+        replayed = int(_replays() - before)
+    results: dict[str, Any] = {"streams": len(had), "replays": replayed, "tokens": arguments.replay_tokens}
+    for number, name in enumerate(REPLAY_MODES):
+        counts = had[number * len(asked) : (number + 1) * len(asked)]
+        rest = [[ids[n:] for n, ids in zip(counts, each[name], strict=True)] for each in (undisturbed, moved)]
+        heads = [[ids[:n] for n, ids in zip(counts, each[name], strict=True)] for each in (undisturbed, moved)]
+        results[name] = {
+            **compare(*rest),
+            "differ_before_the_replay": compare(*heads)["requests_that_differ"],
+            "tokens_before_the_replay": [min(counts), max(counts)],
+        }
+    return results
+
+
+def _replays() -> float:
+    return REGISTRY.get_sample_value("baton_replays_total", {"cause": "drain"}) or 0.0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--replay-tokens", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", choices=("batch", "replay"), default="batch")
     arguments = parser.parse_args()
-    save("divergence", {dtype: asyncio.run(measure(arguments, dtype)) for dtype in ("bfloat16", "float32")})
+    if arguments.part == "replay":
+        save("divergence", {dtype: asyncio.run(replay(arguments, dtype)) for dtype in DTYPES}, part="replay")
+    else:
+        save("divergence", {dtype: asyncio.run(measure(arguments, dtype)) for dtype in DTYPES})
 
 
 if __name__ == "__main__":

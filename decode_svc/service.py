@@ -128,7 +128,9 @@ class DecodeService:
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
+            _log.info("drained")
         except TimeoutError:
+            _log.info("drained: %d sequences moved after %g s", self.attempts.sequences, grace_s)
             self._fail_all(FailureKind.DRAINING, f"the worker stops; {grace_s:g} s were given to finish")
 
     async def ledger(self) -> Ledger:

@@ -57,6 +57,7 @@ class App:
         try:
             async with asyncio.timeout(self.config.drain_s):
                 await self.worker.finished()
+            _log.info("drained")
         except TimeoutError:
             _log.warning("the drain is cut short after %g s", self.config.drain_s)
 
@@ -92,6 +93,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 control=Service(PREFILL_SERVICE, add_prefill),
                 kv=Service(KV_SERVICE, KvServicer(exports, base.tickets).add_to_server),
                 tls=base.tls,
+                tickets=base.tickets,
                 ledger=worker.ledger,
             )
         )

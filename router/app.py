@@ -18,7 +18,7 @@ from baton.kv.hashing import tenant_salt
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.pb import inference_pb2_grpc
-from baton.rpc.server import MAX_STREAMS, Listener, listen
+from baton.rpc.server import MAX_STREAMS, Listener, check_reach, listen
 from baton.rpc.tls import Tls
 from baton.telemetry.ops import serve_ops
 from baton.tokenizer import Tokenizer
@@ -70,12 +70,14 @@ async def run(config: RouterConfig) -> AsyncIterator[App]:
     Raises ConfigError for an address that is refused or taken and for files of keys or certificates that can't be used,
     ModelError for an unusable checkpoint.
     """
-    tls = Tls.load(config)
+    keys = {"api_keys": config.api_keys}
+    check_reach(config.grpc, insecure=config.insecure, tls=bool(config.tls_cert), keys=keys, field="grpc")
+    tls = Tls.load(config, "router")
     tenants = Tenants(config.api_keys, config.fleet_secret)
     signer = TicketSigner(config.ticket_key) if config.ticket_key else None
     model, longest, digest = await asyncio.to_thread(_load, config)
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
-    pool = Pool(config, router_id, digest, tls)
+    pool = Pool(config, router_id, digest, tls, signer)
 
     def max_model_len() -> int:
         lengths = [identity.max_model_len for identity in pool.identities] or [longest]
@@ -103,7 +105,7 @@ async def run(config: RouterConfig) -> AsyncIterator[App]:
                 field="grpc",
                 tls=tls,
                 roles=("client", "admin") if config.client_certs else (),
-                keys={"api_keys": config.api_keys},
+                keys=keys,
                 streams=max(MAX_STREAMS, 2 * config.line_capacity),
                 guards=[Guard(tenants)],
             )

@@ -24,11 +24,20 @@ from router.attempt import Attempt, AttemptFailed, Means, Signer
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.emission import Emission
+from router.events import Cause, Failed
 from router.registry import Registry
 from router.request import Request
 from router.retries import History, RetryBudget
 
 _STOPPED = "the router stops before the request has ended"
+
+_HAPPENED = {
+    Cause.FAULT: "fault of",
+    Cause.DEATH: "lost",
+    Cause.DRAIN: "moved away from",
+    Cause.PREEMPTED: "preempted at",
+    Cause.REFUSED: "refused by",
+}
 
 _logger = logging.getLogger(__name__)
 
@@ -117,7 +126,6 @@ class Pipeline:
         """Seconds until the next attempt; raises the failure when there is to be none."""
         failed, now = attempt.failed, self._loop.time()
         ATTEMPTS_FAILED.labels(type(failed.error).__name__).inc()
-        _logger.warning("request %s: %s of %s: %s", request.id, failed.cause.value, attempt.culprit, failed.error)
         if request.deadline is not None and now >= request.deadline:
             raise DeadlineExceeded(f"the request's deadline passed; the last attempt failed: {failed.error}")
 
@@ -126,9 +134,23 @@ class Pipeline:
             RETRIES_REFUSED.inc(not granted)
             return granted
 
-        delay_s = history.retry(failed, max_attempts=self._config.max_attempts, charge=charge)
+        level = logging.WARNING if failed.cause in (Cause.FAULT, Cause.DEATH) else logging.INFO
+        try:
+            delay_s = history.retry(failed, max_attempts=self._config.max_attempts, charge=charge)
+        except BatonError:
+            _logger.warning("request %s ends: %s", request.id, words(failed, attempt.culprit))
+            raise
+        _logger.log(level, "request %s goes on elsewhere: %s", request.id, words(failed, attempt.culprit))
         REPLAYS.labels(failed.cause.value).inc()
         return delay_s
+
+
+def words(failed: Failed, culprit: str) -> str:
+    """What happened to an attempt, and at which worker or pair."""
+    error = str(failed.error)
+    # Workers name themselves in their errors, but for those of a call that broke.
+    where = error if culprit in error else f"worker {culprit}: {error}"
+    return f"{_HAPPENED[failed.cause]} {where}"
 
 
 async def _all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:

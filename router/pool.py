@@ -3,6 +3,9 @@
 A worker is accepted when it agrees with the router (role, model name, tokenizer) and with every worker accepted before
 it (fingerprint; KV format across the two roles). One that does not is refused by name, logged once with both values,
 and judged again with every status it sends, since those it disagrees with may have gone.
+
+A prefill worker, whose KV is fetched, that asks for tickets which this router can't sign is refused too. Keys may be
+replaced at any time, so that those in service are judged in this respect with every status as well.
 """
 
 from __future__ import annotations
@@ -14,11 +17,15 @@ from collections.abc import AsyncIterator, Callable
 
 from baton.kv.format import KvFormat
 from baton.rpc.tls import Tls
+from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WorkerIdentity, WorkerRole
 from router.config import RouterConfig
 from router.discovery import Discovery
 from router.policy import Fleet, pairable, servable
 from router.worker import WorkerLink
+
+REASON_CHARACTERS = 400
+"""Of the first refusal or loss, as far as clients are told of it."""
 
 _logger = logging.getLogger(__name__)
 
@@ -26,11 +33,19 @@ _logger = logging.getLogger(__name__)
 class Pool:
     """The workers; use as `async with pool.running():`."""
 
-    def __init__(self, config: RouterConfig, router_id: str, tokenizer_digest: str, tls: Tls | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        router_id: str,
+        tokenizer_digest: str,
+        tls: Tls | None = None,
+        signer: TicketSigner | None = None,
+    ) -> None:
         self._model_name = config.model_name
         self._tokenizer_digest = tokenizer_digest
         self._router_id = router_id
         self._tls = tls
+        self._signer = signer
         self._links: dict[tuple[WorkerRole, str], tuple[WorkerLink, asyncio.Task[None]]] = {}
         self._accepted: dict[str, WorkerLink] = {}
         self._refusals: dict[str, str] = {}
@@ -88,14 +103,20 @@ class Pool:
         return [link.status.identity for link in self._accepted.values() if link.status]
 
     def missing(self) -> str:
-        """In words, why a request can't be served: which workers are not there, which were refused or lost, and why."""
+        """In words, for clients, why a request can't be served: roles that lack, and the first of the reasons.
+
+        The log has named all workers that were refused or lost.
+        """
         fleet = self.fleet()
         roles = (("prefill", fleet.prefill), ("decode", fleet.decode))
         lacking = [role for role, views in roles if all(view.draining for view in views)]
         parts = [f"no {' and no '.join(lacking)} worker is there"] if lacking else ["no workers match each other"]
         links = (link for link, _ in self._links.values())
         lost = [f"{link.role.value} worker {link.name}: {link.problem}" for link in links if link.problem]
-        return "; ".join([*parts, *self._refusals.values(), *lost])
+        reasons = [*self._refusals.values(), *lost]
+        if len(reasons) > 1:
+            parts.append(f"workers refused: {len(self._refusals)}, lost: {len(lost)}; the first")
+        return ": ".join(["; ".join(parts), *map(_short, reasons[:1])])
 
     def _finder(self, role: WorkerRole) -> Callable[[set[str]], None]:
         def found(addresses: set[str]) -> None:
@@ -116,7 +137,11 @@ class Pool:
 
     def _judge(self) -> None:
         """Look at every worker again: who is lost, who may join."""
-        self._accepted = {name: link for name, link in self._accepted.items() if link.status is not None}
+        self._accepted = {
+            name: link
+            for name, link in self._accepted.items()
+            if link.status is not None and self._ticket_problem(link.status.identity) is None
+        }
         refusals: dict[str, str] = {}
         for link, _ in self._links.values():
             key = f"{link.role.value} {link.address}"
@@ -155,12 +180,28 @@ class Pool:
         for what, seen, wanted, whose in pairs:
             if seen != wanted:
                 return f"its {what} is {seen!r}, that of {whose} is {wanted!r}"
-        return None
+        return self._ticket_problem(identity)
+
+    def _ticket_problem(self, identity: WorkerIdentity) -> str | None:
+        """Why decode workers could not fetch KV from the worker with this router's tickets."""
+        taken = identity.ticket_key_ids
+        if not taken or identity.role is not WorkerRole.PREFILL:
+            return None
+        if self._signer is None:
+            return "it gives KV for tickets only, and this router has no --ticket-key"
+        signs = self._signer.key_id
+        if signs in taken:
+            return None
+        return f"it takes tickets of the keys {', '.join(k.hex() for k in taken)}, this router signs with {signs.hex()}"
 
 
 def _pair(one: WorkerIdentity, other: WorkerIdentity) -> bool:
     prefill, decode = (one, other) if one.role is WorkerRole.PREFILL else (other, one)
     return pairable(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= REASON_CHARACTERS else text[: REASON_CHARACTERS - 1] + "…"
 
 
 def _words(kv_format: KvFormat) -> str:

@@ -4,7 +4,8 @@
 
 A worker is as good as its watch: it tells its status at least every second, so a watch that is silent for
 `SILENCE_S` means that the worker is stopped or cut off, and all that runs there fails at once. The same holds for one
-that says of itself that it makes no progress: it is lost until it says otherwise.
+that says of itself that it makes no progress: it is lost until it says otherwise. One that drains has left when
+its watch ends, and nobody is warned of that.
 """
 
 from __future__ import annotations
@@ -73,11 +74,13 @@ class WorkerLink:
         self._ending: tuple[str, Cause] | None = None
         self._dispatched = 0
         self._said = ""
+        self._left = False
+        """Whether it drained before it was lost, and has not come back yet."""
 
     @property
     def name(self) -> str:
         """What logs and messages call it: its id and address."""
-        return f"{self.status.identity.worker_id} at {self.address}" if self.status else self.address
+        return _name(self.status, self.address)
 
     async def run(self) -> None:
         """Watch the worker until it is lost and no longer listed, or the task is cancelled."""
@@ -195,8 +198,10 @@ class WorkerLink:
                     if status.stalled:
                         self._lose(_STALLED)
                         continue
+                    if status.draining and not self.draining:
+                        _logger.info("%s worker %s drains", self.role.value, _name(status, self.address))
                     self.status = status
-                    self._said = ""
+                    self._said, self._left = "", False
                     self._changed()
         except grpc.aio.AioRpcError as error:
             return str(error.details() or error.code().name)
@@ -211,8 +216,12 @@ class WorkerLink:
             call.cancel()
 
     def _lose(self, reason: str) -> None:
+        self._left = self._left or self.draining
         if reason != self._said:
-            _logger.warning("no watch of worker %s: %s", self.name, reason)
+            if self._left:
+                _logger.info("%s worker %s has left: %s", self.role.value, self.name, reason)
+            else:
+                _logger.warning("no watch of %s worker %s: %s", self.role.value, self.name, reason)
             self._said = reason
         if self.status is None:
             return
@@ -247,6 +256,10 @@ class WorkerLink:
                 backoff = _FIRST_BACKOFF_S
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+
+
+def _name(status: WorkerStatus | None, address: str) -> str:
+    return f"{status.identity.worker_id} at {address}" if status else address
 
 
 class Seat:

@@ -80,10 +80,9 @@ class Fleet:
     async def start_router(self, prefill: Sequence[Any], decode: Sequence[Any], **settings: Any) -> Any:
         """Start a router over these workers; returns its app at once."""
         config = router.config.RouterConfig(
-            model=self._checkpoint,
             prefill=tuple(worker.addresses.control for worker in prefill),
             decode=tuple(worker.addresses.control for worker in decode),
-            **{"served_model_name": "m", **settings},
+            **{"model": self._checkpoint, "served_model_name": "m", **settings},
         )
         return await self._stack.enter_async_context(router.app.run(config))
 

@@ -74,7 +74,7 @@ def make_all(out: Path, *, days: int = 365, hosts: Sequence[str] = (), force: bo
     _make_ca(out)
     for role in FLEET_ROLES:
         _issue(out, role, role, days, names)
-    _make_ticket_keys(out)
+    make_ticket_keys(out)
     return [*files, out / "ticket.key", out / "ticket.pub"]
 
 
@@ -173,7 +173,8 @@ def _read_ca(out: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     return ca, key
 
 
-def _make_ticket_keys(out: Path) -> None:
+def make_ticket_keys(out: Path) -> None:
+    """Make `out`/ticket.key and ticket.pub; raises ConfigError."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 

@@ -1,10 +1,13 @@
-"""Child processes under one roof: their logs in one stream, the first death noticed, the end in bounded time.
+"""Child processes under one roof: their logs in one stream, deaths noticed, the end in bounded time.
 
     start ── listening ── … ── stop
-                │ a child ends unasked
-                └── `death` is set: which child, why, its last words
+      │         │ a child ends unasked
+      │         ├── it is kept: said which, why, its last words; pause ─┐
+      │         └── else `death` is set to the same words               │
+      └─────────────────────────────────────────────────────────────────┘
 
-Each child leads a session of its own, so that Ctrl-C reaches only the supervisor, and is killed by the
+A child that is kept gets a successor whenever it ends, after a pause that doubles with each end that comes soon. Each
+child leads a session of its own, so that Ctrl-C reaches only the supervisor, and is killed by the
 kernel when the supervisor dies. Stopping goes in order, the reverse of starting: SIGTERM; a second SIGTERM,
 which cuts a drain short; SIGKILL to the child's whole session.
 """
@@ -27,7 +30,14 @@ from baton.launcher import bound_to_me
 FIRST_S, CUT_S, KILL_S = 1.0, 2.0, 3.5
 """Seconds since a stop began: the last child has gone first; drains are cut; what is left is killed."""
 
+PAUSE_S, MOST_PAUSE_S = 1.0, 30.0
+"""Seconds from the end of a child that is kept to its successor: the first time, and at most."""
+
+STEADY_S = 60.0
+"""A child that has lived so long has not died of its start: the pause begins anew."""
+
 _LAST_WORDS_S = 0.5
+_OWN_NAME = "up"
 _LISTENING = "listening "
 _CHUNK = 1 << 16
 
@@ -39,14 +49,25 @@ class Child:
         self.name = name
         self.process = process
         self.listening: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+        self.born = asyncio.get_running_loop().time()
         self.last_line = ""
+        self.last_words = ""
+        self.kept = False
         self.followers: list[asyncio.Task[None]] = []
         self.end: asyncio.Task[None] | None = None
+        self._cleared = False
 
     def signal(self, number: int) -> None:
         """Send a signal, if the child still runs."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
+
+    def clear(self) -> None:
+        """Kill, once, whatever the child started and left behind: it is in the child's session."""
+        if not self._cleared:
+            self._cleared = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Fleet:
@@ -56,8 +77,9 @@ class Fleet:
         self.children: list[Child] = []
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._log = log or sys.stderr
-        self._stopping = False
-        self._width = 0
+        self._stopping = asyncio.Event()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._width = len(_OWN_NAME)
 
     async def __aenter__(self) -> Self:
         return self
@@ -69,6 +91,17 @@ class Fleet:
 
     async def start(self, name: str, command: Sequence[str], environ: Mapping[str, str]) -> Child:
         """Start a child from the calling thread, which must live as long as the child may."""
+        child = await self._launch(name, command, environ)
+        self.children.append(child)
+        return child
+
+    def keep(self, child: Child, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """From now on start `command` in the child's place whenever it ends, and its successors too."""
+        child.kept = True
+        keeper = self._keep(child, command, environ)
+        self._keepers.append(asyncio.create_task(keeper, name=f"keeper of {child.name}"))
+
+    async def _launch(self, name: str, command: Sequence[str], environ: Mapping[str, str]) -> Child:
         outputs = [await _Pipe.open(), await _Pipe.open()]
         try:
             process = await asyncio.create_subprocess_exec(
@@ -83,7 +116,6 @@ class Fleet:
             for output in outputs:
                 os.close(output.write_end)
         child = Child(name, process)
-        self.children.append(child)
         self._width = max(self._width, len(name))
         child.followers = [
             asyncio.create_task(self._follow(child, output, output is outputs[0]), name=f"log of {name}")
@@ -102,7 +134,9 @@ class Fleet:
 
     async def stop(self) -> None:
         """End all children, the last started first; returns once every one is gone and its log is written."""
-        self._stopping = True
+        self._stopping.set()
+        # They end by themselves, so that none leaves a child behind that is not in the list yet.
+        await asyncio.gather(*self._keepers, return_exceptions=True)
         loop = asyncio.get_running_loop()
         begin = loop.time()
         ends = {child: asyncio.create_task(child.process.wait()) for child in self.children}
@@ -116,9 +150,7 @@ class Fleet:
                 if alive:
                     await asyncio.wait(ends.values(), timeout=max(0.0, begin + until - loop.time()))
         for child in self.children:
-            # Whatever a child started and left behind is in its session.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.process.pid, signal.SIGKILL)
+            child.clear()
         tasks = [task for child in self.children for task in (*child.followers, child.end) if task is not None]
         await asyncio.gather(*ends.values())
         if tasks:
@@ -138,12 +170,41 @@ class Fleet:
 
     async def _await_end(self, child: Child) -> None:
         status = await child.process.wait()
-        if self._stopping or self.death.done():
+        if self._stopping.is_set() or self.death.done():
             return
         # Its last words may still be in the pipes, which close with it unless it left children of its own.
         await asyncio.wait(child.followers, timeout=_LAST_WORDS_S)
-        if not self._stopping and not self.death.done():
-            self.death.set_result(f"{child.name} {_how(status)}; its last line: {child.last_line or 'none'}")
+        child.last_words = f"{child.name} {_how(status)}; its last line: {child.last_line or 'none'}"
+        if not (child.kept or self._stopping.is_set() or self.death.done()):
+            self.death.set_result(child.last_words)
+
+    async def _keep(self, child: Child, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        pause = PAUSE_S
+        while not await self._stops(child.end):
+            if asyncio.get_running_loop().time() - child.born > STEADY_S:
+                pause = PAUSE_S
+            self.say(_OWN_NAME, f"{child.last_words}; it is started again in {pause:g} s")
+            child.clear()
+            if await self._stops(timeout=pause):
+                return
+            pause = min(2 * pause, MOST_PAUSE_S)
+            try:
+                successor = await self._launch(child.name, command, environ)
+            except OSError as error:
+                child.last_words = f"{child.name} can't be started: {error.strerror}"
+                continue
+            successor.kept = True
+            self.children[self.children.index(child)] = successor
+            await asyncio.gather(*(_ended(task) for task in child.followers))
+            child = successor
+
+    async def _stops(self, end: asyncio.Task[None] | None = None, timeout: float | None = None) -> bool:
+        """Wait for `end`, at most `timeout` seconds; whether the fleet stops, which ends the wait, or must."""
+        stopping = asyncio.create_task(self._stopping.wait())
+        ends: list[asyncio.Task[Any]] = [stopping, *([end] if end else [])]
+        await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        await _ended(stopping)
+        return self._stopping.is_set() or self.death.done()
 
     async def _follow(self, child: Child, output: _Pipe, is_stdout: bool) -> None:
         rest = b""
@@ -183,6 +244,12 @@ class _Pipe:
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
         )
         return cls(reader, transport, write_end)
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait for its end."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _how(status: int) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from baton.cli.account import as_json, print_account
-from baton.cli.options import DEFAULT_GRPC, Address, TokenIds, connection, connection_options
+from baton.cli.failures import EXIT_HELP, INTERRUPTED, fail, usage_of_connection
+from baton.cli.options import DEFAULT_GRPC, Address, Seconds, TokenIds, connection, connection_options
 from baton.client import Client, Completion, Delta
 from baton.completion import Prompt
 from baton.errors import BatonError
@@ -31,7 +32,7 @@ _SAMPLING = (
 )
 
 
-@click.command()
+@click.command(epilog=EXIT_HELP)
 @click.argument("prompt", required=False)
 @click.option("--target", type=Address(), default=DEFAULT_GRPC, show_default=True, help="The router.")
 @click.option("--model", default="", help="Name of the served model.  [default: the only one]")
@@ -51,7 +52,7 @@ _SAMPLING = (
 @click.option("--prompt-logprobs", type=int, help="Most likely tokens reported beside each prompt token, with --json.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Keep generating past end-of-sequence tokens.")
 @click.option("-n", type=int, help="Choices generated from one prefill.")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Deadline in seconds.")
+@click.option("--timeout", type=Seconds(), help="Deadline in seconds.")
 @click.option("--json", "as_object", is_flag=True, help="Print one JSON object at the end.")
 @click.option("--quiet", is_flag=True, help="Print no latency account.")
 def generate(
@@ -76,16 +77,17 @@ def generate(
     printer = _Printer(live=not as_object, several=sampling.get("n", 1) > 1)
     completion = Completion()
     try:
-        with Client(target, model=model, **reach) as client:
+        with usage_of_connection():
+            client = Client(target, model=model, **reach)
+        with client:
             for delta in client.generate(wanted, timeout=timeout, **sampling):
                 completion.add(delta)
                 printer.show(delta, completion)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BatonError as error:
         printer.end()
-        click.echo(f"error: {error.grpc_status}: {error}", err=True)
-        sys.exit(1)
+        fail(error)
     printer.end()
     if as_object:
         click.echo(json.dumps(as_json(completion), ensure_ascii=False))

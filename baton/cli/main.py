@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
+# What gRPC logs by itself while a client connects, commands say better; it looks at the variable when it is loaded.
+_VERBOSITY = "GRPC_VERBOSITY"
+_quiet = _VERBOSITY not in os.environ
+if _quiet:
+    os.environ[_VERBOSITY] = "NONE"
 try:
     import click
 
@@ -16,6 +22,10 @@ try:
 except KeyboardInterrupt:
     # Loading takes long enough for a Ctrl-C to come.
     sys.exit(130)
+finally:
+    if _quiet:
+        # Services that `baton up` starts speak as ever.
+        os.environ.pop(_VERBOSITY, None)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

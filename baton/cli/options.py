@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import click
 
 from baton.config import parse_address, parse_bytes
 from baton.errors import ConfigError, InvalidRequest
+from baton.rpc.calls import MAX_TIMEOUT_S
 
 DEFAULT_GRPC = "127.0.0.1:50050"
 
@@ -63,6 +65,22 @@ class Addresses(click.ParamType[list[str]]):
         """The addresses, at least one."""
         one = Address()
         return [one.convert(text.strip(), param, ctx) for text in str(value).split(",")]
+
+
+class Seconds(click.ParamType[float]):
+    """A time in seconds."""
+
+    name = "SECONDS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number, above 0 and at most MAX_TIMEOUT_S."""
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds <= MAX_TIMEOUT_S:
+            self.fail(f"must be a number of seconds above 0 and at most {MAX_TIMEOUT_S}, got {value!r}", param, ctx)
+        return seconds
 
 
 class Size(click.ParamType[int]):

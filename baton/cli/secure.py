@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import Self
 
 from baton import keys
-from baton.cli.certs import issue, make_all, write_private
+from baton.cli.certs import FLEET_ROLES, issue, make_all, make_ticket_keys, write_private
+from baton.errors import ConfigError
 from baton.rpc.tls import Tls
 
 _TENANT = "default"
+_OF_ONE = {"router": "router", "admin": "admin"}
+_FIRST = ("ca", *FLEET_ROLES, "ticket")
+_KINDS = ("crt", "key", "pub")
 _ANY_HOST = ("0.0.0.0", "::")
 
 
@@ -38,12 +42,17 @@ class SecureFleet:
     def prepare(cls, directory: Path, hosts: Sequence[str], workers: Mapping[str, int]) -> Self:
         """Make what lacks, for a router reached at `hosts` and so many workers of each role. Raises ConfigError."""
         fleet = cls(directory.absolute())
-        if not fleet.file("ca.crt").exists():
-            make_all(directory, hosts=[host for host in hosts if host not in _ANY_HOST])
-        for role, count in workers.items():
-            for name in worker_names(role, count):
-                if not fleet.file(f"{name}.crt").exists():
-                    issue(directory, role, name)
+        wanted = {name: role for role, count in workers.items() for name in worker_names(role, count)}
+        names = [host for host in hosts if host not in _ANY_HOST]
+        if not any(fleet.file(f"{stem}.{kind}").exists() for stem in _FIRST for kind in _KINDS):
+            make_all(directory, hosts=names)
+        lacking = {name: role for name, role in (_OF_ONE | wanted).items() if fleet._lacks(name, "crt")}
+        if lacking:
+            fleet._check_authority(next(iter(lacking)))
+        for name, role in lacking.items():
+            issue(directory, role, name, hosts=names)
+        if fleet._lacks("ticket", "pub"):
+            make_ticket_keys(directory)
         if not fleet.file("api.key").exists():
             key = keys.add(fleet.file("api_keys.json"), tenant=_TENANT, admin=True)
             write_private(fleet.file("api.key"), f"{key}\n".encode())
@@ -65,6 +74,20 @@ class SecureFleet:
     def admin(self) -> Tls:
         """TLS of who supervises the fleet."""
         return Tls(*(str(self.file(name)) for name in ("admin.crt", "admin.key", "ca.crt")))
+
+    def _lacks(self, stem: str, public: str) -> bool:
+        """Whether neither file of a pair is there; raises ConfigError if one is."""
+        there = [self.file(f"{stem}.{kind}") for kind in (public, "key") if self.file(f"{stem}.{kind}").exists()]
+        if len(there) == 1:
+            raise ConfigError(f"{there[0]} is there without its other half: remove it, and both are made")
+        return not there
+
+    def _check_authority(self, lacking: str) -> None:
+        if absent := [name for name in ("ca.crt", "ca.key") if not self.file(name).exists()]:
+            raise ConfigError(
+                f"{self.directory} lacks {lacking}.crt and, to make it, {' and '.join(absent)}: put what lacks there, "
+                "or give --secure a directory that is new or empty"
+            )
 
     def words(self) -> str:
         """Where clients find what they need, for the ready line."""

@@ -1,10 +1,11 @@
 """`baton up`: a whole fleet on this machine.
 
-    embedded Valkey ── prefill × N, decode × N ── router ── "ready grpc=…" ── until a signal or a death
+    embedded Valkey ── prefill × N, decode × N ── router ── "ready grpc=…" ── until a signal or the router's death
 
 The services are started as processes with the flags that they have everywhere; `up` learns their addresses
-from the line that each prints when it listens, and restarts nothing. With --secure they speak mutual TLS and
-clients need a key (see baton.cli.secure).
+from the line that each prints when it listens. A death before the ready line ends all; so does the router's. A
+worker that dies later is started again at the same addresses, where the router finds it. With --secure they speak
+mutual TLS and clients need a key (see baton.cli.secure).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import bundled
 from baton.cli.fleet import Child, Fleet
-from baton.cli.options import DEFAULT_GRPC, Address, Size
+from baton.cli.options import DEFAULT_GRPC, Address, Seconds, Size
 from baton.cli.secure import SecureFleet, worker_names
-from baton.config import is_loopback, parse_address
+from baton.config import check_variables, is_loopback, parse_address
 from baton.errors import BatonError, ConfigError, ModelError, Unavailable
 from baton.rpc.channel import control_channel
 from baton.rpc.tls import Tls
@@ -42,6 +43,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DTYPES = click.Choice(["auto", "float32", "bfloat16", "float16"])
 _SHARED_FLAGS = ("model", "served_model_name", "max_model_len", "log_level")
 _WORKER_FLAGS = ("device", "dtype", "kv_dtype", "kv_memory", "page_size", "threads")
+_LISTENERS = ("control", "kv", "ops")
 _ROLE_FLAGS = {"prefill": ("chunk_size",), "decode": ("slots",)}
 
 
@@ -108,12 +110,16 @@ def _option(flag: str, *, env: bool = True, **keywords: Any) -> Callable[[F], F]
 @_option(
     "--start-timeout",
     env=False,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(),
     default=600.0,
     help="Seconds until all must be ready.",
 )
 def up(**flags: Any) -> None:
-    """Run router, prefill and decode on this machine until Ctrl-C."""
+    """Run router, prefill and decode on this machine until Ctrl-C.
+
+    A worker that dies is started again at the same addresses; standard error says which and why. When the router dies,
+    or a worker before all is ready, everything ends with status 1. Bad flags and variables end with status 2.
+    """
     options = _checked(UpOptions(**flags))
     sys.exit(run(options))
 
@@ -129,7 +135,7 @@ def run(options: UpOptions) -> int:
         return 0
     except BatonError as error:
         click.echo(f"error: {error}", err=True)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 def _secure(options: UpOptions) -> SecureFleet | None:
@@ -141,6 +147,10 @@ def _secure(options: UpOptions) -> SecureFleet | None:
 
 def _checked(options: UpOptions) -> UpOptions:
     """The options with the model found and names filled in; raises click.BadParameter naming flag and value."""
+    try:
+        check_variables(os.environ)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
     _check_installed(options)
     _check_grpc(options)
     if options.redis not in ("embedded", "none") and not options.redis.startswith(_REDIS_SCHEMES):
@@ -157,7 +167,8 @@ def _check_grpc(options: UpOptions) -> None:
     host, _ = parse_address(options.grpc)
     if not (options.insecure or options.secure or is_loopback(host)):
         raise _bad(
-            "--grpc", f"{options.grpc} can be reached from other machines; --secure guards it, --insecure does not"
+            "--grpc",
+            f"{options.grpc} can be reached by others: --secure DIR guards it, --insecure allows it unguarded",
         )
     try:
         bind(options.grpc).close()
@@ -238,40 +249,54 @@ async def _serve(options: UpOptions, redis: str, secure: SecureFleet | None) -> 
 
 
 async def _start(fleet: Fleet, options: UpOptions, redis: str, secure: SecureFleet | None) -> str:
-    """Start all; returns the ready line once the router serves."""
+    """Start all; returns the ready line once the router serves, and from then on the workers are kept."""
     environ = _environment(options, redis)
     try:
         async with asyncio.timeout(options.start_timeout):
-            control = {
+            workers = {
                 role: await _start_workers(fleet, role, options, environ, secure) for role in ("prefill", "decode")
             }
-            workers = [f"--{role}={','.join(await _control(fleet, started))}" for role, started in control.items()]
-            flags = [*workers, *_router_flags(options), *(secure.router_flags() if secure else ())]
+            control = {role: [await worker.address("control") for worker in workers[role]] for role in workers}
+            found = [f"--{role}={','.join(addresses)}" for role, addresses in control.items()]
+            flags = [*found, *_router_flags(options), *(secure.router_flags() if secure else ())]
             router = await fleet.start("router", [*COMMANDS["router"], *flags], environ)
             where = await fleet.addresses(router)
             await _until_serving(where["grpc"], secure.admin() if secure else None)
     except TimeoutError:
         raise Unavailable(f"not ready after {options.start_timeout:g} s (--start-timeout)") from None
+    for worker in (*workers["prefill"], *workers["decode"]):
+        listen = [f"--{name}={await worker.address(name)}" for name in _LISTENERS]
+        fleet.keep(worker.child, [*worker.command, *listen], environ)
     return (
         f"ready grpc={where['grpc']} ops={where['ops']} model={options.served_model_name} "
         f"prefill={options.prefill} decode={options.decode}{secure.words() if secure else ''}"
     )
 
 
+@dataclass(frozen=True)
+class _Worker:
+    """A worker, and its command without the flags of listeners."""
+
+    fleet: Fleet
+    child: Child
+    command: list[str]
+
+    async def address(self, name: str) -> str:
+        """Where it listens; raises Unavailable when any child dies first."""
+        return (await self.fleet.addresses(self.child))[name]
+
+
 async def _start_workers(
     fleet: Fleet, role: str, options: UpOptions, environ: dict[str, str], secure: SecureFleet | None
-) -> list[Child]:
+) -> list[_Worker]:
     flags = _flags(options, (*_SHARED_FLAGS, *_WORKER_FLAGS, *_ROLE_FLAGS[role]))
-    listen = [f"--{name}=127.0.0.1:0" for name in ("control", "kv", "ops")]
+    listen = [f"--{name}=127.0.0.1:0" for name in _LISTENERS]
     started = []
     for name in worker_names(role, getattr(options, role)):
-        own = [f"--worker-id={name}", *listen, *flags, *(secure.worker_flags(name) if secure else ())]
-        started.append(await fleet.start(name, [*COMMANDS[role], *own], environ))
+        own = [f"--worker-id={name}", *flags, *(secure.worker_flags(name) if secure else ())]
+        command = [*COMMANDS[role], *own]
+        started.append(_Worker(fleet, await fleet.start(name, [*command, *listen], environ), command))
     return started
-
-
-async def _control(fleet: Fleet, workers: Sequence[Child]) -> list[str]:
-    return [(await fleet.addresses(worker))["control"] for worker in workers]
 
 
 def _router_flags(options: UpOptions) -> list[str]:

@@ -36,7 +36,7 @@ class Shard(_message.Message):
     def __init__(self, kv_address: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ...) -> None: ...
 
 class WorkerIdentity(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "model", "fingerprint", "kv_format", "converts_kv", "tokenizer_digest", "max_model_len", "shards", "principal")
+    __slots__ = ("worker_id", "role", "incarnation", "model", "fingerprint", "kv_format", "converts_kv", "tokenizer_digest", "max_model_len", "shards", "principal", "ticket_key_ids")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class WorkerIdentity(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
+    TICKET_KEY_IDS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: WorkerRole
     incarnation: str
@@ -59,7 +60,8 @@ class WorkerIdentity(_message.Message):
     max_model_len: int
     shards: _containers.RepeatedCompositeFieldContainer[Shard]
     principal: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv_format: _Optional[_Union[_kv_pb2.KvFormat, _Mapping]] = ..., converts_kv: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., principal: _Optional[str] = ...) -> None: ...
+    ticket_key_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv_format: _Optional[_Union[_kv_pb2.KvFormat, _Mapping]] = ..., converts_kv: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., principal: _Optional[str] = ..., ticket_key_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("waiting", "running", "pending_tokens", "pages_used", "pages_total", "page_size", "slots_used", "slots_total", "tokens_per_second", "sequences_paused")

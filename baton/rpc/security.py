@@ -42,6 +42,7 @@ def client_credentials(
     if not tls and server_name is None and all(file is None for file in given.values()):
         return None, CLIENT_OPTIONS
     contents = {name: None if file is None else _read(name, Path(file)) for name, file in given.items()}
+    _check_pair(contents["cert"], contents["key"], key)
     credentials = grpc.ssl_channel_credentials(contents["ca"], contents["key"], contents["cert"])
     if server_name is None:
         return credentials, CLIENT_OPTIONS
@@ -57,3 +58,24 @@ def _read(name: str, file: Path) -> bytes:
         # gRPC would only say, at the first call, that no connection could be made.
         raise ConfigError(f"{name}: {str(file)!r} is no PEM file")
     return data
+
+
+def _check_pair(cert: bytes | None, key: bytes | None, path: File | None) -> None:
+    """Refuse what gRPC would only call, at the first call, a handshaker that it can't make."""
+    if cert is None or key is None:
+        return
+    # Only who has a certificate pays for loading it.
+    from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        chain = x509.load_pem_x509_certificates(cert)
+    except ValueError as error:
+        raise ConfigError(f"cert: holds no PEM certificate: {error}") from None
+    try:
+        private = load_pem_private_key(key, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"key: {str(path)!r} holds no unencrypted PEM private key: {error}") from None
+    if chain[0].public_key() != private.public_key():
+        raise ConfigError(f"key: {str(path)!r} is not the key of the certificate")

@@ -78,7 +78,9 @@ def principal_of(role: str, name: str) -> str:
 class Tls:
     """One process's certificate, key and CA; may be used from any thread."""
 
-    def __init__(self, cert: str, key: str, ca: str) -> None:
+    def __init__(self, cert: str, key: str, ca: str, role: str = "") -> None:
+        """The certificate must be that of `role`, where one is given."""
+        self._role = role
         self._paths = {name: Path(path) for name, path in zip(SETTINGS, (cert, key, ca), strict=True)}
         self._lock = threading.Lock()
         self._signature = self._look()
@@ -88,10 +90,11 @@ class Tls:
         """Name of this process in its own certificate: its URI name, else the DNS name of its role, else empty."""
 
     @classmethod
-    def load(cls, settings: TlsSettings) -> Tls | None:
-        """What the settings say; None when they say nothing.
+    def load(cls, settings: TlsSettings, role: str) -> Tls | None:
+        """What the settings of a process of `role` say; None when they say nothing.
 
-        Raises ConfigError naming the setting that is missing, unreadable, or does not match the others.
+        Raises ConfigError naming the setting that is missing, unreadable, does not match the others, or is that of
+        another role.
         """
         given = {name: getattr(settings, name) for name in SETTINGS}
         if not any(given.values()):
@@ -99,7 +102,7 @@ class Tls:
         for name, path in given.items():
             if not path:
                 raise ConfigError(f"{name}: is missing, but {', '.join(n for n in given if given[n])} is given")
-        return cls(*given.values())
+        return cls(given["tls_cert"], given["tls_key"], given["tls_ca"], role)
 
     @property
     def generation(self) -> int:
@@ -162,7 +165,13 @@ class Tls:
             except OSError as error:
                 raise ConfigError(f"{name}: {str(self._paths[name])!r} can't be read: {error.strerror}") from None
         cert, key, ca = contents
-        return Identity(cert, key, ca, _checked(cert, key, ca, self._paths))
+        names = _checked(cert, key, ca, self._paths)
+        if self._role and role_name(self._role) not in names:
+            raise ConfigError(
+                f"tls_cert: {str(self._paths['tls_cert'])!r} must name {role_name(self._role)}, "
+                f"it names {', '.join(names) or 'nothing'}"
+            )
+        return Identity(cert, key, ca, _principal(names))
 
 
 def _stat(path: Path) -> tuple[int, int, int] | None:
@@ -177,8 +186,11 @@ def _server_configuration(identity: Identity) -> grpc.ServerCertificateConfigura
     return grpc.ssl_server_certificate_configuration([(identity.key, identity.cert)], identity.ca)
 
 
-def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, Path]) -> str:
-    """The principal; raises ConfigError naming the setting whose contents are no PEM, or do not match."""
+def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, Path]) -> list[str]:
+    """URI and DNS names in the certificate.
+
+    Raises ConfigError naming the setting whose contents are no PEM, or do not match.
+    """
     # Only who uses TLS pays for loading it.
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
@@ -203,9 +215,9 @@ def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, Path]) -> str:
     try:
         names = chain[0].extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
-        return ""
+        return []
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    return _principal([*uris, *names.get_values_for_type(x509.DNSName)])
+    return [*uris, *names.get_values_for_type(x509.DNSName)]
 
 
 def _signed(certificate: Any, authority: Any) -> bool:

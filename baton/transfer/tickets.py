@@ -59,6 +59,11 @@ class TicketSigner:
         """Raises ConfigError naming setting and path if the file holds no such key."""
         self._key = Watched(path, setting, _private)
 
+    @property
+    def key_id(self) -> bytes:
+        """Id of the key that signs now."""
+        return self._key.value()[1]
+
     def sign(self, *, transfer_id: str, incarnation: str, consumer: str, expires_unix_s: float) -> bytes:
         """A serialized SignedTicket; `expires_unix_s` counts seconds since the Unix epoch."""
         key, key_id = self._key.value()
@@ -86,6 +91,10 @@ class TicketVerifier:
         self._clock = clock
         self._most = most
         self._uses: OrderedDict[bytes, None] = OrderedDict()
+
+    def key_ids(self) -> tuple[bytes, ...]:
+        """Ids of the keys whose tickets are taken now."""
+        return tuple(self._keys.value())
 
     def check(self, raw: bytes, *, transfer_id: str, incarnation: str, consumer: str) -> kv_pb2.Ticket:
         """The ticket, if a router made it out for just this. Raises PermissionDenied naming what is wrong."""

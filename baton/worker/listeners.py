@@ -14,9 +14,10 @@ import grpc
 
 from baton.admin import ADMIN_SERVICE, LedgerSource, add_admin
 from baton.pb import worker_pb2_grpc
-from baton.rpc.server import listen
+from baton.rpc.server import check_reach, listen
 from baton.rpc.tls import Tls
 from baton.telemetry.ops import serve_ops
+from baton.transfer.tickets import TicketVerifier
 from baton.worker.config import WorkerConfig
 from baton.worker.progress import Progress, watch_progress
 from baton.worker.servicer import WorkerServicer
@@ -47,6 +48,14 @@ class Addresses:
         return f"control={self.control} kv={self.kv} ops={self.ops}"
 
 
+def check_addresses(config: WorkerConfig) -> None:
+    """Judge, before a model is loaded, where control and kv may listen; raises ConfigError as `listen` does."""
+    for field in ("kv", "control"):
+        check_reach(
+            getattr(config, field), insecure=config.insecure, tls=bool(config.tls_cert), keys=_keys(config), field=field
+        )
+
+
 @contextlib.asynccontextmanager
 async def listeners(
     config: WorkerConfig,
@@ -57,11 +66,13 @@ async def listeners(
     kv: Service,
     ledger: LedgerSource,
     tls: Tls | None = None,
+    tickets: TicketVerifier | None = None,
 ) -> AsyncIterator[Addresses]:
     """Serve `control` (beside Worker, Admin, health and reflection), `kv` and ops until the block ends.
 
     Both gRPC listeners tell their health, ops its readiness and `status` a stall by `progress`. Raises ConfigError
     naming an address that is refused or taken. With `tls`, control takes calls of CONTROL_ROLES only, kv of KV_ROLES.
+    `tickets` is what the kv service verifies tickets with; `status` tells routers by which keys.
     """
 
     def add_control(server: grpc.aio.Server) -> None:
@@ -69,7 +80,9 @@ async def listeners(
         add_admin(server, ledger)
         control.add(server)
 
-    keys = {"ticket_keys": config.ticket_keys}
+    keys = _keys(config)
+    if tickets is not None:
+        status.ask_for_tickets(tickets.key_ids)
     async with contextlib.AsyncExitStack() as stack:
         kv_listener = await stack.enter_async_context(
             listen(
@@ -114,3 +127,7 @@ async def listeners(
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+
+
+def _keys(config: WorkerConfig) -> dict[str, str]:
+    return {"ticket_keys": config.ticket_keys}

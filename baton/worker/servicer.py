@@ -57,6 +57,7 @@ def status_to_proto(status: WorkerStatus) -> worker_pb2.WorkerStatus:
                 for shard in identity.shards
             ],
             principal=identity.principal,
+            ticket_key_ids=identity.ticket_key_ids,
         ),
         load=worker_pb2.WorkerLoad(**{name: getattr(status.load, name) for name in _LOAD_FIELDS}),
         draining=status.draining,
@@ -84,6 +85,7 @@ def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
                 Shard(s.kv_address, s.layer_start, s.layer_end, s.head_start, s.head_end) for s in identity.shards
             ),
             principal=identity.principal,
+            ticket_key_ids=tuple(identity.ticket_key_ids),
         ),
         load=WorkerLoad(**{name: getattr(message.load, name) for name in _LOAD_FIELDS}),
         draining=message.draining,

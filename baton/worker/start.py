@@ -14,6 +14,7 @@ from baton.model.checkpoint import resolve
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketVerifier
 from baton.worker.config import WorkerConfig
+from baton.worker.listeners import check_addresses
 from baton.worker.status import WorkerIdentity, WorkerRole, new_identity
 from baton.worker.thread import EngineThread
 
@@ -35,10 +36,12 @@ async def started(
 ) -> AsyncIterator[Started]:
     """An engine on its thread, and the identity of the worker, until the block ends.
 
-    `engine` None builds the torch engine from the settings; one that is passed in stays open. Raises ModelError,
-    and ConfigError for files of certificates or ticket keys that can't be used.
+    `engine` None builds the torch engine from the settings; one that is passed in stays open. Raises ModelError, and,
+    before anything is loaded, ConfigError for files of certificates or ticket keys that can't be used, and addresses
+    that other machines could reach without them.
     """
-    tls = Tls.load(config)
+    check_addresses(config)
+    tls = Tls.load(config, role.value)
     tickets = TicketVerifier(config.ticket_keys) if config.ticket_keys else None
     async with contextlib.AsyncExitStack() as stack:
         thread = EngineThread(f"{role.value}-engine")

@@ -46,7 +46,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """What does not change during one incarnation."""
+    """What does not change during one incarnation, but for the ids of ticket keys."""
 
     worker_id: str
     role: WorkerRole
@@ -59,6 +59,8 @@ class WorkerIdentity:
     max_model_len: int
     shards: tuple[Shard, ...]
     principal: str = ""
+    ticket_key_ids: tuple[bytes, ...] = ()
+    """Ids of the keys whose tickets the kv listener takes, as of now: they may change. Empty: it asks for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,14 @@ class StatusHub:
         self._draining = self._stalled = False
         self._closed = False
         self._news = asyncio.Event()
+        self._ticket_key_ids: Callable[[], tuple[bytes, ...]] | None = None
 
     @property
     def identity(self) -> WorkerIdentity:
         """Who the worker is."""
-        return self._identity
+        if self._ticket_key_ids is None:
+            return self._identity
+        return replace(self._identity, ticket_key_ids=self._ticket_key_ids())
 
     @property
     def draining(self) -> bool:
@@ -135,12 +140,17 @@ class StatusHub:
 
     def status(self) -> WorkerStatus:
         """The status now."""
-        return WorkerStatus(self._identity, self._load(), self._draining, self._stalled)
+        return WorkerStatus(self.identity, self._load(), self._draining, self._stalled)
 
     def advertise(self, kv_address: str) -> None:
         """Set the shard's address, once its listener is bound."""
         (shard,) = self._identity.shards
         self._identity = replace(self._identity, shards=(replace(shard, kv_address=kv_address),))
+        self.changed()
+
+    def ask_for_tickets(self, key_ids: Callable[[], tuple[bytes, ...]]) -> None:
+        """Tell watchers that KV needs tickets; `key_ids` says by which keys, anew in every status."""
+        self._ticket_key_ids = key_ids
         self.changed()
 
     def changed(self) -> None:

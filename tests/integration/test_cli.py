@@ -10,15 +10,18 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from baton import Client
 from baton.launcher import bound_to_me
 
 BATON = [sys.executable, "-m", "baton"]
+ADMIN = ("ca.crt", "admin.crt", "admin.key")
 PROMPT = """def read(self, size=-1):
     if self.closed:
         raise ValueError("I/O operation on closed file")
@@ -104,7 +107,7 @@ def test_up_generate_and_stop_while_streaming(tmp_path: Path) -> None:
             (("x", "--model=other"), "NOT_FOUND", "other"),
         ):
             refused = generate(target, *arguments)
-            assert refused.returncode == 1, arguments
+            assert refused.returncode == (1 if status == "NOT_FOUND" else 2), arguments
             assert refused.stderr.startswith(f"error: {status}: "), refused.stderr
             assert part in refused.stderr
 
@@ -133,27 +136,77 @@ def test_a_secure_fleet_wants_its_key(tmp_path: Path) -> None:
         key = (secrets / "api.key").read_text().strip()
         answer = generate(target, *flags, api_key=key)
         assert (answer.returncode, answer.stdout != "") == (0, True), answer.stderr
-        for environ, arguments, status in (
-            ({}, flags, "UNAUTHENTICATED"),
-            ({"api_key": key[:-1]}, flags, "UNAUTHENTICATED"),
-            ({"api_key": key}, flags[:-1], "UNAVAILABLE"),
+        for environ, arguments, status, code in (
+            ({}, flags, "UNAUTHENTICATED", 1),
+            ({"api_key": key[:-1]}, flags, "UNAUTHENTICATED", 1),
+            ({"api_key": key}, flags[:-1], "UNAVAILABLE", 75),
         ):
             refused = generate(target, *arguments, **environ)
-            assert refused.returncode == 1
+            assert refused.returncode == code
             assert refused.stderr.startswith(f"error: {status}: "), refused.stderr
         assert key not in log.read_text()
-        assert not any(key in command for command in family(up.pid).values())
+        processes = family(up.pid).values()
+        assert not any(key in command for command in processes)
+        # One command asks the router by its key and the workers by the admin's certificate.
+        router = next(command for command in processes if "-m router" in command)
+        workers = re.findall(r"--(?:prefill|decode)=(\S+)", router)
+        admin = [f"--{flag}={secrets / file}" for flag, file in zip(("ca", "cert", "key"), ADMIN, strict=True)]
+        ledger = [*BATON, "ledger", f"--target={','.join([target, *workers])}", *admin, "--json"]
+        environ = os.environ | {"BATON_API_KEY": key}
+        done = subprocess.run(ledger, capture_output=True, text=True, timeout=60, env=environ)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert [each["role"] for each in json.loads(done.stdout)] == ["router", "prefill", "decode"]
         up.send_signal(signal.SIGTERM)
         assert up.wait(10) == 0
 
 
-def test_a_killed_service_is_named(tmp_path: Path) -> None:
+def test_a_killed_decode_worker_is_replaced_in_mid_stream_and_comes_back(tmp_path: Path) -> None:
+    request = ("x = 1\n", "--max-tokens=200", "--ignore-eos", "--temperature=0", "--json")
+    with running(tmp_path, "--redis=none", "--decode=2", "--log-level=info") as (up, target, log):
+        alone = json.loads(generate(target, *request).stdout)
+        with Client(target) as client:
+            streams = [client.generate("x = 1\n", max_tokens=200, ignore_eos=True, temperature=0) for _ in range(2)]
+            token_ids = [[token.token_id for token in next(stream).tokens] for stream in streams]
+            victim = decode_workers(up.pid)["decode-0"]
+            os.kill(victim, signal.SIGKILL)
+            for ids, stream in zip(token_ids, streams, strict=True):
+                ids += [token.token_id for delta in stream for token in delta.tokens]
+        assert token_ids == [alone["token_ids"]] * 2
+        ops = re.search(r"router +\|.* listening .*ops=(\S+)", log.read_text())[1]
+        with urllib.request.urlopen(f"http://{ops}/metrics", timeout=10) as metrics:
+            assert re.search(r"(?m)^baton_replays_total\{.*\} [1-9]", metrics.read().decode())
+        wait_for(log, r"up +\| decode-0 was killed by SIGKILL; its last line: .*; it is started again in 1 s\n")
+        # The router has joined three workers, and the one that came back.
+        wait_for(log, r"(?s)(router +\| [^\n]* joined.*){4}")
+        workers = decode_workers(up.pid)
+        assert workers.keys() == {"decode-0", "decode-1"}
+        os.kill(workers["decode-1"], signal.SIGKILL)
+        assert json.loads(generate(target, *request).stdout)["token_ids"] == alone["token_ids"]
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(10) == 0
+
+
+def test_a_killed_router_is_named_and_ends_all(tmp_path: Path) -> None:
     with running(tmp_path, "--redis=none") as (up, _, log):
         pids = family(up.pid)
-        os.kill(next(pid for pid, command in pids.items() if "decode_svc" in command), signal.SIGKILL)
+        os.kill(next(pid for pid, command in pids.items() if "-m router" in command), signal.SIGKILL)
         assert up.wait(10) == 1
-        assert "error: decode-0 was killed by SIGKILL" in log.read_text()
+        assert "error: router was killed by SIGKILL" in log.read_text()
         assert all_gone(pids, 0)
+
+
+def decode_workers(up: int) -> dict[str, int]:
+    """Pids of the decode workers by name."""
+    found = ((re.search(r"--worker-id=(decode-\d)", command), pid) for pid, command in family(up).items())
+    return {match[1]: pid for match, pid in found if match}
+
+
+def wait_for(log: Path, pattern: str) -> None:
+    """Wait for a match in the log."""
+    until = time.monotonic() + 30
+    while not re.search(pattern, log.read_text()):
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
 
 
 def test_a_killed_supervisor_leaves_nothing_even_while_streaming(tmp_path: Path) -> None:
@@ -165,7 +218,7 @@ def test_a_killed_supervisor_leaves_nothing_even_while_streaming(tmp_path: Path)
             up.kill()
             assert all_gone(pids, 5)
             _, said = client.communicate(timeout=10)
-            assert client.returncode == 1
+            assert client.returncode == 75
             assert "error: UNAVAILABLE" in said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 
@@ -301,7 +302,8 @@ async def test_a_worker_whose_pages_dont_add_up_fails_all_and_takes_no_more() ->
         all_.engine.broken = False
 
 
-async def test_a_drain_refuses_new_work_and_lets_the_running_finish() -> None:
+async def test_a_drain_refuses_new_work_and_lets_the_running_finish(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "decode_svc")
     async with rig() as all_:
         router = await all_.router()
         all_.engine.gate.clear()
@@ -314,9 +316,11 @@ async def test_a_drain_refuses_new_work_and_lets_the_running_finish() -> None:
         await router.until_finished(("r", 0))
         await asyncio.wait_for(draining, WAIT_S)
         assert not router.failures
+        assert [record.getMessage() for record in caplog.records] == ["drained"]
 
 
-async def test_a_drain_whose_grace_is_over_hands_the_rest_back() -> None:
+async def test_a_drain_whose_grace_is_over_hands_the_rest_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "decode_svc")
     async with rig({"drain_s": 0.01}) as all_:
         router = await all_.router()
         all_.engine.gate.clear()
@@ -325,6 +329,7 @@ async def test_a_drain_whose_grace_is_over_hands_the_rest_back() -> None:
         await asyncio.wait_for(all_.app.drain(), WAIT_S)
         await router.until(lambda: "r" in router.failures)
         assert router.failures["r"].kind == Failure.KIND_DRAINING
+        assert [record.getMessage() for record in caplog.records] == ["drained: 1 sequences moved after 0.01 s"]
         all_.engine.gate.set()
 
 

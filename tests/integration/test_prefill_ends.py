@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import random
 from collections import Counter
 from typing import Any
@@ -134,7 +135,8 @@ async def test_a_worker_whose_pages_do_not_audit_is_done() -> None:
         assert (await status_of(client.call()))[0] is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_drain_refuses_new_work_and_waits_for_jobs_and_pulls() -> None:
+async def test_a_drain_refuses_new_work_and_waits_for_jobs_and_pulls(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "prefill_svc")
     gate = Gate()
     async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
         running_job = asyncio.create_task(client.done(transfer_id="t"))
@@ -151,6 +153,7 @@ async def test_a_drain_refuses_new_work_and_waits_for_jobs_and_pulls() -> None:
             engine.free(handle)
         async with asyncio.timeout(WAIT_S):
             await draining
+        assert [record.getMessage() for record in caplog.records] == ["drained"]
 
 
 async def test_stopping_in_the_middle_of_everything_leaves_nothing() -> None:

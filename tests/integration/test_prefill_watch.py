@@ -133,7 +133,7 @@ async def test_the_ledger_command_lists_owners_and_fails_for_a_violation_and_a_s
         status, output, errors = await ledger_command("--target", f"{where},127.0.0.1:1", "--json")
         (found,) = json.loads(output)
         assert [(entry["kind"], entry["pages"]) for entry in found["entries"]] == [("export", 7)]
-        assert status == 1
+        assert status == 75
         assert errors.startswith("error: 127.0.0.1:1: UNAVAILABLE")
 
         forgotten = engine.reserve("gone/3", 40)

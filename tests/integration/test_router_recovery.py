@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from pathlib import Path
 
@@ -148,6 +149,37 @@ async def test_a_worker_that_answers_and_makes_no_progress_is_lost_until_it_does
         assert "makes no progress" in b.app.pool.missing()
         first.status.stall(False)
         await until(b.app, lambda: len(b.app.pool.fleet().decode) == 2)
+
+
+async def test_a_drain_is_no_loss_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "router"):
+        async with bench(tmp_path, decode=2) as b:
+            call, first, _ = await running(b, max_tokens=4)
+            name = f"decode-{b.decode.index(first)} at {first.address}"
+            first.status.drain()
+            await until(b.app, lambda: any(view.draining for view in b.app.pool.fleet().decode))
+            first.sessions[-1].fail(first.starts[0].key, Kind.KIND_DRAINING, "the worker stops")
+            assert (await whole(call)).text() == "bcd"
+            first.status.close()
+            await until(b.app, lambda: len(b.app.pool.fleet().decode) == 1)
+            said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said.count(("INFO", f"decode worker {name} drains")) == 1
+    assert ("INFO", f"decode worker {name} has left: ended its watch") in said
+    moved = f"goes on elsewhere: moved away from decode worker {name}: the worker stops"
+    assert [level for level, words in said if words.endswith(moved)] == ["INFO"]
+    assert not [words for level, words in said if level == "WARNING"]
+
+
+async def test_a_loss_is_warned_of_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with bench(tmp_path, decode=2) as b:
+        call, first, _ = await running(b, max_tokens=4)
+        name = f"decode-{b.decode.index(first)} at {first.address}"
+        first.status.close()
+        assert (await whole(call)).text() == "bcd"
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"no watch of decode worker {name}: ended its watch" in said
+    (moved,) = [words for words in said if "goes on elsewhere" in words]
+    assert moved.endswith(f"goes on elsewhere: lost decode worker {name}: ended its watch")
 
 
 async def test_a_stalled_prefill_worker_is_lost_too(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.kv.format import KvFormat
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
+from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WorkerLoad, WorkerRole
+from tests.certificates import fleet
 from tests.integration.router_bench import bench, refused, until
 from tests.integration.router_stubs import (
     KV,
@@ -131,6 +133,58 @@ async def test_mismatched_worker_is_refused_by_name(
         assert len(said) == 1
     assert all("decode-0" in line or "prefill-0" in line for line in said)
     assert odd[0].reserves == []
+
+
+async def test_a_prefill_worker_whose_tickets_cannot_be_signed_is_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = fleet() / "ticket.key"
+    signs, other = TicketSigner(str(key)).key_id, b"\1" * 8
+    taken: tuple[bytes, ...] = (other,)
+
+    def change(stub: StubPrefill | StubDecode) -> None:
+        # Nobody fetches from decode workers.
+        stub.status.ask_for_tickets(lambda: taken if isinstance(stub, StubPrefill) else (other,))
+
+    async with bench(tmp_path, change=change, ready=False, ticket_key=str(key)) as b:
+        words = f"prefill worker prefill-0 at {b.prefill[0].address} is refused: it takes tickets of the keys "
+        await until(
+            b.app, lambda: f"{words}{other.hex()}, this router signs with {signs.hex()}" in b.app.pool.missing()
+        )
+        assert not b.app.pool.serving
+        taken = (other, signs)
+        b.prefill[0].status.changed()
+        await until(b.app, lambda: b.app.pool.serving)
+        assert (await b.answer(max_tokens=2)).text() == "ab"
+        taken = (other,)
+        b.prefill[0].status.changed()
+        await until(b.app, lambda: not b.app.pool.serving)
+        assert words in (await refused(b.call(max_tokens=2))).details()
+    assert [record.levelname for record in caplog.records if words in record.getMessage()] == ["ERROR"] * 2
+
+
+async def test_a_router_that_signs_no_tickets_refuses_a_worker_that_wants_some(tmp_path: Path) -> None:
+    def change(stub: StubPrefill | StubDecode) -> None:
+        stub.status.ask_for_tickets(lambda: (b"\1" * 8,))
+
+    async with bench(tmp_path, change=change, ready=False) as b:
+        await until(b.app, lambda: "refused: it gives KV for tickets only" in b.app.pool.missing())
+        assert "this router has no --ticket-key" in (await refused(b.call(max_tokens=2))).details()
+
+
+async def test_clients_are_told_of_one_worker_in_place_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def change(stub: StubPrefill | StubDecode) -> None:
+        if isinstance(stub, StubPrefill):
+            stub.status._identity = renamed(stub.identity, model="x" * 1000)
+
+    async with bench(tmp_path, prefill=6, change=change, ready=False) as b:
+        await until(b.app, lambda: "workers refused: 6, lost: 0" in b.app.pool.missing())
+        said = (await refused(b.call(max_tokens=2))).details()
+        assert said.startswith("no prefill worker is there; workers refused: 6, lost: 0; the first: prefill worker ")
+        assert said.endswith("…")
+        assert len(said) < 520
+        assert sum(stub.address in said for stub in b.prefill) == 1
+        assert all(stub.address in caplog.text for stub in b.prefill)
 
 
 async def test_kv_of_another_dtype_is_accepted_where_it_is_converted(tmp_path: Path) -> None:

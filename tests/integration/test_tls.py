@@ -24,6 +24,7 @@ from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import ConfigError, Unauthenticated, Unavailable
 from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.tls import Tls
+from baton.transfer.tickets import TicketSigner
 from tests.certificates import copied, fleet, settings, tls
 from tests.checkpoints import make_checkpoint
 from tests.fleet import Fleet
@@ -96,6 +97,8 @@ async def test_a_request_from_end_to_end(checkpoint: Path, tmp_path: Path) -> No
             "baton://prefill/prefill",
             "baton://decode/decode-1",
         }
+        signs = TicketSigner(str(directory / "ticket.key")).key_id
+        assert {identity.ticket_key_ids for identity in app.pool.identities} == {(signs,)}
         ca = directory / "ca.crt"
         async with AsyncClient(app.address, ca=ca, api_key=key) as client:
             completion = await client.complete(PROMPT, max_tokens=12, **GREEDY)
@@ -149,7 +152,7 @@ async def test_workers_that_are_not_what_the_router_expects_are_named(
         app = await running.start_router([prefill], [foreign], **router(ours))
         words = await until_missing(app, "CERTIFICATE_VERIFY_FAILED")
         assert f"decode worker {foreign.addresses.control}: " in words
-        assert f"no watch of worker {foreign.addresses.control}: " in caplog.text
+        assert f"no watch of decode worker {foreign.addresses.control}: " in caplog.text
         with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
             async with AsyncClient(app.address, ca=ours / "ca.crt") as client:
                 await client.complete(PROMPT, max_tokens=2, timeout=WAIT_S)
@@ -158,9 +161,20 @@ async def test_workers_that_are_not_what_the_router_expects_are_named(
         await until_missing(app, "Hostname Verification Check failed")
         app = await running.start_router([prefill], [plain], **router(ours))
         await until_missing(app, f"decode worker {plain.addresses.control}: ")
-        # One that trusts us, but is no router.
-        app = await running.start_router([prefill], [foreign], **router(ours, "decode-1"))
-        await until_missing(app, "the caller's certificate is that of decode, not of router or admin")
+
+
+async def test_a_process_with_the_certificate_of_another_role_does_not_start(checkpoint: Path) -> None:
+    """Before it loads a model: here is none."""
+    words = r"^tls_cert: '.*{}.crt' must name {}, it names .*{}.baton"
+    async with Fleet(Path("/nowhere")) as running:
+        with pytest.raises(ConfigError, match=words.format("prefill", "decode.baton", "prefill")):
+            await running.decode(**worker(fleet(), "prefill"))
+        with pytest.raises(ConfigError, match=words.format("decode-1", "prefill.baton", "decode")):
+            await running.prefill(**worker(fleet(), "decode-1"))
+    async with Fleet(checkpoint) as running:
+        prefill = await running.prefill(engine=engine())
+        with pytest.raises(ConfigError, match=words.format("client", "router.baton", "client")):
+            await running.start_router([prefill], [prefill], **router(fleet(), "client"), model="/nowhere")
 
 
 async def test_each_listener_takes_its_roles_only(checkpoint: Path) -> None:
@@ -264,6 +278,12 @@ async def reaches(channel: grpc.aio.Channel) -> bool:
 
 @pytest.mark.parametrize("field", ["control", "kv"])
 async def test_a_worker_that_could_be_reached_names_what_lacks(checkpoint: Path, field: str) -> None:
+    async with Fleet(Path("/nowhere")) as running:
+        # Judged before a model is loaded: here is none.
+        with pytest.raises(ConfigError, match=f"^{field}: 0.0.0.0:0 can be .* and ticket_keys is not set"):
+            await running.decode(**{field: "0.0.0.0:0"}, **settings(fleet(), "decode"))
+        with pytest.raises(ConfigError, match=r"^ticket_keys: '/nowhere' can't be read"):
+            await running.decode(**{**worker(fleet(), "decode"), "ticket_keys": "/nowhere"})
     async with Fleet(checkpoint) as running:
         with pytest.raises(
             ConfigError, match=f"^{field}: 0.0.0.0:0 can be .* tls_cert, tls_key, tls_ca, ticket_keys are"
@@ -278,7 +298,7 @@ async def test_a_router_that_could_be_reached_names_what_lacks(checkpoint: Path,
     async with Fleet(checkpoint) as running:
         prefill = await running.prefill(engine=engine())
         with pytest.raises(ConfigError, match=r"^grpc: 0\.0\.0\.0:0 can be .* tls_cert, tls_key, tls_ca, api_keys are"):
-            await running.start_router([prefill], [prefill], grpc="0.0.0.0:0")
+            await running.start_router([prefill], [prefill], grpc="0.0.0.0:0", model="/nowhere")
         with pytest.raises(ConfigError, match=r"^grpc: 0\.0\.0\.0:0 can be .* and api_keys is not set"):
             await running.start_router([prefill], [prefill], grpc="0.0.0.0:0", **router(fleet()))
         keys.add(tmp_path / "keys.json", tenant="acme")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from baton import keys
 from baton.cli.main import main
@@ -110,3 +110,50 @@ def test_the_commands_refuse_in_a_line(tmp_path: Path) -> None:
         assert result.exit_code == 1
         assert result.output == f"Error: {str(path)!r}: the file.keys: is missing\n"
     assert CliRunner().invoke(main, ["key", "list", "--file", str(tmp_path / "none")]).exit_code == 1
+
+
+def key_command(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["key", *arguments])
+
+
+def test_keys_are_removed_by_tenant_or_by_the_begin_of_their_hash(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    made = [keys.add(path, tenant=tenant) for tenant in ("acme", "acme", "acme", "beta")]
+    first = keys.digest(made[0]).hex()
+    done = key_command("remove", f"--file={path}", f"--id={first[:16]}…")
+    assert (done.exit_code, done.stderr) == (0, "removed 1 key\n")
+    assert [entry.sha256 for entry in keys.read(path)] == [keys.digest(key) for key in made[1:]]
+    assert key_command("remove", f"--file={path}", "--tenant=acme").stderr == "removed 2 keys\n"
+    assert [entry.tenant for entry in keys.read(path)] == ["beta"]
+    before = path.read_bytes()
+    for flags, words in ((["--tenant=acme"], "no key of 'acme'"), ([f"--id={first}"], "no key of hash")):
+        refused = key_command("remove", f"--file={path}", *flags)
+        assert (refused.exit_code, words in refused.stderr) == (1, True)
+    for flags in ([], ["--tenant=acme", "--id=a"]):
+        assert key_command("remove", f"--file={path}", *flags).exit_code == 2
+    assert path.read_bytes() == before
+
+
+def test_hashes_that_begin_alike_are_not_removed_by_their_begin(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    entries = [{"sha256": f"ab{digit * 62}", "tenant": "acme"} for digit in "01"]
+    path.write_text(json.dumps({"keys": entries}))
+    with pytest.raises(ConfigError, match=r"^2 hashes begin with 'ab'; give more digits$"):
+        keys.remove(path, sha256="ab")
+    assert keys.remove(path, sha256="ab1") == 1
+
+
+def test_the_limit_of_a_tenant_changes_in_all_its_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    for tenant in ("acme", "acme", "beta"):
+        keys.add(path, tenant=tenant)
+    done = key_command("set", f"--file={path}", "--tenant=acme", "--max-streams=5")
+    assert (done.exit_code, done.stderr) == (0, "changed 2 keys\n")
+    assert [entry.max_streams for entry in keys.read(path)] == [5, 5, None]
+    refused = key_command("new", f"--file={path}", "--tenant=acme", "--max-streams=6")
+    assert refused.exit_code == 1
+    assert f"baton key set --file {path} --tenant acme --max-streams 6 changes it" in refused.stderr
+    assert key_command("set", f"--file={path}", "--tenant=acme", "--no-limit").exit_code == 0
+    assert [entry.max_streams for entry in keys.read(path)] == [None, None, None]
+    assert key_command("set", f"--file={path}", "--tenant=gone", "--no-limit").exit_code == 1
+    assert key_command("set", f"--file={path}", "--tenant=acme").exit_code == 2

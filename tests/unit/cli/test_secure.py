@@ -40,12 +40,12 @@ def test_what_lacks_is_made_and_what_is_there_is_kept(tmp_path: Path) -> None:
 def test_the_flags_are_those_that_the_services_know(tmp_path: Path) -> None:
     fleet = SecureFleet.prepare(tmp_path, [], {"prefill": 1, "decode": 2})
     decode = load(DecodeConfig, "decode", fleet.worker_flags("decode-1"), {})
-    found = Tls.load(decode)
+    found = Tls.load(decode, "decode")
     assert found is not None
     assert found.principal == "baton://decode/decode-1"
     assert Path(decode.ticket_keys).name == "ticket.pub"
     router = load(RouterConfig, "router", ["--prefill=a:1", "--decode=b:1", *fleet.router_flags()], {})
-    assert Tls.load(router) is not None
+    assert Tls.load(router, "router") is not None
     assert Path(router.ticket_key).name == "ticket.key"
     assert keys.read(Path(router.api_keys))
     assert fleet.admin().principal == "baton://admin/admin"
@@ -54,5 +54,22 @@ def test_the_flags_are_those_that_the_services_know(tmp_path: Path) -> None:
 def test_a_directory_without_the_key_of_its_ca_makes_no_more_certificates(tmp_path: Path) -> None:
     make_all(tmp_path)
     (tmp_path / "ca.key").unlink()
-    with pytest.raises(ConfigError, match=r"ca\.key can't be read: No such file"):
+    with pytest.raises(ConfigError, match=r"lacks prefill-0\.crt and, to make it, ca\.key: .* new or empty$"):
         SecureFleet.prepare(tmp_path, [], {"prefill": 1})
+
+
+@pytest.mark.parametrize("there", ["ca.crt", "ca.key", "ticket.pub", "admin.crt"])
+def test_half_a_directory_is_refused_with_advice_that_works(there: str, tmp_path: Path) -> None:
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    make_all(whole)
+    half.mkdir()
+    (half / there).write_bytes((whole / there).read_bytes())
+    with pytest.raises(ConfigError, match=r"new or empty$|remove it, and both are made$") as caught:
+        SecureFleet.prepare(half, [], {"prefill": 1, "decode": 1})
+    assert "--force" not in str(caught.value)
+    for lacking in {"ca.crt", "ca.key"} - {there}:
+        (half / lacking).write_bytes((whole / lacking).read_bytes())
+    if there not in ("ca.crt", "ca.key"):
+        (half / there).unlink()
+    SecureFleet.prepare(half, [], {"prefill": 1, "decode": 1})
+    assert contents(half).keys() > contents(whole).keys() - {"prefill.crt", "prefill.key", "decode.crt", "decode.key"}

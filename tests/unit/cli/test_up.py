@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
 import re
 import select
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli import fleet
 from baton.launcher import bound_to_me
 
 STUB = Path(__file__).with_name("stub_up.py")
@@ -56,8 +59,12 @@ class Up:
 
     def pids(self, count: int) -> list[int]:
         """Pids that stubs have logged, once there are `count`."""
-        self.until(rf"(?s)(pid=\d+.*){{{count}}}")
-        return [int(pid) for pid in re.findall(r"pid=(\d+)", self.log)]
+        self.until(rf"(?s)(\| pid=\d+.*){{{count}}}")
+        return [int(pid) for pid in re.findall(r"\| pid=(\d+)", self.log)]
+
+    def pid_of(self, name: str) -> int:
+        """Pid of a stub that runs services, the first of that name."""
+        return int(self.until(rf"{name} +\| pid=(\d+) argv")[1])
 
     def end(self) -> int:
         """Exit status."""
@@ -128,15 +135,66 @@ def test_each_line_carries_its_name_and_each_child_its_flags(ups: list[Up]) -> N
     up.until(r"prefill-0 \| redis=none secret=64")
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "router"])
-def test_a_death_is_named_and_ends_all(ups: list[Up], victim: str) -> None:
+def test_the_routers_death_is_named_and_ends_all(ups: list[Up]) -> None:
     up = start(ups)
     up.ready()
     pids = up.pids(3)
-    os.kill(int(up.until(rf"{victim} +\| pid=(\d+)")[1]), signal.SIGKILL)
+    os.kill(up.pid_of("router"), signal.SIGKILL)
     assert up.end() == 1
-    assert f"\nerror: {victim} was killed by SIGKILL; its last line: " in up.log
+    assert "\nerror: router was killed by SIGKILL; its last line: " in up.log
     assert gone(pids, 0)
+
+
+@pytest.mark.parametrize("victim", ["prefill-1", "decode-0"])
+def test_a_worker_that_dies_is_started_again_where_it_was(ups: list[Up], victim: str) -> None:
+    up = start(ups, "--prefill=2", "--threads=1")
+    up.ready()
+    up.pids(4)
+    begin = time.monotonic()
+    os.kill(up.pid_of(victim), signal.SIGKILL)
+    up.until(rf"up +\| {victim} was killed by SIGKILL; its last line: pid=.*; it is started again in 1 s\n")
+    pids = up.pids(5)
+    assert 1 <= time.monotonic() - begin < 5
+    first, second = (set(found.split()) for found in re.findall(rf"{victim} +\| pid=\d+ argv=(.*)", up.log))
+    anywhere = {f"--{name}=127.0.0.1:0" for name in ("control", "kv", "ops")}
+    assert first - second == anywhere
+    assert second - first == {"--control=127.0.0.1:1", "--kv=127.0.0.1:2", "--ops=127.0.0.1:3"}
+    os.kill(pids[-1], signal.SIGKILL)
+    up.until(rf"{victim} was killed by SIGKILL; .*; it is started again in 2 s\n")
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0
+    assert gone(pids, 0)
+
+
+async def test_the_pause_grows_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "PAUSE_S", 0.02)
+    monkeypatch.setattr(fleet, "MOST_PAUSE_S", 0.05)
+    lines = _Lines(count=6)
+    async with fleet.Fleet(lines) as keeper:
+        command = [sys.executable, "-S", "-c", "import sys; print('no', file=sys.stderr); sys.exit(3)"]
+        keeper.keep(await keeper.start("w", command, os.environ), command, os.environ)
+        await asyncio.wait_for(lines.enough.wait(), 20)
+    said = [line for line in lines.seen if line.startswith("up | ")]
+    pauses = ("0.02", "0.04", "0.05")
+    told = "up | w ended with exit status 3; its last line: no; it is started again in {} s"
+    assert said[:3] == [told.format(pause) for pause in pauses]
+    assert not keeper.death.done() or keeper.death.cancelled()
+
+
+class _Lines(io.StringIO):
+    """A log that says when it has so many lines."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.enough, self._count = asyncio.Event(), count
+
+    @property
+    def seen(self) -> list[str]:
+        return self.getvalue().splitlines()
+
+    def flush(self) -> None:
+        if len(self.seen) >= self._count:
+            self.enough.set()
 
 
 def test_a_child_that_does_not_start_is_named_with_its_last_words(ups: list[Up]) -> None:
@@ -184,13 +242,16 @@ def test_grandchildren_go_too(ups: list[Up]) -> None:
     assert gone(pids)
 
 
-def test_a_death_is_noticed_though_a_grandchild_holds_the_pipes(ups: list[Up]) -> None:
+def test_a_death_is_noticed_though_a_grandchild_holds_the_pipes_and_the_grandchild_goes(ups: list[Up]) -> None:
     up = start(ups, decode="parent")
     up.ready()
-    pids = up.pids(4)
-    os.kill(int(up.until(r"decode-0 +\| pid=(\d+) argv")[1]), signal.SIGKILL)
-    assert up.end() == 1
-    assert "decode-0 was killed by SIGKILL" in up.log
+    grandchild = int(up.until(r"decode-0 +\| pid=(\d+)\n")[1])
+    os.kill(up.pid_of("decode-0"), signal.SIGKILL)
+    up.until("decode-0 was killed by SIGKILL")
+    assert gone([grandchild])
+    pids = up.pids(6)
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0
     assert gone(pids)
 
 
@@ -213,7 +274,8 @@ def test_killing_the_supervisor_leaves_no_orphan(ups: list[Up]) -> None:
         (["--kv-memory=-4GiB"], ["--kv-memory", "-4GiB"]),
         (["--max-model-len=-5"], ["--max-model-len", "-5"]),
         (["--grpc=nowhere"], ["--grpc", "HOST:PORT", "nowhere"]),
-        (["--grpc=0.0.0.0:0"], ["--grpc", "0.0.0.0:0", "--insecure"]),
+        (["--grpc=0.0.0.0:0"], ["--grpc", "0.0.0.0:0", "--secure DIR guards", "--insecure allows"]),
+        (["--start-timeout=nan"], ["--start-timeout", "nan"]),
         (["--redis=http://user:word@host"], ["--redis", "host"]),
         (["--device=tpu"], ["--device", "tpu"]),
         (["--bogus=1"], ["--bogus"]),
@@ -232,6 +294,17 @@ def test_bad_flags_are_named_before_anything_starts(
     assert result.exit_code == 2
     assert all(part in result.stderr for part in parts), result.stderr
     assert "word" not in result.stderr
+
+
+def test_an_unknown_variable_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from baton.cli import up
+
+    monkeypatch.setattr(up, "run", lambda options: pytest.fail("started"))
+    result = CliRunner().invoke(up.up, ["--redis=none"], env={"BATON_NONSENSE": "1"})
+    assert result.exit_code == 2
+    assert "BATON_NONSENSE: unknown variable" in result.stderr
 
 
 def test_a_taken_address_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -126,12 +127,26 @@ async def test_the_deadline_ends_the_request_on_both_sides(router: Router, face:
     async with served(router) as listener:
         if face == "async":
             async with AsyncClient(listener.address) as client:
-                with pytest.raises(DeadlineExceeded):
-                    await client.complete("x", timeout=0.1)
+                with pytest.raises(DeadlineExceeded, match=r"^the deadline of 1 s passed after 1 token$"):
+                    await client.complete("x", timeout=1)
         else:
-            with pytest.raises(DeadlineExceeded):
-                await on_thread(listener.address, lambda client: client.complete("x", timeout=0.1))
+            with pytest.raises(DeadlineExceeded, match=r"^the deadline of 1 s passed after 1 token$"):
+                await on_thread(listener.address, lambda client: client.complete("x", timeout=1))
         await asyncio.wait_for(router.closed.wait(), 5)
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), 1e300, "5"])
+async def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
+    words = rf"^timeout: must be a number of at most \d+ seconds, got {re.escape(repr(timeout))}$"
+    with Client("127.0.0.1:1") as client:
+        for ask in (client.get_model, lambda timeout: client.generate("x", timeout=timeout)):
+            with pytest.raises(InvalidRequest, match=words):
+                ask(timeout=timeout)
+    async with AsyncClient("127.0.0.1:1") as other:
+        with pytest.raises(InvalidRequest, match=words):
+            await other.get_model(timeout=timeout)
+        with pytest.raises(InvalidRequest, match=words):
+            other.generate("x", timeout=timeout)
 
 
 async def test_refusals_keep_their_class(router: Router) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ async def test_a_client_shows_its_certificate() -> None:
         ({"cert": "x.crt"}, "^key: is missing"),
         ({"key": "x.key"}, "^cert: is missing"),
         ({"ca": "/nowhere"}, "^ca: '/nowhere' can't be read: No such file"),
+        ({"cert": fleet() / "client.crt", "key": fleet() / "ca.key"}, "^key: .*ca.key' is not the key of the certif"),
         ({"ca": __file__}, "^ca: .*test_security.py' is no PEM file"),
     ],
 )
@@ -117,5 +119,45 @@ async def test_generate_takes_the_key_from_the_environment() -> None:
 async def test_generate_names_a_file_that_can_not_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "ca.crt"
     result = await asyncio.to_thread(CliRunner().invoke, main, ["generate", f"--ca={missing}", "x"])
-    assert result.exit_code == 1
-    assert f"ca: '{missing}' can't be read" in result.stderr
+    assert result.exit_code == 2
+    assert f"Invalid value for '--ca': '{missing}' can't be read" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--cert={}/client.crt"], "'--key': is missing"),
+        (["--key={}/client.key"], "'--cert': is missing"),
+        (["--cert={0}/client.crt", "--key={0}/router.key"], "router.key' is not the key of the certificate"),
+        (["--ca={}/ca.crt", "--cert={0}/client.crt", "--key={0}/ca.crt"], "'--key': "),
+    ],
+)
+@pytest.mark.parametrize("command", [["generate", "x"], ["ledger"]])
+def test_files_that_can_not_be_used_are_named_by_their_flags(command: list[str], flags: list[str], words: str) -> None:
+    result = CliRunner().invoke(main, [*command, *(flag.replace("{}", "{0}").format(fleet()) for flag in flags)])
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("face", ["library", "command"])
+async def test_who_speaks_in_the_clear_to_tls_is_given_a_hint(face: str) -> None:
+    async with served(Router(), tls=tls("router")) as listener:
+        if face == "library":
+            async with AsyncClient(listener.address) as client:
+                with pytest.raises(Unavailable, match=r"is it a TLS listener\? Then give its CA \(ca, --ca\)$"):
+                    await client.get_model()
+            return
+        result = await asyncio.to_thread(CliRunner().invoke, main, ["generate", f"--target={listener.address}", "x"])
+        assert (result.exit_code, "is it a TLS listener?" in result.stderr) == (75, True)
+
+
+async def test_commands_keep_grpcs_own_log_off_standard_error() -> None:
+    async with served(Router(), tls=tls("router"), roles=("client",)) as listener:
+        flags = [f"--target={listener.address}", f"--ca={fleet() / 'ca.crt'}", "x"]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "baton", "generate", *flags), stderr=asyncio.subprocess.PIPE
+        )
+        _, said = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 75
+    assert said.decode().startswith("error: UNAVAILABLE: ")
+    assert said.count(b"\n") == 1

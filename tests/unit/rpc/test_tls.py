@@ -67,30 +67,30 @@ async def refused(channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
 
 
 def test_without_settings_there_is_no_tls() -> None:
-    assert Tls.load(SimpleNamespace(tls_cert="", tls_key="", tls_ca="")) is None
+    assert Tls.load(SimpleNamespace(tls_cert="", tls_key="", tls_ca=""), "router") is None
 
 
 @pytest.mark.parametrize("lacking", ["tls_cert", "tls_key", "tls_ca"])
 def test_a_missing_setting_or_file_is_named(lacking: str, tmp_path: Path) -> None:
     files = settings(fleet(), "router")
     with pytest.raises(errors.ConfigError, match=rf"^{lacking}: is missing, but"):
-        Tls.load(SimpleNamespace(**{**files, lacking: ""}))
+        Tls.load(SimpleNamespace(**{**files, lacking: ""}), "router")
     with pytest.raises(errors.ConfigError, match=rf"^{lacking}: '/nowhere' can't be read: No such file"):
-        Tls.load(SimpleNamespace(**{**files, lacking: "/nowhere"}))
+        Tls.load(SimpleNamespace(**{**files, lacking: "/nowhere"}), "router")
     (tmp_path / "empty").write_text("")
     with pytest.raises(errors.ConfigError, match=rf"^{lacking}: .*empty' holds no"):
-        Tls.load(SimpleNamespace(**{**files, lacking: str(tmp_path / "empty")}))
+        Tls.load(SimpleNamespace(**{**files, lacking: str(tmp_path / "empty")}), "router")
 
 
 def test_files_that_do_not_match_are_named(tmp_path: Path) -> None:
     ours, theirs = settings(fleet(), "router"), settings(fleet("theirs"), "router")
     with pytest.raises(errors.ConfigError, match=r"^tls_key: .* is not the key of"):
-        Tls.load(SimpleNamespace(**{**ours, "tls_key": theirs["tls_key"]}))
+        Tls.load(SimpleNamespace(**{**ours, "tls_key": theirs["tls_key"]}), "router")
     with pytest.raises(errors.ConfigError, match=r"^tls_ca: .* does not hold the CA that signed"):
-        Tls.load(SimpleNamespace(**{**ours, "tls_ca": theirs["tls_ca"]}))
+        Tls.load(SimpleNamespace(**{**ours, "tls_ca": theirs["tls_ca"]}), "router")
     bundle = tmp_path / "both.crt"
     bundle.write_bytes(Path(theirs["tls_ca"]).read_bytes() + Path(ours["tls_ca"]).read_bytes())
-    assert Tls.load(SimpleNamespace(**{**ours, "tls_ca": str(bundle)}))
+    assert Tls.load(SimpleNamespace(**{**ours, "tls_ca": str(bundle)}), "router")
 
 
 def test_an_expired_certificate_is_named(tmp_path: Path) -> None:

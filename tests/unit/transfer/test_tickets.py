@@ -162,10 +162,14 @@ def test_keys_are_replaced_while_the_worker_runs(router: Router) -> None:
     replace(router.public, old_key + (router.folder / "next.pub").read_bytes())
     new = router.ticket()
     assert new != old
+    ids = router.verifier.key_ids()
+    assert len(ids) == 2
+    assert ids[1] == router.signer.key_id
     router.check(old)
     router.check(new)
     replace(router.public, (router.folder / "next.pub").read_bytes())
     router.check(new)
+    assert router.verifier.key_ids() == ids[1:]
     with pytest.raises(PermissionDenied, match="unknown key"):
         router.check(old)
 

@@ -104,6 +104,40 @@ async def test_a_worker_that_fails_while_it_drains_ends_with_an_error() -> None:
     assert await asyncio.wait_for(serving, 10) == 1
 
 
+ENDING = """
+import asyncio, atexit, contextlib, os, signal, sys
+from dataclasses import dataclass
+from baton.process import main
+
+class Service:
+    listening = "x=1"
+    async def drain(self):
+        print("drained")
+
+@contextlib.asynccontextmanager
+async def run(settings):
+    service = Service()
+    service.failed = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+    yield service
+    print("stopped")
+
+@dataclass(frozen=True)
+class Settings:
+    pass
+
+atexit.register(print, "taken apart")
+sys.exit(main("decode", "decode_svc", Settings, run))
+"""
+
+
+async def test_the_process_ends_when_all_is_stopped_and_takes_nothing_apart() -> None:
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", ENDING, stdout=PIPE, stderr=PIPE)
+    async with asyncio.timeout(30):
+        said, errors = await child.communicate()
+    assert (child.returncode, said) == (0, b"listening x=1\ndrained\nstopped\n"), errors
+
+
 LOADING = """
 import asyncio, contextlib, sys, threading
 from dataclasses import dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def test_each_start_is_another_incarnation() -> None:
 
 def test_a_status_survives_its_message() -> None:
     identity = new_identity(WorkerConfig(model="/x/m"), WorkerRole.PREFILL, SPEC, "digest", converts_kv=True)
+    identity = replace(identity, ticket_key_ids=(b"12345678", b"87654321"))
     status = WorkerStatus(identity, WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9.5), draining=True)
     assert status_from_proto(status_to_proto(status)) == status
 
@@ -81,6 +83,15 @@ async def test_a_watch_tells_at_once_then_on_change_and_ends_with_the_hub() -> N
     hub.close()
     with pytest.raises(StopAsyncIteration):
         await anext(watch)
+
+
+async def test_every_status_says_anew_whose_tickets_are_taken() -> None:
+    hub, taken = StatusHub(new_identity(WorkerConfig(), WorkerRole.PREFILL, SPEC, ""), WorkerLoad), (b"old",)
+    assert hub.status().identity.ticket_key_ids == ()
+    hub.ask_for_tickets(lambda: taken)
+    assert hub.status().identity.ticket_key_ids == (b"old",)
+    taken = (b"old", b"new")
+    assert hub.status().identity.ticket_key_ids == (b"old", b"new")
 
 
 async def test_a_watch_speaks_without_a_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,53 @@
+"""How a client command fails: one line on standard error, and an exit status that scripts can tell apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import click
+
+from baton.errors import BatonError, ConfigError, Overloaded
+
+FAILED, USAGE, TRY_AGAIN, TIMED_OUT, INTERRUPTED = 1, 2, 75, 124, 130
+_STATUS = {
+    "INVALID_ARGUMENT": USAGE,
+    "RESOURCE_EXHAUSTED": TRY_AGAIN,
+    "UNAVAILABLE": TRY_AGAIN,
+    "DEADLINE_EXCEEDED": TIMED_OUT,
+}
+
+EXIT_HELP = (
+    "Exit status: 0 done, 1 failed, 2 bad usage or INVALID_ARGUMENT, 75 try again later (RESOURCE_EXHAUSTED, "
+    "UNAVAILABLE), 124 the deadline passed, 130 Ctrl-C."
+)
+
+
+def exit_status(error: BatonError) -> int:
+    """The exit status that an error stands for."""
+    return _STATUS.get(error.grpc_status, FAILED)
+
+
+def in_words(error: BatonError) -> str:
+    """Status and message of an error, and when to try again, if it says so."""
+    after = error.retry_after if isinstance(error, Overloaded) else None
+    again = "" if after is None else f" (try again in {after:.3g} s)"
+    return f"{error.grpc_status}: {error}{again}"
+
+
+@contextmanager
+def usage_of_connection() -> Iterator[None]:
+    """Turn a ConfigError, which begins with the name of a client's setting, into a usage error naming its flag."""
+    try:
+        yield
+    except ConfigError as error:
+        name, _, problem = str(error).partition(": ")
+        raise click.BadParameter(problem, param_hint=f"'--{name.replace('_', '-')}'") from None
+
+
+def fail(error: BatonError) -> NoReturn:
+    """Say what failed and end the process."""
+    click.echo(f"error: {in_words(error)}", err=True)
+    sys.exit(exit_status(error))

@@ -1,0 +1,68 @@
+"""One call of a client: its deadline, how far it came, and its failure in words that say so."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from baton.completion import Delta
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Unavailable, shown
+from baton.rpc.errors import from_rpc_error
+
+MAX_TIMEOUT_S = 366 * 24 * 3600
+"""Longest timeout of a call; gRPC turns one that is much longer into none, or into one that has passed."""
+
+# What gRPC says when it ends a call at its deadline itself.
+_SAYS_NOTHING = re.compile(r"(stream removed )?\(?(deadline exceeded)?\)?\.?", re.IGNORECASE)
+# How a TLS listener answers what is no handshake.
+_CLOSED = re.compile(r"failed to connect to all addresses.*Socket closed", re.DOTALL)
+
+
+class Call:
+    """A call with `timeout` in seconds, None without a deadline; `secure` says whether its channel has TLS.
+
+    Raises InvalidRequest naming timeout, unless that is a finite number of at most MAX_TIMEOUT_S.
+    """
+
+    def __init__(self, timeout: float | None, *, secure: bool) -> None:
+        if timeout is not None and not (isinstance(timeout, numbers.Real) and _usable(timeout)):
+            problem = f"must be a number of at most {MAX_TIMEOUT_S} seconds, got {shown(timeout)}"
+            raise InvalidRequest("timeout", problem)
+        self.timeout = timeout
+        self._secure = secure
+        self._tokens: int | None = None
+
+    def streams(self) -> None:
+        """The call begins to stream tokens."""
+        self._tokens = 0
+
+    def took(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
+        """Count what has come; the same deltas."""
+        self._tokens = (self._tokens or 0) + sum(len(delta.tokens) for delta in deltas)
+        return deltas
+
+    def failure(self, error: grpc.RpcError) -> BatonError:
+        """The Baton error that the call failed with."""
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and self.timeout is not None:
+            more = "" if _SAYS_NOTHING.fullmatch(details) else f": {details}"
+            return DeadlineExceeded(f"the deadline of {self.timeout:g} s passed{self._progress()}{more}")
+        if not self._secure and code is grpc.StatusCode.UNAVAILABLE and _CLOSED.fullmatch(details):
+            return Unavailable(f"{details}; is it a TLS listener? Then give its CA (ca, --ca)")
+        return from_rpc_error(error)
+
+    def _progress(self) -> str:
+        if self._tokens is None:
+            return ""
+        if not self._tokens:
+            return " before the first token"
+        return f" after {self._tokens} token{'s' if self._tokens > 1 else ''}"
+
+
+def _usable(timeout: Any) -> bool:
+    return math.isfinite(timeout) and timeout <= MAX_TIMEOUT_S
