@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
 from baton.admin import ADMIN_SERVICE, LedgerSource, add_admin
 from baton.pb import worker_pb2_grpc
-from baton.rpc.server import check_reach, listen
+from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
 from baton.telemetry.ops import serve_ops
 from baton.transfer.tickets import TicketVerifier
@@ -80,34 +81,18 @@ async def listeners(
         add_admin(server, ledger)
         control.add(server)
 
-    keys = _keys(config)
+    def serve(*, field: str, **what: Any) -> contextlib.AbstractAsyncContextManager[Listener]:
+        address = getattr(config, field)
+        return listen(address, insecure=config.insecure, field=field, tls=tls, keys=_keys(config), **what)
+
     if tickets is not None:
         status.ask_for_tickets(tickets.key_ids)
     async with contextlib.AsyncExitStack() as stack:
-        kv_listener = await stack.enter_async_context(
-            listen(
-                config.kv,
-                insecure=config.insecure,
-                add=kv.add,
-                services=[kv.name],
-                field="kv",
-                tls=tls,
-                roles=KV_ROLES,
-                keys=keys,
-            )
-        )
+        kv_listener = await stack.enter_async_context(serve(field="kv", add=kv.add, services=[kv.name], roles=KV_ROLES))
         status.advertise(config.kv_advertise or f":{kv_listener.address.rpartition(':')[2]}")
+        services = [control.name, WORKER_SERVICE, ADMIN_SERVICE]
         control_listener = await stack.enter_async_context(
-            listen(
-                config.control,
-                insecure=config.insecure,
-                add=add_control,
-                services=[control.name, WORKER_SERVICE, ADMIN_SERVICE],
-                field="control",
-                tls=tls,
-                roles=CONTROL_ROLES,
-                keys=keys,
-            )
+            serve(field="control", add=add_control, services=services, roles=CONTROL_ROLES)
         )
         stack.callback(status.close)
         ops_listener = await stack.enter_async_context(

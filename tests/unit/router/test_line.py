@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.errors import DeadlineExceeded, Overloaded
 from router.line import WaitingLine
@@ -160,63 +157,3 @@ def test_while_all_wait_nobody_gets_two_turns_more_than_another(floods: list[tup
         left[entry[0]] -= 1
         waiting = [turns[tenant] for tenant in turns if left[tenant]]
         assert not waiting or max(waiting) - min(waiting) <= 1
-
-
-class LineMachine(RuleBasedStateMachine):
-    """Beside a plain list of what waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line: WaitingLine[int] = WaitingLine(6)
-        self.model: dict[int, tuple[str, float]] = {}
-        self.now = 0.0
-        self.next = 0
-
-    @rule(tenant=st.sampled_from("abc"), patience=st.sampled_from([1.0, 3.0, math.inf]))
-    def push(self, tenant: str, patience: float) -> None:
-        own = sum(1 for other, _ in self.model.values() if other == tenant)
-        tenants = {other for other, _ in self.model.values()} | {tenant}
-        try:
-            self.line.push(self.next, tenant=tenant, deadline=self.now + patience, now=self.now)
-        except Overloaded:
-            assert own >= max(1, 6 // len(tenants))
-        else:
-            assert own < max(1, 6 // len(tenants))
-            self.model[self.next] = (tenant, self.now + patience)
-            self.next += 1
-
-    @rule()
-    def pop(self) -> None:
-        entry = self.line.pop(self.now)
-        alive = {e for e, (_, deadline) in self.model.items() if deadline > self.now}
-        if entry is None:
-            assert not alive
-            self.model.clear()
-            return
-        assert entry in alive
-        tenant = self.model[entry][0]
-        older = [e for e in alive if self.model[e][0] == tenant and e < entry]
-        assert not older
-        # Those of the tenant that were before it are past their deadline, and left the line with it.
-        for e in [e for e in self.model if e not in alive and e not in set(self.line)]:
-            del self.model[e]
-        del self.model[entry]
-
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        if self.model:
-            entry = data.draw(st.sampled_from(sorted(self.model)))
-            self.line.remove(entry)
-            del self.model[entry]
-
-    @rule()
-    def tick(self) -> None:
-        self.now += 1.0
-
-    @invariant()
-    def holds_what_came_and_did_not_leave(self) -> None:
-        assert set(self.line) == set(self.model)
-        assert len(self.line) == len(self.model)
-
-
-TestLine = LineMachine.TestCase
