@@ -72,9 +72,12 @@ class Router:
     beats: list[set[str]] = field(default_factory=list)
     asked: list[decode_pb2.AttemptKey] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def say(self, **message: Any) -> None:
-        await self.call.write(decode_pb2.SessionUp(**message))
+        # A call takes one write at a time, and heartbeats come in between.
+        async with self.writing:
+            await self.call.write(decode_pb2.SessionUp(**message))
 
     async def beat(self) -> None:
         """Name all attempts that were ever asked for, every second."""
