@@ -7,10 +7,11 @@ measured is admission, lines and slots, and not how two cores are shared. Three 
     1x            Poisson arrivals at the capacity that the engine's numbers imply
     2x            twice that
 
-    python -m bench.overload [--seconds 60] [--slots 32] [--step-ms 20]
+    python -m bench.overload [--seconds 60] [--slots 32] [--step-ms 30] [--tokens 256]
 
 Goodput counts requests per second that finish with a first token within 2 s and a mean time between tokens of at
-most 50 ms. The capacity is slots / (tokens x step) requests per second.
+most 50 ms. The capacity is slots / (tokens x step) requests per second, outputs being between half and one and a half
+times `--tokens` long.
 """
 
 from __future__ import annotations
@@ -99,12 +100,14 @@ async def undisturbed(client: AsyncClient, slots: int, tokens: int, chosen: rand
 async def open_loop(
     client: AsyncClient, rate: float, seconds: float, tokens: int, chosen: random.Random
 ) -> list[Outcome]:
-    """Poisson arrivals for a time; returns when all have ended."""
+    """Poisson arrivals for a time, of `tokens` output tokens on average; returns when all have ended."""
     outcomes: list[Outcome] = []
     begin, due, tasks = time.perf_counter(), 0.0, []
     while due < seconds:
         await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
-        tasks.append(asyncio.create_task(ask(client, some_prompt(chosen), tokens, outcomes)))
+        # Lengths differ, or those that began together would end together, and the load would come in waves.
+        length = chosen.randint(tokens // 2, 3 * tokens // 2)
+        tasks.append(asyncio.create_task(ask(client, some_prompt(chosen), length, outcomes)))
         due += chosen.expovariate(rate)
     await asyncio.gather(*tasks)
     return [outcome for outcome in outcomes if outcome.sent - begin >= WARM_SHARE * seconds]
@@ -149,7 +152,7 @@ async def measure(arguments: argparse.Namespace, fleet: FakeFleet) -> dict[str, 
     counted = (1 - WARM_SHARE) * arguments.seconds
     async with AsyncClient(fleet.router) as client:
         await undisturbed(client, arguments.slots, 16, chosen)
-        alone = await undisturbed(client, arguments.slots, 10 * arguments.tokens, chosen)
+        alone = await undisturbed(client, arguments.slots, 4 * arguments.tokens, chosen)
         runs = {}
         for factor in (1, 2):
             outcomes = await open_loop(client, factor * capacity, arguments.seconds, arguments.tokens, chosen)
@@ -175,14 +178,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--step-ms", type=float, default=20)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--line", type=int, default=32, help="line_capacity of the router")
+    parser.add_argument("--step-ms", type=float, default=30)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--line-wait-s", type=float, default=1.0, help="of the router: longest expected wait")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with fake_fleet(
         decode_flags=["--slots", str(arguments.slots), "--step-time", str(arguments.step_ms / 1e3), "--pages", "4096"],
-        router_flags=["--line-capacity", str(arguments.line)],
+        router_flags=["--line-wait-s", str(arguments.line_wait_s)],
     ) as fleet:
         save("overload", asyncio.run(measure(arguments, fleet)))
 

@@ -25,6 +25,9 @@ class RouterConfig:
     served_model_name: str = option("", help="Name of the served model; empty: from --model.")
     max_model_len: int = option(0, help="Most tokens of prompt and output together; 0: the workers'.", minimum=0)
     line_capacity: int = option(1024, help="Requests that may wait for a worker.", minimum=1)
+    line_wait_s: float = option(
+        0.0, help="Seconds; a request that is expected to wait longer in the line is refused; 0: none is.", minimum=0
+    )
     prefill_limit: int = option(4, help="Requests sent to one prefill worker at a time.", minimum=1)
     max_attempts: int = option(3, help="Attempts at serving a request before its fault is reported.", minimum=1)
     reserve_timeout_s: float = option(5.0, help="Seconds for a decode worker's answer to a reservation.", minimum=0.01)

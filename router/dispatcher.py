@@ -25,7 +25,7 @@ from router.breaker import Breakers
 from router.config import RouterConfig
 from router.events import Deliver
 from router.isolation import Isolation
-from router.line import WaitingLine
+from router.line import SHORTEST_RETRY_S, WaitingLine
 from router.place import Answers, Application, Place, Reserver, demand_after
 from router.policy import Choice, choose, matching_decodes, servable
 from router.pool import Pool
@@ -149,6 +149,9 @@ class Dispatcher:
         if 0 < left_s < wait_s:
             problem = f"the deadline is in {left_s:.1f} s, the line is expected to take {wait_s:.1f} s"
             raise Overloaded(problem, self._line.retry_after())
+        if 0 < self._config.line_wait_s < wait_s:
+            problem = f"the line is expected to take {wait_s:.1f} s, {self._config.line_wait_s:g} s are allowed"
+            raise Overloaded(problem, max(wait_s - self._config.line_wait_s, SHORTEST_RETRY_S))
 
     async def _turn(self, waiter: _Waiter) -> tuple[Seat, Choice]:
         try:

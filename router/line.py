@@ -16,12 +16,17 @@ from baton.errors import DeadlineExceeded, Overloaded
 
 T = TypeVar("T", bound=Hashable)
 
-_SMOOTHING = 0.05
+_SPAN_S = 3.0
+"""Departures, and the time that they took, count for the pace with a weight that falls to 1/e in this time."""
+
+_STANDSTILL = 3.0
+"""An interval counts for at most so many times the usual one, or for the span."""
+
 _FOUNDED = 8
-"""Intervals between departures from which on they tell the line's pace: the first ones are those of cold workers."""
+"""Departures of a busy line from which on they tell its pace: the first ones are those of cold workers."""
 
 _FIRST_GUESS_S = 1.0
-_SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
+SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
 
 
 class WaitingLine(Generic[T]):
@@ -31,8 +36,8 @@ class WaitingLine(Generic[T]):
         self._capacity = capacity
         self._queues: OrderedDict[str, OrderedDict[T, float]] = OrderedDict()
         self._tenants: dict[T, str] = {}
-        self._interval = 0.0
-        self._intervals = 0
+        self._busy_s = self._departures = 0.0
+        self._counted = 0
         self.hint_s = 0.0
         """Least delay of a retry, as told by those whom the line waits for; 0 without."""
         self._last_departure: float | None = None
@@ -104,15 +109,25 @@ class WaitingLine(Generic[T]):
         """Somebody who was popped will not return: that is the line's pace."""
         # Only intervals within a busy period tell the pace; an idle line has none.
         if self._last_departure is not None:
-            self._intervals += 1
             latest = now - self._last_departure
-            self._interval += (latest - self._interval) * max(_SMOOTHING, 1 / self._intervals)
+            if self._departures:
+                # One standstill of a quick line does not make it a slow one; several do.
+                latest = min(latest, max(_SPAN_S, _STANDSTILL * self._interval))
+            fading = math.exp(-latest / _SPAN_S)
+            self._busy_s = self._busy_s * fading + latest
+            self._departures = self._departures * fading + 1
+            self._counted += 1
         self._last_departure = now if self._tenants else None
+
+    @property
+    def _interval(self) -> float:
+        """Seconds between two departures of late; 0 while unknown."""
+        return self._busy_s / self._departures if self._departures else 0.0
 
     def retry_after(self) -> float:
         """Seconds in which the line, at the pace of its latest departures, would be empty."""
         estimate = len(self) * self._interval if self._interval else _FIRST_GUESS_S
-        return min(max(estimate, self.hint_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+        return min(max(estimate, self.hint_s, SHORTEST_RETRY_S), _LONGEST_RETRY_S)
 
     def wait_s(self, tenant: str, now: float) -> float:
         """Seconds that a tenant's next entry would wait, at that pace and at the present standstill; 0 if unknown.
@@ -124,7 +139,7 @@ class WaitingLine(Generic[T]):
         own = len(self._queues.get(tenant, ()))
         # With turns, no other tenant is served more often than this one until this one's entry is reached.
         before = own + sum(min(len(queue), own + 1) for name, queue in self._queues.items() if name != tenant)
-        if not before or self._intervals < _FOUNDED:
+        if not before or self._counted < _FOUNDED:
             return 0.0
         standstill = 0.0 if self._last_departure is None else now - self._last_departure
         return before * self._interval + max(standstill - self._interval, 0.0)
