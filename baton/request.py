@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from baton.errors import InvalidRequest
 
 MAX_CHOICES = 64
+MAX_CACHE_SALT_BYTES = 256
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
@@ -161,6 +162,41 @@ class Handoff:
     prefill_ms: float
 
 
+class CachePolicy(enum.Enum):
+    """How a request uses the prefix cache."""
+
+    READ_WRITE = "read_write"
+    READ = "read"
+    WRITE = "write"
+    OFF = "off"
+
+    @property
+    def reads(self) -> bool:
+        """Whether cached KV may be used."""
+        return self in (CachePolicy.READ_WRITE, CachePolicy.READ)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the request's KV is left for others."""
+        return self in (CachePolicy.READ_WRITE, CachePolicy.WRITE)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Where KV that was not computed came from, in tokens; see inference.proto."""
+
+    pool: int = 0
+    host: int = 0
+    redis: int = 0
+    peer: int = 0
+    decode: int = 0
+
+    @property
+    def total(self) -> int:
+        """Tokens that prefill did not compute."""
+        return self.pool + self.host + self.redis + self.peer
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a request; `completion_tokens` over all choices."""
@@ -168,6 +204,7 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    cached: CachedTokens = CachedTokens()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@
                                   └ pause ── resume ┘
 
 A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
-count equals the handles that list it. `reserve`, `extend`, `fork`, `read_kv`, `write_kv`, `free` and whatever only
-looks may be called from any thread; `prefill_chunk`, `insert`, `step`, `pause` and `resume` from the one engine
-thread. `free` may come at any time: the handle is dead at once for every later call, and its pages return to the pool
-when the reads, writes and forward passes in flight on them have drained. `watch_pages` tells of each return, so that
-nobody who waits for pages has to ask again and again.
+count equals the handles that list it. `prefill_chunk`, `insert`, `step`, `pause` and `resume` may be called from the
+one engine thread; `reserve`, `publish`, `held`, `drop_cached`, `extend`, `fork`, `read_kv`, `write_kv`, `free` and
+whatever only looks from any. `free` may come at any time: the handle is dead at once for every later call, and its
+pages return to the pool when the reads, writes and forward passes in flight on them have drained. `watch_pages` tells
+of each return, so that nobody who waits for pages has to ask again and again.
 
 Implementations: `baton.engine.torch_engine` (the model) and `baton.engine.fake` (tokens computable by hand); one
 contract suite runs over both.
@@ -58,6 +58,10 @@ class KvHandle(Protocol):
     def alive(self) -> bool:
         """False from the moment `free` is called."""
 
+    @property
+    def cached(self) -> int:
+        """Leading tokens whose KV was there when the pages were reserved."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
@@ -95,8 +99,38 @@ class Engine(Protocol):
     def spec(self) -> EngineSpec:
         """What does not change."""
 
-    def reserve(self, owner: str, tokens: int) -> KvHandle:
-        """Take pages for `tokens` tokens; raises OutOfPages and takes nothing if they are not there."""
+    def reserve(self, owner: str, tokens: int, prefix: Sequence[bytes] = (), most: int | None = None) -> KvHandle:
+        """Take pages for `tokens` tokens; raises OutOfPages and takes nothing if they are not there.
+
+        `prefix` are digests of leading full blocks (`baton.kv.hashing`). The longest run of them that was published
+        and not evicted since is in the new handle from the start, of which `handle.cached` tells the tokens: at most
+        `most` (all by default). Full units of pages are shared and can't be written; of the last one, whose beginning
+        alone is wanted, there is a copy, so that what follows the cached tokens can be written.
+        """
+
+    def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
+        """Name the handle's leading full blocks, whose KV is final, so that `reserve` finds them.
+
+        Blocks are named as far as they fill whole pages together, in units of lcm(page size, block size) tokens. They
+        can't be written any more. They stay when the handle is freed, until their pages are wanted: least recently
+        used first, and the end of a chain before its beginning. Idempotent; a dead handle is ignored.
+        """
+
+    def held(self, digests: Sequence[bytes]) -> int:
+        """Tokens of the leading blocks that `reserve` would find now."""
+
+    def watch_prefixes(self, changed: Callable[[Sequence[bytes], Sequence[bytes]], object] | None) -> None:
+        """Call `changed(stored, dropped)` with the digests of blocks that `reserve` finds from now on, or no longer.
+
+        In the order of events, with the pool's lock held, from any thread: it must be quick, not raise, and not call
+        the engine. Blocks that are there already are told at once. There is one watcher; None ends it.
+        """
+
+    def drop_cached(self) -> int:
+        """Forget all published blocks; returns the pages that are free now because of it: those that no handle uses.
+
+        The others' pages return with their handles, unless these publish them anew.
+        """
 
     def extend(self, handle: KvHandle, tokens: int) -> None:
         """Grow the handle's capacity to at least `tokens`; raises OutOfPages and changes nothing if it can't."""

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 from baton.engine.contract import ChunkResult, EngineSpec, KvHandle, PoolStats
 from baton.errors import CorruptFrame, EngineError, InvalidRequest, Overloaded
 from baton.kv.format import DTYPE_BYTES, KvFormat, PartData
-from baton.kv.pool import PageHandle, PagePool
+from baton.kv.pool import PageCopy, PageHandle, PagePool
+from baton.kv.published import PrefixesChanged
 from baton.request import SequenceState, TokenInfo, check_token_ids
 
 
@@ -89,7 +90,7 @@ class PagedEngine(ABC):
     def __init__(self, spec: EngineSpec, memory: KvMemory, host_kv_memory: int) -> None:
         self._spec = spec
         self._memory = memory
-        self._pool = PagePool(spec.pages, spec.page_size)
+        self._pool = PagePool(spec.pages, spec.page_size, spec.kv_format.block_size)
         self._rows: list[Row] = []
         self._row_of: dict[PageHandle, int] = {}
         self._host_lock = threading.Lock()
@@ -126,9 +127,28 @@ class PagedEngine(ABC):
         """What does not change."""
         return self._spec
 
-    def reserve(self, owner: str, tokens: int) -> PageHandle:
+    def reserve(self, owner: str, tokens: int, prefix: Sequence[bytes] = (), most: int | None = None) -> PageHandle:
         """See `Engine.reserve`."""
-        return self._pool.reserve(owner, tokens)
+        return self._pool.reserve(owner, tokens, prefix, most, self._copy)
+
+    def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
+        """See `Engine.publish`. A paused sequence publishes nothing, until `resume` has put back all of its KV."""
+        own = _own(handle)
+        with self._host_lock:
+            if own not in self._paused:
+                self._pool.publish(own, digests)
+
+    def held(self, digests: Sequence[bytes]) -> int:
+        """See `Engine.held`."""
+        return self._pool.held(digests)
+
+    def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
+        """See `Engine.watch_prefixes`."""
+        self._pool.watch_prefixes(changed)
+
+    def drop_cached(self) -> int:
+        """See `Engine.drop_cached`."""
+        return self._pool.drop_cached()
 
     def extend(self, handle: KvHandle, tokens: int) -> None:
         """See `Engine.extend`."""
@@ -143,7 +163,7 @@ class PagedEngine(ABC):
             child, copy = self._pool.fork(parent, owner, shared_tokens, tokens, donor)
             if copy is not None:
                 try:
-                    self._memory.copy_page(copy.source, copy.target, copy.tokens)
+                    self._copy(copy)
                 except BaseException:
                     self._pool.free(child)
                     raise
@@ -289,6 +309,9 @@ class PagedEngine(ABC):
         self._remove_dead()
         for handle in list(self._paused):
             self._forget_paused(handle)
+
+    def _copy(self, copy: PageCopy) -> None:
+        self._memory.copy_page(copy.source, copy.target, copy.tokens)
 
     @contextmanager
     def _pinned_rows(self) -> Iterator[list[Row]]:

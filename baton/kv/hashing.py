@@ -24,6 +24,7 @@ DIGEST_BYTES = 32
 
 _CHAIN = b"baton prefix chain 1"
 _SALT = b"baton tenant salt 1"
+_REQUEST_SALT = b"baton request salt 1"
 _ID_BYTES = 4
 
 
@@ -49,6 +50,19 @@ def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> lis
 def tenant_salt(fleet_secret: str, tenant: str) -> bytes:
     """Salt of a tenant's chains: the same on every router, not guessable without the fleet's secret."""
     return hmac.digest(fleet_secret.encode(), _fields(_SALT, tenant.encode()), "sha256")
+
+
+def request_salt(fleet_secret: str, tenant: str, cache_salt: str = "") -> bytes:
+    """Salt of a request's chain, for which its tenant may have chosen a `cache_salt` to set it further apart.
+
+    Without one it is the tenant's salt. Where the fleet keeps no secret there is one tenant at most, whose salt is
+    empty; a `cache_salt` then counts for itself.
+    """
+    if not cache_salt:
+        return tenant_salt(fleet_secret, tenant) if fleet_secret else b""
+    if not fleet_secret:
+        return hashlib.sha256(_fields(_REQUEST_SALT, cache_salt.encode())).digest()
+    return hmac.digest(fleet_secret.encode(), _fields(_REQUEST_SALT, tenant.encode(), cache_salt.encode()), "sha256")
 
 
 def _fields(*values: bytes) -> bytes:

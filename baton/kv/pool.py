@@ -6,11 +6,12 @@
 
 A handle holds a *lease* on a list of pages. Giving the lease up (`free`, `detach`) takes effect at once for
 the handle, but the pages return to the pool only when the pins on that lease have drained: a late frame or a
-running forward pass never touches pages that have a new owner. A forked handle's lease lists the same full
-pages, so each page carries a reference count. The invariant that `audit` checks: each page is free, cached,
-or its count equals the leases that list it. No page is cached today: `_drop` is the one place where a page
-loses its last owner, and so the place where a prefix tier will keep it. Whoever waits for pages is told by `watch` of
-every time that some have returned, also of those that return late.
+running forward pass never touches pages that have a new owner. Leases share full pages: a fork those of its
+parent, and a handle reserved with a prefix those that were published of it (`baton.kv.published`). So each page
+carries a reference count, and a page that is shared or published is never written. The invariant that `audit`
+checks: each page is free, cached (published, and without owner), or its count equals the leases that list it.
+Cached pages are evicted when pages are wanted and none is free, so whoever waits for pages waits for both; `watch`
+tells of every time that some have returned, also of those that return late.
 
 Pure bookkeeping: pages are numbers, and the memory behind them belongs to the engine. Every method may be
 called from any thread.
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 
 from baton.engine.contract import PoolStats
 from baton.errors import EngineError, OutOfPages
+from baton.kv.published import PrefixesChanged, Published
 
 DRAINING = " (draining)"
 """Behind an owner's name in the audit when it gave up pages that are still pinned."""
@@ -41,11 +43,12 @@ class _Lease:
 class PageHandle:
     """The right to the pages of one sequence; see `baton.engine.contract.KvHandle`."""
 
-    __slots__ = ("_lease", "_page_size")
+    __slots__ = ("_cached", "_lease", "_page_size")
 
-    def __init__(self, lease: _Lease, page_size: int) -> None:
+    def __init__(self, lease: _Lease, page_size: int, cached: int) -> None:
         self._lease = lease
         self._page_size = page_size
+        self._cached = cached
 
     @property
     def owner(self) -> str:
@@ -63,6 +66,11 @@ class PageHandle:
         return self._lease.held
 
     @property
+    def cached(self) -> int:
+        """Leading tokens whose KV was there when its pages were reserved."""
+        return self._cached
+
+    @property
     def pages(self) -> Sequence[int]:
         """Its pages in token order. They only grow in number while a pin is held."""
         return self._lease.pages
@@ -74,7 +82,7 @@ class PageHandle:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """What a fork must copy: the first `tokens` of page `source` to page `target`."""
+    """What a new handle's first own page must get: the first `tokens` of page `source` go to page `target`."""
 
     source: int
     target: int
@@ -82,9 +90,9 @@ class PageCopy:
 
 
 class PagePool:
-    """Hands out `pages` pages of `page_size` tokens each, numbered from 0."""
+    """Hands out `pages` pages of `page_size` tokens each, numbered from 0; blocks have as many tokens by default."""
 
-    def __init__(self, pages: int, page_size: int) -> None:
+    def __init__(self, pages: int, page_size: int, block_size: int | None = None) -> None:
         if pages < 1 or page_size < 1:
             raise EngineError(f"a pool needs a page of a token or more, got {pages} pages of {page_size}")
         self.pages = pages
@@ -92,13 +100,13 @@ class PagePool:
         self._lock = threading.Lock()
         self._free = list(range(pages - 1, -1, -1))
         self._refs = [0] * pages
+        self._published = Published(self._refs, page_size, block_size or page_size)
         self._leases: set[_Lease] = set()
         self._returns = 0
         self._returned: Callable[[], object] | None = None
 
     def watch(self, returned: Callable[[], object] | None) -> None:
-        """Call `returned` each time that pages have come back, from the thread that brought them, without any lock
-        held; None ends that."""
+        """Call `returned`, from any thread and without any lock held, when pages have come back; None ends that."""
         with self._lock:
             self._returned = returned
 
@@ -106,16 +114,73 @@ class PagePool:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def reserve(self, owner: str, tokens: int) -> PageHandle:
-        """A handle of capacity `tokens` at least. Raises OutOfPages, and then takes nothing."""
-        if tokens < 0:
-            raise EngineError(f"{owner}: can't reserve {tokens} tokens")
+    def reserve(
+        self,
+        owner: str,
+        tokens: int,
+        prefix: Sequence[bytes] = (),
+        most: int | None = None,
+        copy: Callable[[PageCopy], object] | None = None,
+    ) -> PageHandle:
+        """A handle of capacity `tokens` at least. Raises OutOfPages, and then takes nothing.
+
+        It has the longest run of published blocks that begins the chain `prefix`, up to `most` tokens: whole units in
+        shared pages, the rest by calls of `copy`, without any lock held, if there is one and a page to spare for it.
+        """
+        if tokens < 0 or (most is not None and most < 0):
+            raise EngineError(f"{owner}: can't reserve {tokens} tokens, {most} of them cached")
+        with self._changing():
+            shared, cut, cached = self._published.find(prefix, tokens if most is None else min(most, tokens))
+            need = self.pages_for(tokens) - len(shared)
+            if copy is None or need > self._available(shared + cut):
+                cut, cached = [], len(shared) * self.page_size
+            if need > (available := self._available(shared)):
+                raise OutOfPages(need + len(shared), available + len(shared), self.pages)
+            self._share(shared + cut)
+            own = self._take(need)
+            handle = self._handle(owner, shared + own, cached)
+            if not cut or copy is None:
+                return handle
+            source = self._lease(owner, cut)
+            source.pins, source.held = 1, False
+        try:
+            with self.pinned(handle):
+                for index, page in enumerate(cut):
+                    rest = cached - (len(shared) + index) * self.page_size
+                    copy(PageCopy(page, own[index], min(rest, self.page_size)))
+        except BaseException:
+            self.free(handle)
+            raise
+        finally:
+            with self._changing():
+                self._unpin(source)
+        return handle
+
+    def publish(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
+        """See `Engine.publish`."""
+        with self._changing():
+            if handle.alive:
+                self._published.add(handle._lease.pages, digests)
+
+    def held(self, digests: Sequence[bytes]) -> int:
+        """See `Engine.held`."""
         with self._lock:
-            return self._handle(owner, self._take(self.pages_for(tokens)))
+            return self._published.count(digests)
+
+    def drop_cached(self) -> int:
+        """See `Engine.drop_cached`."""
+        with self._changing():
+            self._free += (freed := self._published.forget_all())
+            return len(freed)
+
+    def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
+        """See `Engine.watch_prefixes`."""
+        with self._lock:
+            self._published.watch(changed)
 
     def extend(self, handle: PageHandle, tokens: int) -> None:
         """Grow the handle to capacity `tokens` at least. Raises OutOfPages, and then changes nothing."""
-        with self._lock:
+        with self._changing():
             self._check_alive(handle)
             pages = handle._lease.pages
             pages += self._take(max(0, self.pages_for(tokens) - len(pages)))
@@ -138,8 +203,7 @@ class PagePool:
             need = self.pages_for(tokens) - full
             own = self._take(need) if spare is None else self._convert(spare, need)
             shared = handle._lease.pages[:full]
-            for page in shared:
-                self._refs[page] += 1
+            self._share(shared)
             copy = PageCopy(handle._lease.pages[full], own[0], rest) if rest else None
             return self._handle(owner, shared + own), copy
 
@@ -148,7 +212,7 @@ class PagePool:
         """Keep the handle's pages from returning to the pool; yields them in token order.
 
         `writes` are the tokens about to be written. Raises EngineError if the handle is dead, or if a page to
-        be written has other owners.
+        be written has other owners or is published.
         """
         with self._lock:
             self._check_alive(handle)
@@ -166,7 +230,7 @@ class PagePool:
     def pinned_batch(self, handles: Sequence[PageHandle], positions: Sequence[int]) -> Iterator[list[PageHandle]]:
         """Pin all of `handles`, each about to write its entry of `positions`, or none if some are dead.
 
-        Yields the dead ones. Raises EngineError if a position lies outside its handle or in a shared page.
+        Yields the dead ones. Raises EngineError if a position lies outside its handle or in a shared or published page.
         """
         with self._lock:
             dead = [handle for handle in handles if not handle.alive]
@@ -201,8 +265,9 @@ class PagePool:
                 self._give_up(handle._lease)
 
     def free_all(self) -> None:
-        """Free every handle."""
+        """Free every handle, and forget all that was published."""
         with self._changing():
+            self._free += self._published.forget_all()
             for lease in [lease for lease in self._leases if lease.held]:
                 self._give_up(lease)
 
@@ -214,8 +279,8 @@ class PagePool:
     def stats(self) -> PoolStats:
         """Count pages."""
         with self._lock:
-            free = len(self._free)
-        return PoolStats(used=self.pages - free, free=free, cached=0, total=self.pages)
+            free, cached = len(self._free), self._published.idle_pages
+        return PoolStats(used=self.pages - free - cached, free=free, cached=cached, total=self.pages)
 
     def audit(self) -> dict[str, int]:
         """Check the conservation invariant; pages by owner, shared ones counted for each.
@@ -238,19 +303,23 @@ class PagePool:
             if len(free) != len(self._free):
                 faults.append("a page is twice in the free list")
             for page in range(self.pages):
-                if counts[page] != self._refs[page] or (page in free) != (counts[page] == 0):
-                    state = "free" if page in free else "not free"
+                idle = counts[page] == 0
+                cached = idle and self._published.named(page)
+                if counts[page] != self._refs[page] or (page in free) != (idle and not cached):
+                    state = "free" if page in free else "cached" if cached else "not free"
                     faults.append(f"page {page}: count {self._refs[page]}, owners {counts[page]}, {state}")
+            faults += self._published.faults()
         if faults:
             raise EngineError(f"page audit failed: {'; '.join(faults[:20])}; ledger {ledger}")
         return ledger
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """The lock; and once it is released, word to the watcher if pages have returned meanwhile."""
+        """The lock, with word of published units in it; once released, word to the watcher if pages have returned."""
         with self._lock:
             before = self._returns
             yield
+            self._published.tell()
             told = self._returned if self._returns != before else None
         if told is not None:
             told()
@@ -260,22 +329,35 @@ class PagePool:
         self._leases.add(lease)
         return lease
 
-    def _handle(self, owner: str, pages: list[int]) -> PageHandle:
-        return PageHandle(self._lease(owner, pages), self.page_size)
+    def _handle(self, owner: str, pages: list[int], cached: int = 0) -> PageHandle:
+        return PageHandle(self._lease(owner, pages), self.page_size, cached)
+
+    def _available(self, shared: Sequence[int] = ()) -> int:
+        """Pages that can be taken if the cached ones among `shared` can't."""
+        refs = self._refs
+        return len(self._free) + self._published.idle_pages - len([page for page in shared if not refs[page]])
 
     def _take(self, count: int) -> list[int]:
+        if count > (available := self._available()):
+            raise OutOfPages(count, available, self.pages)
         if count > len(self._free):
-            raise OutOfPages(count, len(self._free), self.pages)
+            self._free += self._published.evict(count - len(self._free))
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._refs[page] = 1
         return taken
 
+    def _share(self, pages: Sequence[int]) -> None:
+        refs = self._refs
+        self._published.taken([page for page in pages if not refs[page]])
+        for page in pages:
+            refs[page] += 1
+
     def _convert(self, spare: PageHandle, count: int) -> list[int]:
         """`count` pages, those of `spare` first, which dies; what it has beyond them returns."""
         self._check_alive(spare)
         lease = spare._lease
-        if lease.pins or any(self._refs[page] != 1 for page in lease.pages):
+        if lease.pins or any(not self._private(page) for page in lease.pages):
             raise EngineError(f"{lease.owner}: its pages are in use, a fork can't have them")
         more = self._take(max(0, count - len(lease.pages)))
         kept, lease.pages = lease.pages[:count], lease.pages[count:]
@@ -294,19 +376,22 @@ class PagePool:
 
     def _drop(self, lease: _Lease) -> None:
         self._leases.discard(lease)
+        refs = self._refs
         for page in lease.pages:
-            self._refs[page] -= 1
-            if not self._refs[page]:
-                self._free.append(page)
-                self._returns += 1
+            refs[page] -= 1
+            self._returns += not refs[page]
+        self._free += self._published.left(lease.pages)
+
+    def _private(self, page: int) -> bool:
+        return self._refs[page] == 1 and not self._published.named(page)
 
     def _check_private(self, lease: _Lease, tokens: range) -> None:
         first, last = tokens[0] // self.page_size, tokens[-1] // self.page_size
         if last >= len(lease.pages):
             raise EngineError(f"{lease.owner}: token {tokens[-1]} lies beyond its {len(lease.pages)} pages")
         for page in lease.pages[first : last + 1]:
-            if self._refs[page] != 1:
-                raise EngineError(f"{lease.owner}: page {page} is shared, tokens {tokens} can't be written")
+            if not self._private(page):
+                raise EngineError(f"{lease.owner}: page {page} is shared or published, {tokens} can't be written")
 
     @staticmethod
     def _check_alive(handle: PageHandle) -> None:

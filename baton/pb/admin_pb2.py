@@ -24,19 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\"\x0f\n\rLedgerRequest\"\xae\x01\n\x0bLedgerEntry\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05pages\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x17\n\ndeadline_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\t \x01(\tB\r\n\x0b_deadline_s\"\xbe\x01\n\x0eLedgerResponse\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12&\n\x07\x65ntries\x18\x04 \x03(\x0b\x32\x15.baton.v1.LedgerEntry\x12\x13\n\x0bpages_total\x18\x05 \x01(\x04\x12\x12\n\npages_free\x18\x06 \x01(\x04\x12\x14\n\x0cpages_cached\x18\x07 \x01(\x04\x12\x11\n\tviolation\x18\x08 \x01(\t2D\n\x05\x41\x64min\x12;\n\x06Ledger\x12\x17.baton.v1.LedgerRequest\x1a\x18.baton.v1.LedgerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\"\x0e\n\x0c\x43\x61\x63heRequest\"\x97\x01\n\tCacheTier\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x18\n\x10\x62ytes_per_second\x18\x07 \x01(\x01\x12\r\n\x05state\x18\x08 \x01(\t\"R\n\rCacheResponse\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\"\n\x05tiers\x18\x03 \x03(\x0b\x32\x13.baton.v1.CacheTier\"\"\n\x11\x43learCacheRequest\x12\r\n\x05redis\x18\x01 \x01(\x08\":\n\x12\x43learCacheResponse\x12$\n\x07\x64ropped\x18\x01 \x03(\x0b\x32\x13.baton.v1.CacheTier\"\x0f\n\rLedgerRequest\"\xae\x01\n\x0bLedgerEntry\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05pages\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x17\n\ndeadline_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\t \x01(\tB\r\n\x0b_deadline_s\"\xbe\x01\n\x0eLedgerResponse\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12&\n\x07\x65ntries\x18\x04 \x03(\x0b\x32\x15.baton.v1.LedgerEntry\x12\x13\n\x0bpages_total\x18\x05 \x01(\x04\x12\x12\n\npages_free\x18\x06 \x01(\x04\x12\x14\n\x0cpages_cached\x18\x07 \x01(\x04\x12\x11\n\tviolation\x18\x08 \x01(\t2\xc7\x01\n\x05\x41\x64min\x12;\n\x06Ledger\x12\x17.baton.v1.LedgerRequest\x1a\x18.baton.v1.LedgerResponse\x12\x38\n\x05\x43\x61\x63he\x12\x16.baton.v1.CacheRequest\x1a\x17.baton.v1.CacheResponse\x12G\n\nClearCache\x12\x1b.baton.v1.ClearCacheRequest\x1a\x1c.baton.v1.ClearCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEDGERREQUEST']._serialized_start=34
-  _globals['_LEDGERREQUEST']._serialized_end=49
-  _globals['_LEDGERENTRY']._serialized_start=52
-  _globals['_LEDGERENTRY']._serialized_end=226
-  _globals['_LEDGERRESPONSE']._serialized_start=229
-  _globals['_LEDGERRESPONSE']._serialized_end=419
-  _globals['_ADMIN']._serialized_start=421
-  _globals['_ADMIN']._serialized_end=489
+  _globals['_CACHEREQUEST']._serialized_start=34
+  _globals['_CACHEREQUEST']._serialized_end=48
+  _globals['_CACHETIER']._serialized_start=51
+  _globals['_CACHETIER']._serialized_end=202
+  _globals['_CACHERESPONSE']._serialized_start=204
+  _globals['_CACHERESPONSE']._serialized_end=286
+  _globals['_CLEARCACHEREQUEST']._serialized_start=288
+  _globals['_CLEARCACHEREQUEST']._serialized_end=322
+  _globals['_CLEARCACHERESPONSE']._serialized_start=324
+  _globals['_CLEARCACHERESPONSE']._serialized_end=382
+  _globals['_LEDGERREQUEST']._serialized_start=384
+  _globals['_LEDGERREQUEST']._serialized_end=399
+  _globals['_LEDGERENTRY']._serialized_start=402
+  _globals['_LEDGERENTRY']._serialized_end=576
+  _globals['_LEDGERRESPONSE']._serialized_start=579
+  _globals['_LEDGERRESPONSE']._serialized_end=769
+  _globals['_ADMIN']._serialized_start=772
+  _globals['_ADMIN']._serialized_end=971
 # @@protoc_insertion_point(module_scope)

@@ -6,6 +6,52 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class CacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CacheTier(_message.Message):
+    __slots__ = ("name", "blocks", "bytes", "capacity_bytes", "hits", "misses", "bytes_per_second", "state")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    blocks: int
+    bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    bytes_per_second: float
+    state: str
+    def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., bytes_per_second: _Optional[float] = ..., state: _Optional[str] = ...) -> None: ...
+
+class CacheResponse(_message.Message):
+    __slots__ = ("process", "role", "tiers")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    process: str
+    role: str
+    tiers: _containers.RepeatedCompositeFieldContainer[CacheTier]
+    def __init__(self, process: _Optional[str] = ..., role: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ...) -> None: ...
+
+class ClearCacheRequest(_message.Message):
+    __slots__ = ("redis",)
+    REDIS_FIELD_NUMBER: _ClassVar[int]
+    redis: bool
+    def __init__(self, redis: _Optional[bool] = ...) -> None: ...
+
+class ClearCacheResponse(_message.Message):
+    __slots__ = ("dropped",)
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    dropped: _containers.RepeatedCompositeFieldContainer[CacheTier]
+    def __init__(self, dropped: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ...) -> None: ...
+
 class LedgerRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -40,6 +40,16 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.LedgerRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.LedgerResponse.FromString,
                 _registered_method=True)
+        self.Cache = channel.unary_unary(
+                '/baton.v1.Admin/Cache',
+                request_serializer=baton_dot_v1_dot_admin__pb2.CacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.CacheResponse.FromString,
+                _registered_method=True)
+        self.ClearCache = channel.unary_unary(
+                '/baton.v1.Admin/ClearCache',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ClearCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ClearCacheResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -53,6 +63,21 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Cache(self, request, context):
+        """Cache tells how full the tiers of a worker's prefix cache are and how they have fared; a router answers for its
+        index of prefixes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearCache(self, request, context):
+        """ClearCache drops all cached KV from a worker's pages and host memory, and, if asked to, from Redis.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +85,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Ledger,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.LedgerRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.LedgerResponse.SerializeToString,
+            ),
+            'Cache': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cache,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.CacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.CacheResponse.SerializeToString,
+            ),
+            'ClearCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearCache,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ClearCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ClearCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +125,60 @@ class Admin:
             '/baton.v1.Admin/Ledger',
             baton_dot_v1_dot_admin__pb2.LedgerRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.LedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/Cache',
+            baton_dot_v1_dot_admin__pb2.CacheRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.CacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ClearCache',
+            baton_dot_v1_dot_admin__pb2.ClearCacheRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ClearCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.pb import inference_pb2 as baton_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\"1\n\nAttemptKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x1a\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\x82\x01\n\x07Reserve\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x03 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x04 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x04\"\x98\x01\n\x05Start\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x16\n\x0esource_address\x18\x03 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x04\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\"W\n\x06\x43\x61ncel\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x19\n\x0c\x63hoice_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_choice_index\"/\n\tHeartbeat\x12\"\n\x04live\x18\x01 \x03(\x0b\x32\x14.baton.v1.AttemptKey\"\xce\x01\n\tSessionUp\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12$\n\x07reserve\x18\x02 \x01(\x0b\x32\x11.baton.v1.ReserveH\x00\x12 \n\x05start\x18\x03 \x01(\x0b\x32\x0f.baton.v1.StartH\x00\x12\"\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12(\n\theartbeat\x18\x05 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x42\t\n\x07message\"z\n\rReserveResult\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x0f\n\x07granted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05never\x18\x04 \x01(\x08\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\"\xdd\x01\n\x0eSequenceOutput\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x14\n\x0coutput_index\x18\x03 \x01(\r\x12#\n\x06tokens\x18\x04 \x03(\x0b\x32\x13.baton.v1.TokenInfo\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12(\n\x07timings\x18\x06 \x01(\x0b\x32\x17.baton.v1.DecodeTimings\"N\n\rDecodeTimings\x12\x10\n\x08\x66\x65tch_ms\x18\x01 \x01(\x01\x12\x14\n\x0cslot_wait_ms\x18\x02 \x01(\x01\x12\x15\n\rfirst_step_ms\x18\x03 \x01(\x01\"\x8b\x02\n\x0e\x41ttemptFailure\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.baton.v1.AttemptFailure.Kind\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x97\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17KIND_SOURCE_UNREACHABLE\x10\x01\x12\x11\n\rKIND_TRANSFER\x10\x02\x12\x0f\n\x0bKIND_ENGINE\x10\x03\x12\x11\n\rKIND_DEADLINE\x10\x04\x12\x11\n\rKIND_DRAINING\x10\x05\x12\x12\n\x0eKIND_PREEMPTED\x10\x06\"\xb7\x01\n\x0bSessionDown\x12)\n\x08reserved\x18\x01 \x03(\x0b\x32\x17.baton.v1.ReserveResult\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.baton.v1.SequenceOutput\x12*\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x18.baton.v1.AttemptFailure\x12&\n\theartbeat\x18\x04 \x01(\x0b\x32\x13.baton.v1.Heartbeat2C\n\x06\x44\x65\x63ode\x12\x39\n\x07Session\x12\x13.baton.v1.SessionUp\x1a\x15.baton.v1.SessionDown(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\"1\n\nAttemptKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x1a\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xd4\x01\n\x07Reserve\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x03 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x04 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x04\x12\x16\n\x0eprefix_digests\x18\x06 \x01(\x0c\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12$\n\x05\x63\x61\x63he\x18\x08 \x01(\x0e\x32\x15.baton.v1.CachePolicy\"\xb4\x01\n\x05Start\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x16\n\x0esource_address\x18\x03 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x04\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\x12\x1a\n\x12prefix_transfer_id\x18\x07 \x01(\t\"W\n\x06\x43\x61ncel\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x19\n\x0c\x63hoice_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_choice_index\"/\n\tHeartbeat\x12\"\n\x04live\x18\x01 \x03(\x0b\x32\x14.baton.v1.AttemptKey\"\xce\x01\n\tSessionUp\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12$\n\x07reserve\x18\x02 \x01(\x0b\x32\x11.baton.v1.ReserveH\x00\x12 \n\x05start\x18\x03 \x01(\x0b\x32\x0f.baton.v1.StartH\x00\x12\"\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12(\n\theartbeat\x18\x05 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x42\t\n\x07message\"\x91\x01\n\rReserveResult\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x0f\n\x07granted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05never\x18\x04 \x01(\x08\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"\xdd\x01\n\x0eSequenceOutput\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x14\n\x0coutput_index\x18\x03 \x01(\r\x12#\n\x06tokens\x18\x04 \x03(\x0b\x32\x13.baton.v1.TokenInfo\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12(\n\x07timings\x18\x06 \x01(\x0b\x32\x17.baton.v1.DecodeTimings\"N\n\rDecodeTimings\x12\x10\n\x08\x66\x65tch_ms\x18\x01 \x01(\x01\x12\x14\n\x0cslot_wait_ms\x18\x02 \x01(\x01\x12\x15\n\rfirst_step_ms\x18\x03 \x01(\x01\"\x8b\x02\n\x0e\x41ttemptFailure\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.AttemptKey\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.baton.v1.AttemptFailure.Kind\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x97\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17KIND_SOURCE_UNREACHABLE\x10\x01\x12\x11\n\rKIND_TRANSFER\x10\x02\x12\x0f\n\x0bKIND_ENGINE\x10\x03\x12\x11\n\rKIND_DEADLINE\x10\x04\x12\x11\n\rKIND_DRAINING\x10\x05\x12\x12\n\x0eKIND_PREEMPTED\x10\x06\"\xb7\x01\n\x0bSessionDown\x12)\n\x08reserved\x18\x01 \x03(\x0b\x32\x17.baton.v1.ReserveResult\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.baton.v1.SequenceOutput\x12*\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x18.baton.v1.AttemptFailure\x12&\n\theartbeat\x18\x04 \x01(\x0b\x32\x13.baton.v1.Heartbeat2C\n\x06\x44\x65\x63ode\x12\x39\n\x07Session\x12\x13.baton.v1.SessionUp\x1a\x15.baton.v1.SessionDown(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,27 +37,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=112
   _globals['_HELLO']._serialized_end=138
   _globals['_RESERVE']._serialized_start=141
-  _globals['_RESERVE']._serialized_end=271
-  _globals['_START']._serialized_start=274
-  _globals['_START']._serialized_end=426
-  _globals['_CANCEL']._serialized_start=428
-  _globals['_CANCEL']._serialized_end=515
-  _globals['_HEARTBEAT']._serialized_start=517
-  _globals['_HEARTBEAT']._serialized_end=564
-  _globals['_SESSIONUP']._serialized_start=567
-  _globals['_SESSIONUP']._serialized_end=773
-  _globals['_RESERVERESULT']._serialized_start=775
-  _globals['_RESERVERESULT']._serialized_end=897
-  _globals['_SEQUENCEOUTPUT']._serialized_start=900
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1121
-  _globals['_DECODETIMINGS']._serialized_start=1123
-  _globals['_DECODETIMINGS']._serialized_end=1201
-  _globals['_ATTEMPTFAILURE']._serialized_start=1204
-  _globals['_ATTEMPTFAILURE']._serialized_end=1471
-  _globals['_ATTEMPTFAILURE_KIND']._serialized_start=1320
-  _globals['_ATTEMPTFAILURE_KIND']._serialized_end=1471
-  _globals['_SESSIONDOWN']._serialized_start=1474
-  _globals['_SESSIONDOWN']._serialized_end=1657
-  _globals['_DECODE']._serialized_start=1659
-  _globals['_DECODE']._serialized_end=1726
+  _globals['_RESERVE']._serialized_end=353
+  _globals['_START']._serialized_start=356
+  _globals['_START']._serialized_end=536
+  _globals['_CANCEL']._serialized_start=538
+  _globals['_CANCEL']._serialized_end=625
+  _globals['_HEARTBEAT']._serialized_start=627
+  _globals['_HEARTBEAT']._serialized_end=674
+  _globals['_SESSIONUP']._serialized_start=677
+  _globals['_SESSIONUP']._serialized_end=883
+  _globals['_RESERVERESULT']._serialized_start=886
+  _globals['_RESERVERESULT']._serialized_end=1031
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1034
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1255
+  _globals['_DECODETIMINGS']._serialized_start=1257
+  _globals['_DECODETIMINGS']._serialized_end=1335
+  _globals['_ATTEMPTFAILURE']._serialized_start=1338
+  _globals['_ATTEMPTFAILURE']._serialized_end=1605
+  _globals['_ATTEMPTFAILURE_KIND']._serialized_start=1454
+  _globals['_ATTEMPTFAILURE_KIND']._serialized_end=1605
+  _globals['_SESSIONDOWN']._serialized_start=1608
+  _globals['_SESSIONDOWN']._serialized_end=1791
+  _globals['_DECODE']._serialized_start=1793
+  _globals['_DECODE']._serialized_end=1860
 # @@protoc_insertion_point(module_scope)

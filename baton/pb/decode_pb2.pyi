@@ -23,34 +23,42 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("key", "context_tokens", "max_new_tokens", "choices", "deadline_ms")
+    __slots__ = ("key", "context_tokens", "max_new_tokens", "choices", "deadline_ms", "prefix_digests", "cache_salt", "cache")
     KEY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     context_tokens: int
     max_new_tokens: int
     choices: int
     deadline_ms: int
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., context_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., choices: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    prefix_digests: bytes
+    cache_salt: bytes
+    cache: _inference_pb2.CachePolicy
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., context_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., choices: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., prefix_digests: _Optional[bytes] = ..., cache_salt: _Optional[bytes] = ..., cache: _Optional[_Union[_inference_pb2.CachePolicy, str]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("key", "transfer_id", "source_address", "source_incarnation", "deadline_ms", "ticket")
+    __slots__ = ("key", "transfer_id", "source_address", "source_incarnation", "deadline_ms", "ticket", "prefix_transfer_id")
     KEY_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     transfer_id: str
     source_address: str
     source_incarnation: str
     deadline_ms: int
     ticket: bytes
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., transfer_id: _Optional[str] = ..., source_address: _Optional[str] = ..., source_incarnation: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    prefix_transfer_id: str
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., transfer_id: _Optional[str] = ..., source_address: _Optional[str] = ..., source_incarnation: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., ticket: _Optional[bytes] = ..., prefix_transfer_id: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key", "choice_index")
@@ -81,18 +89,20 @@ class SessionUp(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class ReserveResult(_message.Message):
-    __slots__ = ("key", "granted", "reason", "never", "retry_after_ms")
+    __slots__ = ("key", "granted", "reason", "never", "retry_after_ms", "cached_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NEVER_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     granted: bool
     reason: str
     never: bool
     retry_after_ms: int
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., granted: _Optional[bool] = ..., reason: _Optional[str] = ..., never: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., granted: _Optional[bool] = ..., reason: _Optional[str] = ..., never: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
     __slots__ = ("key", "choice_index", "output_index", "tokens", "finish_reason", "timings")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"m\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"\xc5\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12;\n\nlogit_bias\x18\n \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x06\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\rH\x07\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x12 \x03(\r\x12 \n\x13skip_special_tokens\x18\x13 \x01(\x08H\x08\x88\x01\x01\x12\x1e\n\x16include_stop_in_output\x18\x14 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\x16\n\x14_skip_special_tokens\"\xaf\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParamsB\x08\n\x06prompt\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"d\n\tTokenInfo\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprobB\n\n\x08_logprob\"\xbc\x01\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12#\n\x06tokens\x18\x03 \x03(\x0b\x32\x13.baton.v1.TokenInfo\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x42\x0c\n\nstop_cause\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x93\x01\n\x07Timings\x12\x0c\n\x04line\x18\x01 \x01(\x01\x12\x0f\n\x07prefill\x18\x02 \x01(\x01\x12\x10\n\x08transfer\x18\x03 \x01(\x01\x12\x11\n\tslot_wait\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\x01\x12\r\n\x05total\x18\x06 \x01(\x01\x12\x13\n\x0b\x66irst_token\x18\x07 \x01(\x01\x12\x10\n\x08mean_itl\x18\x08 \x01(\x01\"\xbe\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x15.baton.v1.ChoiceDelta\x12*\n\rprompt_tokens\x18\x03 \x03(\x0b\x32\x13.baton.v1.TokenInfo\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.baton.v1.Timings\"\x91\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x92\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9f\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12\x41\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x1a.baton.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"m\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"\xc5\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12;\n\nlogit_bias\x18\n \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x05\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x06\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\rH\x07\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x12 \x03(\r\x12 \n\x13skip_special_tokens\x18\x13 \x01(\x08H\x08\x88\x01\x01\x12\x1e\n\x16include_stop_in_output\x18\x14 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\x16\n\x14_skip_special_tokens\"\xe9\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12$\n\x05\x63\x61\x63he\x18\x06 \x01(\x0e\x32\x15.baton.v1.CachePolicy\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\x08\n\x06prompt\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"d\n\tTokenInfo\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprobB\n\n\x08_logprob\"\xbc\x01\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12#\n\x06tokens\x18\x03 \x03(\x0b\x32\x13.baton.v1.TokenInfo\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x42\x0c\n\nstop_cause\"W\n\x0c\x43\x61\x63hedTokens\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\r\x12\r\n\x05redis\x18\x03 \x01(\r\x12\x0c\n\x04peer\x18\x04 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\r\"x\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12&\n\x06\x63\x61\x63hed\x18\x04 \x01(\x0b\x32\x16.baton.v1.CachedTokens\"\x93\x01\n\x07Timings\x12\x0c\n\x04line\x18\x01 \x01(\x01\x12\x0f\n\x07prefill\x18\x02 \x01(\x01\x12\x10\n\x08transfer\x18\x03 \x01(\x01\x12\x11\n\tslot_wait\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\x01\x12\r\n\x05total\x18\x06 \x01(\x01\x12\x13\n\x0b\x66irst_token\x18\x07 \x01(\x01\x12\x10\n\x08mean_itl\x18\x08 \x01(\x01\"\xbe\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x15.baton.v1.ChoiceDelta\x12*\n\rprompt_tokens\x18\x03 \x03(\x0b\x32\x13.baton.v1.TokenInfo\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.baton.v1.Timings\"\x91\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x92\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t*\x8d\x01\n\x0b\x43\x61\x63hePolicy\x12\x1c\n\x18\x43\x41\x43HE_POLICY_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43\x41\x43HE_POLICY_READ_WRITE\x10\x01\x12\x15\n\x11\x43\x41\x43HE_POLICY_READ\x10\x02\x12\x16\n\x12\x43\x41\x43HE_POLICY_WRITE\x10\x03\x12\x14\n\x10\x43\x41\x43HE_POLICY_OFF\x10\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9f\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12\x41\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x1a.baton.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2398
-  _globals['_FINISHREASON']._serialized_end=2493
+  _globals['_CACHEPOLICY']._serialized_start=2586
+  _globals['_CACHEPOLICY']._serialized_end=2727
+  _globals['_FINISHREASON']._serialized_start=2729
+  _globals['_FINISHREASON']._serialized_end=2824
   _globals['_TOKENIDS']._serialized_start=38
   _globals['_TOKENIDS']._serialized_end=61
   _globals['_CHATMESSAGE']._serialized_start=63
@@ -46,31 +48,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=746
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=794
   _globals['_GENERATEREQUEST']._serialized_start=933
-  _globals['_GENERATEREQUEST']._serialized_end=1108
-  _globals['_TOKENLOGPROB']._serialized_start=1110
-  _globals['_TOKENLOGPROB']._serialized_end=1159
-  _globals['_TOKENINFO']._serialized_start=1161
-  _globals['_TOKENINFO']._serialized_end=1261
-  _globals['_CHOICEDELTA']._serialized_start=1264
-  _globals['_CHOICEDELTA']._serialized_end=1452
-  _globals['_USAGE']._serialized_start=1454
-  _globals['_USAGE']._serialized_end=1534
-  _globals['_TIMINGS']._serialized_start=1537
-  _globals['_TIMINGS']._serialized_end=1684
-  _globals['_GENERATERESPONSE']._serialized_start=1687
-  _globals['_GENERATERESPONSE']._serialized_end=1877
-  _globals['_TOKENIZEREQUEST']._serialized_start=1880
-  _globals['_TOKENIZEREQUEST']._serialized_end=2025
-  _globals['_TOKENIZERESPONSE']._serialized_start=2027
-  _globals['_TOKENIZERESPONSE']._serialized_end=2064
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2066
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2177
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2179
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2213
-  _globals['_GETMODELREQUEST']._serialized_start=2215
-  _globals['_GETMODELREQUEST']._serialized_end=2247
-  _globals['_GETMODELRESPONSE']._serialized_start=2250
-  _globals['_GETMODELRESPONSE']._serialized_end=2396
-  _globals['_INFERENCE']._serialized_start=2496
-  _globals['_INFERENCE']._serialized_end=2783
+  _globals['_GENERATEREQUEST']._serialized_end=1166
+  _globals['_TOKENLOGPROB']._serialized_start=1168
+  _globals['_TOKENLOGPROB']._serialized_end=1217
+  _globals['_TOKENINFO']._serialized_start=1219
+  _globals['_TOKENINFO']._serialized_end=1319
+  _globals['_CHOICEDELTA']._serialized_start=1322
+  _globals['_CHOICEDELTA']._serialized_end=1510
+  _globals['_CACHEDTOKENS']._serialized_start=1512
+  _globals['_CACHEDTOKENS']._serialized_end=1599
+  _globals['_USAGE']._serialized_start=1601
+  _globals['_USAGE']._serialized_end=1721
+  _globals['_TIMINGS']._serialized_start=1724
+  _globals['_TIMINGS']._serialized_end=1871
+  _globals['_GENERATERESPONSE']._serialized_start=1874
+  _globals['_GENERATERESPONSE']._serialized_end=2064
+  _globals['_TOKENIZEREQUEST']._serialized_start=2067
+  _globals['_TOKENIZEREQUEST']._serialized_end=2212
+  _globals['_TOKENIZERESPONSE']._serialized_start=2214
+  _globals['_TOKENIZERESPONSE']._serialized_end=2251
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2253
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2364
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2366
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2400
+  _globals['_GETMODELREQUEST']._serialized_start=2402
+  _globals['_GETMODELREQUEST']._serialized_end=2434
+  _globals['_GETMODELRESPONSE']._serialized_start=2437
+  _globals['_GETMODELRESPONSE']._serialized_end=2583
+  _globals['_INFERENCE']._serialized_start=2827
+  _globals['_INFERENCE']._serialized_end=3114
 # @@protoc_insertion_point(module_scope)

@@ -64,7 +64,7 @@ class WorkerIdentity(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv_format: _Optional[_Union[_kv_pb2.KvFormat, _Mapping]] = ..., converts_kv: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., principal: _Optional[str] = ..., ticket_key_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("waiting", "running", "pending_tokens", "pages_used", "pages_total", "page_size", "slots_used", "slots_total", "tokens_per_second", "sequences_paused")
+    __slots__ = ("waiting", "running", "pending_tokens", "pages_used", "pages_total", "page_size", "slots_used", "slots_total", "tokens_per_second", "sequences_paused", "pages_cached")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class WorkerLoad(_message.Message):
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     pending_tokens: int
@@ -85,16 +86,29 @@ class WorkerLoad(_message.Message):
     slots_total: int
     tokens_per_second: float
     sequences_paused: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., page_size: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., sequences_paused: _Optional[int] = ...) -> None: ...
+    pages_cached: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., page_size: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., sequences_paused: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...
+
+class PrefixNews(_message.Message):
+    __slots__ = ("reset", "stored", "dropped")
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    reset: bool
+    stored: bytes
+    dropped: bytes
+    def __init__(self, reset: _Optional[bool] = ..., stored: _Optional[bytes] = ..., dropped: _Optional[bytes] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("identity", "load", "draining", "stalled")
+    __slots__ = ("identity", "load", "draining", "stalled", "prefixes")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     identity: WorkerIdentity
     load: WorkerLoad
     draining: bool
     stalled: bool
-    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., stalled: _Optional[bool] = ...) -> None: ...
+    prefixes: PrefixNews
+    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., stalled: _Optional[bool] = ..., prefixes: _Optional[_Union[PrefixNews, _Mapping]] = ...) -> None: ...

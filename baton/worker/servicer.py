@@ -9,7 +9,16 @@ import grpc
 from baton.errors import InvalidRequest
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.convert import kv_format_from_proto, kv_format_to_proto
-from baton.worker.status import Shard, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole, WorkerStatus
+from baton.worker.status import (
+    PREFIX_NAME_BYTES,
+    PrefixChange,
+    Shard,
+    StatusHub,
+    WorkerIdentity,
+    WorkerLoad,
+    WorkerRole,
+    WorkerStatus,
+)
 
 _ROLES = {
     WorkerRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
@@ -62,11 +71,15 @@ def status_to_proto(status: WorkerStatus) -> worker_pb2.WorkerStatus:
         load=worker_pb2.WorkerLoad(**{name: getattr(status.load, name) for name in _LOAD_FIELDS}),
         draining=status.draining,
         stalled=status.stalled,
+        prefixes=_prefixes_to_proto(status.prefixes),
     )
 
 
 def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
-    """The status in a message; raises InvalidRequest when role or KV format is not known, or no shard is named."""
+    """The status in a message.
+
+    Raises InvalidRequest when role or KV format is not known, no shard is named, or names of prefixes are cut.
+    """
     identity = message.identity
     if not identity.shards:
         raise InvalidRequest("identity.shards", "must not be empty", [])
@@ -90,7 +103,26 @@ def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
         load=WorkerLoad(**{name: getattr(message.load, name) for name in _LOAD_FIELDS}),
         draining=message.draining,
         stalled=message.stalled,
+        prefixes=_prefixes_from_proto(message.prefixes) if message.HasField("prefixes") else None,
     )
+
+
+def _prefixes_to_proto(change: PrefixChange | None) -> worker_pb2.PrefixNews | None:
+    if change is None:
+        return None
+    return worker_pb2.PrefixNews(reset=change.reset, stored=b"".join(change.stored), dropped=b"".join(change.dropped))
+
+
+def _prefixes_from_proto(message: worker_pb2.PrefixNews) -> PrefixChange:
+    return PrefixChange(
+        message.reset, _names("prefixes.stored", message.stored), _names("prefixes.dropped", message.dropped)
+    )
+
+
+def _names(field: str, joined: bytes) -> tuple[bytes, ...]:
+    if len(joined) % PREFIX_NAME_BYTES:
+        raise InvalidRequest(field, f"must be names of {PREFIX_NAME_BYTES} bytes each", f"{len(joined)} bytes")
+    return tuple(joined[i : i + PREFIX_NAME_BYTES] for i in range(0, len(joined), PREFIX_NAME_BYTES))
 
 
 def _role(number: int) -> WorkerRole:

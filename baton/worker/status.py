@@ -9,15 +9,23 @@ least every MAX_INTERVAL_S.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat
 from baton.worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from baton.worker.prefix_news import PrefixNews
+
+PREFIX_NAME_BYTES = 8
+"""Leading bytes of a block's digest that name it in news of prefixes."""
 
 MAX_INTERVAL_S = 1.0
 MIN_INTERVAL_S = 0.02
@@ -77,6 +85,19 @@ class WorkerLoad:
     slots_total: int = 0
     tokens_per_second: float = 0.0
     sequences_paused: int = 0
+    pages_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChange:
+    """Blocks that a worker holds from now on, and no longer, by the first PREFIX_NAME_BYTES of their digests.
+
+    None is in both. After a `reset` it holds no others than are stored in this message and in later ones.
+    """
+
+    reset: bool
+    stored: tuple[bytes, ...]
+    dropped: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +108,7 @@ class WorkerStatus:
     load: WorkerLoad
     draining: bool
     stalled: bool = False
+    prefixes: PrefixChange | None = None
 
 
 def new_identity(
@@ -116,11 +138,17 @@ def new_identity(
 
 
 class StatusHub:
-    """Gathers a worker's status and wakes its watchers; lives on the asyncio loop."""
+    """Gathers a worker's status and wakes its watchers; lives on the asyncio loop.
 
-    def __init__(self, identity: WorkerIdentity, load: Callable[[], WorkerLoad]) -> None:
+    With `prefixes`, each watcher is told which prefix blocks the worker holds, and then what changes about them.
+    """
+
+    def __init__(
+        self, identity: WorkerIdentity, load: Callable[[], WorkerLoad], prefixes: PrefixNews | None = None
+    ) -> None:
         self._identity = identity
         self._load = load
+        self._prefixes = prefixes
         self._draining = self._stalled = False
         self._closed = False
         self._news = asyncio.Event()
@@ -139,7 +167,7 @@ class StatusHub:
         return self._draining
 
     def status(self) -> WorkerStatus:
-        """The status now."""
+        """The status now, without news of prefixes."""
         return WorkerStatus(self.identity, self._load(), self._draining, self._stalled)
 
     def advertise(self, kv_address: str) -> None:
@@ -176,12 +204,17 @@ class StatusHub:
 
     async def watch(self) -> AsyncIterator[WorkerStatus]:
         """Yield the status at once, on change, and at least every MAX_INTERVAL_S, until the hub is closed."""
-        while not self._closed:
-            news = self._news
-            yield self.status()
-            await asyncio.sleep(MIN_INTERVAL_S)
-            try:
-                async with asyncio.timeout(MAX_INTERVAL_S - MIN_INTERVAL_S):
-                    await news.wait()
-            except TimeoutError:
-                continue
+        follower = self._prefixes.follow() if self._prefixes else None
+        try:
+            while not self._closed:
+                news = self._news
+                yield replace(self.status(), prefixes=follower.take() if follower else None)
+                await asyncio.sleep(MIN_INTERVAL_S)
+                if follower and follower.more:
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(MAX_INTERVAL_S - MIN_INTERVAL_S):
+                        await news.wait()
+        finally:
+            if self._prefixes and follower:
+                self._prefixes.leave(follower)

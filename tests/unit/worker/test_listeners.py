@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.cache_report import CacheTier
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
 from baton.ledger import Ledger
@@ -33,6 +34,11 @@ async def no_ledger() -> Ledger:
     return Ledger("w", "decode")
 
 
+async def nothing_cached(shared: bool = False) -> list[CacheTier]:
+    """No tiers."""
+    return []
+
+
 async def ops_status(address: str, path: str) -> int:
     """The status of a GET."""
     host, port = address.split(":")
@@ -53,6 +59,8 @@ async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_fo
         "control": Service("x.Control", nothing),
         "kv": Service("x.Kv", nothing),
         "ledger": no_ledger,
+        "cache": nothing_cached,
+        "clear": nothing_cached,
     }
     async with listeners(config, hub, progress, **rest) as addresses, control_channel(addresses.control) as channel:
         watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
@@ -91,6 +99,8 @@ async def test_an_advertised_address_replaces_the_bound_one() -> None:
         "control": Service("x.Control", nothing),
         "kv": Service("x.Kv", nothing),
         "ledger": no_ledger,
+        "cache": nothing_cached,
+        "clear": nothing_cached,
     }
     async with listeners(config, hub, Progress(), **rest):
         assert hub.identity.shards[0].kv_address == "kv.example:7001"

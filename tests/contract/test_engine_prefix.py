@@ -1,0 +1,394 @@
+"""What every engine does with published prefixes: found, shared, cut by a copy, evicted; and never a wrong token."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from baton.engine.contract import ChunkResult, Engine, KvHandle
+from baton.errors import EngineError, OutOfPages
+from baton.kv.hashing import block_digests
+from baton.request import SequenceState
+from tests.contract.engines import MIXED, Rig, chunks, generate, ignore, state, step, whole_kv
+
+SIZES = [
+    pytest.param({"page_size": 16, "block_size": 16}, id="page=block"),
+    pytest.param({"page_size": 32, "block_size": 8}, id="page>block"),
+    pytest.param({"page_size": 8, "block_size": 32}, id="block>page"),
+    pytest.param({"page_size": 8, "block_size": 12}, id="page and block without a common size"),
+]
+
+
+def digests(engine: Engine, ids: Sequence[int]) -> list[bytes]:
+    return block_digests(bytes(32), ids, engine.spec.kv_format.block_size)
+
+
+def compute(engine: Engine, handle: KvHandle, wanted: SequenceState, chunk: int = 40) -> ChunkResult:
+    """Prefill what is not cached, and sample with all alternatives' log-probabilities."""
+    ids = [*wanted.prompt_ids, *wanted.output_ids]
+    result = ChunkResult()
+    for start, end in chunks(len(ids) - handle.cached, chunk):
+        start, end = start + handle.cached, end + handle.cached
+        sample = [wanted] if end == len(ids) else ()
+        result = engine.prefill_chunk(handle, ids, start, end, on_layer=ignore, sample=sample)
+    return result
+
+
+def leave(engine: Engine, ids: Sequence[int], owner: str = "first") -> None:
+    """Compute the KV of `ids` and leave its blocks for others."""
+    handle = engine.reserve(owner, len(ids))
+    compute(engine, handle, state(ids))
+    engine.publish(handle, digests(engine, ids))
+    engine.free(handle)
+
+
+def whole(engine: Engine, tokens: int, sizes: dict[str, int]) -> int:
+    """Tokens of `tokens` that fill units."""
+    return tokens - tokens % math.lcm(sizes["page_size"], sizes["block_size"])
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_output_with_a_prefix_equals_the_output_without(rig: Rig, sizes: dict[str, int]) -> None:
+    prompt = rig.prompt(110)
+    wanted = [state(prompt, params) for params in MIXED]
+    plain = rig.engine(**sizes, pages=96)
+    expected, exact = [], []
+    for one in wanted:
+        handle = plain.reserve("plain", 130)
+        exact.append(compute(plain, handle, one))
+        plain.free(handle)
+        expected.append(generate(plain, one, 6))
+    engine = rig.engine(**sizes, pages=96)
+    leave(engine, prompt)
+    full = whole(engine, 110, sizes)
+    assert full == engine.held(digests(engine, prompt))
+    for most in (0, 1, 15, 40, 64, 77, full - 1, full, 109):
+        for one, first, outputs in zip(wanted, exact, expected, strict=True):
+            handle = engine.reserve("again", 130, digests(engine, prompt), most)
+            assert handle.cached == min(most, full)
+            result = compute(engine, handle, one)
+            assert result.tokens[0].token_id == first.tokens[0].token_id
+            engine.insert(handle, state(prompt, one.params, [result.tokens[0].token_id]))
+            tokens = [result.tokens[0].token_id, *(step(engine)[handle] for _ in range(5))]
+            assert tokens == outputs
+            engine.free(handle)
+            engine.step()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_whole_prompt_that_is_cached_leaves_one_token_to_compute(rig: Rig, sizes: dict[str, int]) -> None:
+    prompt, params = rig.prompt(96), MIXED[1]
+    asked = state(prompt, type(params)(seed=3, temperature=0.9, logprobs=5))
+    engine = rig.engine(**sizes, pages=96)
+    leave(engine, prompt)
+    plain = rig.engine(**sizes, pages=96)
+    handle, other = engine.reserve("again", 97, digests(engine, prompt), 95), plain.reserve("plain", 97)
+    assert handle.cached == 95
+    cached, computed = compute(engine, handle, asked), compute(plain, other, asked)
+    assert cached.tokens[0].token_id == computed.tokens[0].token_id
+    assert cached.tokens[0].logprob == pytest.approx(computed.tokens[0].logprob, abs=1e-5)
+    assert [token for token, _ in cached.tokens[0].top] == [token for token, _ in computed.tokens[0].top]
+    if rig.exact:
+        assert whole_kv(engine, handle, 96) == whole_kv(plain, other, 96)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_prompt_that_goes_on_differently_finds_the_blocks_in_common(rig: Rig, sizes: dict[str, int]) -> None:
+    engine = rig.engine(**sizes, pages=96)
+    first = rig.prompt(110)
+    leave(engine, first)
+    for common in (0, 11, 24, 50, 96):
+        prompt = [*first[:common], *[(token + 1) % rig.vocab for token in first[common:]]]
+        handle = engine.reserve("other", 120, digests(engine, prompt), 109)
+        assert handle.cached == common - common % sizes["block_size"] or common == 96
+        assert handle.cached <= common
+        expected = generate(rig.engine(**sizes, pages=96), state(prompt), 4)
+        result = compute(engine, handle, state(prompt))
+        engine.insert(handle, state(prompt, outputs=[result.tokens[0].token_id]))
+        assert [result.tokens[0].token_id, *(step(engine)[handle] for _ in range(3))] == expected
+        engine.publish(handle, digests(engine, prompt))
+        engine.free(handle)
+        engine.step()
+        # What they have in common is as it was, and both go on from it.
+        assert engine.held(digests(engine, first)) == whole(engine, 110, sizes)
+        assert engine.held(digests(engine, prompt)) == whole(engine, 110, sizes)
+
+
+def test_pages_are_shared_with_a_sequence_that_still_runs(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=16)
+    prompt = rig.prompt(70)
+    expected = generate(rig.engine(), state(prompt), 5)
+    first = engine.reserve("a/1", 80)
+    token = compute(engine, first, state(prompt)).tokens[0].token_id
+    engine.insert(first, state(prompt, outputs=[token]))
+    engine.publish(first, digests(engine, prompt))
+    second = engine.reserve("b/1", 80, digests(engine, prompt), 69)
+    assert second.cached == 64
+    assert engine.audit() == {"a/1": 5, "b/1": 5}
+    assert engine.stats().used == 6
+    assert compute(engine, second, state(prompt)).tokens[0].token_id == token
+    engine.insert(second, state(prompt, outputs=[token]))
+    outputs = {first: [token], second: [token]}
+    for _ in range(2):
+        for handle, each in step(engine).items():
+            outputs[handle].append(each)
+    engine.free(first)
+    for _ in range(2):
+        outputs[second].append(step(engine)[second])
+    assert outputs[second] == expected
+    assert outputs[first] == expected[:3]
+
+
+def test_published_pages_refuse_writes(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=16)
+    prompt = rig.prompt(40)
+    heads = range(engine.spec.kv_format.heads)
+    handle = engine.reserve("a/1", 48)
+    compute(engine, handle, state(prompt))
+    parts = engine.read_kv(handle, 0, range(8), heads)
+    engine.write_kv(handle, 0, 0, 0, parts)
+    engine.publish(handle, digests(engine, prompt))
+    sharer = engine.reserve("b/1", 48, digests(engine, prompt))
+    kv = whole_kv(engine, sharer, 32)
+    for each in (handle, sharer):
+        with pytest.raises(EngineError, match="shared or published"):
+            engine.write_kv(each, 0, 20, 0, parts)
+        with pytest.raises(EngineError, match="shared or published"):
+            engine.prefill_chunk(each, prompt, 31, 40, on_layer=ignore)
+        engine.write_kv(each, 0, 32, 0, parts)
+    engine.free(sharer)
+    with pytest.raises(EngineError, match="shared or published"):
+        engine.write_kv(handle, 0, 0, 0, parts)
+    assert whole_kv(engine, handle, 32) == kv
+
+
+def test_pages_are_evicted_least_recently_used_and_from_the_end_of_the_chain(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=12)
+    first, second = rig.prompt(64, seed=1), rig.prompt(64, seed=2)
+    leave(engine, first)
+    leave(engine, second)
+    names, others = digests(engine, first), digests(engine, second)
+    stats = engine.stats()
+    assert (stats.used, stats.free, stats.cached) == (0, 4, 8)
+    engine.free(engine.reserve("touch", 16, names[:1]))
+    taken = engine.reserve("x/1", 16 * 6)
+    assert (engine.held(names), engine.held(others)) == (32, 64)
+    more = engine.reserve("x/2", 16 * 3)
+    assert (engine.held(names), engine.held(others)) == (16, 32)
+    with pytest.raises(OutOfPages, match="4 pages, 3 of 12"):
+        engine.reserve("x/3", 64)
+    # What it finds it does not evict.
+    last = engine.reserve("x/4", 48, others)
+    assert last.cached == 32
+    assert (engine.held(names), engine.held(others)) == (0, 32)
+    engine.free(taken)
+    engine.free(more)
+
+
+def test_a_reservation_that_fails_changes_nothing(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=8)
+    prompt = rig.prompt(64)
+    leave(engine, prompt)
+    names, news = digests(engine, prompt), []
+    engine.watch_prefixes(lambda stored, dropped: news.append((list(stored), list(dropped))))
+    assert news == [(names, [])]
+    blocker = engine.reserve("x/1", 48)
+    with pytest.raises(OutOfPages, match="6 pages, 5 of 8"):
+        engine.reserve("y/1", 96, names)
+    assert engine.held(names) == 64
+    assert engine.audit() == {"x/1": 3}
+    fits = engine.reserve("y/1", 80, names)
+    assert (fits.cached, fits.capacity) == (64, 80)
+    assert len(news) == 1
+    engine.free(fits)
+    # With no page to spare for both a copy and its source, the cut page is computed again.
+    cut = engine.reserve("z/1", 64, names, 63)
+    assert cut.cached == 63
+    engine.free(cut)
+    tight = engine.reserve("z/2", 80, names, 63)
+    assert tight.cached == 48
+    assert engine.held(names) == 48
+    engine.free(blocker)
+
+
+def test_news_of_prefixes_tells_blocks_as_they_come_and_go(rig: Rig) -> None:
+    engine = rig.engine(page_size=32, block_size=16, pages=4)
+    held: set[bytes] = set()
+    returned: list[int] = []
+
+    def changed(stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
+        assert not held & set(stored)
+        held.update(stored)
+        assert held >= set(dropped)
+        held.difference_update(dropped)
+
+    engine.watch_prefixes(changed)
+    prompt = rig.prompt(100)
+    names = digests(engine, prompt)
+    handle = engine.reserve("a/1", 100)
+    compute(engine, handle, state(prompt))
+    engine.publish(handle, names[:3])
+    assert held == set(names[:2])
+    engine.publish(handle, names)
+    engine.publish(handle, names)
+    assert held == set(names[:6])
+    engine.watch_pages(lambda: returned.append(engine.stats().free + engine.stats().cached))
+    engine.free(handle)
+    assert returned == [4]
+    engine.publish(handle, digests(engine, rig.prompt(100, seed=9)))
+    assert held == set(names[:6])
+    engine.reserve("b/1", 60)
+    assert held == set(names[:4])
+    assert engine.drop_cached() == 2
+    assert held == set()
+    engine.watch_prefixes(None)
+
+
+def test_a_paused_sequence_leaves_its_published_pages_cached(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=10)
+    prompt = rig.prompt(50)
+    expected = generate(rig.engine(), state(prompt), 6)
+    names = digests(engine, prompt)
+    handle = engine.reserve("a/1", 60)
+    outputs = [compute(engine, handle, state(prompt)).tokens[0].token_id]
+    engine.insert(handle, state(prompt, outputs=outputs))
+    engine.publish(handle, names)
+    outputs.append(step(engine)[handle])
+    engine.pause(handle)
+    stats = engine.stats()
+    assert (stats.used, stats.free, stats.cached) == (0, 7, 3)
+    # Nothing of it can be published while it has no pages.
+    engine.publish(handle, digests(engine, rig.prompt(50, seed=3)))
+    assert engine.held(names) == 48
+    other = engine.reserve("b/1", 60, names, 49)
+    assert other.cached == 48
+    engine.resume(handle)
+    assert engine.audit() == {"a/1": 4, "b/1": 4}
+    outputs += [step(engine)[handle] for _ in range(2)]
+    # Its copies have no names: the first to publish a block is whom others share it with.
+    engine.publish(handle, names)
+    engine.free(other)
+    assert engine.stats().cached == 3
+    assert engine.drop_cached() == 3
+    engine.publish(handle, names)
+    assert engine.held(names) == 48
+    outputs += [step(engine)[handle] for _ in range(2)]
+    assert outputs == expected
+
+
+def test_a_fork_of_a_shared_prefix_and_its_spare(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=12)
+    prompt = rig.prompt(50)
+    leave(engine, prompt)
+    names = digests(engine, prompt)
+    parent, spare = engine.reserve("a/1", 60, names, 49), engine.reserve("a/1/spare", 16)
+    first = compute(engine, parent, state(prompt)).tokens[0].token_id
+    child = engine.fork(parent, "a/1/0", 50, 60, spare)
+    assert engine.audit() == {"a/1": 4, "a/1/0": 4}
+    assert child.cached == 0
+    with pytest.raises(EngineError, match="in use"):
+        engine.fork(parent, "a/1/1", 50, 60, engine.reserve("shared", 16, names))
+    expected = generate(rig.engine(), state(prompt), 4)
+    for handle in (parent, child):
+        engine.insert(handle, state(prompt, outputs=[first]))
+    tokens = [step(engine) for _ in range(3)]
+    assert [[first, *(each[handle] for each in tokens)] for handle in (parent, child)] == [expected] * 2
+
+
+class ActsWhileCopying:
+    """An engine's memory during whose page copies `act` is called."""
+
+    def __init__(self, memory: Any, act: Callable[[], None]) -> None:
+        self._memory, self._act = memory, act
+
+    def copy_page(self, *args: Any) -> None:
+        self._act()
+        self._memory.copy_page(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+
+def test_the_source_of_a_copy_can_not_be_evicted_under_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = rig.engine(page_size=16, pages=6)
+    prompt = rig.prompt(16)
+    leave(engine, prompt)
+    names, seen, memory = digests(engine, prompt), [], engine._memory
+    source = engine.reserve("source", 16, names)
+    expected = whole_kv(engine, source, 15)
+    engine.free(source)
+
+    def meanwhile() -> None:
+        seen.append(engine.drop_cached())
+        seen.append(engine.audit())
+        with pytest.raises(OutOfPages, match="4 pages, 3 of 6"):
+            engine.reserve("greedy", 64)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_memory", ActsWhileCopying(memory, meanwhile))
+        handle = engine.reserve("a/1", 32, names, 15)
+    assert seen == [0, {"a/1": 2, "a/1 (draining)": 1}]
+    assert handle.cached == 15
+    assert whole_kv(engine, handle, 15) == expected
+    assert engine.held(names) == 0
+    leave(engine, prompt)
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    before = engine.stats()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_memory", ActsWhileCopying(memory, fail))
+        with pytest.raises(MemoryError):
+            engine.reserve("c/1", 32, names, 15)
+    assert engine.stats() == before
+
+
+def test_threads_may_publish_and_reserve_prefixes_while_pages_are_scarce(rig: Rig) -> None:
+    engine = rig.engine(page_size=16, pages=14)
+    prompts = [[*rig.prompt(32, seed=i % 2), *rig.prompt(20, seed=i)] for i in range(4)]
+    donors = []
+    for prompt in prompts:
+        source = rig.engine()
+        handle = source.reserve("donor", len(prompt))
+        compute(source, handle, state(prompt))
+        donors.append(
+            [source.read_kv(handle, layer, range(52), range(source.spec.kv_format.heads)) for layer in (0, 1)]
+        )
+    start = threading.Barrier(3)
+
+    def work(worker: int) -> int:
+        start.wait(10)
+        hits = 0
+        for turn in range(30):
+            index = (worker + turn) % 4
+            names = digests(engine, prompts[index])
+            try:
+                handle = engine.reserve(f"{worker}/{turn}", 52, names, 51)
+            except OutOfPages:
+                continue
+            hits += handle.cached
+            for layer in (0, 1):
+                parts = donors[index][layer]
+                cut = [_tail(part, handle.cached) for part in parts]
+                engine.write_kv(handle, layer, handle.cached, 0, cut)
+                assert engine.read_kv(handle, layer, range(52), range(engine.spec.kv_format.heads)) == parts
+            engine.publish(handle, names)
+            engine.free(handle)
+        return hits
+
+    with ThreadPoolExecutor(3) as threads:
+        assert sum(threads.map(work, range(3)))
+    assert engine.audit() == {}
+
+
+def _tail(part: Any, tokens: int) -> Any:
+    row = len(part.data) // part.shape[0]
+    return type(part)(
+        part.name, part.dtype, (part.shape[0] - tokens, *part.shape[1:]), bytes(part.data)[tokens * row :]
+    )

@@ -1,0 +1,181 @@
+"""Blocks between a cache and pages: what is named, loaded and written back, and in what portions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from baton.engine.contract import KvHandle
+from baton.engine.fake import FakeEngine
+from baton.kv.hashing import block_digests, chain_root
+from baton.kv.prefix import MemoryPrefixCache, Payload
+from baton.worker import blocks
+from baton.worker.blocks import MOST_WRITE_BACKS, Blocks
+
+IDS = [(7 * i) % 1000 for i in range(100)]
+WAIT_S = 10
+
+
+class Cache(MemoryPrefixCache):
+    """Remembers what was fetched and put; takes only `most` blocks."""
+
+    def __init__(self, most: int = 1000) -> None:
+        super().__init__()
+        self.fetched: list[int] = []
+        self.fetched_twice = asyncio.Event()
+        self.put_digests: list[bytes] = []
+        self._most = most
+
+    async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
+        self.fetched.append(len(digests))
+        if len(self.fetched) == 2:
+            self.fetched_twice.set()
+        return await super().fetch(digests)
+
+    def put(self, digest: bytes, payload: Payload) -> bool:
+        self.put_digests.append(digest)
+        return len(self.blocks) < self._most and super().put(digest, payload)
+
+
+class SlowEngine(FakeEngine):
+    """Holds each write until `go`, and tells that it has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing, self.go = threading.Event(), threading.Event()
+
+    def write_kv(self, *args: object) -> None:
+        self.writing.set()
+        assert self.go.wait(WAIT_S)
+        super().write_kv(*args)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+def computed(engine: FakeEngine, owner: str = "a") -> KvHandle:
+    handle = engine.reserve(owner, len(IDS))
+    engine.prefill_chunk(handle, IDS, 0, len(IDS), on_layer=lambda _: None)
+    return handle
+
+
+def two_blocks_a_slice(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "SLICE_BYTES", 2 * engine.spec.kv_format.token_bytes * 16)
+
+
+def kv(engine: FakeEngine, handle: KvHandle, tokens: range) -> list[bytes]:
+    spec = engine.spec.kv_format
+    layers = [engine.read_kv(handle, layer, tokens, range(spec.heads)) for layer in range(spec.layers)]
+    return [bytes(part.data) for parts in layers for part in parts]
+
+
+async def test_names_are_those_of_the_chain_however_many(engine: FakeEngine) -> None:
+    found = Blocks(engine, Cache())
+    for ids in (IDS, IDS * 100, []):
+        root = chain_root(engine.spec.fingerprint, engine.spec.kv_format.digest, b"salt")
+        assert await found.names(ids, b"salt") == block_digests(root, ids, 16)
+
+
+async def test_what_is_written_back_is_loaded_into_other_pages(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_blocks_a_slice(engine, monkeypatch)
+    cache = Cache()
+    both, source, told = Blocks(engine, cache), computed(engine), list[int]()
+    digests = await both.names(IDS, b"")
+    await both.write_back(source, digests, 0, lambda: True)
+    assert cache.put_digests == digests
+    target = engine.reserve("b", len(IDS))
+    assert await both.load(target, digests, range(1, 6), lambda: True, told.append) == 6
+    assert told == [3, 5, 6]
+    assert cache.fetched == [2, 2, 1]
+    assert kv(engine, target, range(16, 96)) == kv(engine, source, range(16, 96))
+
+
+async def test_only_what_the_cache_wants_is_written_back(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_blocks_a_slice(engine, monkeypatch)
+    cache = Cache()
+    both, source = Blocks(engine, cache), computed(engine)
+    digests = await both.names(IDS, b"")
+    cache.blocks[digests[3]] = b"known"
+    await both.write_back(source, digests, 1, lambda: True)
+    assert cache.put_digests == [digests[1], digests[2], digests[4], digests[5]]
+    assert cache.blocks[digests[3]] == b"known"
+
+
+async def test_a_full_cache_and_a_job_that_is_over_end_a_write_back(engine: FakeEngine) -> None:
+    both, source = Blocks(engine, cache := Cache(most=2)), computed(engine)
+    digests = await both.names(IDS, b"")
+    await both.write_back(source, digests, 0, lambda: False)
+    assert cache.put_digests == []
+    await both.write_back(source, digests, 0, lambda: True)
+    assert cache.put_digests == digests[:3]
+
+
+async def test_more_write_backs_than_may_run_are_dropped(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, source = Blocks(engine, cache := Cache()), computed(engine)
+    digests = await both.names(IDS, b"")
+    waiting = threading.Semaphore(0)
+    read_kv = engine.read_kv
+    monkeypatch.setattr(engine, "read_kv", lambda *args: (waiting.acquire(timeout=WAIT_S), read_kv(*args))[1])
+    running = [asyncio.create_task(both.write_back(source, digests, 0, lambda: True)) for _ in range(MOST_WRITE_BACKS)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_S):
+        await both.write_back(source, digests, 0, lambda: True)
+    assert cache.put_digests == []
+    waiting.release(1000)
+    await asyncio.gather(*running)
+    assert len(cache.put_digests) == MOST_WRITE_BACKS * len(digests)
+
+
+async def test_a_block_that_is_gone_shortens_a_load(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_blocks_a_slice(engine, monkeypatch)
+    both, source = Blocks(engine, cache := Cache()), computed(engine)
+    digests = await both.names(IDS, b"")
+    await both.write_back(source, digests, 0, lambda: True)
+    del cache.blocks[digests[3]]
+    assert await both.load(engine.reserve("b", 96), digests, range(6), lambda: True) == 3
+    assert await both.load(engine.reserve("c", 96), digests, range(3, 6), lambda: True) == 3
+
+
+async def test_the_next_slice_is_fetched_while_one_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SlowEngine()
+    two_blocks_a_slice(engine, monkeypatch)
+    both, source = Blocks(engine, cache := Cache()), computed(engine)
+    digests = await both.names(IDS, b"")
+    await both.write_back(source, digests, 0, lambda: True)
+    loading = asyncio.create_task(both.load(engine.reserve("b", 96), digests, range(6), lambda: True))
+    async with asyncio.timeout(WAIT_S):
+        assert await asyncio.to_thread(engine.writing.wait, WAIT_S)
+        await cache.fetched_twice.wait()
+        assert cache.fetched == [2, 2]
+        engine.go.set()
+        assert await loading == 6
+
+
+@pytest.mark.parametrize("how", ["cancel", "over", "stop"])
+async def test_a_load_ends_after_the_layer_and_not_before(how: str) -> None:
+    engine = SlowEngine()
+    both, source = Blocks(engine, Cache()), computed(engine)
+    digests = await both.names(IDS, b"")
+    await both.write_back(source, digests, 0, lambda: True)
+    going = [True]
+    target = engine.reserve("b", 96)
+    loading = asyncio.create_task(both.load(target, digests, range(6), lambda: going[0]))
+    assert await asyncio.to_thread(engine.writing.wait, WAIT_S)
+    if how == "cancel":
+        loading.cancel()
+    elif how == "over":
+        going[0] = False
+    else:
+        both.stop()
+    await asyncio.sleep(0.01)
+    assert not loading.done(), "a layer is being written"
+    engine.go.set()
+    done = (await asyncio.gather(loading, return_exceptions=True))[0]
+    assert isinstance(done, asyncio.CancelledError) if how == "cancel" else done == 0

@@ -1,0 +1,212 @@
+"""News of prefixes: what the tiers tell from any thread, merged, and told to each watcher of a worker's status."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal
+
+import pytest
+
+from baton.engine.fake import FakeEngine
+from baton.errors import InvalidRequest
+from baton.kv.hashing import block_digests
+from baton.kv.prefix import NullPrefixCache
+from baton.kv.prefix.contract import PrefixesChanged
+from baton.pb import worker_pb2
+from baton.worker import prefix_news
+from baton.worker.config import WorkerConfig
+from baton.worker.prefix_news import PrefixNews
+from baton.worker.servicer import status_from_proto, status_to_proto
+from baton.worker.status import PrefixChange, StatusHub, WorkerLoad, WorkerRole, WorkerStatus, new_identity
+
+DIGESTS = block_digests(bytes(32), range(640), 16)
+NAMES = [digest[:8] for digest in DIGESTS]
+
+
+class HostTier(NullPrefixCache):
+    """A cache whose host memory the test speaks for."""
+
+    def __init__(self) -> None:
+        self.changed: PrefixesChanged | None = None
+
+    def watch(self, changed: PrefixesChanged | None) -> None:
+        self.changed = changed
+
+    def tell(self, stored: Sequence[bytes] = (), dropped: Sequence[bytes] = ()) -> None:
+        assert self.changed
+        self.changed(stored, dropped)
+
+
+class Waited(asyncio.Event):
+    """Tells when someone begins to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = asyncio.Event()
+
+    async def wait(self) -> Literal[True]:
+        self.entered.set()
+        return await super().wait()
+
+
+class Bench:
+    """An engine, a host tier, a hub over their news."""
+
+    def __init__(self) -> None:
+        self.engine, self.host, self.calls = FakeEngine(page_size=16, pages=64), HostTier(), 0
+        self.news = PrefixNews(self.engine, self.host, self.changed)
+        identity = new_identity(WorkerConfig(), WorkerRole.DECODE, self.engine.spec, "")
+        self.hub = StatusHub(identity, WorkerLoad, self.news)
+
+    def changed(self) -> None:
+        self.calls += 1
+        self.hub.changed()
+
+    def publish(self, blocks: int) -> None:
+        handle = self.engine.reserve("r", 16 * blocks)
+        self.engine.publish(handle, DIGESTS[:blocks])
+        self.engine.free(handle)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    yield made
+    made.news.close()
+    assert made.host.changed is None
+    made.engine.close()
+
+
+class Router:
+    """What a watcher believes the worker to hold."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._watch = bench.hub.watch()
+        self.held: set[bytes] = set()
+        self.changes: list[PrefixChange] = []
+
+    async def next(self) -> PrefixChange | None:
+        status = status_from_proto(status_to_proto(await asyncio.wait_for(anext(self._watch), 10)))
+        change = status.prefixes
+        if change is not None:
+            assert not set(change.stored) & set(change.dropped)
+            self.changes.append(change)
+            self.held = (set() if change.reset else self.held) - set(change.dropped) | set(change.stored)
+        return change
+
+    async def until(self, held: Sequence[bytes]) -> None:
+        async with asyncio.timeout(10):
+            while self.held != set(held):
+                await self.next()
+
+    async def close(self) -> None:
+        await self._watch.aclose()
+
+
+async def test_the_first_news_is_all_that_is_held_and_then_come_changes(bench: Bench) -> None:
+    bench.publish(3)
+    first, late = Router(bench), Router(bench)
+    assert await first.next() == PrefixChange(True, tuple(NAMES[:3]), ())
+    bench.publish(5)
+    assert await first.next() == PrefixChange(False, tuple(NAMES[3:5]), ())
+    assert await late.next() == PrefixChange(True, tuple(NAMES[:5]), ())
+    bench.engine.drop_cached()
+    assert await first.next() == PrefixChange(False, (), tuple(NAMES[:5]))
+    await late.until([])
+    await first.close()
+    await late.close()
+    assert not bench.news._followers
+
+
+async def test_a_watcher_is_woken_by_news_from_any_thread_and_told_nothing_without(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = Router(bench)
+    assert await router.next() == PrefixChange(True, (), ())
+    bench.hub._news = waits = Waited()
+    monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 0.05)
+    assert await router.next() is None
+    monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
+    pending = asyncio.create_task(router.next())
+    await asyncio.wait_for(waits.entered.wait(), 10)
+    thread = threading.Thread(target=bench.publish, args=(2,))
+    thread.start()
+    assert await pending == PrefixChange(False, tuple(NAMES[:2]), ())
+    thread.join(10)
+    await router.close()
+
+
+async def test_a_block_is_held_while_any_tier_has_it(bench: Bench) -> None:
+    router = Router(bench)
+    await router.next()
+    bench.publish(2)
+    bench.host.tell(DIGESTS[:4])
+    await router.until(NAMES[:4])
+    calls = bench.calls
+    bench.engine.drop_cached()
+    bench.host.tell([], DIGESTS[5:9])
+    await asyncio.sleep(0)
+    assert bench.calls == calls
+    bench.host.tell([], DIGESTS[1:3])
+    await router.until([NAMES[0], NAMES[3]])
+    bench.publish(1)
+    bench.host.tell([], DIGESTS[:1])
+    bench.host.tell(DIGESTS[2:3])
+    await router.until([NAMES[0], *NAMES[2:4]])
+    assert not any(change.reset for change in router.changes[1:])
+    await router.close()
+
+
+async def test_long_news_come_in_parts_and_a_watcher_that_lags_is_told_anew(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_news, "MOST_NAMES", 4)
+    monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
+    bench.host.tell(DIGESTS[:11])
+    router = Router(bench)
+    lengths = [len(change.stored) for change in [await router.next() for _ in range(3)] if change]
+    assert lengths == [4, 4, 3]
+    assert [change.reset for change in router.changes] == [True, False, False]
+    assert router.held == set(NAMES[:11])
+    for _ in range(5):
+        bench.host.tell([], DIGESTS[:11])
+        bench.host.tell(DIGESTS[20:36])
+        bench.host.tell([], DIGESTS[20:36])
+        bench.host.tell(DIGESTS[:3])
+    (follower,) = bench.news._followers
+    bench.news._merge()
+    assert len(follower._untold) <= 3 + 4
+    await router.until(NAMES[:3])
+    assert router.changes[3] == PrefixChange(True, tuple(NAMES[:3]), ())
+    await router.close()
+
+
+async def test_news_after_the_loop_are_dropped() -> None:
+    made: list[Callable[[], None]] = []
+
+    def elsewhere() -> None:
+        async def make() -> None:
+            bench = Bench()
+            made.append(lambda: bench.publish(2))
+
+        asyncio.run(make())
+
+    await asyncio.to_thread(elsewhere)
+    made[0]()
+
+
+@pytest.mark.parametrize("field", ["stored", "dropped"])
+def test_names_that_are_cut_are_refused(field: str) -> None:
+    identity = new_identity(WorkerConfig(), WorkerRole.DECODE, FakeEngine(pages=1).spec, "")
+    change = PrefixChange(True, tuple(NAMES[:2]), tuple(NAMES[2:3]))
+    status = WorkerStatus(identity, WorkerLoad(pages_cached=7), draining=False, prefixes=change)
+    message = status_to_proto(status)
+    assert status_from_proto(message) == status
+    setattr(message.prefixes, field, b"x" * 12)
+    with pytest.raises(InvalidRequest, match=rf"prefixes\.{field}: must be names of 8 bytes each.*12 bytes"):
+        status_from_proto(message)
+    message.ClearField("prefixes")
+    assert status_from_proto(message).prefixes is None
+    assert worker_pb2.PrefixNews() == message.prefixes
