@@ -1,12 +1,13 @@
-"""Real Redis and Valkey servers for tests, each on a socket of its own, to be paused and killed."""
+"""Real Redis and Valkey servers for tests, to be paused and killed: single ones, clusters, a master with a sentinel."""
 
 from __future__ import annotations
 
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from redis import Redis
@@ -16,18 +17,29 @@ BINARIES = {"valkey": str(get_binary_path())}
 if _redis := shutil.which("redis-server"):
     BINARIES["redis"] = _redis
 
+SLOTS = 16384
+SERVICE = "cache"
+
+_CLUSTER = {
+    "cluster-enabled": "yes",
+    "cluster-node-timeout": "500",
+    "cluster-require-full-coverage": "no",
+    "cluster-allow-reads-when-down": "yes",
+    "repl-diskless-sync-delay": "0",
+}
+
 
 class Server:
     """One server; `start` may be called again after `kill`, with nothing in it."""
 
     def __init__(self, kind: str, directory: Path, *args: str, tcp: bool = False) -> None:
         self.binary, self.directory, self.args = BINARIES[kind], directory, args
-        self.port = _free_port() if tcp else 0
+        self.port = free_port() if tcp else 0
         self.url = f"redis://127.0.0.1:{self.port}" if tcp else f"unix://{directory}/redis.sock"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start, and return when the server takes commands."""
+    def start(self, until: bytes = b"eady to accept connections") -> None:
+        """Start, and return when the server says that it takes commands."""
         flags = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self.directory)]
         if not self.port:
             flags += ["--unixsocket", f"{self.directory}/redis.sock"]
@@ -37,7 +49,7 @@ class Server:
         said = b""
         for line in process.stdout:
             said += line
-            if b"eady to accept connections" in line:
+            if until in line:
                 return
         raise RuntimeError(f"server ended: {said.decode()}")
 
@@ -55,6 +67,27 @@ class Server:
         return Redis.from_url(self.url, protocol=2)
 
 
+class Sentinel(Server):
+    """A sentinel, which alone decides that the master is dead."""
+
+    def __init__(self, directory: Path, master: Server) -> None:
+        super().__init__("valkey", directory, tcp=True)
+        self._config = directory / "sentinel.conf"
+        self._config.write_text(
+            f"port {self.port}\nbind 127.0.0.1\ndir {directory}\n"
+            f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 1\n"
+            f"sentinel down-after-milliseconds {SERVICE} 300\nsentinel failover-timeout {SERVICE} 2000\n"
+        )
+
+    def start(self, until: bytes = b"+slave slave") -> None:
+        """Start, and return when it has found a replica."""
+        process = subprocess.Popen([self.binary, str(self._config), "--sentinel"], stdout=subprocess.PIPE)
+        self.process = process
+        assert process.stdout is not None
+        if not any(until in line for line in process.stdout):
+            raise RuntimeError("sentinel ended")
+
+
 @contextmanager
 def running(kind: str, directory: Path, *args: str, tcp: bool = False) -> Iterator[Server]:
     """A started server."""
@@ -66,7 +99,68 @@ def running(kind: str, directory: Path, *args: str, tcp: bool = False) -> Iterat
         server.kill()
 
 
-def _free_port() -> int:
+@contextmanager
+def cluster(directory: Path, masters: int = 3, replicas: int = 0) -> Iterator[list[Server]]:
+    """A cluster of Valkey servers: masters with equal shares of the slots, then replicas of the first master."""
+    with ExitStack() as stack:
+        servers, ports = [], []
+        for number in range(masters + replicas):
+            home = directory / str(number)
+            home.mkdir()
+            ports.append(free_port())
+            flags = [text for name, value in _CLUSTER.items() for text in (f"--{name}", value)]
+            flags += ["--cluster-port", str(ports[-1])]
+            servers.append(stack.enter_context(running("valkey", home, *flags, tcp=True)))
+        clients = [stack.enter_context(server.client()) for server in servers]
+        for number, client in enumerate(clients[:masters]):
+            first, end = (SLOTS * part // masters for part in (number, number + 1))
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, end - 1)
+            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for server, port in zip(servers[1:], ports[1:], strict=True):
+            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, port)
+        _until(lambda: all(_cluster_info(client)["cluster_known_nodes"] == str(len(servers)) for client in clients))
+        for client in clients[masters:]:
+            client.execute_command("CLUSTER", "REPLICATE", clients[0].execute_command("CLUSTER", "MYID"))
+            _until(lambda client=client: client.info("replication").get("master_link_status") == "up")  # type: ignore[misc]
+        _until(lambda: all(_cluster_info(client)["cluster_state"] == "ok" for client in clients))
+        yield servers
+
+
+@contextmanager
+def sentinels(directory: Path) -> Iterator[tuple[Server, Server, Server]]:
+    """A master, its replica, and a sentinel that watches them as SERVICE."""
+    homes = [directory / name for name in ("master", "replica", "sentinel")]
+    for home in homes:
+        home.mkdir()
+    with ExitStack() as stack:
+        master = stack.enter_context(running("valkey", homes[0], "--repl-diskless-sync-delay", "0", tcp=True))
+        replica = stack.enter_context(
+            running("valkey", homes[1], "--replicaof", f"127.0.0.1 {master.port}", tcp=True),
+        )
+        client = stack.enter_context(replica.client())
+        _until(lambda: client.info("replication").get("master_link_status") == "up")
+        sentinel = Sentinel(homes[2], master)
+        stack.callback(sentinel.kill)
+        sentinel.start()
+        yield master, replica, sentinel
+
+
+def free_port() -> int:
+    """A port of the loopback that was free just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _cluster_info(client: Redis) -> dict[str, str]:
+    lines = client.execute_command("CLUSTER", "INFO").decode().split()
+    return dict(line.split(":", 1) for line in lines)
+
+
+def _until(true: object, within_s: float = 20.0) -> None:
+    """Servers tell nobody when they have agreed."""
+    assert callable(true)
+    deadline = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline, "the servers do not come to an agreement"
+        time.sleep(0.02)

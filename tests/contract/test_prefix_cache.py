@@ -1,8 +1,10 @@
-"""What every prefix cache that stores must do, over the dictionary and real servers alike."""
+"""What every prefix cache that stores must do, over the dictionary, host memory, real servers, and tiers of them."""
 
+import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,72 +12,216 @@ import pytest
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix import MemoryPrefixCache, NullPrefixCache, PrefixCache, open_prefix_cache
+from baton.kv.prefix.host import HostPrefixCache
+from baton.kv.prefix.redis import RedisLimits, RedisPrefixCache
 from tests.redis_server import BINARIES, running
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=3, block_size=4)
 SIZE = FORMAT.token_bytes * FORMAT.block_size
 DIGESTS = block_digests(chain_root("model", FORMAT.digest), list(range(40)), 4)
 BLOCKS = [os.urandom(SIZE) for _ in DIGESTS]
+ROOMY = 1 << 20
+FEW = 3 * SIZE
+PATIENT = RedisLimits(budget_s=20.0)
+
+IN_PROCESS = ("memory", "host")
+SHARED = (*BINARIES, *(f"tiered {name}" for name in BINARIES), "tiered few", "tiered none")
 
 
-@pytest.fixture(params=["memory", *BINARIES])
+@pytest.fixture(params=[*IN_PROCESS, *SHARED])
 async def cache(request: pytest.FixtureRequest) -> AsyncIterator[PrefixCache]:
-    if request.param == "memory":
+    kind = request.param
+    if kind == "memory":
         yield MemoryPrefixCache()
-        return
-    with tempfile.TemporaryDirectory() as directory, running(request.param, Path(directory)) as server:
-        cache = open_prefix_cache(server.url, FORMAT, "secret")
-        yield cache
-        await cache.close()
+    elif kind == "host":
+        yield HostPrefixCache(ROOMY)
+    else:
+        tier, _, name = kind.rpartition(" ")
+        binary = name if name in BINARIES else next(iter(BINARIES))
+        memory = {"few": FEW, "none": 0}.get(name, ROOMY)
+        with tempfile.TemporaryDirectory() as directory, running(binary, Path(directory)) as server:
+            if tier:
+                cache = open_prefix_cache(server.url, FORMAT, "secret", cache_memory=memory, limits=PATIENT)
+            else:
+                cache = RedisPrefixCache(server.url, FORMAT, "secret", PATIENT)
+            yield cache
+            await cache.close()
 
 
-async def fill(cache: PrefixCache, indexes: range | list[int]) -> None:
+@pytest.fixture
+def shared(request: pytest.FixtureRequest) -> bool:
+    """Whether others see what is put."""
+    return request.node.callspec.params["cache"] in SHARED
+
+
+async def fill(cache: PrefixCache, indexes: Sequence[int]) -> None:
     assert all(cache.put(DIGESTS[i], BLOCKS[i]) for i in indexes)
     await cache.flush()
 
 
+async def found(cache: PrefixCache, digests: Sequence[bytes]) -> int:
+    hits = await cache.lookup(digests)
+    assert all(blocks > 0 for _, blocks in hits.runs)
+    tiers = [tier for tier, _ in hits.runs]
+    assert all(one != other for one, other in pairwise(tiers))
+    return hits.blocks
+
+
+async def fetched(cache: PrefixCache, digests: Sequence[bytes]) -> list[bytes]:
+    return [bytes(payload) for payload in await cache.fetch(digests)]
+
+
 async def test_an_empty_cache_misses(cache: PrefixCache) -> None:
     assert cache.stores
-    assert await cache.lookup(DIGESTS) == 0
+    assert await found(cache, DIGESTS) == 0
     assert await cache.fetch(DIGESTS) == []
 
 
 async def test_no_digests_are_no_hits(cache: PrefixCache) -> None:
-    assert await cache.lookup([]) == 0
+    assert await found(cache, []) == 0
     assert await cache.fetch([]) == []
+    assert cache.wants([]) == []
+    cache.touch([])
 
 
 @pytest.mark.parametrize("stored", [1, 5, 10])
 async def test_what_was_put_is_found(cache: PrefixCache, stored: int) -> None:
     await fill(cache, range(stored))
-    assert await cache.lookup(DIGESTS) == stored
-    assert [bytes(payload) for payload in await cache.fetch(DIGESTS)] == BLOCKS[:stored]
+    for _ in range(2):
+        assert await found(cache, DIGESTS) == stored
+        assert await fetched(cache, DIGESTS) == BLOCKS[:stored]
 
 
 async def test_a_run_ends_at_the_first_miss(cache: PrefixCache) -> None:
     await fill(cache, [0, 1, 3, 4])
-    assert await cache.lookup(DIGESTS) == 2
-    assert [bytes(payload) for payload in await cache.fetch(DIGESTS)] == BLOCKS[:2]
-    assert await cache.lookup(DIGESTS[2:]) == 0
-    assert [bytes(payload) for payload in await cache.fetch(DIGESTS[3:5])] == BLOCKS[3:5]
+    assert await found(cache, DIGESTS) == 2
+    assert await fetched(cache, DIGESTS) == BLOCKS[:2]
+    assert await found(cache, DIGESTS[2:]) == 0
+    assert await fetched(cache, DIGESTS[2:]) == []
+    assert await fetched(cache, DIGESTS[3:5]) == BLOCKS[3:5]
 
 
 async def test_putting_again_changes_nothing(cache: PrefixCache) -> None:
     await fill(cache, range(3))
     await fill(cache, range(3))
-    assert [bytes(payload) for payload in await cache.fetch(DIGESTS)] == BLOCKS[:3]
+    assert await fetched(cache, DIGESTS) == BLOCKS[:3]
 
 
-async def test_payloads_may_be_views(cache: PrefixCache) -> None:
-    assert cache.put(DIGESTS[0], memoryview(BLOCKS[0]))
+async def test_payloads_may_be_views_of_buffers_that_change(cache: PrefixCache) -> None:
+    await fill(cache, [0])
+    whole = BLOCKS[1] + BLOCKS[2]
+    assert cache.put(DIGESTS[1], memoryview(whole)[:SIZE])
+    assert cache.put(DIGESTS[2], memoryview(whole)[SIZE:])
     await cache.flush()
-    assert bytes((await cache.fetch(DIGESTS[:1]))[0]) == BLOCKS[0]
+    assert await fetched(cache, DIGESTS) == BLOCKS[:3]
+
+
+async def test_new_blocks_are_wanted_and_hits_only_for_others(cache: PrefixCache, shared: bool) -> None:
+    assert cache.wants(DIGESTS) == [True] * 10
+    assert cache.wants(DIGESTS, 4) == [shared] * 4 + [True] * 6
+
+
+async def test_what_is_wanted_may_be_put_in_part(cache: PrefixCache) -> None:
+    for upto in (4, 4, 10):
+        wanted = cache.wants(DIGESTS)
+        await fill(cache, [i for i in range(upto) if wanted[i]])
+        assert await found(cache, DIGESTS) == upto
+        assert await fetched(cache, DIGESTS) == BLOCKS[:upto]
+
+
+async def test_touching_changes_nothing(cache: PrefixCache) -> None:
+    await fill(cache, range(3))
+    for _ in range(20):
+        cache.touch(DIGESTS)
+    await cache.flush()
+    assert await fetched(cache, DIGESTS) == BLOCKS[:3]
+
+
+async def test_rates_are_of_known_tiers(cache: PrefixCache) -> None:
+    await fill(cache, range(10))
+    await cache.fetch(DIGESTS)
+    names = {tier.name for tier in await cache.stats()}
+    assert all(rate.bytes_per_s > 0 and rate.latency_s >= 0 for rate in cache.rates().values())
+    assert set(cache.rates()) <= names
+
+
+async def test_a_watcher_knows_what_this_process_holds(cache: PrefixCache) -> None:
+    held: set[bytes] = set()
+
+    def changed(stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
+        assert stored or dropped
+        assert not held & set(stored)
+        assert held >= set(dropped)
+        held.update(stored)
+        held.difference_update(dropped)
+
+    await fill(cache, range(3))
+    cache.watch(changed)
+    assert held in (set(), set(DIGESTS[:3]))
+    await fill(cache, range(10))
+    assert held <= set(DIGESTS)
+    assert len(held) == sum(tier.blocks for tier in await cache.stats() if tier.name in IN_PROCESS)
+    await cache.clear(shared=False)
+    assert not held
+    cache.watch(None)
+    await fill(cache, range(3))
+    assert not held
+
+
+async def test_counts_of_tiers_add_up(cache: PrefixCache) -> None:
+    await fill(cache, range(7))
+    hits = 0
+    for digests in (DIGESTS, DIGESTS[:5], DIGESTS[8:]):
+        hits += await found(cache, digests)
+    assert hits == 12
+    tiers = await cache.stats()
+    assert sum(tier.hits for tier in tiers) == hits
+    assert tiers[-1].misses == 3 + 2
+    assert all(tier.blocks * SIZE == tier.bytes for tier in tiers if tier.name in IN_PROCESS)
+
+
+async def test_what_is_cleared_is_gone(cache: PrefixCache) -> None:
+    await fill(cache, range(6))
+    cleared = await cache.clear(shared=True)
+    assert max(tier.blocks for tier in cleared) == 6
+    assert max(tier.bytes for tier in cleared) >= 6 * SIZE
+    assert await found(cache, DIGESTS) == 0
+    assert await cache.fetch(DIGESTS) == []
+    assert cache.wants(DIGESTS) == [True] * 10
+    await fill(cache, range(6))
+    assert await fetched(cache, DIGESTS) == BLOCKS[:6]
+
+
+async def test_what_others_share_stays_unless_asked_for(cache: PrefixCache, shared: bool) -> None:
+    await fill(cache, range(6))
+    await cache.clear(shared=False)
+    assert await found(cache, DIGESTS) == 6 * shared
+    assert await fetched(cache, DIGESTS) == BLOCKS[: 6 * shared]
+
+
+async def test_many_at_once_never_get_a_wrong_block(cache: PrefixCache) -> None:
+    async def use(number: int) -> None:
+        for turn in range(4):
+            upto = (3 * number + turn) % 10 + 1
+            wanted = cache.wants(DIGESTS[:upto])
+            for i in range(upto):
+                if wanted[i]:
+                    cache.put(DIGESTS[i], BLOCKS[i])
+                    await asyncio.sleep(0)
+            hits = await found(cache, DIGESTS)
+            got = await fetched(cache, DIGESTS[:hits])
+            assert got == BLOCKS[: len(got)]
+            if number == turn == 2:
+                await cache.clear(shared=True)
+
+    await asyncio.gather(*(use(number) for number in range(6)))
 
 
 async def test_flush_without_work_returns_and_close_may_be_repeated(cache: PrefixCache) -> None:
+    await cache.check()
     await cache.flush()
     await fill(cache, [0])
-    assert await cache.lookup(DIGESTS[:1]) == 1
+    assert await found(cache, DIGESTS[:1]) == 1
     await cache.close()
     await cache.close()
 
@@ -83,8 +229,14 @@ async def test_flush_without_work_returns_and_close_may_be_repeated(cache: Prefi
 async def test_no_cache_finds_nothing_and_keeps_nothing() -> None:
     cache: PrefixCache = NullPrefixCache()
     assert not cache.stores
+    assert cache.wants(DIGESTS) == [False] * 10
     assert not cache.put(DIGESTS[0], BLOCKS[0])
+    cache.watch(lambda *_: pytest.fail("nothing changes"))
+    cache.touch(DIGESTS)
+    await cache.check()
     await cache.flush()
-    assert await cache.lookup(DIGESTS) == 0
+    assert await found(cache, DIGESTS) == 0
     assert await cache.fetch(DIGESTS) == []
+    assert not cache.rates()
+    assert await cache.stats() == await cache.clear(shared=True) == []
     await cache.close()

@@ -2,36 +2,31 @@
 
 import asyncio
 import os
-import shutil
-import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from prometheus_client import REGISTRY
-from redis import Redis, RedisError
 
-from baton.errors import ConfigError
-from baton.kv.embedded import embedded_valkey
 from baton.kv.format import KvFormat, KvPart
-from baton.kv.hashing import block_digests, chain_root
-from baton.kv.prefix import NullPrefixCache, open_prefix_cache
-from baton.kv.prefix.breaker import Breaker
+from baton.kv.prefix.calls import LANES
 from baton.kv.prefix.record import RecordCodec
-from baton.kv.prefix.redis import KEY_PREFIX, RedisLimits, RedisPrefixCache
+from baton.kv.prefix.redis import RedisPrefixCache, key_prefix
+from tests.prefix_redis import (
+    BLOCKS,
+    BUDGET_S,
+    CODEC,
+    DIGESTS,
+    FORMAT,
+    KEYS,
+    dropped,
+    faults,
+    fill,
+    found,
+    hits,
+    open_cache,
+)
 from tests.redis_server import BINARIES, Server, running
-
-FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=2, block_size=4)
-CODEC = RecordCodec(FORMAT, "secret")
-DIGESTS = block_digests(chain_root("model", FORMAT.digest), list(range(24)), 4)
-BLOCKS = [os.urandom(CODEC.payload_bytes) for _ in DIGESTS]
-KEYS = [KEY_PREFIX + digest.hex() for digest in DIGESTS]
-BUDGET_S = 0.25
 
 
 @pytest.fixture(params=list(BINARIES))
@@ -45,32 +40,6 @@ async def cache(server: Server) -> AsyncIterator[RedisPrefixCache]:
     cache = open_cache(server.url)
     yield cache
     await cache.close()
-
-
-def open_cache(url: str, **limits: float) -> RedisPrefixCache:
-    bounds = RedisLimits(budget_s=BUDGET_S, **limits)  # type: ignore[arg-type]
-    return RedisPrefixCache(url, FORMAT, "secret", bounds, Breaker(first_s=0.05, most_s=0.1))
-
-
-async def fill(cache: RedisPrefixCache) -> None:
-    assert all(cache.put(digest, block) for digest, block in zip(DIGESTS, BLOCKS, strict=True))
-    await cache.flush()
-
-
-def faults(reason: str) -> float:
-    return REGISTRY.get_sample_value("baton_prefix_faults_total", {"reason": reason}) or 0.0
-
-
-def dropped() -> float:
-    return REGISTRY.get_sample_value("baton_prefix_blocks_total", {"outcome": "dropped"}) or 0.0
-
-
-async def hits(cache: RedisPrefixCache) -> tuple[int, int]:
-    """Blocks found by look-up and by fetch."""
-    found = await cache.lookup(DIGESTS)
-    payloads = await cache.fetch(DIGESTS)
-    assert [bytes(payload) for payload in payloads] == BLOCKS[: len(payloads)]
-    return found, len(payloads)
 
 
 async def test_what_one_wrote_another_reads(server: Server, cache: RedisPrefixCache) -> None:
@@ -119,7 +88,7 @@ async def test_a_key_of_another_type_is_a_miss(server: Server, cache: RedisPrefi
 
 async def test_eviction_between_look_up_and_fetch_shortens_the_hit(server: Server, cache: RedisPrefixCache) -> None:
     await fill(cache)
-    assert await cache.lookup(DIGESTS) == 6
+    assert await found(cache) == 6
     with server.client() as client:
         client.delete(KEYS[4])
     assert len(await cache.fetch(DIGESTS)) == 4
@@ -135,6 +104,16 @@ async def test_a_killed_server_is_a_miss_and_its_successor_is_used(server: Serve
     async with asyncio.timeout(5):
         while not cache.put(DIGESTS[0], BLOCKS[0]):
             await cache.lookup(DIGESTS)
+    await cache.flush()
+    assert await hits(cache) == (1, 1)
+
+
+async def test_who_only_writes_notices_that_the_server_is_back(server: Server, cache: RedisPrefixCache) -> None:
+    server.kill()
+    await cache.check()
+    server.start()
+    await asyncio.sleep(0.11)  # longer than the breaker's longest pause
+    assert cache.put(DIGESTS[0], BLOCKS[0])
     await cache.flush()
     assert await hits(cache) == (1, 1)
 
@@ -159,10 +138,21 @@ async def test_a_stall_costs_one_budget_not_one_each_time(server: Server, cache:
     assert time.monotonic() - started < 4 * BUDGET_S, "one budget, with slack"
     assert faults("timeout") == before + 1, "the fetch was not tried"
     async with asyncio.timeout(10):
-        while await cache.lookup(DIGESTS) != 6:
+        while await found(cache) != 6:
             pass  # most of these do not leave the process
     assert faults("timeout") - before < 10
     assert await hits(cache) == (6, 6)
+
+
+async def test_a_late_answer_is_not_taken_for_that_to_another_question(server: Server) -> None:
+    cache = open_cache(server.url, budget_s=1.0)
+    await fill(cache)
+    with server.client() as client:
+        client.client_pause(1_500)
+    assert await cache.fetch(DIGESTS) == []
+    await asyncio.sleep(0.06)  # longer than the breaker's pause
+    assert await found(cache) == 6, "asked while the server still stood, answered after what was asked before"
+    await cache.close()
 
 
 async def test_a_full_server_drops_writes_and_still_answers(server: Server, cache: RedisPrefixCache) -> None:
@@ -196,7 +186,7 @@ async def test_the_write_queue_is_bounded_and_drops(server: Server) -> None:
     assert taken == [True] * 3 + [False] * 3
     assert dropped() == before + 3
     await cache.flush()
-    assert await cache.lookup(DIGESTS) == 3
+    assert await found(cache) == 3
     assert cache.put(DIGESTS[3], BLOCKS[3])
     await cache.close()
     assert not cache.put(DIGESTS[4], BLOCKS[4])
@@ -237,6 +227,26 @@ async def test_password_and_wrong_password(tmp_path: Path) -> None:
         await right.close()
 
 
+async def test_a_user_who_may_not_write_still_reads(tmp_path: Path) -> None:
+    with running("valkey", tmp_path, tcp=True) as server, server.client() as client:
+        client.execute_command("ACL", "SETUSER", "writer", "on", ">p@ss", "~baton:*", "+@all")
+        client.execute_command("ACL", "SETUSER", "reader", "on", ">word", "~baton:*", "+@read", "+ping")
+        client.execute_command("ACL", "SETUSER", "default", "off")
+        writer = open_cache(server.url.replace("redis://", "redis://writer:p%40ss@"))
+        await fill(writer)
+        reader = open_cache(server.url.replace("redis://", "redis://reader:word@"))
+        nobody = open_cache(server.url)
+        before, lost = faults("auth"), dropped()
+        assert reader.put(os.urandom(32), BLOCKS[0])
+        await reader.flush()
+        assert (faults("auth"), dropped()) == (before + 1, lost + 1)
+        assert await hits(reader) == (6, 6)
+        assert await hits(nobody) == (0, 0)
+        assert faults("auth") == before + 2
+        for cache in (writer, reader, nobody):
+            await cache.close()
+
+
 async def test_nothing_listens() -> None:
     cache = open_cache("redis://127.0.0.1:1")
     assert await hits(cache) == (0, 0)
@@ -248,7 +258,7 @@ async def test_a_lost_store_is_logged_once_and_so_is_its_return(
     server: Server, cache: RedisPrefixCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     def said() -> list[str]:
-        return [record.levelname for record in caplog.records if record.name == "baton.kv.prefix.redis"]
+        return [record.levelname for record in caplog.records if record.name == "baton.kv.prefix.faults"]
 
     caplog.set_level("INFO")
     await cache.check()
@@ -264,79 +274,115 @@ async def test_a_lost_store_is_logged_once_and_so_is_its_return(
     assert said() == ["WARNING", "INFO"]
 
 
-def test_the_death_of_the_embedded_server_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with embedded_valkey() as url:
-        reader = next(thread for thread in threading.enumerate() if thread.name == "valkey-log")
-        with Redis.from_url(url) as client, suppress(RedisError):
-            client.execute_command("SHUTDOWN", "NOSAVE", "FORCE")
-        reader.join(5)
-        assert [record.message for record in caplog.records] == [
-            "the embedded Valkey ended with exit status 0: requests go on without the prefix cache"
-        ]
-    caplog.clear()
-    with embedded_valkey():
-        pass
-    assert not caplog.records, "it was told to stop"
-
-
-async def test_long_chains_take_several_round_trips(
-    server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("window", [1, 2, 4])
+async def test_long_chains_take_several_windows_and_connections(
+    server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     monkeypatch.setattr("baton.kv.prefix.redis.LOOKUP_KEYS", 2)
-    monkeypatch.setattr(cache, "_batch", 4)
+    monkeypatch.setattr("baton.kv.prefix.exchange.WINDOW_BYTES", window * CODEC.record_bytes)
     await fill(cache)
     assert await hits(cache) == (6, 6)
+    for missing in (5, 3, 0):
+        with server.client() as client:
+            client.delete(KEYS[missing])
+            client.config_resetstat()
+            assert await hits(cache) == (missing, missing)
+            asked = client.info("commandstats")["cmdstat_get"]["calls"]
+            assert asked <= missing + 2 * window * LANES, "no more than was asked for ahead"
+
+
+async def test_large_blocks(server: Server) -> None:
+    kv_format = KvFormat((KvPart("k", "float32", (4, 64)),), layers=24, block_size=16)
+    cache = RedisPrefixCache(server.url, kv_format, "secret")
+    digests = [os.urandom(32) for _ in range(24)]
+    blocks = [os.urandom(kv_format.token_bytes * kv_format.block_size) for _ in digests]
+    assert all(cache.put(digest, memoryview(block)) for digest, block in zip(digests, blocks, strict=True))
+    await cache.flush()
+    got, again = await cache.fetch(digests), await cache.fetch(digests)
+    assert [bytes(payload) for payload in got] == blocks, "what was fetched stays while more is"
+    assert [bytes(payload) for payload in again] == blocks
+    rate = cache.rates()["redis"]
+    assert rate.latency_s > 0 < rate.bytes_per_s
     with server.client() as client:
-        client.delete(KEYS[3])
-    assert await hits(cache) == (3, 3)
+        client.delete(key_prefix(kv_format) + digests[20].hex())
+    assert [bytes(payload) for payload in await cache.fetch(digests)] == blocks[:20]
+    await cache.close()
 
 
-async def test_urls() -> None:
-    assert isinstance(open_prefix_cache("none", FORMAT, ""), NullPrefixCache)
-    for url in ("memcached://host", "redis:/host", "embedded", "http://user:hidden@host"):
-        with pytest.raises(ConfigError, match="redis: ") as caught:
-            open_prefix_cache(url, FORMAT, "s")
-        assert "hidden" not in str(caught.value)
-    with pytest.raises(ConfigError, match="redis: ") as caught:
-        open_prefix_cache("redis://:hidden@host:port", FORMAT, "s")
-    assert "hidden" not in str(caught.value)
+async def test_a_writer_without_the_secret_plants_nothing(server: Server, cache: RedisPrefixCache) -> None:
+    attacker = RedisPrefixCache(server.url, FORMAT, "guess")
+    before = faults("forged")
+    await fill(attacker)
+    assert await found(cache) == 6, "it is there, by its size"
+    assert await cache.fetch(DIGESTS) == []
+    assert faults("forged") == before + 1
+    await fill(cache)
+    assert await hits(cache) == (6, 6)
+    await attacker.close()
 
 
-async def test_embedded_valkey_evicts_and_ends() -> None:
-    with embedded_valkey(maxmemory=4 << 20) as url:
-        directory = Path(url.removeprefix("unix://")).parent
-        cache = open_cache(url)
+async def test_touching_prolongs_lives(server: Server) -> None:
+    cache = open_cache(server.url, ttl_s=1000)
+    await fill(cache)
+    with server.client() as client:
+        for key in KEYS:
+            client.expire(key, 10)
+        cache.touch(DIGESTS[:3])
+        async with asyncio.timeout(5):
+            while await asyncio.to_thread(client.ttl, KEYS[2]) <= 10:
+                pass  # nobody is told when it is done
+        assert [client.ttl(key) > 10 for key in KEYS] == [True] * 3 + [False] * 3
+    await cache.close()
+
+
+async def test_clearing_leaves_what_others_wrote(server: Server, cache: RedisPrefixCache) -> None:
+    other = RedisPrefixCache(server.url, KvFormat(FORMAT.parts, FORMAT.layers, 8), "secret")
+    other_block = bytes(2 * CODEC.payload_bytes)
+    assert other.put(DIGESTS[0], other_block)
+    await other.flush()
+    await fill(cache)
+    with server.client() as client:
+        client.set("somebody", "else's")
+        assert await cache.clear(shared=False) == []
+        assert client.dbsize() == 8
+        (cleared,) = await cache.clear(shared=True)
+        assert (cleared.name, cleared.blocks, cleared.bytes) == ("redis", 6, 6 * CODEC.record_bytes)
+        assert client.dbsize() == 2
+    assert await hits(cache) == (0, 0)
+    assert [bytes(payload) for payload in await other.fetch(DIGESTS[:1])] == [other_block]
+    await other.close()
+
+
+async def test_stats_say_what_is_out_of_reach(server: Server, cache: RedisPrefixCache) -> None:
+    await fill(cache)
+    with server.client() as client:
+        client.config_set("maxmemory", 1 << 30)
+    await hits(cache)
+    (tier,) = await cache.stats()
+    assert (tier.name, tier.blocks, tier.capacity_bytes, tier.hits, tier.misses) == ("redis", 6, 1 << 30, 6, 0)
+    assert tier.bytes > 6 * CODEC.record_bytes
+    assert tier.state == ""
+    server.kill()
+    (tier,) = await cache.stats()
+    assert tier.state.startswith("out of reach: ")
+    assert (tier.blocks, tier.hits) == (0, 6)
+
+
+async def test_a_server_that_still_loads_is_asked_no_more(tmp_path: Path) -> None:
+    with running("valkey", tmp_path, tcp=True) as server:
+        cache = open_cache(server.url)
         await fill(cache)
-        assert await hits(cache) == (6, 6)
-        for _ in range(20):
-            for _ in range(1_000):
-                cache.put(os.urandom(32), BLOCKS[0])
-            await cache.flush()
-        assert await cache.lookup(DIGESTS) == 0, "the least recently used blocks went"
+        with server.client() as client:
+            client.mset({f"large {number}": os.urandom(2048) for number in range(200)})
+            client.save()
+        server.kill()
+        server.args = ("--key-load-delay", "20000", "--loading-process-events-interval-bytes", "1024")
+        server.start(until=b"Server initialized")
+        before = faults("loading")
+        async with asyncio.timeout(10):
+            while faults("loading") == before:
+                assert await found(cache) == 0  # most of these do not leave the process
+        (tier,) = await cache.stats()
+        assert tier.state.startswith("out of reach: ")
+        assert faults("loading") <= before + 2, "the whole server is meant, not each key"
         await cache.close()
-    assert not directory.exists()
-
-
-def test_embedded_valkey_dies_with_its_parent() -> None:
-    parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys\nfrom baton.kv.embedded import embedded_valkey\n"
-            "with embedded_valkey() as url:\n    print(url, flush=True)\n    sys.stdin.read()",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert parent.stdout is not None
-    url = parent.stdout.readline().decode().strip()
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(5)
-        connection.connect(url.removeprefix("unix://"))
-        connection.sendall(b"PING\r\n")
-        assert connection.recv(7) == b"+PONG\r\n"
-        parent.kill()
-        parent.wait()
-        assert connection.recv(1) == b"", "the server closed the connection by dying"
-    shutil.rmtree(Path(url.removeprefix("unix://")).parent)
-    parent.communicate()

@@ -20,14 +20,17 @@ class Breaker:
         """Whether the last try succeeded."""
         return self._pause_s == 0.0
 
+    @property
+    def due(self) -> bool:
+        """Whether a call would be allowed now; takes nobody's turn."""
+        return self.closed or self._clock() >= self._until
+
     def allows(self) -> bool:
         """Whether a call may be made now; while open, one caller in a pause is told so."""
-        if self.closed:
-            return True
-        now = self._clock()
-        if now < self._until:
+        if not self.due:
             return False
-        self._until, self._trying = now + self._pause_s, True
+        if not self.closed:
+            self._until, self._trying = self._clock() + self._pause_s, True
         return True
 
     def succeeded(self) -> None:

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
-from baton.errors import ConfigError
 from baton.kv.format import KvFormat
+from baton.kv.prefix.address import parse_redis_url
 from baton.kv.prefix.contract import PrefixCache
+from baton.kv.prefix.host import HostPrefixCache
 from baton.kv.prefix.memory import NullPrefixCache
 
-SCHEMES = ("redis://", "rediss://", "unix://")
+if TYPE_CHECKING:
+    from baton.kv.prefix.redis import RedisLimits
 
 _log = logging.getLogger(__name__)
 
 
 def check_url(url: str) -> None:
     """Raise ConfigError for a setting of which no prefix cache can be made."""
-    if url not in ("", "none") and not url.startswith(SCHEMES):
-        seen = url.rpartition("@")[2]
-        raise ConfigError(f"redis: must be none or begin with {', '.join(SCHEMES)}, got {seen!r}")
+    if url not in ("", "none"):
+        parse_redis_url(url)
 
 
-def open_prefix_cache(url: str, kv_format: KvFormat, fleet_secret: str) -> PrefixCache:
-    """The cache at `url`, or none for "none" and ""; raises ConfigError for a URL that can't be used.
+def open_prefix_cache(
+    url: str,
+    kv_format: KvFormat,
+    fleet_secret: str,
+    *,
+    cache_memory: int = 0,
+    limits: RedisLimits | None = None,
+    writes: str = "first",
+) -> PrefixCache:
+    """Host memory of `cache_memory` bytes before the store at `url`; either may be none, by 0 and "none" or "".
 
-    Connects at the first use: a Redis that is not there is a miss.
+    `writes` tells when blocks go to the store: "first", "second" or "never". Raises ConfigError for a URL that can't
+    be used. Connects at the first use: a Redis that is not there is a miss.
     """
     check_url(url)
+    host = HostPrefixCache(cache_memory)
     if url in ("", "none"):
-        return NullPrefixCache()
+        return host if host.stores else NullPrefixCache()
     if not fleet_secret:
         _log.warning("no fleet secret is set: whoever can write to Redis can plant cached blocks")
     from baton.kv.prefix.redis import RedisPrefixCache
+    from baton.kv.prefix.tiered import TieredPrefixCache
 
-    return RedisPrefixCache(url, kv_format, fleet_secret)
+    return TieredPrefixCache(host, RedisPrefixCache(url, kv_format, fleet_secret, limits), writes)

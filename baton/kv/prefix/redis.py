@@ -1,88 +1,87 @@
-"""The prefix cache in Redis or Valkey, shared by all prefill workers of a fleet.
+"""The prefix cache in Redis or Valkey, shared by all workers of a fleet.
 
-One key a block, `baton:kv:1:<digest in hex>`, one record a key (`baton.kv.prefix.record`), expiring after
-`ttl_s` and evicted by the server's own policy before. A look-up is one round trip for each LOOKUP_KEYS
-blocks: a pipeline of STRLEN, which also tells a key of another type or size from a block. Fetches are
-pipelined GETs of at most BATCH_BYTES a round trip, checked off the loop. Writes go through one background
-task, from a queue bounded in bytes.
+One key a block, `baton:kv:2:<first 8 hex digits of the KV format's digest>:<digest in hex>`, one record a key
+(`baton.kv.prefix.record`), which expires after `ttl_s` without use and is evicted by the server's own policy before.
+It may be one server, a master that sentinels name, or a cluster (`baton.kv.prefix.address`).
 
-Every round trip has a time budget, and one failure opens a circuit breaker: a Redis that is slow, full or
-gone costs one budget now and then, and is otherwise a miss. The breaker's opening and closing are logged, not
-each failure. Nothing here raises after construction.
+A look-up is one round trip to each node concerned, all at once, for each LOOKUP_KEYS blocks: a pipeline of STRLEN,
+which also tells a key of another type or size from a block. Fetches are pipelined GETs with at most two windows
+asked for ahead, each record checked while others are received. Writes go through one background task, from a
+queue bounded in bytes.
+
+    redis      this protocol
+    calls      from the asyncio loop to threads, within budgets; faults to misses
+    servers    which node has which key; connections of redis-py
+    exchange   what is said on a connection
+    wire       large values without copies
+
+Every round trip has a time budget, and one failure opens a node's circuit breaker: a Redis that is slow, full or gone
+costs one budget now and then, and is otherwise a miss. The breaker's opening and closing are logged, not each failure.
+Nothing here raises after construction.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
-from typing import Any
+from functools import partial
+from itertools import takewhile
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-)
-from redis.exceptions import TimeoutError as RedisTimeoutError
-
-from baton.errors import ConfigError
 from baton.kv.format import KvFormat
+from baton.kv.prefix.address import parse_redis_url
 from baton.kv.prefix.breaker import Breaker
-from baton.kv.prefix.contract import Payload
-from baton.kv.prefix.record import BadRecord, RecordCodec
+from baton.kv.prefix.buffers import Buffers
+from baton.kv.prefix.calls import Calls
+from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
+from baton.kv.prefix.exchange import Clear, Commands, Fetch, Store
+from baton.kv.prefix.pace import Pace
+from baton.kv.prefix.record import RecordCodec
+from baton.kv.prefix.servers import open_servers
+from baton.kv.prefix.wire import pack, wire_size
+from baton.kv.prefix.writes import WriteQueue
 from baton.telemetry import metrics
 
-KEY_PREFIX = "baton:kv:1:"
-LOOKUP_KEYS = 1024
+TIER = "redis"
+KEY_PREFIX = "baton:kv:2:"
+LOOKUP_KEYS = 4096
 BATCH_BYTES = 8 << 20
 _SLOWEST_BYTES_PER_S = 100e6
 _WRITE_BUDGET_S = 1.0
 _CLOSE_S = 1.0
-_CONNECTIONS = 8
-
-_log = logging.getLogger(__name__)
+_CLEAR_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisLimits:
-    """Seconds that a round trip may take beside its payload's time; life of a block; bytes queued."""
+    """Seconds that a round trip may take beside its payload's time; life of a block; bytes queued.
+
+    A node that failed is tried again after `pause_s`, which doubles with each failure up to `longest_pause_s`.
+    """
 
     budget_s: float = 0.5
     ttl_s: int = 24 * 3600
     queue_bytes: int = 256 << 20
+    pause_s: float = 1.0
+    longest_pause_s: float = 10.0
 
 
 class RedisPrefixCache:
-    """`PrefixCache` over redis://, rediss:// or unix:// URLs; raises ConfigError for an unusable one."""
+    """`PrefixCache` over the servers at a URL; raises ConfigError for one that can't be used."""
 
-    def __init__(
-        self,
-        url: str,
-        kv_format: KvFormat,
-        fleet_secret: str,
-        limits: RedisLimits | None = None,
-        breaker: Breaker | None = None,
-    ) -> None:
+    def __init__(self, url: str, kv_format: KvFormat, fleet_secret: str, limits: RedisLimits | None = None) -> None:
         self._limits = limits or RedisLimits()
         self._codec = RecordCodec(kv_format, fleet_secret)
-        self._breaker = breaker or Breaker()
-        self._batch = max(1, BATCH_BYTES // self._codec.record_bytes)
-        self._client = _client(url, self._limits.budget_s)
-        self._queue: dict[bytes, Payload] = {}
-        self._queued_bytes = 0
-        self._news, self._idle = asyncio.Event(), asyncio.Event()
-        self._idle.set()
-        self._writer: asyncio.Task[None] | None = None
+        self._buffers = Buffers(wire_size(self._codec.record_bytes))
+        self._prefix = key_prefix(kv_format).encode()
+        breaker = partial(Breaker, self._limits.pause_s, self._limits.longest_pause_s)
+        self._servers = open_servers(parse_redis_url(url), self._limits.budget_s, breaker)
+        self._calls = Calls(self._servers)
+        self._queue = WriteQueue(TIER, self._write, self._limits.queue_bytes, BATCH_BYTES)
+        self._pace = Pace()
+        self._hits = self._misses = 0
+        self._touching: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
@@ -91,166 +90,146 @@ class RedisPrefixCache:
         return True
 
     async def check(self) -> None:
-        """One round trip."""
-        await self._call("PING", [()], self._limits.budget_s)
+        """One round trip to each node."""
+        await self._ask_all([pack(b"PING")])
 
-    async def lookup(self, digests: Sequence[bytes]) -> int:
-        """Length of the longest run of leading hits; one round trip for each LOOKUP_KEYS digests."""
-        hits = 0
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
+        """The longest run of leading hits; one round trip for each LOOKUP_KEYS digests."""
+        found = 0
         for start in range(0, len(digests), LOOKUP_KEYS):
-            window = digests[start : start + LOOKUP_KEYS]
-            sizes = await self._call("STRLEN", [(_key(digest),) for digest in window], self._limits.budget_s)
-            hits += sum(1 for _ in takewhile(self._is_record_size, sizes))
-            if hits < start + len(window):
+            keys = self._keys(digests[start : start + LOOKUP_KEYS])
+            ask = Commands([pack(b"STRLEN", key) for key in keys])
+            await self._calls.keyed("look", keys, ask, self._limits.budget_s)
+            found += sum(1 for _ in takewhile(lambda size: size == self._codec.record_bytes, ask.slots))
+            if found < start + len(keys):
                 break
-        metrics.PREFIX_BLOCKS.labels("hit").inc(hits)
-        metrics.PREFIX_BLOCKS.labels("miss").inc(len(digests) - hits)
-        return hits
+        self._hits += found
+        self._misses += len(digests) - found
+        metrics.PREFIX_BLOCKS.labels(TIER, "hit").inc(found)
+        metrics.PREFIX_BLOCKS.labels(TIER, "miss").inc(len(digests) - found)
+        return Hits(((TIER, found),)) if found else Hits()
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         """Payloads of the leading digests whose records are there and check out."""
-        payloads: list[Payload] = []
-        for start in range(0, len(digests), self._batch):
-            batch = digests[start : start + self._batch]
-            records = await self._call("GET", [(_key(digest),) for digest in batch], self._budget(len(batch)))
-            payloads += await asyncio.to_thread(self._decode, batch, records)
-            if len(payloads) < start + len(batch):
-                break
-        metrics.PREFIX_BLOCKS.labels("fetched").inc(len(payloads))
+        keys, started = self._keys(digests), time.monotonic()
+        fetch = Fetch(keys, digests, self._codec, self._buffers)
+        try:
+            await self._calls.keyed("fetch", keys, fetch, self._budget(len(keys)))
+        finally:
+            fetch.stop()
+        payloads = fetch.payloads()
+        took_s = time.monotonic() - started
+        self._pace.fetched(len(payloads) * self._codec.record_bytes, fetch.first_at - started, took_s)
+        metrics.PREFIX_BLOCKS.labels(TIER, "fetched").inc(len(payloads))
         return payloads
 
+    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+        """All that are not being written already."""
+        return [not self._closed and digest not in self._queue for digest in digests]
+
     def put(self, digest: bytes, payload: Payload) -> bool:
-        """Queue a block for writing; False if the queue is full or Redis is not to be had."""
-        if digest in self._queue:
-            return True
-        size = len(payload)
-        if self._closed or not self._breaker.closed or self._queued_bytes + size > self._limits.queue_bytes:
-            metrics.PREFIX_BLOCKS.labels("dropped").inc()
-            return False
-        self._queue[digest] = payload
-        self._queued_bytes += size
-        self._idle.clear()
-        self._news.set()
-        if self._writer is None:
-            self._writer = asyncio.create_task(self._write(), name="prefix-cache-writer")
-        return True
+        """Queue a block for writing; False if the queue is full or its node is not to be had."""
+        return self._queue.put(digest, payload, not self._closed and self._calls.accepts(self._key(digest)))
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Prolong their lives in the background; dropped if another such call is still under way."""
+        if digests and not self._closed and (self._touching is None or self._touching.done()):
+            self._touching = asyncio.create_task(self._prolong(digests[:LOOKUP_KEYS]), name="prefix-cache-touch")
+
+    def rates(self) -> Mapping[str, FetchRate]:
+        """Measured over the fetches of this process."""
+        return {TIER: self._pace.rate} if self._pace.rate else {}
+
+    def watch(self, changed: PrefixesChanged | None) -> None:
+        """Nothing is held in this process."""
+
+    async def stats(self) -> list[CacheTier]:
+        """What the servers say of themselves: blocks are all keys of the database, bytes all memory in use."""
+        blocks = used = most = 0
+        for keys, info in await self._ask_all([pack(b"DBSIZE"), pack(b"INFO", b"memory")]):
+            blocks += keys if isinstance(keys, int) else 0
+            used += _number(info, b"used_memory")
+            most += _number(info, b"maxmemory")
+        rate = self._pace.rate
+        speed = rate.bytes_per_s if rate else 0.0
+        return [CacheTier(TIER, blocks, used, most, self._hits, self._misses, speed, self._state())]
+
+    async def clear(self, *, shared: bool) -> list[CacheTier]:
+        """Delete the blocks of this KV format on all nodes, if `shared`."""
+        if not shared:
+            return []
+        self._queue.clear()
+        nodes = await self._calls.masters(self._limits.budget_s)
+        jobs = [(node, Clear(self._prefix + b"*", self._budget(0))) for node in nodes]
+        # Takes long, and would keep look-ups waiting.
+        await asyncio.gather(*(self._calls.at("write", [(node, (), False)], job, _CLEAR_S) for node, job in jobs))
+        blocks = sum(job.slots[0] for _, job in jobs)
+        return [CacheTier(TIER, blocks, blocks * self._codec.record_bytes, state=self._state())]
 
     async def flush(self) -> None:
         """Wait until the queue is written or dropped."""
-        await self._idle.wait()
+        await self._queue.flush()
 
     async def close(self) -> None:
         """Write for at most a second more, then drop the rest and disconnect."""
+        if self._closed:
+            return
         self._closed = True
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                await self.flush()
-        except TimeoutError:
-            metrics.PREFIX_BLOCKS.labels("dropped").inc(len(self._queue))
-        if self._writer is not None:
-            self._writer.cancel()
-            await asyncio.wait([self._writer], timeout=_CLOSE_S)
-        with suppress(TimeoutError, OSError, RedisError):
-            async with asyncio.timeout(_CLOSE_S):
-                await self._client.aclose()
+        await self._queue.close(_CLOSE_S)
+        if self._touching is not None:
+            self._touching.cancel()
+        await self._calls.close(_CLOSE_S)
 
-    async def _write(self) -> None:
-        while True:
-            await self._news.wait()
-            batch = dict(islice(self._queue.items(), self._batch))
-            records = await asyncio.to_thread(self._encode, batch)
-            sets = [(_key(d), record, "EX", self._limits.ttl_s) for d, record in records.items()]
-            replies = await self._call("SET", sets, _WRITE_BUDGET_S + self._budget(len(batch)))
-            written = sum(1 for reply in replies if not isinstance(reply, Exception))
-            metrics.PREFIX_BLOCKS.labels("written").inc(written)
-            metrics.PREFIX_BLOCKS.labels("dropped").inc(len(batch) - written)
-            for digest, payload in batch.items():
-                del self._queue[digest]
-                self._queued_bytes -= len(payload)
-            if not self._queue:
-                self._news.clear()
-                self._idle.set()
+    async def _write(self, blocks: Sequence[tuple[bytes, Payload]]) -> int:
+        keys = self._keys([digest for digest, _ in blocks])
+        store = Store(keys, blocks, self._codec, self._limits.ttl_s)
+        await self._calls.keyed("write", keys, store, _WRITE_BUDGET_S + self._budget(len(keys)))
+        return sum(1 for reply in store.slots if reply == b"OK")
 
-    async def _call(self, command: str, calls: Sequence[tuple[Any, ...]], budget_s: float) -> list[Any]:
-        """One pipelined round trip: a reply or error for each call, or nothing if Redis can't be had."""
-        if not calls or not self._breaker.allows():
-            return []
-        pipeline = self._client.pipeline(transaction=False)
-        for args in calls:
-            pipeline.execute_command(command, *args)
-        try:
-            async with asyncio.timeout(budget_s):
-                replies: list[Any] = await pipeline.execute(raise_on_error=False)
-        except Exception as error:  # whatever a broken connection makes the client raise, it is a miss
-            if self._breaker.closed:
-                _log.warning(
-                    "the prefix cache is out of reach, requests go on without it: %s", str(error) or _reason(error)
-                )
-            self._breaker.failed()
-            metrics.PREFIX_FAULTS.labels(_reason(error)).inc()
-            return []
-        if not self._breaker.closed:
-            _log.info("the prefix cache is back")
-        self._breaker.succeeded()
-        for reply in replies:
-            if isinstance(reply, Exception):
-                metrics.PREFIX_FAULTS.labels(_reason(reply)).inc()
-        return replies
+    async def _prolong(self, digests: Sequence[bytes]) -> None:
+        keys = self._keys(digests)
+        commands = Commands([pack(b"EXPIRE", key, b"%d" % self._limits.ttl_s) for key in keys])
+        await self._calls.keyed("look", keys, commands, self._limits.budget_s)
+
+    async def _ask_all(self, commands: Sequence[bytes]) -> list[list[object]]:
+        """The replies of each node."""
+        asked = [(node, Commands(commands)) for node in await self._calls.masters(self._limits.budget_s)]
+        everything = range(len(commands))
+        calls = (self._calls.at("look", [(node, everything, False)], ask, self._limits.budget_s) for node, ask in asked)
+        await asyncio.gather(*calls)
+        return [ask.slots for _, ask in asked]
+
+    def _state(self) -> str:
+        nodes = self._servers.masters()
+        lost = [node.health for node in nodes if not node.health.well]
+        if not self._servers.health.well and not nodes:
+            lost = [self._servers.health]
+        if not lost:
+            return ""
+        if len(nodes) <= 1:
+            return f"out of reach: {lost[0].trouble}"
+        return f"{len(lost)} of {len(nodes)} nodes out of reach: {lost[0].trouble}"
 
     def _budget(self, records: int) -> float:
         return self._limits.budget_s + records * self._codec.record_bytes / _SLOWEST_BYTES_PER_S
 
-    def _is_record_size(self, size: object) -> bool:
-        return size == self._codec.record_bytes
+    def _key(self, digest: bytes) -> bytes:
+        return self._prefix + digest.hex().encode()
 
-    def _decode(self, digests: Sequence[bytes], records: Sequence[Any]) -> list[Payload]:
-        payloads: list[Payload] = []
-        for digest, record in zip(digests, records, strict=False):
-            if not isinstance(record, bytes):
-                break
-            try:
-                payloads.append(self._codec.decode(digest, record))
-            except BadRecord as error:
-                metrics.PREFIX_FAULTS.labels(error.reason).inc()
-                break
-        return payloads
-
-    def _encode(self, batch: dict[bytes, Payload]) -> dict[bytes, bytes]:
-        return {digest: self._codec.encode(digest, payload) for digest, payload in batch.items()}
+    def _keys(self, digests: Sequence[bytes]) -> list[bytes]:
+        return [self._key(digest) for digest in digests]
 
 
-def _key(digest: bytes) -> str:
-    return KEY_PREFIX + digest.hex()
+def key_prefix(kv_format: KvFormat) -> str:
+    """What the keys of all blocks of a KV format begin with."""
+    return f"{KEY_PREFIX}{kv_format.digest[:8]}:"
 
 
-def _client(url: str, budget_s: float) -> Redis:
-    try:
-        # RESP2 spares the handshake; a retry within the client would multiply the budget.
-        pool = BlockingConnectionPool.from_url(
-            url, protocol=2, max_connections=_CONNECTIONS, timeout=budget_s, retry=Retry(NoBackoff(), 0)
-        )
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"redis: {error}, got {_without_password(url)!r}") from error
-    return Redis.from_pool(pool)  # which closes the pool with the client
-
-
-def _without_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
-
-
-def _reason(error: Exception) -> str:
-    """Metric label of a fault."""
-    kinds: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
-        ((TimeoutError, RedisTimeoutError), "timeout"),
-        (BusyLoadingError, "loading"),
-        ((AuthenticationError, NoPermissionError), "auth"),
-        (ReadOnlyError, "readonly"),
-        (OutOfMemoryError, "oom"),
-    )
-    for kind, name in kinds:
-        if isinstance(error, kind):
-            return name
-    if isinstance(error, ResponseError):
-        return "wrong_type" if str(error).startswith("WRONGTYPE") else "server"
-    return "connection"
+def _number(info: object, name: bytes) -> int:
+    """A field of an INFO reply; 0 if it lacks."""
+    if isinstance(info, bytes):
+        for line in info.splitlines():
+            field, _, value = line.partition(b":")
+            if field == name and value.isdigit():
+                return int(value)
+    return 0

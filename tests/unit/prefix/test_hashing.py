@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from baton.kv.hashing import DIGEST_BYTES, block_digests, chain_root, tenant_salt
+from baton.kv.hashing import DIGEST_BYTES, block_digests, chain_root, request_salt, tenant_salt
 
 FORMAT = "f" * 64
 
@@ -35,6 +35,10 @@ def test_golden_vectors() -> None:
     assert [d.hex() for d in high] == ["747f076be7b6bfcadae58f3aaa3f5fbef2cdaaa6101c215840da0a1b52564398"]
     salt = tenant_salt("secret", "acme")
     assert salt.hex() == "a854330108db29ce9f5ebb9945d5364df056d4f801e8e45d31f200eaf602de3e"
+    team = request_salt("secret", "acme", "team")
+    assert team.hex() == "6d657f86dff4e86938d36734e6aa262b08c3d76165a6131fd7029850c114db3e"
+    open_team = request_salt("", "", "team")
+    assert open_team.hex() == "360c19609efe339d63b0610fb92e781a7df5d18a6b497fe051a8a5b607333c7e"
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 256])
@@ -74,6 +78,20 @@ def test_fields_can_not_run_into_each_other() -> None:
     assert chain_root("ab", "c", b"") != chain_root("a", "bc", b"")
     assert chain_root("a", "b", b"c") != chain_root("a", "bc", b"")
     assert tenant_salt("a", "bc") != tenant_salt("ab", "c")
+
+
+def test_a_cache_salt_sets_requests_apart_and_none_changes_nothing() -> None:
+    assert request_salt("secret", "acme") == tenant_salt("secret", "acme")
+    assert request_salt("", "acme") == b""
+    salts = [
+        request_salt(secret, tenant, salt)
+        for secret in ("a", "ab")
+        for tenant in ("c", "cd")
+        for salt in ("", "e", "é")
+    ]
+    assert len(set(salts)) == len(salts)
+    assert request_salt("s", "ab", "c") != request_salt("s", "a", "bc")
+    assert request_salt("", "any", "c") == request_salt("", "", "c") != request_salt("", "", "d")
 
 
 def test_an_id_that_is_no_uint32_is_an_error() -> None:

@@ -1,0 +1,235 @@
+"""Prefix blocks in this process's memory, bounded in bytes: the least recently used go first.
+
+Blocks stand in runs, and a run's blocks in the order of their chain. Each use of a chain moves the blocks of it that
+are held into a new run; a block that is put joins the run of the block before it. Evicted is the end of the oldest
+run. So a chain loses its end before its beginning, and a block that many chains share stays as long as the latest of
+them. A chain too long for the memory keeps its beginning: what would take the place of its own predecessors is
+refused, and so is all that follows it.
+
+What is kept is owned: a view of a larger or mutable buffer is copied, so that it pins nothing. Nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+
+from baton.kv.prefix.buffers import Lent
+from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
+from baton.telemetry import metrics
+
+TIER = "host"
+
+_MOST_AWAITED = 1 << 16
+_STALE_PLACES = 4096
+_SLACK = 16
+
+_HIT, _MISS, _FETCHED, _EVICTED = (
+    metrics.PREFIX_BLOCKS.labels(TIER, outcome) for outcome in ("hit", "miss", "fetched", "evicted")
+)
+
+
+class _Run:
+    """Blocks of one use of a chain, in its order; those that have moved to a later run since are to be skipped."""
+
+    __slots__ = ("digests",)
+
+    def __init__(self) -> None:
+        self.digests: list[bytes] = []
+
+
+class HostPrefixCache:
+    """`PrefixCache` of at most `capacity_bytes` of payload; 0 keeps nothing."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity = capacity_bytes
+        self._bytes = 0
+        self._payloads: dict[bytes, Payload] = {}
+        self._run_of: dict[bytes, _Run] = {}
+        self._runs: deque[_Run] = deque()
+        self._places = 0
+        self._awaited: dict[bytes, bytes] = {}
+        self._hits = self._misses = 0
+        self._changed: PrefixesChanged | None = None
+
+    @property
+    def stores(self) -> bool:
+        """Whether anything fits."""
+        return self._capacity > 0
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._payloads
+
+    async def check(self) -> None:
+        """Nothing can be out of reach."""
+
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
+        """The longest run of leading hits, which are used now."""
+        found = sum(1 for _ in takewhile(self._payloads.__contains__, digests))
+        self.used(digests[:found])
+        self.count(found, len(digests) - found)
+        return Hits(((TIER, found),) if found else ())
+
+    async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
+        """Payloads up to the first miss."""
+        payloads = [self._payloads[digest] for digest in takewhile(self._payloads.__contains__, digests)]
+        self.served(len(payloads))
+        return payloads
+
+    def get(self, digest: bytes) -> Payload | None:
+        """A block's payload if it is held."""
+        return self._payloads.get(digest)
+
+    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+        """Whatever is not held and was no hit nearer by; the chain is used now."""
+        wanted = self.lacks(digests, hits)
+        self.used(digests, wanted)
+        return wanted
+
+    def lacks(self, digests: Sequence[bytes], hits: int) -> list[bool]:
+        """What `wants` answers, without a use of the chain."""
+        return [self.stores and index >= hits and digest not in self for index, digest in enumerate(digests)]
+
+    def put(self, digest: bytes, payload: Payload) -> bool:
+        """Keep the block; False if there is no room but in place of the chain before it."""
+        if digest in self._payloads:
+            return True
+        parent, size = self._awaited.pop(digest, None), _held_bytes(payload)
+        if size > self._capacity or (parent is not None and parent not in self._payloads):
+            return False
+        run = _Run() if parent is None else self._run_of[parent]
+        dropped = self._make_room(size, run)
+        kept = self._bytes + size <= self._capacity
+        if kept:
+            self._payloads[digest] = owned(payload)
+            self._bytes += size
+            self._place(run, digest)
+        self._tell((digest,) if kept else (), dropped)
+        return kept
+
+    def used(self, digests: Sequence[bytes], follow: Sequence[bool] | None = None) -> None:
+        """Consecutive blocks of a chain are used now; `follow` tells which of those not held will be put (all).
+
+        A block to be put that follows another such, or one held, is kept only if that one still is by then.
+        """
+        if not self.stores:
+            return
+        run, parent = _Run(), None
+        for index, digest in enumerate(digests):
+            if digest in self._payloads:
+                self._place(run, digest)
+                parent = digest
+                continue
+            self._awaited.pop(digest, None)
+            follows = follow is None or follow[index]
+            if follows and parent is not None:
+                self._awaited[digest] = parent
+            parent = digest if follows else None
+        while len(self._awaited) > _MOST_AWAITED:
+            del self._awaited[next(iter(self._awaited))]
+        if self._places > 2 * len(self._payloads) + _STALE_PLACES:
+            self._compact()
+
+    def served(self, blocks: int) -> None:
+        """Note that payloads were handed out."""
+        _FETCHED.inc(blocks)
+
+    def count(self, hits: int, misses: int) -> None:
+        """Note what a look-up found."""
+        self._hits += hits
+        self._misses += misses
+        _HIT.inc(hits)
+        _MISS.inc(misses)
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Nothing: blocks that are used in the engine's pages need no second copy."""
+
+    def rates(self) -> Mapping[str, FetchRate]:
+        """Empty: handing out a payload takes no time."""
+        return {}
+
+    def watch(self, changed: PrefixesChanged | None) -> None:
+        """Tell of each block."""
+        self._changed = changed
+        self._tell(tuple(self._payloads), ())
+
+    async def stats(self) -> list[CacheTier]:
+        """The one tier."""
+        return [CacheTier(TIER, len(self._payloads), self._bytes, self._capacity, self._hits, self._misses)]
+
+    async def clear(self, *, shared: bool) -> list[CacheTier]:
+        """Drop all blocks."""
+        dropped, size = tuple(self._payloads), self._bytes
+        self._payloads.clear()
+        self._run_of.clear()
+        self._runs.clear()
+        self._bytes = self._places = 0
+        self._tell((), dropped)
+        return [CacheTier(TIER, len(dropped), size)]
+
+    async def flush(self) -> None:
+        """Nothing is ever pending."""
+
+    async def close(self) -> None:
+        """Drop all blocks."""
+        await self.clear(shared=False)
+
+    def _place(self, run: _Run, digest: bytes) -> None:
+        if not run.digests:
+            self._runs.append(run)
+        run.digests.append(digest)
+        self._run_of[digest] = run
+        self._places += 1
+
+    def _make_room(self, size: int, own: _Run) -> list[bytes]:
+        """Evict until `size` fits, or `own` is the oldest run; returns what went."""
+        dropped: list[bytes] = []
+        while self._bytes + size > self._capacity and self._runs and self._runs[0] is not own:
+            run = self._runs[0]
+            if not run.digests:
+                self._runs.popleft()
+                continue
+            digest = run.digests.pop()
+            self._places -= 1
+            if self._run_of.get(digest) is run:
+                del self._run_of[digest]
+                self._bytes -= _held_bytes(self._payloads.pop(digest))
+                dropped.append(digest)
+        if dropped:
+            _EVICTED.inc(len(dropped))
+        return dropped
+
+    def _compact(self) -> None:
+        """Forget the places that blocks have left."""
+        for run in self._runs:
+            run.digests = [digest for digest in run.digests if self._run_of.get(digest) is run]
+        self._runs = deque(run for run in self._runs if run.digests)
+        self._places = len(self._payloads)
+
+    def _tell(self, stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
+        if self._changed is not None and (stored or dropped):
+            self._changed(stored, dropped)
+
+
+def owned(payload: Payload) -> Payload:
+    """The payload, copied unless it `is_owned`."""
+    return payload if is_owned(payload) else bytes(payload)
+
+
+def is_owned(payload: Payload) -> bool:
+    """Whether keeping a payload keeps no mutable buffer, nor one larger than it by more than 1/16."""
+    return _buffer(payload) is not None
+
+
+def _buffer(payload: Payload) -> bytes | Lent | None:
+    if isinstance(payload, bytes):
+        return payload
+    whole = payload.obj
+    return whole if isinstance(whole, bytes | Lent) and len(whole) * _SLACK <= payload.nbytes * (_SLACK + 1) else None
+
+
+def _held_bytes(payload: Payload) -> int:
+    """Bytes of memory that keeping a payload takes."""
+    buffer = _buffer(payload)
+    return memoryview(payload).nbytes if buffer is None else len(buffer)

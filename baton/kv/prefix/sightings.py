@@ -1,0 +1,67 @@
+"""What a worker remembers of blocks that it need not hold: seen once, seen again, or stored in Redis. Pure.
+
+By the first 8 bytes of their digests, in two generations of a dictionary: when the young one is full, the old one is
+forgotten. A block met in either is young again once it is noted. At most about 18 MB for 2 × 65,536 blocks. Two
+blocks of the same name, or a forgotten one, cost a write that is not made, or made once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+NAME_BYTES = 8
+
+
+class Seen(IntEnum):
+    """How far a block has come."""
+
+    NEVER = 0
+    ONCE = 1
+    AGAIN = 2
+    STORED = 3
+
+
+_NEXT = (Seen.ONCE, Seen.AGAIN, Seen.AGAIN, Seen.STORED)
+
+
+class Sightings:
+    """`Seen` by digest, for the last `most` to 2 × `most` blocks that were noted."""
+
+    def __init__(self, most: int = 1 << 16) -> None:
+        self._most = most
+        self._young: dict[bytes, Seen] = {}
+        self._old: dict[bytes, Seen] = {}
+
+    def of(self, digest: bytes) -> Seen:
+        """What is remembered of a block."""
+        name = digest[:NAME_BYTES]
+        return self._young.get(name) or self._old.get(name) or Seen.NEVER
+
+    def note(self, digest: bytes, seen: Seen) -> None:
+        """Remember it."""
+        if len(self._young) >= self._most:
+            self._young, self._old = {}, self._young
+        self._young[digest[:NAME_BYTES]] = seen
+
+    def sighted(self, digests: Sequence[bytes]) -> list[Seen]:
+        """Count one sighting of each; returns what they have come to."""
+        seen = [_NEXT[self.of(digest)] for digest in digests]
+        for digest, now in zip(digests, seen, strict=True):
+            self.note(digest, now)
+        return seen
+
+    def stored(self, digests: Iterable[bytes]) -> None:
+        """They are known to be stored."""
+        for digest in digests:
+            self.note(digest, Seen.STORED)
+
+    def missed(self, digests: Iterable[bytes]) -> None:
+        """They are not known to be stored any more."""
+        for digest in digests:
+            if self.of(digest) is Seen.STORED:
+                self.note(digest, Seen.AGAIN)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._young, self._old = {}, {}

@@ -1,0 +1,154 @@
+"""Host memory before a store that workers share: one `PrefixCache` of both.
+
+A look-up asks the store, once, for the blocks that host memory lacks; so the runs of a hit may alternate between the
+tiers. A fetch takes each block from where it is, and keeps in host memory what came from the store.
+
+`wants` counts a sighting of each block; `put` hands a block to host memory at once, and to the store
+
+    first   at once
+    second  if it was seen by an earlier request as well; its KV may come from host memory then
+    never   not at all
+
+What was found in the store or written to it is remembered (`baton.kv.prefix.sightings`) until a look-up misses it, so
+that nobody copies KV out of the engine for nothing. Hits keep their blocks in the store from going stale: all that
+the store has part in, and of those in host memory alone, or in the engine's pages, of which `touch` tells, one in
+eight, picked at random, as any fixed rhythm might pass over the same prompt for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from itertools import chain, groupby, repeat
+
+from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixCache, PrefixesChanged
+from baton.kv.prefix.host import TIER, HostPrefixCache, is_owned, owned
+from baton.kv.prefix.sightings import Seen, Sightings
+
+TOUCH_SHARE = 1 / 8
+
+
+class TieredPrefixCache:
+    """`PrefixCache` over host memory and a shared store, in this order; `writes` is "first", "second" or "never"."""
+
+    def __init__(
+        self, host: HostPrefixCache, shared: PrefixCache, writes: str = "first", *, touch_share: float = TOUCH_SHARE
+    ) -> None:
+        self._host, self._shared = host, shared
+        self._touch_share = touch_share
+        self._sightings = Sightings()
+        least = {"first": Seen.ONCE, "second": Seen.AGAIN, "never": Seen.STORED}[writes]
+        self._due = range(least, Seen.STORED)
+
+    @property
+    def stores(self) -> bool:
+        """True."""
+        return True
+
+    async def check(self) -> None:
+        """Try the store."""
+        await self._shared.check()
+
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
+        """The longest run of leading hits in either tier; one look-up in the store, if host memory lacks any."""
+        held = [digest in self._host for digest in digests]
+        missing = [index for index, here in enumerate(held) if not here]
+        asked = [digests[index] for index in missing]
+        found = await self._shared.lookup(asked) if asked else Hits()
+        self._sightings.stored(asked[: found.blocks])
+        self._sightings.missed(asked[found.blocks :])
+        end = missing[found.blocks] if found.blocks < len(missing) else len(digests)
+        self._host.used(digests[:end])
+        self._host.count(end - found.blocks, len(missing))
+        (self._shared.touch if found.blocks else self.touch)(digests[:end])
+        farther = chain.from_iterable(repeat(tier, blocks) for tier, blocks in found.runs)
+        tiers = (TIER if here else next(farther) for here in held[:end])
+        return Hits(tuple((tier, sum(1 for _ in run)) for tier, run in groupby(tiers)))
+
+    async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
+        """Payloads up to the first miss, each from the nearest tier that has it."""
+        held = [self._host.get(digest) for digest in digests]
+        missing = [digest for digest, payload in zip(digests, held, strict=True) if payload is None]
+        fetched = await self._keep(missing, await self._shared.fetch(missing)) if missing else []
+        farther, payloads = iter(fetched), []
+        for payload in held:
+            payload = next(farther, None) if payload is None else payload
+            if payload is None:
+                break
+            payloads.append(payload)
+        self._host.served(len(payloads) - len(fetched))
+        return payloads
+
+    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+        """Blocks computed that host memory lacks, and all that the store shall have; host memory gives what it can."""
+        seen = self._sightings.sighted(digests)
+        due = [digest for digest, times in zip(digests, seen, strict=True) if times in self._due]
+        absent = {digest for digest, wanted in zip(due, self._shared.wants(due), strict=True) if wanted}
+        for digest in due:
+            payload = self._host.get(digest)
+            if payload is not None and digest in absent:
+                absent.remove(digest)
+                if not self._store(digest, payload):
+                    break
+        lacking = self._host.lacks(digests, hits)
+        wanted = [lacks or digest in absent for lacks, digest in zip(lacking, digests, strict=True)]
+        self._host.used(digests, wanted)
+        return wanted
+
+    def put(self, digest: bytes, payload: Payload) -> bool:
+        """Keep the block, and store it if it is due; False if neither was done."""
+        if self._host.stores:
+            payload = owned(payload)
+        kept = self._host.put(digest, payload)
+        seen = self._sightings.of(digest) or self._sightings.sighted([digest])[0]
+        return (seen in self._due and self._store(digest, payload)) or kept or seen is Seen.STORED
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Keep the blocks from going stale in the store, if the call is one of the sample."""
+        if digests and random.random() < self._touch_share:
+            self._shared.touch(digests)
+
+    def rates(self) -> Mapping[str, FetchRate]:
+        """Of both."""
+        return {**self._host.rates(), **self._shared.rates()}
+
+    def watch(self, changed: PrefixesChanged | None) -> None:
+        """Tell of the blocks in host memory."""
+        self._host.watch(changed)
+
+    async def stats(self) -> list[CacheTier]:
+        """Host memory, if there is any, then the store."""
+        return [*(await self._host.stats() if self._host.stores else ()), *await self._shared.stats()]
+
+    async def clear(self, *, shared: bool) -> list[CacheTier]:
+        """Drop all blocks in host memory, and those in the store if asked to."""
+        if shared:
+            self._sightings.clear()
+        near = await self._host.clear(shared=False) if self._host.stores else []
+        return [*near, *await self._shared.clear(shared=shared)]
+
+    async def flush(self) -> None:
+        """Wait until what was put is stored or dropped."""
+        await self._shared.flush()
+
+    async def close(self) -> None:
+        """Close both."""
+        await self._host.close()
+        await self._shared.close()
+
+    def _store(self, digest: bytes, payload: Payload) -> bool:
+        taken = self._shared.put(digest, payload)
+        if taken:
+            self._sightings.note(digest, Seen.STORED)
+        return taken
+
+    async def _keep(self, digests: Sequence[bytes], payloads: list[Payload]) -> list[Payload]:
+        """Keep fetched blocks in host memory; returns them, as owned there."""
+        if not self._host.stores:
+            return payloads
+        if not all(map(is_owned, payloads)):
+            payloads = await asyncio.to_thread(lambda: [owned(payload) for payload in payloads])
+        for digest, payload in zip(digests, payloads, strict=False):
+            self._host.put(digest, payload)
+        return payloads

@@ -1,0 +1,85 @@
+"""The Redis prefix cache over TLS, to a real server behind a TLS end of its own: the embedded one has none."""
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from baton.kv.format import KvFormat, KvPart
+from baton.kv.prefix.redis import RedisPrefixCache
+from tests import certificates
+from tests.prefix_redis import fill, hits, open_cache
+from tests.redis_server import Server, running
+
+
+@asynccontextmanager
+async def tls_end(server: Server, client_certificates: bool = False) -> AsyncIterator[int]:
+    """A port that takes TLS for the server."""
+    ours = certificates.fleet()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(ours / "router.crt", ours / "router.key")
+    if client_certificates:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(ours / "ca.crt")
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", server.port)
+        await asyncio.gather(copy(reader, inner_writer), copy(inner_reader, writer))
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    yield listener.sockets[0].getsockname()[1]
+    listener.close()
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    with running("valkey", tmp_path, tcp=True) as server:
+        yield server
+
+
+async def test_tls_with_our_ca_and_client_certificates(server: Server) -> None:
+    ours = certificates.fleet()
+    options = f"ssl_ca_certs={ours}/ca.crt&ssl_certfile={ours}/client.crt&ssl_keyfile={ours}/client.key"
+    async with tls_end(server, client_certificates=True) as port:
+        cache = open_cache(f"rediss://127.0.0.1:{port}?{options}", budget_s=5.0)
+        await fill(cache)
+        assert await hits(cache) == (6, 6)
+        await cache.close()
+
+
+async def test_large_blocks_over_tls(server: Server) -> None:
+    kv_format = KvFormat((KvPart("k", "float32", (4, 64)),), layers=24, block_size=16)
+    digests = [os.urandom(32) for _ in range(10)]
+    blocks = [os.urandom(kv_format.token_bytes * kv_format.block_size) for _ in digests]
+    async with tls_end(server) as port:
+        url = f"rediss://localhost:{port}?ssl_ca_certs={certificates.fleet()}/ca.crt"
+        cache = RedisPrefixCache(url, kv_format, "secret")
+        assert all(map(cache.put, digests, blocks))
+        await cache.flush()
+        assert [bytes(payload) for payload in await cache.fetch(digests)] == blocks
+        await cache.close()
+
+
+async def test_a_server_that_we_do_not_trust_is_out_of_reach(server: Server) -> None:
+    async with tls_end(server) as port:
+        for url in (
+            f"rediss://127.0.0.1:{port}",
+            f"rediss://127.0.0.1:{port}?ssl_ca_certs={certificates.fleet('theirs')}/ca.crt",
+            f"redis://127.0.0.1:{port}",
+        ):
+            cache = open_cache(url, budget_s=2.0)
+            assert await hits(cache) == (0, 0)
+            (tier,) = await cache.stats()
+            assert tier.state.startswith("out of reach: ")
+            await cache.close()

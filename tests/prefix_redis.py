@@ -1,0 +1,54 @@
+"""A Redis prefix cache of tiny blocks for tests, and what its metrics say."""
+
+from __future__ import annotations
+
+import os
+
+from prometheus_client import REGISTRY
+
+from baton.kv.format import KvFormat, KvPart
+from baton.kv.hashing import block_digests, chain_root
+from baton.kv.prefix.record import RecordCodec
+from baton.kv.prefix.redis import RedisLimits, RedisPrefixCache, key_prefix
+
+FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=2, block_size=4)
+CODEC = RecordCodec(FORMAT, "secret")
+DIGESTS = block_digests(chain_root("model", FORMAT.digest), list(range(24)), 4)
+BLOCKS = [os.urandom(CODEC.payload_bytes) for _ in DIGESTS]
+KEYS = [key_prefix(FORMAT) + digest.hex() for digest in DIGESTS]
+BUDGET_S = 0.25
+
+
+def open_cache(url: str, **limits: float) -> RedisPrefixCache:
+    """A cache that waits for little, and soon tries again."""
+    values = {"budget_s": BUDGET_S, "pause_s": 0.05, "longest_pause_s": 0.1} | limits
+    return RedisPrefixCache(url, FORMAT, "secret", RedisLimits(**values))  # type: ignore[arg-type]
+
+
+async def fill(cache: RedisPrefixCache) -> None:
+    """Write all blocks."""
+    assert all(cache.put(digest, block) for digest, block in zip(DIGESTS, BLOCKS, strict=True))
+    await cache.flush()
+
+
+async def found(cache: RedisPrefixCache) -> int:
+    """Blocks found by look-up."""
+    return (await cache.lookup(DIGESTS)).blocks
+
+
+async def hits(cache: RedisPrefixCache) -> tuple[int, int]:
+    """Blocks found by look-up and by fetch."""
+    looked_up = await found(cache)
+    payloads = await cache.fetch(DIGESTS)
+    assert [bytes(payload) for payload in payloads] == BLOCKS[: len(payloads)]
+    return looked_up, len(payloads)
+
+
+def faults(reason: str) -> float:
+    """Misses by this reason so far."""
+    return REGISTRY.get_sample_value("baton_prefix_faults_total", {"reason": reason}) or 0.0
+
+
+def dropped() -> float:
+    """Writes dropped so far."""
+    return REGISTRY.get_sample_value("baton_prefix_blocks_total", {"tier": "redis", "outcome": "dropped"}) or 0.0

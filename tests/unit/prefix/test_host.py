@@ -1,0 +1,243 @@
+"""Host memory: bounded, least recently used first, the end of a chain before its beginning; against a naive model."""
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from itertools import accumulate, count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.kv.prefix import Payload
+from baton.kv.prefix.host import TIER, HostPrefixCache
+
+SIZE = 64
+
+
+def chain(*words: str) -> list[bytes]:
+    """Digests of a chain whose blocks are named by words."""
+    return list(accumulate(words, lambda parent, word: hashlib.sha256(parent + word.encode()).digest(), initial=b""))[
+        1:
+    ]
+
+
+def payload(digest: bytes) -> bytes:
+    return digest * (SIZE // 32)
+
+
+def write(cache: HostPrefixCache, digests: Sequence[bytes], upto: int | None = None) -> list[bool]:
+    """What a worker does with a chain that it computed."""
+    wanted = [digest for digest, wanted in zip(digests, cache.wants(digests), strict=True) if wanted]
+    return [cache.put(digest, payload(digest)) for digest in wanted[:upto]]
+
+
+async def held(cache: HostPrefixCache, digests: Sequence[bytes]) -> int:
+    return len([digest for digest in digests if digest in cache])
+
+
+LONG = chain(*"abcdefgh")
+OTHER = chain(*"zyxw")
+
+
+async def test_a_chain_loses_its_end_first() -> None:
+    cache = HostPrefixCache(8 * SIZE)
+    write(cache, LONG)
+    write(cache, OTHER[:3])
+    assert (await cache.lookup(LONG)).runs == ((TIER, 5),)
+    assert (await cache.lookup(OTHER)).runs == ((TIER, 3),)
+    assert [(tier.blocks, tier.bytes) for tier in await cache.stats()] == [(8, 8 * SIZE)]
+
+
+async def test_the_least_recently_used_chain_goes_first() -> None:
+    cache = HostPrefixCache(8 * SIZE)
+    write(cache, LONG[:4])
+    write(cache, OTHER)
+    await cache.lookup(LONG)
+    write(cache, chain(*"123"))
+    assert await held(cache, LONG) == 4
+    assert await held(cache, OTHER) == 1
+
+
+async def test_a_shared_beginning_stays_as_long_as_the_last_that_uses_it() -> None:
+    cache = HostPrefixCache(8 * SIZE)
+    system, first, second = chain(*"sys"), chain(*"sysAB"), chain(*"sysCD")
+    write(cache, first)
+    write(cache, second)
+    write(cache, OTHER[:3])
+    assert await held(cache, system) == 3
+    assert await held(cache, second) == 5
+    assert await held(cache, first) == 3
+
+
+async def test_a_chain_too_long_keeps_its_beginning() -> None:
+    cache = HostPrefixCache(5 * SIZE)
+    write(cache, OTHER)
+    assert write(cache, LONG) == [True] * 5 + [False] * 3
+    assert (await cache.lookup(LONG)).blocks == 5
+    assert await held(cache, OTHER) == 0
+    assert write(cache, LONG) == [False] * 3
+    assert (await cache.lookup(LONG)).blocks == 5
+
+
+async def test_what_follows_an_evicted_block_is_refused() -> None:
+    cache = HostPrefixCache(4 * SIZE)
+    cache.wants(LONG)
+    assert all(cache.put(digest, payload(digest)) for digest in LONG[:3])
+    write(cache, OTHER[:3])
+    assert await held(cache, LONG) == 1
+    assert not cache.put(LONG[3], payload(LONG[3]))
+    assert await held(cache, OTHER) == 3
+
+
+async def test_what_follows_hits_in_pages_is_kept_without_them() -> None:
+    cache = HostPrefixCache(8 * SIZE)
+    assert cache.wants(LONG, 3) == [False] * 3 + [True] * 5
+    assert all(cache.put(digest, payload(digest)) for digest in LONG[3:])
+    assert (await cache.lookup(LONG)).blocks == 0
+    assert (await cache.lookup(LONG[3:])).blocks == 5
+
+
+async def test_a_block_larger_than_the_bound_is_not_kept() -> None:
+    cache = HostPrefixCache(SIZE)
+    assert cache.put(LONG[0], payload(LONG[0]))
+    assert not cache.put(LONG[1], bytes(SIZE + 1))
+    assert (await cache.lookup(LONG)).blocks == 1
+
+
+async def test_no_memory_keeps_nothing() -> None:
+    cache = HostPrefixCache(0)
+    assert not cache.stores
+    assert cache.wants(LONG) == [False] * 8
+    assert not cache.put(LONG[0], b"x")
+
+
+@pytest.mark.parametrize("around", [0, 100_000])
+async def test_what_is_kept_pins_no_other_memory(around: int) -> None:
+    cache = HostPrefixCache(1 << 20)
+    changing, large = bytearray(os.urandom(SIZE)), os.urandom(SIZE + around)
+    before, references = bytes(changing), sys.getrefcount(large)
+    cache.put(LONG[0], memoryview(changing))
+    cache.put(LONG[1], memoryview(large)[:SIZE])
+    changing[:] = bytes(SIZE)
+    kept: list[Payload] = await cache.fetch(LONG)
+    assert [bytes(each) for each in kept] == [before, large[:SIZE]]
+    assert (sys.getrefcount(large) == references) == bool(around), "a view of all of it needs no copy"
+
+
+async def test_the_header_of_a_record_counts() -> None:
+    cache = HostPrefixCache(10_000)
+    cache.put(LONG[0], memoryview(bytes(4128))[128:])
+    cache.put(LONG[1], memoryview(bytes(4128))[64:])
+    assert [tier.bytes for tier in await cache.stats()] == [2 * 4128]
+
+
+async def test_many_look_ups_leave_no_trace() -> None:
+    cache = HostPrefixCache(8 * SIZE)
+    write(cache, LONG)
+    for _ in range(1000):
+        await cache.lookup(LONG)
+    assert sum(len(run.digests) for run in cache._runs) < 5000
+    cache.wants([os.urandom(32) for _ in range(70_000)])
+    assert len(cache._awaited) == 1 << 16
+    assert (await cache.lookup(LONG)).blocks == 8
+
+
+class Model:
+    """The rules, spelled out: each block has a place (run, position); the least run loses its last block."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.places: dict[bytes, tuple[int, int]] = {}
+        self.parents: dict[bytes, bytes] = {}
+        self.numbers = count()
+
+    def use(self, digests: Sequence[bytes], wanted: Sequence[bool]) -> None:
+        run, before = next(self.numbers), None
+        for digest, follows in zip(digests, wanted, strict=True):
+            if digest in self.places:
+                self.places[digest] = (run, next(self.numbers))
+            else:
+                self.parents.pop(digest, None)
+                if follows and before is not None:
+                    self.parents[digest] = before
+            before = digest if follows or digest in self.places else None
+
+    def put(self, digest: bytes) -> bool:
+        if digest in self.places:
+            return True
+        parent = self.parents.pop(digest, None)
+        if parent is not None and parent not in self.places:
+            return False
+        run = next(self.numbers) if parent is None else self.places[parent][0]
+        while len(self.places) >= self.most:
+            oldest = min(place[0] for place in self.places.values())
+            if oldest == run:
+                return False
+            del self.places[max((at, digest) for digest, at in self.places.items() if at[0] == oldest)[1]]
+        self.places[digest] = (run, next(self.numbers))
+        return True
+
+
+words = st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map(lambda parts: chain(*parts))
+steps = st.one_of(
+    st.tuples(st.just("lookup"), words, st.just(0)),
+    st.tuples(st.just("wants"), words, st.integers(0, 6)),
+    st.tuples(st.just("put"), words, st.integers(0, 5)),
+    st.tuples(st.just("write"), words, st.integers(0, 6)),
+    st.tuples(st.just("clear"), words, st.just(0)),
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 8), st.lists(steps, max_size=60))
+async def test_equals_the_model(most: int, sequence: list[tuple[str, list[bytes], int]]) -> None:
+    cache, model, told = HostPrefixCache(most * SIZE + SIZE // 2), Model(most), set()
+
+    def changed(stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
+        assert not told & set(stored)
+        told.update(stored)
+        assert told >= set(dropped)
+        told.difference_update(dropped)
+
+    cache.watch(changed)
+    for step, digests, number in sequence:
+        if step == "lookup":
+            hits = next((i for i, digest in enumerate(digests) if digest not in model.places), len(digests))
+            assert (await cache.lookup(digests)).blocks == hits
+            assert await cache.fetch(digests) == [payload(digest) for digest in digests[:hits]]
+            model.use(digests[:hits], [False] * hits)
+        elif step == "clear":
+            await cache.clear(shared=False)
+            model.places.clear()
+        elif step == "put":
+            digest = digests[min(number, len(digests) - 1)]
+            assert cache.put(digest, payload(digest)) == model.put(digest)
+        else:
+            first = number if step == "wants" else 0
+            wanted = [i >= first and digest not in model.places for i, digest in enumerate(digests)]
+            assert cache.wants(digests, first) == wanted
+            model.use(digests, wanted)
+            if step == "write":
+                mine = [digest for digest, wants in zip(digests, wanted, strict=True) if wants][:number]
+                assert [cache.put(digest, payload(digest)) for digest in mine] == [model.put(digest) for digest in mine]
+        assert told == set(model.places)
+        tier = (await cache.stats())[0]
+        assert (tier.blocks, tier.bytes) == (len(told), len(told) * SIZE)
+        assert tier.bytes <= tier.capacity_bytes
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 8), st.lists(st.tuples(words, st.integers(0, 6), st.booleans()), max_size=40))
+async def test_no_block_outlives_the_one_before_it(most: int, sequence: list[tuple[list[bytes], int, bool]]) -> None:
+    cache = HostPrefixCache(most * SIZE)
+    chains = {}
+    for digests, upto, reads in sequence:
+        chains.update({digest: digests[: at + 1] for at, digest in enumerate(digests)})
+        if reads:
+            await cache.lookup(digests)
+        else:
+            write(cache, digests, upto)
+        for digest, whole in chains.items():
+            assert digest not in cache or await held(cache, whole) == len(whole)

@@ -1,0 +1,321 @@
+"""Host memory before a shared store: who is asked, who serves, what is written when, and what is kept fresh."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.kv.prefix import MemoryPrefixCache, Payload
+from baton.kv.prefix.contract import CacheTier, FetchRate, Hits
+from baton.kv.prefix.host import HostPrefixCache
+from baton.kv.prefix.sightings import Seen, Sightings
+from baton.kv.prefix.tiered import TieredPrefixCache
+
+SIZE = 64
+DIGESTS = [os.urandom(32) for _ in range(10)]
+BLOCKS = {digest: os.urandom(SIZE) for digest in DIGESTS}
+
+
+class Store(MemoryPrefixCache):
+    """The shared one: notes what it is asked, and can be full, or held up in a fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookups: list[list[bytes]] = []
+        self.puts: list[bytes] = []
+        self.touched: list[bytes] = []
+        self.full = False
+        self.come, self.go = asyncio.Event(), asyncio.Event()
+        self.go.set()
+
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
+        self.lookups.append(list(digests))
+        return await super().lookup(digests)
+
+    async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
+        self.come.set()
+        await self.go.wait()
+        return await super().fetch(digests)
+
+    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+        return [digest not in self.blocks for digest in digests]
+
+    def put(self, digest: bytes, payload: Payload) -> bool:
+        if self.full:
+            return False
+        self.puts.append(digest)
+        return super().put(digest, payload)
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        self.touched += digests
+
+    async def clear(self, *, shared: bool) -> list[CacheTier]:
+        return await super().clear(shared=shared) if shared else []
+
+    def rates(self) -> dict[str, FetchRate]:
+        return {"memory": FetchRate(0.001, 1e9)}
+
+
+@pytest.fixture
+async def store() -> Store:
+    return Store()
+
+
+def tiered(store: Store, writes: str = "first", blocks: int = 100, touch_share: float = 0.0) -> TieredPrefixCache:
+    return TieredPrefixCache(HostPrefixCache(blocks * SIZE), store, writes, touch_share=touch_share)
+
+
+def request(cache: TieredPrefixCache, digests: Sequence[bytes], hits: int = 0) -> list[bytes]:
+    """What a worker does at the end of a request; returns what it copied out."""
+    wanted = [digest for digest, wants in zip(digests, cache.wants(digests, hits), strict=True) if wants]
+    for digest in wanted:
+        cache.put(digest, BLOCKS[digest])
+    return wanted
+
+
+async def only_stored(store: Store, *indexes: int) -> None:
+    for index in indexes:
+        MemoryPrefixCache.put(store, DIGESTS[index], BLOCKS[DIGESTS[index]])
+
+
+async def test_the_store_is_asked_once_and_only_for_what_host_lacks(store: Store) -> None:
+    cache = tiered(store)
+    request(cache, DIGESTS[:4])
+    assert (await cache.lookup(DIGESTS[:4])).runs == (("host", 4),)
+    assert store.lookups == []
+    assert (await cache.lookup(DIGESTS)).runs == (("host", 4),)
+    assert store.lookups == [DIGESTS[4:]]
+
+
+async def test_runs_alternate_and_every_block_comes_from_where_it_is(store: Store) -> None:
+    cache = tiered(store, writes="never")
+    await only_stored(store, 0, 1, 4, 7, 9)
+    for index in (2, 3, 5, 6):
+        cache.put(DIGESTS[index], BLOCKS[DIGESTS[index]])
+    hits = await cache.lookup(DIGESTS)
+    assert hits.runs == (("memory", 2), ("host", 2), ("memory", 1), ("host", 2), ("memory", 1))
+    assert await cache.fetch(DIGESTS) == [BLOCKS[digest] for digest in DIGESTS[:8]]
+    assert store.lookups == [[DIGESTS[i] for i in (0, 1, 4, 7, 8, 9)]]
+    assert store.puts == []
+    host, shared = await cache.stats()
+    assert (host.name, host.hits, host.misses) == ("host", 4, 6)
+    assert (shared.name, shared.hits, shared.misses) == ("memory", 4, 2)
+
+
+async def test_what_was_fetched_stays_in_host_memory(store: Store) -> None:
+    cache = tiered(store)
+    await only_stored(store, *range(5))
+    assert (await cache.lookup(DIGESTS)).blocks == 5
+    assert len(await cache.fetch(DIGESTS[:2])) == 2
+    assert len(await cache.fetch(DIGESTS[2:5])) == 3
+    store.blocks.clear()
+    assert (await cache.lookup(DIGESTS)).runs == (("host", 5),)
+    assert await cache.fetch(DIGESTS) == [BLOCKS[digest] for digest in DIGESTS[:5]]
+
+
+async def test_a_fetch_longer_than_host_memory_leaves_its_beginning_there(store: Store) -> None:
+    cache = tiered(store, blocks=3)
+    await only_stored(store, *range(10))
+    assert (await cache.lookup(DIGESTS)).blocks == 10
+    for start in range(0, 10, 2):
+        assert len(await cache.fetch(DIGESTS[start : start + 2])) == 2
+    assert (await cache.lookup(DIGESTS)).runs == (("host", 3), ("memory", 7))
+
+
+async def test_blocks_that_go_between_look_up_and_fetch_shorten_the_hit(store: Store) -> None:
+    cache = tiered(store)
+    request(cache, DIGESTS[:3])
+    await only_stored(store, *range(10))
+    assert (await cache.lookup(DIGESTS)).runs == (("host", 3), ("memory", 7))
+    await cache.clear(shared=False)
+    del store.blocks[DIGESTS[6]]
+    assert await cache.fetch(DIGESTS) == [BLOCKS[digest] for digest in DIGESTS[:6]]
+
+
+async def test_nothing_is_served_past_a_block_that_is_gone(store: Store) -> None:
+    cache = tiered(store, writes="never")
+    await only_stored(store, *range(7))
+    for digest in DIGESTS[7:]:
+        cache.put(digest, BLOCKS[digest])
+    assert (await cache.lookup(DIGESTS)).runs == (("memory", 7), ("host", 3))
+    del store.blocks[DIGESTS[4]]
+    assert await cache.fetch(DIGESTS) == [BLOCKS[digest] for digest in DIGESTS[:4]]
+    assert await cache.fetch(DIGESTS[4:]) == []
+
+
+async def test_what_is_evicted_during_a_fetch_is_served_all_the_same(store: Store) -> None:
+    cache = tiered(store, writes="never", blocks=3)
+    request(cache, DIGESTS[:3])
+    await only_stored(store, 3, 4)
+    assert (await cache.lookup(DIGESTS)).blocks == 5
+    store.go.clear()
+    fetching = asyncio.create_task(cache.fetch(DIGESTS))
+    await store.come.wait()
+    await cache.clear(shared=False)
+    store.go.set()
+    assert await fetching == [BLOCKS[digest] for digest in DIGESTS[:5]]
+
+
+async def test_first_writes_at_once_and_not_again(store: Store) -> None:
+    cache = tiered(store, "first")
+    assert request(cache, DIGESTS) == DIGESTS
+    assert request(cache, DIGESTS) == []
+    assert store.puts == DIGESTS
+
+
+async def test_second_writes_what_another_request_had_too(store: Store) -> None:
+    cache = tiered(store, "second")
+    assert request(cache, DIGESTS[:6]) == DIGESTS[:6]
+    assert store.puts == []
+    assert request(cache, DIGESTS[:4], hits=4) == []
+    assert store.puts == DIGESTS[:4], "from host memory"
+    assert request(cache, DIGESTS) == DIGESTS[6:]
+    assert store.puts == DIGESTS[:6]
+
+
+async def test_second_asks_for_what_only_the_pages_hold(store: Store) -> None:
+    cache = tiered(store, "second", blocks=0)
+    assert request(cache, DIGESTS[:4]) == []
+    assert request(cache, DIGESTS, hits=4) == DIGESTS[:4]
+    assert store.puts == DIGESTS[:4]
+    assert request(cache, DIGESTS, hits=10) == DIGESTS[4:]
+    assert request(cache, DIGESTS) == []
+
+
+async def test_never_writes_nothing_and_reads(store: Store) -> None:
+    cache = tiered(store, "never")
+    await only_stored(store, 0)
+    for _ in range(3):
+        request(cache, DIGESTS[1:])
+    assert store.puts == []
+    assert (await cache.lookup(DIGESTS)).runs == (("memory", 1), ("host", 9))
+
+
+async def test_hits_in_pages_are_not_copied_to_host_memory(store: Store) -> None:
+    cache = tiered(store)
+    request(cache, DIGESTS)
+    await cache.clear(shared=False)
+    assert request(cache, DIGESTS, hits=6) == DIGESTS[6:]
+    assert store.puts == DIGESTS
+
+
+async def test_what_the_store_was_found_to_have_is_not_written(store: Store) -> None:
+    cache = tiered(store, blocks=0)
+    await only_stored(store, *range(5))
+    await cache.lookup(DIGESTS)
+    store.blocks.clear()
+    assert request(cache, DIGESTS) == DIGESTS[5:], "nobody has missed the first five yet"
+
+
+async def test_what_the_store_lost_is_written_again_once_it_is_missed(store: Store) -> None:
+    cache = tiered(store)
+    request(cache, DIGESTS)
+    await cache.clear(shared=False)
+    store.blocks.clear()
+    store.puts.clear()
+    assert (await cache.lookup(DIGESTS)).blocks == 0
+    assert request(cache, DIGESTS) == DIGESTS
+    assert store.puts == DIGESTS
+
+
+async def test_what_a_full_store_dropped_is_offered_again_from_host_memory(store: Store) -> None:
+    cache = tiered(store)
+    store.full = True
+    assert cache.put(DIGESTS[0], BLOCKS[DIGESTS[0]]), "host memory has it"
+    assert request(cache, DIGESTS[:3]) == DIGESTS[1:3]
+    store.full = False
+    assert request(cache, DIGESTS[:3], hits=3) == []
+    assert store.puts == DIGESTS[:3]
+
+
+async def test_dropped_by_both_is_dropped(store: Store) -> None:
+    cache = tiered(store, blocks=0)
+    store.full = True
+    assert not cache.put(DIGESTS[0], BLOCKS[DIGESTS[0]])
+    store.full = False
+    assert cache.put(DIGESTS[0], BLOCKS[DIGESTS[0]])
+    assert cache.put(DIGESTS[0], BLOCKS[DIGESTS[0]]), "it is stored"
+    assert store.puts == DIGESTS[:1]
+
+
+@pytest.mark.parametrize("touch_share", [0.0, 1.0])
+async def test_hits_keep_the_store_fresh(store: Store, touch_share: float) -> None:
+    cache = tiered(store, touch_share=touch_share)
+    request(cache, DIGESTS[:3])
+    await cache.lookup(DIGESTS)
+    cache.touch(DIGESTS[7:])
+    assert store.touched == (DIGESTS[:3] + DIGESTS[7:] if touch_share else [])
+    store.touched.clear()
+    await only_stored(store, *range(6))
+    await cache.lookup(DIGESTS)
+    assert store.touched == DIGESTS[:6], "a hit in the store always counts"
+
+
+async def test_only_a_sample_is_touched(store: Store) -> None:
+    cache = tiered(store, touch_share=1 / 8)
+    for _ in range(8000):
+        cache.touch(DIGESTS[:1])
+    assert 700 < len(store.touched) < 1300, "six standard deviations are 177"
+
+
+async def test_a_cleared_store_is_filled_again(store: Store) -> None:
+    cache = tiered(store)
+    request(cache, DIGESTS)
+    assert [(tier.name, tier.blocks) for tier in await cache.clear(shared=True)] == [("host", 10), ("memory", 10)]
+    assert request(cache, DIGESTS) == DIGESTS
+    assert store.puts == DIGESTS * 2
+
+
+async def test_rates_of_both(store: Store) -> None:
+    assert tiered(store).rates() == store.rates()
+
+
+def test_sightings_forget_the_oldest() -> None:
+    sightings = Sightings(most=4)
+    assert sightings.sighted(DIGESTS[:2]) == [Seen.ONCE] * 2
+    assert sightings.sighted(DIGESTS[1:3]) == [Seen.AGAIN, Seen.ONCE]
+    sightings.stored(DIGESTS[3:8])
+    assert sightings.sighted(DIGESTS[3:8]) == [Seen.STORED] * 5
+    assert sightings.of(DIGESTS[0]) is Seen.NEVER
+    sightings.missed(DIGESTS[6:])
+    assert [sightings.of(digest) for digest in DIGESTS[5:9]] == [Seen.STORED, Seen.AGAIN, Seen.AGAIN, Seen.NEVER]
+    sightings.clear()
+    assert sightings.sighted(DIGESTS[5:6]) == [Seen.ONCE]
+
+
+steps = st.tuples(
+    st.sampled_from(["request", "hits", "lookup", "lose", "lose host", "full"]), st.integers(0, 9), st.integers(1, 10)
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(["first", "second", "never"]), st.integers(0, 8), st.lists(steps, max_size=40))
+async def test_whatever_happens_a_look_up_tells_the_truth(
+    writes: str, blocks: int, sequence: list[tuple[str, int, int]]
+) -> None:
+    store = Store()
+    cache, here = tiered(store, writes, blocks), set[bytes]()
+    cache.watch(lambda stored, dropped: (here.update(stored), here.difference_update(dropped)))
+    for step, first, upto in sequence:
+        digests = DIGESTS[first:upto]
+        if step == "lose":
+            for digest in digests:
+                store.blocks.pop(digest, None)
+        elif step == "lose host":
+            await cache.clear(shared=False)
+        elif step == "full":
+            store.full = not store.full
+        elif step == "lookup":
+            there = here | store.blocks.keys()
+            run = next((i for i, digest in enumerate(digests) if digest not in there), len(digests))
+            assert (await cache.lookup(digests)).blocks == run
+            assert await cache.fetch(digests) == [BLOCKS[digest] for digest in digests[:run]]
+        else:
+            hits = first if step == "hits" else 0
+            copied = request(cache, DIGESTS[:upto], hits)
+            assert writes != "never" or not set(copied) & set(DIGESTS[:hits])
+        assert len(here) <= blocks
+        assert writes != "never" or not store.puts

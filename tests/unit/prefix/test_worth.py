@@ -1,0 +1,128 @@
+"""Fetch or compute: the choice is the quickest there is, by the measured rates."""
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.kv.prefix.contract import FetchRate, Hits
+from baton.kv.prefix.worth import TRIAL_EVERY_S, TRIAL_S, Worth
+
+BYTES, TOKENS = 400_000, 16
+QUICK, SLOW = FetchRate(0.001, 2e9), FetchRate(0.005, 20e6)
+TIERS = ("host", "redis", "peer")
+
+runs = st.lists(st.tuples(st.sampled_from(TIERS), st.integers(1, 300)), max_size=6).map(tuple).map(Hits)
+rates = st.dictionaries(st.sampled_from(TIERS), st.builds(FetchRate, st.floats(0, 1), st.floats(1e5, 1e11)))
+speeds = st.floats(1, 1e6)
+
+
+def blocks(hits: Hits, rates: Mapping[str, FetchRate], prefill_rate: float) -> int:
+    return Worth(BYTES, TOKENS).decide(hits, rates, prefill_rate, 0.0).blocks
+
+
+def test_a_quick_link_and_a_slow_model_fetch_all() -> None:
+    assert blocks(Hits((("redis", 256),)), {"redis": QUICK}, 500.0) == 256
+
+
+def test_a_fast_gpu_and_a_slow_redis_fetch_nothing() -> None:
+    assert blocks(Hits((("redis", 256),)), {"redis": SLOW}, 50_000.0) == 0
+
+
+def test_a_nearer_run_is_fetched_alone_if_the_farther_one_loses() -> None:
+    hits = Hits((("host", 10), ("redis", 200)))
+    assert blocks(hits, {"host": QUICK, "redis": SLOW}, 10_000.0) == 10
+    assert blocks(hits, {"redis": SLOW}, 10_000.0) == 10, "what host takes is not known"
+
+
+def test_latency_counts_once_for_a_run() -> None:
+    far = {"redis": FetchRate(0.1, 1e12)}
+    assert blocks(Hits((("redis", 2),)), far, 500.0) == 0, "64 ms to compute"
+    assert blocks(Hits((("redis", 4),)), far, 500.0) == 4, "128 ms to compute"
+
+
+def test_a_losing_run_is_fetched_if_what_lies_behind_it_wins_more() -> None:
+    far = {"redis": FetchRate(0.1, 1e12)}
+    assert blocks(Hits((("redis", 1), ("host", 1))), far, 500.0) == 0
+    assert blocks(Hits((("redis", 1), ("host", 100))), far, 500.0) == 101
+
+
+@pytest.mark.parametrize("prefill_rate", [0.0, 1e9])
+def test_what_is_not_known_is_fetched(prefill_rate: float) -> None:
+    assert blocks(Hits((("redis", 7),)), {}, prefill_rate) == 7
+    assert blocks(Hits((("host", 3), ("redis", 7))), {"redis": SLOW}, 0.0) == 10
+
+
+def test_decisions_have_names() -> None:
+    worth, redis = Worth(BYTES, TOKENS), Hits((("host", 3), ("redis", 7)))
+    assert worth.decide(Hits(), {}, 0.0, 0.0).name == "nothing"
+    assert worth.decide(redis, {}, 0.0, 0.0).name == "all"
+    assert worth.decide(redis, {"redis": SLOW}, 1e6, 1.0).name == "part"
+    assert worth.decide(Hits(redis.runs[1:]), {"redis": SLOW}, 1e6, 1.0).name == "none"
+    assert worth.decide(redis, {"redis": SLOW}, 1e6, TRIAL_EVERY_S).name == "trial"
+
+
+def test_what_is_saved_is_the_time_of_computing_less_that_of_fetching() -> None:
+    decision = Worth(BYTES, TOKENS).decide(Hits((("redis", 100),)), {"redis": QUICK}, 1000.0, 0.0)
+    assert decision.saves_s == pytest.approx(1.6 - 0.001 - 0.02)
+
+
+def test_a_refused_tier_is_tried_now_and_then_and_comes_back() -> None:
+    worth, hits, slow = Worth(BYTES, TOKENS), Hits((("redis", 256),)), {"redis": SLOW}
+    trials = [now for now in range(100) if worth.decide(hits, slow, 50_000.0, float(now)).trial]
+    assert trials == list(range(int(TRIAL_EVERY_S), 100, int(TRIAL_EVERY_S)))
+    assert worth.decide(hits, {"redis": QUICK}, 1000.0, 100.0).blocks == 256, "measured anew"
+
+
+def test_a_fetch_puts_off_the_next_trial() -> None:
+    worth, hits = Worth(BYTES, TOKENS), Hits((("redis", 256),))
+    assert worth.decide(hits, {"redis": QUICK}, 1000.0, 4.0).blocks == 256
+    assert not worth.decide(hits, {"redis": SLOW}, 50_000.0, 5.0).trial
+    assert worth.decide(hits, {"redis": SLOW}, 50_000.0, 9.0).trial
+
+
+def test_a_trial_is_short_but_fetches_something() -> None:
+    def trial(rate: FetchRate, blocks: int = 256) -> int:
+        worth, hits = Worth(BYTES, TOKENS), Hits((("redis", blocks),))
+        worth.decide(hits, {"redis": rate}, 1e9, 0.0)
+        decision = worth.decide(hits, {"redis": rate}, 1e9, TRIAL_EVERY_S)
+        assert decision.trial
+        return decision.blocks
+
+    assert trial(FetchRate(0.0, 40e6)) == int(TRIAL_S * 40e6 / BYTES) == 2
+    assert trial(FetchRate(0.0, 400e6), blocks=3) == 3
+    assert trial(FetchRate(10.0, 1e12)) == 1
+    assert trial(FetchRate(0.0, 1.0)) == 1
+
+
+@settings(deadline=None, max_examples=50)
+@given(runs, rates, speeds)
+def test_no_other_number_of_leading_blocks_is_quicker(
+    hits: Hits, rates: dict[str, FetchRate], prefill_rate: float
+) -> None:
+    worth = Worth(BYTES, TOKENS)
+
+    def seconds(fetched: int) -> float:
+        took = worth.computing_s(hits.blocks - fetched, prefill_rate)
+        for tier, blocks in hits.runs:
+            taken = min(blocks, fetched)
+            took += worth.fetching_s(taken, rates.get(tier)) if taken else 0.0
+            fetched -= taken
+        return took
+
+    best = min(seconds(n) for n in range(hits.blocks + 1))
+    assert seconds(worth.decide(hits, rates, prefill_rate, 0.0).blocks) <= best * (1 + 1e-9) + 1e-12
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(runs, rates, st.floats(0, 1e6), st.floats(0, 3)), max_size=20))
+def test_any_sequence_of_requests_fetches_what_was_found_at_most(
+    requests: list[tuple[Hits, dict[str, FetchRate], float, float]],
+) -> None:
+    worth, now = Worth(BYTES, TOKENS), 0.0
+    for hits, measured, prefill_rate, passed in requests:
+        now += passed
+        decision = worth.decide(hits, measured, prefill_rate, now)
+        assert decision.found == hits.blocks
+        assert int(decision.trial) <= decision.blocks <= hits.blocks
