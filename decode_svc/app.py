@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
 from baton.engine.contract import Engine
+from baton.kv.prefix import PrefixCache
 from baton.pb import decode_pb2_grpc
 from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch
 from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
 from baton.worker.listeners import Addresses, Service, listeners
-from baton.worker.start import started
+from baton.worker.start import prefix_cache, started
 from baton.worker.status import WorkerRole
 from decode_svc.config import DecodeConfig
 from decode_svc.service import DecodeService
@@ -31,6 +32,7 @@ class App:
 
     addresses: Addresses
     service: DecodeService
+    cache: PrefixCache
     engine: Engine
     config: DecodeConfig
 
@@ -59,9 +61,12 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         base = await stack.enter_async_context(
             started(config, WorkerRole.DECODE, engine=engine, converts_kv=config.convert_kv)
         )
+        # Decode writes to the cache and never reads from it, so that copies in its own memory would be of no use.
+        cache = prefix_cache(replace(config, cache_memory=0), base.engine.spec.kv_format)
+        stack.push_async_callback(cache.close)
+        await cache.check()
         exports = Exports(base.engine, base.identity.incarnation)
-        stack.callback(exports.close)
-        service = DecodeService(config, base.engine, base.identity, fetch, base.tls)
+        service = DecodeService(config, base.engine, base.identity, fetch, exports, cache, base.tls)
 
         def add_decode(server: grpc.aio.Server) -> None:
             decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service), server)
@@ -76,8 +81,10 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
                 tls=base.tls,
                 tickets=base.tickets,
                 ledger=service.ledger,
+                cache=service.caches.tiers,
+                clear=service.caches.clear,
             )
         )
         turning = service.start(base.thread)
         stack.push_async_callback(service.close, turning)
-        yield App(addresses, service, base.engine, config)
+        yield App(addresses, service, cache, base.engine, config)

@@ -9,6 +9,11 @@ fork can run out of pages). More is taken by the engine thread as generation goe
 with the whole pool for itself is refused here. The handles are freed here, whatever state the attempt is in: that may
 be done at any time, and what the engine thread is in the midst of comes back when it has ended.
 
+Leading blocks of the context that are published in the pool are pinned by the reservation, shared with whoever else has
+them, and not transferred. Their names were the router's; the commit is held against them. It publishes the context's
+own blocks, so that the next request finds them while this one runs, and the end of each sequence publishes those of its
+output.
+
 An attempt is DECODING while one of its choices is in the batch, and PAUSED when none is and some are paused.
 """
 
@@ -16,23 +21,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine, EngineSpec, KvHandle
-from baton.errors import IncompleteTransfer, InvalidRequest, OutOfPages
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import IncompleteTransfer, OutOfPages
 from baton.lifecycle import Lifecycle, State
-from baton.request import MAX_CHOICES, Handoff, SequenceState, check_token_ids
+from baton.request import Handoff, SequenceState, check_token_ids
+from decode_svc.chain import Chain
 from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.reservation import Refused, Sizes, pinnable, sizes
 from decode_svc.scheduler import Decoding
+
+Left = Callable[[str, Sequence[bytes], int], object]
+"""Gets a sequence's owner at its end, the names of its final blocks, and how many of these are the context's."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """A choice that still decodes: its sequence, where that is, and since when."""
+    """A choice that still decodes: its sequence, where that is, and since when; `chain` names what it may publish."""
 
     sequence: int
     handle: KvHandle
+    chain: Chain | None
     since: float
     state: State = State.SLOT_WAIT
 
@@ -72,47 +83,18 @@ class Attempt:
         return len(self.choices) if self.committed else self.request.choices - len(self.cancelled)
 
 
-class Refused(InvalidRequest):
-    """A reservation that can never be granted; the message says why, with numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a reservation takes: tokens of the first choice, and of each further one what it does not share."""
-
-    tokens: int
-    spare_tokens: int
-    pages: int
-
-
-def sizes(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> Sizes:
-    """Size a reservation of `reserve_tokens` outputs at most for each choice.
-
-    Raises Refused when the request is malformed, when its first outputs could never fit, or when one choice alone
-    could never be generated to its end.
-    """
-    for name, value, limit in (
-        ("context_tokens", request.context_tokens, spec.max_model_len - 1),
-        ("max_new_tokens", request.max_new_tokens, None),
-        ("choices", request.choices, MAX_CHOICES),
-    ):
-        if value < 1 or (limit is not None and value > limit):
-            raise Refused(name, "must be at least 1" + (f" and at most {limit}" if limit else ""), value)
-    tokens = min(request.context_tokens + min(request.max_new_tokens, reserve_tokens), spec.max_model_len)
-    spare_pages = spec.pages_for(tokens) - request.context_tokens // spec.page_size
-    pages = spec.pages_for(tokens) + (request.choices - 1) * spare_pages
-    whole = spec.pages_for(min(request.context_tokens + request.max_new_tokens, spec.max_model_len))
-    if (most := max(pages, whole)) > spec.pages:
-        raise Refused("context_tokens", f"needs {most} pages, there are {spec.pages}", request.context_tokens)
-    return Sizes(tokens, spare_pages * spec.page_size, pages)
+def context_ids(handoff: Handoff) -> Sequence[int]:
+    """All tokens whose KV is handed over; prompts may be long, and most have no output yet."""
+    return (*handoff.prompt_ids, *handoff.output_ids) if handoff.output_ids else handoff.prompt_ids
 
 
 class Attempts:
-    """All live attempts of a worker; times are seconds on the caller's clock."""
+    """All live attempts of a worker; times are seconds on the caller's clock. `left` is told what ends leave behind."""
 
-    def __init__(self, engine: Engine, reserve_tokens: int) -> None:
+    def __init__(self, engine: Engine, reserve_tokens: int, left: Left = lambda owner, digests, found: None) -> None:
         self._engine = engine
         self._reserve_tokens = reserve_tokens
+        self._left = left
         self._live: dict[tuple[int, AttemptKey], Attempt] = {}
         self._owners: dict[int, tuple[Attempt, int]] = {}
         self._numbers = itertools.count()
@@ -155,7 +137,8 @@ class Attempts:
         need = self.check(session, request)
         taken: list[KvHandle] = []
         try:
-            taken.append(self._engine.reserve(str(request.key), need.tokens))
+            prefix, most = pinnable(request), request.context_tokens
+            taken.append(self._engine.reserve(str(request.key), need.tokens, prefix, most))
             for choice in range(1, request.choices):
                 owner = f"{request.key}/spare{choice}"
                 handle = self._engine.reserve(owner, need.spare_tokens)
@@ -179,13 +162,30 @@ class Attempts:
             attempt.life.request_deadline = min(attempt.life.request_deadline, now + deadline_s)
         attempt.life.enter(State.TRANSFERRING, now, limit_s)
 
-    def commit(self, attempt: Attempt, handoff: Handoff, fetch_ms: float, now: float) -> list[Decoding]:
+    def named(self, attempt: Attempt) -> bool:
+        """Whether the commit needs the names of the context's blocks: to publish them, or to check pinned ones."""
+        return attempt.request.cache.writes or attempt.handle.cached > 0
+
+    def commit(
+        self,
+        attempt: Attempt,
+        handoff: Handoff,
+        fetch_ms: float,
+        now: float,
+        digests: Sequence[bytes] | None = None,
+    ) -> list[Decoding]:
         """Turn a fetched attempt into one sequence for each choice that goes on, the KV shared by forks.
 
-        Raises IncompleteTransfer or InvalidRequest when the handoff is not the one that pages were reserved
-        for. Yields nothing when no choice is left; the attempt is to be ended then.
+        `digests` name all full blocks of the context; without them nothing is published. Raises IncompleteTransfer or
+        InvalidRequest when the handoff is not the one that pages were reserved for. Yields nothing when no choice is
+        left; the attempt is to be ended then.
         """
         self._check(attempt, handoff)
+        self._check_pinned(attempt, digests or ())
+        chain = None
+        if digests is not None and attempt.request.cache.writes:
+            self._engine.publish(attempt.handle, digests)
+            chain = self._chain(attempt, handoff, digests)
         going = [
             first
             for first in handoff.first_tokens
@@ -199,8 +199,9 @@ class Attempts:
         for first, handle in zip(going, handles, strict=True):
             output_ids = [*handoff.output_ids, first.token.token_id]
             state = SequenceState(handoff.params, handoff.prompt_ids, tuple(output_ids), first.choice_index)
-            sequence = Decoding(next(self._ids), handle, state, output_ids, fetch_ms, now, attempt.age)
-            attempt.choices[first.choice_index] = Choice(sequence.id, handle, now)
+            own = chain and chain.forked(first.token.token_id)
+            sequence = Decoding(next(self._ids), handle, state, output_ids, fetch_ms, now, attempt.age, own)
+            attempt.choices[first.choice_index] = Choice(sequence.id, handle, own, now)
             self._owners[sequence.id] = (attempt, first.choice_index)
             sequences.append(sequence)
         return sequences
@@ -217,22 +218,26 @@ class Attempts:
         attempt.cancelled.add(choice)
         if (going := attempt.choices.get(choice)) is None:
             return []
+        self._publish(attempt, going)
         self._engine.free(going.handle)
         self.sequence_ended(going.sequence, now)
         return [going.sequence]
 
-    def sequence_ended(self, sequence: int, now: float) -> None:
-        """Forget a sequence that is gone from the engine thread or told to go."""
+    def sequence_ended(self, sequence: int, now: float, digests: Sequence[bytes] = ()) -> None:
+        """Forget a sequence that is gone from the engine thread, where it published these blocks, or told to go."""
         attempt, choice = self._owners.pop(sequence)
-        del attempt.choices[choice]
+        self._leave(attempt, attempt.choices.pop(choice), digests)
         self._settle(attempt, now)
 
     def over(self, attempt: Attempt) -> bool:
         """Whether no choice of the attempt is left, so that it is to be ended."""
         return attempt.sequences <= 0
 
-    def end(self, attempt: Attempt, now: float) -> list[int]:
-        """End an attempt once: frees all that it holds, and returns the sequences to drop."""
+    def end(self, attempt: Attempt, now: float, *, sound: bool = True) -> list[int]:
+        """End an attempt once: frees all that it holds, and returns the sequences to drop.
+
+        What is final of its KV is left for others, unless that is not `sound`.
+        """
         committed = attempt.committed
         if not attempt.life.end(now):
             return []
@@ -240,6 +245,9 @@ class Attempts:
         if not committed:
             self._free([attempt.handle, *attempt.spares])
         dropped = [choice.sequence for choice in attempt.choices.values()]
+        if sound:
+            for choice in attempt.choices.values():
+                self._publish(attempt, choice)
         self._free([choice.handle for choice in attempt.choices.values()])
         for sequence in dropped:
             del self._owners[sequence]
@@ -277,6 +285,33 @@ class Attempts:
         self._free(attempt.spares)
         attempt.spares.clear()
         return handles
+
+    def _chain(self, attempt: Attempt, handoff: Handoff, digests: Sequence[bytes]) -> Chain:
+        """The chain of the context, whose full blocks have these names."""
+        spec = self._engine.spec
+        rest = context_ids(handoff)[len(digests) * spec.kv_format.block_size :]
+        return Chain(spec, attempt.request.cache_salt, digests, rest)
+
+    def _publish(self, attempt: Attempt, choice: Choice) -> None:
+        """Leave what is final of a sequence's KV to others; of one that has ended already, the engine thread has."""
+        if choice.chain is not None and choice.handle.alive:
+            digests = tuple(choice.chain.digests)
+            self._engine.publish(choice.handle, digests)
+            self._leave(attempt, choice, digests)
+
+    def _leave(self, attempt: Attempt, choice: Choice, digests: Sequence[bytes]) -> None:
+        """Tell of what a sequence has published at its end."""
+        if digests:
+            found = attempt.request.context_tokens // self._engine.spec.kv_format.block_size
+            self._left(choice.handle.owner, digests, found)
+
+    def _check_pinned(self, attempt: Attempt, digests: Sequence[bytes]) -> None:
+        """Hold the pinned blocks against the ids that they are said to be of."""
+        pinned = pinnable(attempt.request)[: attempt.handle.cached // self._engine.spec.kv_format.block_size]
+        if pinned != list(digests[: len(pinned)]):
+            raise IncompleteTransfer(
+                f"{attempt.key}: the {attempt.handle.cached} tokens that were pinned are not those of the handoff"
+            )
 
     def _check(self, attempt: Attempt, handoff: Handoff) -> None:
         request, spec = attempt.request, self._engine.spec

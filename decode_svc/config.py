@@ -13,7 +13,8 @@ from baton.worker.config import WorkerConfig
 class DecodeConfig(WorkerConfig):
     """Settings of one decode worker.
 
-    Raises ConfigError naming the field and the value seen.
+    It uses no `cache_memory`: it only writes to the prefix cache in Redis, and reads what its own pages hold. Raises
+    ConfigError naming the field and the value seen.
     """
 
     slots: int = option(32, help="Most sequences in the generation batch.", minimum=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import grpc
@@ -15,8 +15,8 @@ from baton.engine.contract import Engine, KvHandle
 from baton.errors import BatonError, ConfigError, EngineError, SourceUnreachable, TransferError
 from baton.request import Handoff
 from baton.rpc.tls import Tls
+from baton.transfer.channels import KvChannels
 from decode_svc.attempts import Attempt
-from decode_svc.channels import KvChannels
 from decode_svc.config import DecodeConfig
 from decode_svc.messages import FailureKind, Start
 
@@ -35,6 +35,7 @@ class Fetch(Protocol):
         transfer_id: str,
         incarnation: str,
         tokens: int,
+        first: int,
         timeout_s: float,
         stall_timeout_s: float,
         ticket: bytes,
@@ -45,7 +46,9 @@ class Fetch(Protocol):
 class Fetches:
     """Runs fetches into attempts' first handles, in the name of `consumer`; lives on the asyncio loop.
 
-    `fetched` gets the handoff and the milliseconds that it took, `failed` the kind of fault and a message.
+    What an attempt has pinned is not fetched. `names` computes the digests of a handoff's blocks, None where nobody
+    needs them. `fetched` gets the handoff, those, and the milliseconds that it took, `failed` the kind of fault and a
+    message.
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class Fetches:
         consumer: str,
         tls: Tls | None,
         *,
-        fetched: Callable[[Attempt, Handoff, float], object],
+        names: Callable[[Attempt, Handoff], Awaitable[Sequence[bytes] | None]],
+        fetched: Callable[[Attempt, Handoff, Sequence[bytes] | None, float], object],
         failed: Callable[[Attempt, FailureKind, str], object],
     ) -> None:
         self._config = config
@@ -64,6 +68,7 @@ class Fetches:
         self._fetch = fetch
         self._consumer = consumer
         self._channels = KvChannels(tls)
+        self._names = names
         self._fetched, self._failed = fetched, failed
         self._running: dict[Attempt, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,13 +107,15 @@ class Fetches:
                     transfer_id=start.transfer_id,
                     incarnation=start.source_incarnation,
                     tokens=attempt.request.context_tokens,
+                    first=attempt.handle.cached,
                     timeout_s=self._config.fetch_timeout_s,
                     stall_timeout_s=self._config.fetch_stall_s,
                     ticket=start.ticket,
                     consumer=self._consumer,
                 )
+            digests = await self._names(attempt, handoff)
             if self._going(attempt):
-                self._fetched(attempt, handoff, (time.monotonic() - started) * 1e3)
+                self._fetched(attempt, handoff, digests, (time.monotonic() - started) * 1e3)
         except BatonError as error:
             self._fail(attempt, _kind(error), str(error))
         except Exception as error:

@@ -1,15 +1,16 @@
 """The engine thread: resume, admit, make room, step, emit.
 
 It sleeps on its inbox while it can do nothing, and looks into it before each step while it can. What a step yields
-goes back in one `Report`, and what changed in the batch in one before it; a sequence that ended frees its pages and
-its slot before that, so that the next step runs with the next sequence in its place. A step that raises fails the
-sequences of its batch; the loop goes on only if the engine's pages still audit clean, else it raises and the worker is
-done.
+goes back in one `Report`, and what changed in the batch in one before it; a sequence that ended publishes its blocks
+and frees its pages and its slot before that, so that the next step runs with the next sequence in its place. A step
+that raises fails the sequences of its batch, and publishes nothing of theirs; nothing that was cached is trusted any
+more, and the loop goes on only if the engine's pages still audit clean, else it raises and the worker is done.
 
-Before a step each sequence gets the page that its next token needs. If there is none, the youngest is paused, and the
-youngest again, until there is; if host memory can't take it either, it fails as preempted, and its router replays it.
-A sequence that is alone and still can't grow is paused as well: what holds the pages then is on its way here, or
-given up and draining, and `wake` tells when pages have returned.
+Before a step each sequence gets the page that its next token needs. If there is none, those that are held for no
+request are given back; if that is not enough, the youngest is paused, and the youngest again, until there is one; if
+host memory can't take it either, it fails as preempted, and its router replays it. A sequence that is alone and still
+can't grow is paused as well: what holds the pages then is on its way here, or given up and draining, and `wake` tells
+when pages have returned.
 
 The other side frees the handles of what it has ended at any time. What fails here because its handle is dead has not
 failed: it was ended, and its drop is on the way.
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine
+from baton.engine.contract import Engine, KvHandle
 from baton.errors import OutOfPages, Overloaded
 from baton.lifecycle import State
 from baton.worker.progress import Progress
@@ -88,11 +89,14 @@ class DecodeLoop:
         progress: Progress,
         emit: Callable[[Report], object],
         clock: Callable[[], float] = time.monotonic,
+        spared: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`spared` gives back pages that are held for no request, from this thread; True if there were any."""
         self._engine = engine
         self._progress = progress
         self._emit = emit
         self._clock = clock
+        self._spared = spared
         self._scheduler = Scheduler(engine.spec)
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Wake | _Stop] = queue.SimpleQueue()
         self._gave_back = False
@@ -203,7 +207,8 @@ class DecodeLoop:
         """Let every sequence of the batch have room for its next token, the oldest first."""
         for sequence in self._scheduler.short():
             while self._scheduler.runs(sequence) and not self._extend(sequence, report):
-                self._pause(report)
+                if not self._spared():
+                    self._pause(report)
 
     def _extend(self, sequence: Decoding, report: Report) -> bool:
         """False when there is no page for it."""
@@ -223,6 +228,7 @@ class DecodeLoop:
             message = f"no page is left, and host memory is full: {error}"
             _log.warning("%s", message)
             self._gave_back = True
+            self._publish(sequence.handle, sequence.digests)
             self._fail([sequence.id], FailureKind.PREEMPTED, message, report)
         except Exception as error:
             self._lose(sequence, error, report)
@@ -235,6 +241,7 @@ class DecodeLoop:
             results = self._engine.step().result()
         except Exception as error:
             _log.exception("a step over %d sequences failed", report.batch)
+            self._engine.drop_cached()
             self._fail(self._scheduler.batch(), FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
             self._engine.audit()
             return
@@ -245,7 +252,12 @@ class DecodeLoop:
             if output is not None:
                 report.outputs.append(output)
                 if output.finish is not None:
+                    self._publish(handle, output.digests)
                     self._engine.free(handle)
+
+    def _publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
+        if digests:
+            self._engine.publish(handle, digests)
 
     def _free_pages(self) -> int:
         """Pages that could be had, as far as anybody is in need of some."""

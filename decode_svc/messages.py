@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.request import FinishReason, TokenInfo
+from baton.request import CachePolicy, FinishReason, TokenInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,9 @@ class AttemptKey:
 class Reserve:
     """Asks for pages: `context_tokens` are transferred, each choice may generate `max_new_tokens` more.
 
-    `deadline_s` from now is the request's deadline, None without one.
+    `deadline_s` from now is the request's deadline, None without one. `prefix_digests` are names of the context's
+    leading full blocks, one after the other, whose KV need not be transferred if it is here already; `cache_salt` is
+    that of their chain (`baton.kv.hashing`).
     """
 
     key: AttemptKey
@@ -32,11 +34,17 @@ class Reserve:
     max_new_tokens: int
     choices: int
     deadline_s: float | None = None
+    prefix_digests: bytes = b""
+    cache_salt: bytes = b""
+    cache: CachePolicy = CachePolicy.READ_WRITE
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Says where to fetch the KV, and shows the ticket for it; `deadline_s` as in Reserve."""
+    """Says where to fetch the KV, and shows the ticket for it; `deadline_s` as in Reserve.
+
+    What was pinned is exported as `prefix_transfer_id`, unless that is empty.
+    """
 
     key: AttemptKey
     transfer_id: str
@@ -44,6 +52,7 @@ class Start:
     source_incarnation: str
     deadline_s: float | None
     ticket: bytes = b""
+    prefix_transfer_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +75,17 @@ Command = Reserve | Start | Cancel | Heartbeat
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Answers a Reserve; `never` when the request can't fit even an empty worker, `retry_after_s` 0 when unknown."""
+    """Answers a Reserve; `never` when the request can't fit even an empty worker, `retry_after_s` 0 when unknown.
+
+    The KV of the context's first `cached_tokens` is here, and stays.
+    """
 
     key: AttemptKey
     granted: bool
     reason: str = ""
     never: bool = False
     retry_after_s: float = 0.0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

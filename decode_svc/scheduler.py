@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from baton.engine.contract import EngineSpec, KvHandle
 from baton.request import FinishReason, SequenceState, TokenInfo, finish_reason
+from decode_svc.chain import Chain
 from decode_svc.messages import DecodeTimings
 
 RESUME_TOKENS = 64
@@ -34,7 +35,8 @@ RESUME_TOKENS = 64
 class Decoding:
     """One choice with its KV in place; `output_ids` are all tokens chosen so far, times are in seconds.
 
-    `age` is that of its attempt, less is older; `held` are the pages that it gave up when it was paused.
+    `age` is that of its attempt, less is older; `held` are the pages that it gave up when it was paused. `chain` names
+    its blocks, if they may be published.
     """
 
     id: int
@@ -44,6 +46,7 @@ class Decoding:
     fetch_ms: float
     ready_at: float
     age: tuple[int, int] = (0, 0)
+    chain: Chain | None = None
     inserted_at: float = 0.0
     held: int = 0
     timings: DecodeTimings | None = None
@@ -54,6 +57,11 @@ class Decoding:
         return len(self.state.prompt_ids) + len(self.output_ids)
 
     @property
+    def digests(self) -> Sequence[bytes]:
+        """Names of its blocks whose KV is final; none if they are not to be published."""
+        return self.chain.digests if self.chain is not None else ()
+
+    @property
     def rank(self) -> tuple[tuple[int, int], int]:
         """Orders sequences from the oldest to the youngest."""
         return self.age, self.id
@@ -61,13 +69,14 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step yielded for one sequence; `timings` come with its first."""
+    """What one step yielded for one sequence; `timings` come with its first, `digests` of its blocks with its last."""
 
     id: int
     output_index: int
     tokens: Sequence[TokenInfo]
     finish: FinishReason | None
     timings: DecodeTimings | None
+    digests: Sequence[bytes] = ()
 
 
 class Scheduler:
@@ -167,9 +176,13 @@ class Scheduler:
                 slot_wait_ms=(sequence.inserted_at - sequence.ready_at) * 1e3,
                 first_step_ms=(now - sequence.inserted_at) * 1e3,
             )
+        if sequence.chain is not None:
+            sequence.chain.extend(token.token_id for token in tokens[:taken])
+        digests: Sequence[bytes] = ()
         if finish is not None:
             self._leave(sequence)
-        return StepOutput(sequence.id, first, tokens[:taken], finish, timings)
+            digests = sequence.digests
+        return StepOutput(sequence.id, first, tokens[:taken], finish, timings, digests)
 
     def drop(self, ids: Iterable[int]) -> list[Decoding]:
         """Take sequences out, wherever they are; returns those that had not ended yet."""

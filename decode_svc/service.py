@@ -4,6 +4,9 @@
     Start   ── a task fetches the KV ── commit ── sequences go to the loop ── its reports come back as outputs
     Cancel, deadline, failure, end of session, last choice finished ── all through `_end`
 
+What is final of a sequence's KV stays in the pool when it ends, unless the engine has failed, and is copied to the
+cache that workers share (`write_backs`), if there is one.
+
 Reservations are refused while the worker drains or has failed, while the batch lacks pages to go on, while the
 new sequences would wait for slots (`admission`), and while there are no pages; all but what can never be come with a
 time to try again. Thereby a session can't hold more attempts than there are slots and those that are ahead.
@@ -16,31 +19,39 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Sequence
 
 from baton.engine.contract import Engine
-from baton.errors import Overloaded
-from baton.ledger import Ledger
+from baton.errors import OutOfPages, Overloaded
+from baton.kv.prefix import PrefixCache
+from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import State
 from baton.request import Handoff
 from baton.rpc.tls import Tls
 from baton.telemetry import metrics
+from baton.transfer.exports import Exports
 from baton.worker.audit import IdleAudit, take_ledger
+from baton.worker.blocks import Blocks
+from baton.worker.caches import Caches
+from baton.worker.prefix_news import PrefixNews
 from baton.worker.progress import Progress
-from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad
+from baton.worker.status import StatusHub, WorkerIdentity
 from baton.worker.thread import EngineThread
 from decode_svc.admission import Admission
-from decode_svc.attempts import Attempt, Attempts, Refused
+from decode_svc.attempts import Attempt, Attempts, context_ids
 from decode_svc.config import DecodeConfig
 from decode_svc.deadlines import Deadlines
 from decode_svc.fetches import Fetch, Fetches
 from decode_svc.ledger import entries
+from decode_svc.load import Load
 from decode_svc.loop import DecodeLoop, Report
 from decode_svc.messages import Cancel, Command, Failure, FailureKind, Heartbeat, Output, Reserve, Reserved, Start
+from decode_svc.prefixes import PrefixExports
+from decode_svc.reservation import Refused, pinnable
 from decode_svc.session import MAX_ANSWERS, Session
+from decode_svc.write_backs import WriteBacks
 
 _log = logging.getLogger(__name__)
-
-_RATE_WEIGHT = 0.1
 
 
 class DecodeService:
@@ -52,30 +63,48 @@ class DecodeService:
         engine: Engine,
         identity: WorkerIdentity,
         fetch: Fetch,
+        exports: Exports,
+        cache: PrefixCache,
         tls: Tls | None = None,
     ) -> None:
         self._asyncio = loop = asyncio.get_running_loop()
-        self.status = StatusHub(identity, self._load)
+        self._news = PrefixNews(engine, cache, lambda: self.status.changed())
+        self._load = Load(engine)
+        self.status = StatusHub(identity, lambda: self._load.status(self.loop.paused), self._news)
         self.progress = Progress()
         self.failed: asyncio.Future[None] = loop.create_future()
         self._config = config
         self._engine = engine
-        self.attempts = Attempts(engine, config.reserve_tokens)
+        self._blocks = Blocks(engine, cache)
+        self.caches = Caches(engine, cache)
+        self._write_backs = WriteBacks(
+            engine,
+            self._blocks,
+            enabled=cache.stores,
+            crowded=lambda: self.loop.crowded,
+            changed=self._idled,
+        )
+        self.attempts = Attempts(engine, config.reserve_tokens, self._write_backs.begin)
+        self._prefixes = PrefixExports(exports)
         self._admission = Admission(engine.spec.slots, loop.time())
         self._sessions: dict[int, Session] = {}
         self._numbers = itertools.count()
         self._deadlines = Deadlines(self._overdue)
         consumer = identity.principal or identity.incarnation
-        self._fetches = Fetches(config, engine, fetch, consumer, tls, fetched=self._fetched, failed=self._fail)
+        self._fetches = Fetches(
+            config, engine, fetch, consumer, tls, names=self._names, fetched=self._fetched, failed=self._fail
+        )
         self._idle = asyncio.Event()
         self._idle.set()
-        self._tokens_per_second = 0.0
-        self._last = Report()
-        self._news_due = False
+        self._load_due = False
         self.loop = DecodeLoop(
-            engine, self.progress, lambda report: loop.call_soon_threadsafe(self._reported, report), loop.time
+            engine,
+            self.progress,
+            lambda report: loop.call_soon_threadsafe(self._reported, report),
+            loop.time,
+            self._write_backs.give_up,
         )
-        self._audit = IdleAudit(self.ledger, lambda: not self.attempts, self._broke)
+        self._audit = IdleAudit(self.ledger, lambda: not self.attempts and not self._write_backs, self._broke)
         self._auditing: asyncio.Task[None] | None = None
 
     def start(self, thread: EngineThread) -> asyncio.Future[None]:
@@ -123,11 +152,15 @@ class DecodeService:
             self.close_session(session, Overloaded(message))
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new reservations, and return when all attempts have ended; after `grace_s` seconds, end them."""
+        """Refuse new reservations, and return when all attempts have ended and their blocks are written back.
+
+        What is left after `grace_s` seconds is ended.
+        """
         self.status.drain()
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
+                await self._write_backs.finished()
             _log.info("drained")
         except TimeoutError:
             _log.info("drained: %d sequences moved after %g s", self.attempts.sequences, grace_s)
@@ -135,9 +168,12 @@ class DecodeService:
 
     async def ledger(self) -> Ledger:
         """Who holds pages and host memory, and whether the sums are right."""
-        return await take_ledger(
-            self.status.identity, self._engine, lambda: entries(self.attempts, self._engine, self._asyncio.time())
-        )
+
+        def listed() -> list[LedgerEntry]:
+            now = self._asyncio.time()
+            return [*entries(self.attempts, self._engine, now), *self._write_backs.entries(now)]
+
+        return await take_ledger(self.status.identity, self._engine, listed)
 
     async def close(self, turning: asyncio.Future[None]) -> None:
         """End all sessions, stop the loop and wait for everything that was begun."""
@@ -145,12 +181,15 @@ class DecodeService:
         for session in list(self._sessions.values()):
             self.close_session(session)
         self._engine.watch_pages(None)
+        self._news.close()
         self.loop.stop()
         if self._auditing is not None:
             self._auditing.cancel()
             await asyncio.gather(self._auditing, return_exceptions=True)
         await asyncio.gather(turning, return_exceptions=True)
         await self._fetches.close()
+        await self._prefixes.close()
+        await self._write_backs.close()
         if not self.failed.cancel():
             self.failed.exception()
 
@@ -163,7 +202,7 @@ class DecodeService:
         try:
             self.attempts.check(session.number, request)
             self._check_load(request, now)
-            attempt = self.attempts.reserve(session.number, request, now, self._config.start_timeout_s)
+            attempt = self._reserved(session, request, now)
         except Refused as error:
             return Reserved(request.key, False, str(error), never=True)
         except Overloaded as error:
@@ -172,7 +211,19 @@ class DecodeService:
         self._idle.clear()
         self._deadlines.set(attempt)
         self._load_changed()
-        return Reserved(request.key, True)
+        cached = attempt.handle.cached
+        self.caches.reserved(cached // self._engine.spec.kv_format.block_size, len(pinnable(request)))
+        return Reserved(request.key, True, cached_tokens=cached)
+
+    def _reserved(self, session: Session, request: Reserve, now: float) -> Attempt:
+        """The attempt with its pages, if need be those of blocks that are being written back."""
+        limit_s = self._config.start_timeout_s
+        try:
+            return self.attempts.reserve(session.number, request, now, limit_s)
+        except OutOfPages:
+            if not self._write_backs.give_up():
+                raise
+        return self.attempts.reserve(session.number, request, now, limit_s)
 
     def _check_load(self, request: Reserve, now: float) -> None:
         if self.loop.crowded:
@@ -192,6 +243,8 @@ class DecodeService:
             return
         self.attempts.start(attempt, self._asyncio.time(), self._config.fetch_timeout_s, start.deadline_s)
         self._deadlines.set(attempt)
+        if start.prefix_transfer_id:
+            self._prefixes.begin(attempt, start.prefix_transfer_id)
         self._fetches.begin(attempt, start)
 
     def _cancel(self, session: Session, cancel: Cancel) -> None:
@@ -214,9 +267,18 @@ class DecodeService:
                 _log.warning("%s ends: its router %s does not list it", attempt.key, session.router_id)
                 self._end(attempt)
 
-    def _fetched(self, attempt: Attempt, handoff: Handoff, fetch_ms: float) -> None:
+    async def _names(self, attempt: Attempt, handoff: Handoff) -> Sequence[bytes] | None:
+        """The digests of the handoff's full blocks, if anybody needs them."""
+        if not self.attempts.named(attempt):
+            return None
+        return await self._blocks.names(context_ids(handoff), attempt.request.cache_salt)
+
+    def _fetched(self, attempt: Attempt, handoff: Handoff, digests: Sequence[bytes] | None, fetch_ms: float) -> None:
         now = self._asyncio.time()
-        if sequences := self.attempts.commit(attempt, handoff, fetch_ms, now):
+        self._prefixes.end(attempt)
+        sequences = self.attempts.commit(attempt, handoff, fetch_ms, now, digests)
+        metrics.REUSED_TOKENS.inc(attempt.handle.cached)
+        if sequences:
             self._admission.ready(now - attempt.reserved_at)
             self._deadlines.set(attempt)
             self.loop.add(sequences)
@@ -237,28 +299,14 @@ class DecodeService:
                 Output(attempt.key, choice, output.output_index, output.tokens, output.finish, output.timings)
             )
             if output.finish is not None:
-                self.attempts.sequence_ended(output.id, now)
+                self.attempts.sequence_ended(output.id, now, output.digests)
                 self._admission.ended(now)
                 if self.attempts.over(attempt):
                     self._end(attempt)
         for lost in report.failures:
             if (owner := self.attempts.owner(lost.id)) is not None:
                 self._fail(owner[0], lost.kind, f"{owner[0].key}: {lost.message}")
-        self._measure(report)
-
-    def _measure(self, report: Report) -> None:
-        self._last = report
-        metrics.SEQUENCES_PAUSED.inc(sum(state is State.PAUSED for _, state in report.moves))
-        metrics.SEQUENCES_RESUMED.inc(report.resumed)
-        metrics.SEQUENCES_PREEMPTED.inc(sum(lost.kind is FailureKind.PREEMPTED for lost in report.failures))
-        if report.seconds:
-            tokens = sum(len(output.tokens) for output in report.outputs)
-            metrics.DECODE_TOKENS.inc(tokens)
-            metrics.STEP_SECONDS.observe(report.seconds)
-            metrics.BATCH_SIZE.observe(report.batch)
-            rate = tokens / report.seconds
-            before = self._tokens_per_second or rate
-            self._tokens_per_second = before + _RATE_WEIGHT * (rate - before)
+        self._load.reported(report)
         self._load_changed()
 
     def _overdue(self, attempt: Attempt) -> None:
@@ -275,24 +323,32 @@ class DecodeService:
     def _fail(self, attempt: Attempt, kind: FailureKind, message: str) -> None:
         if not attempt.life.ended:
             self._sessions[attempt.session].tell(Failure(attempt.key, kind, message))
-            self._end(attempt)
+            self._end(attempt, sound=kind is not FailureKind.ENGINE)
 
     def _fail_all(self, kind: FailureKind, message: str) -> None:
         for attempt in self.attempts:
             self._fail(attempt, kind, message)
 
-    def _end(self, attempt: Attempt) -> None:
-        """The one way out: whatever the attempt holds, in whatever state it is, is given back."""
+    def _end(self, attempt: Attempt, *, sound: bool = True) -> None:
+        """The one way out: whatever the attempt holds, in whatever state it is, is given back.
+
+        Its KV is left for others if it is `sound`.
+        """
         now = self._asyncio.time()
-        if dropped := self.attempts.end(attempt, now):
+        self._prefixes.end(attempt)
+        if dropped := self.attempts.end(attempt, now, sound=sound):
             self.loop.drop(dropped)
             self._admission.ended(now, len(dropped))
         self._deadlines.drop(attempt)
         self._fetches.stop(attempt)
+        self._idled()
+        self._load_changed()
+
+    def _idled(self) -> None:
+        """The last attempt may have ended, or the last write-back."""
         if not self.attempts:
             self._idle.set()
             self._audit.changed()
-        self._load_changed()
 
     def _stopped(self, running: asyncio.Future[None]) -> None:
         """The engine thread, or the audit, has ended."""
@@ -310,27 +366,11 @@ class DecodeService:
     def _pages_returned(self) -> None:
         """Called by whichever thread has given pages back."""
         self.loop.wake()
-        if not self._news_due:
-            self._news_due = True
+        if not self._load_due:
+            self._load_due = True
             self._asyncio.call_soon_threadsafe(self._load_changed)
 
     def _load_changed(self) -> None:
-        self._news_due = False
-        stats = self._engine.stats()
-        for state in ("used", "free", "cached"):
-            metrics.PAGES.labels("decode", state).set(getattr(stats, state))
+        self._load_due = False
+        self._load.show_pages()
         self.status.changed()
-
-    def _load(self) -> WorkerLoad:
-        stats, spec = self._engine.stats(), self._engine.spec
-        return WorkerLoad(
-            waiting=self._last.waiting,
-            running=self._last.running,
-            pages_used=stats.used,
-            pages_total=stats.total,
-            page_size=spec.page_size,
-            slots_used=self._last.running,
-            slots_total=spec.slots,
-            tokens_per_second=self._tokens_per_second,
-            sequences_paused=self.loop.paused,
-        )

@@ -13,7 +13,8 @@ import grpc
 
 from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.pb import decode_pb2, decode_pb2_grpc
-from baton.rpc.convert import finish_to_proto, token_to_proto
+from baton.request import CachePolicy
+from baton.rpc.convert import cache_policy_from_proto, finish_to_proto, token_to_proto
 from decode_svc.messages import (
     AttemptKey,
     Cancel,
@@ -117,6 +118,9 @@ def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
                 reserve.max_new_tokens,
                 reserve.choices,
                 reserve.deadline_ms / 1e3 if reserve.deadline_ms else None,
+                reserve.prefix_digests,
+                reserve.cache_salt,
+                _policy(reserve.cache),
             )
         case "start":
             start = message.start
@@ -127,6 +131,7 @@ def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
                 start.source_incarnation,
                 start.deadline_ms / 1e3 if start.deadline_ms else None,
                 start.ticket,
+                start.prefix_transfer_id,
             )
         case "cancel":
             cancel = message.cancel
@@ -155,6 +160,14 @@ def _key(key: decode_pb2.AttemptKey, kind: str) -> AttemptKey:
     return AttemptKey(key.request_id, key.attempt)
 
 
+def _policy(value: int) -> CachePolicy:
+    """A policy; for one of a later version, to leave the cache alone."""
+    try:
+        return cache_policy_from_proto(value)
+    except InvalidRequest:
+        return CachePolicy.OFF
+
+
 def _key_to_proto(key: AttemptKey) -> decode_pb2.AttemptKey:
     return decode_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt)
 
@@ -166,6 +179,7 @@ def _reserved(result: Reserved) -> decode_pb2.ReserveResult:
         reason=result.reason,
         never=result.never,
         retry_after_ms=round(result.retry_after_s * 1e3),
+        cached_tokens=result.cached_tokens,
     )
 
 

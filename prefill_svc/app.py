@@ -11,16 +11,20 @@ from dataclasses import dataclass
 import grpc
 
 from baton.engine.contract import Engine
-from baton.kv.prefix import PrefixCache, open_prefix_cache
+from baton.kv.prefix import PrefixCache
 from baton.pb import prefill_pb2_grpc
 from baton.transfer.exports import Exports
 from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
+from baton.worker.caches import Caches
 from baton.worker.listeners import Addresses, Service, listeners
+from baton.worker.prefix_news import PrefixNews
 from baton.worker.progress import Progress
-from baton.worker.start import started
+from baton.worker.start import prefix_cache, started
 from baton.worker.status import StatusHub, WorkerRole
 from prefill_svc.config import PrefillConfig
+from prefill_svc.peers import Peers
+from prefill_svc.preparing import Tiers
 from prefill_svc.servicer import PrefillServicer
 from prefill_svc.worker import PrefillWorker
 
@@ -71,14 +75,19 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
     async with contextlib.AsyncExitStack() as stack:
         base = await stack.enter_async_context(started(config, WorkerRole.PREFILL, engine=engine))
         spec, incarnation = base.engine.spec, base.identity.incarnation
-        cache = open_prefix_cache(config.redis, spec.kv_format, config.fleet_secret)
+        consumer = base.identity.principal or incarnation
+        cache = prefix_cache(config, spec.kv_format)
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = Exports(base.engine, incarnation, lease_s=config.lease_s)
+        peers = Peers(base.engine, base.tls, consumer, config.cache_budget_s)
         progress = Progress()
-        status = StatusHub(base.identity, lambda: worker.load())
+        news = PrefixNews(base.engine, cache, lambda: status.changed())
+        stack.callback(news.close)
+        status = StatusHub(base.identity, lambda: worker.load(), news)
+        tiers = Tiers(cache, Caches(base.engine, cache), peers)
         worker = PrefillWorker(
-            config, base.engine, base.thread, base.identity, exports, cache, progress, status.changed
+            config, base.engine, base.thread, base.identity, exports, tiers, progress, status.changed
         )
         stack.push_async_callback(worker.close)
 
@@ -95,6 +104,8 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 tls=base.tls,
                 tickets=base.tickets,
                 ledger=worker.ledger,
+                cache=tiers.report.tiers,
+                clear=tiers.report.clear,
             )
         )
         yield App(addresses, worker, cache, status, base.engine, config)

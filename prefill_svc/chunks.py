@@ -78,7 +78,7 @@ class Chunks:
         began, start = time.monotonic(), job.computed
         if job.life.state is State.QUEUED:
             self._begins(job)
-        self.current = job
+        self.current, job.computing = job, end
         try:
             result = await self._thread.run(self._chunk, job, start, end)
         except Exception as error:

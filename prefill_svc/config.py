@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.config import option
-from baton.kv.prefix import check_url
 from baton.worker.config import WorkerConfig
 
 
@@ -18,15 +17,7 @@ class PrefillConfig(WorkerConfig):
 
     chunk_size: int = option(0, help="Tokens in a chunk; 0: by prompt length and measured rate.", minimum=0)
     max_waiting: int = option(64, help="Most prompts that wait for their first chunk.", minimum=1)
-    redis: str = option("none", help="Prefix cache: redis://, rediss:// or unix:// URL, or none.")
-    fleet_secret: str = option(
-        "", help="Secret that authenticates cached blocks, the same in all workers.", secret=True
-    )
     lease_s: float = option(
         10.0, help="Seconds for which finished KV is held unless it is being fetched.", minimum=0.01
     )
     drain_s: float = option(30.0, help="Seconds that prompts and pulls of finished KV have at a drain.", minimum=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_url(self.redis)

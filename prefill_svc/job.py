@@ -16,9 +16,20 @@ from dataclasses import dataclass, field
 
 from baton.engine.contract import KvHandle
 from baton.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
+from baton.kv.prefix.contract import Hits
 from baton.lifecycle import Lifecycle, State
-from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, TokenInfo, finish_reason
+from baton.request import (
+    CachedTokens,
+    CachePolicy,
+    FirstToken,
+    Handoff,
+    SamplingParams,
+    SequenceState,
+    TokenInfo,
+    finish_reason,
+)
 from baton.transfer.export import Export
+from prefill_svc.plan import Run
 from prefill_svc.scheduler import Work
 
 PROGRESS_S = 1.0
@@ -27,7 +38,20 @@ PROGRESS_S = 1.0
 QUEUED_S = 120.0
 """Longest wait for the first chunk; what waits longer is better off at another worker, or in the router's line."""
 
+_TIERS = ("pool", "host", "redis", "peer")
+
 _PREFILLING_S, _PREFILLING_TOKEN_S = 60.0, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A decode worker's export of the prompt's first `tokens` tokens, and the ticket to fetch it with."""
+
+    address: str
+    incarnation: str
+    transfer_id: str
+    ticket: bytes
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +59,7 @@ class PrefillTask:
     """What a router asks for; `deadline` is on this process's monotonic clock, in seconds.
 
     `output_ids` are tokens that the client has already: a replay. `transfer_id` is empty when no decode
-    follows.
+    follows. `source` is where a prefix may be had if no cache has it.
     """
 
     request_id: str
@@ -46,7 +70,19 @@ class PrefillTask:
     choices: Sequence[int]
     params: SamplingParams
     cache_salt: bytes = b""
+    cache: CachePolicy = CachePolicy.READ_WRITE
+    source: PrefixSource | None = None
     deadline: float | None = None
+
+    @property
+    def reads(self) -> bool:
+        """Whether cached KV may be used: log-probabilities of the prompt need every position computed."""
+        return self.cache.reads and self.params.prompt_logprobs is None
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether its blocks need names."""
+        return self.reads or self.cache.writes
 
     @property
     def name(self) -> str:
@@ -72,7 +108,7 @@ class PrefillDone:
     """The end of a prefill; `prompt_tokens` is empty unless log-probabilities were asked for."""
 
     first_tokens: tuple[FirstToken, ...]
-    cached: int
+    cached: CachedTokens
     prompt_tokens: tuple[TokenInfo, ...]
     queue_ms: float
     compute_ms: float
@@ -101,9 +137,11 @@ class SharedPages:
 class Job:
     """An accepted task; belongs to the asyncio loop, but for `check`.
 
-    `digests` name the full blocks of `ids`; the KV of the first `loaded_blocks` came from the cache. `over` says
-    that the stream has its last event; `timer` ends the job at the deadline of its state, and `preparing` is its
-    look-up or its load.
+    `digests` name the full blocks of `ids`; `hits` are those that the cache had, from block `sought` on, and `plan` is
+    what of them is loaded. `sources` tells where the KV in the pages came from, as (tier, tokens) one after the other.
+    The first `computed` tokens have final KV; with the chunk that is on the engine thread, or was last, `computing`
+    have. `over` says that the stream has its last event; `timer` ends the job at the deadline of its state, and
+    `preparing` is its look-up or its load.
     """
 
     task: PrefillTask
@@ -114,10 +152,12 @@ class Job:
     pages: SharedPages | None = None
     export: Export | None = None
     digests: Sequence[bytes] = ()
-    hits: int = 0
-    loaded_blocks: int = 0
-    cached: int = 0
+    sought: int = 0
+    hits: Hits = field(default_factory=Hits)
+    plan: list[Run] = field(default_factory=list)
+    sources: list[tuple[str, int]] = field(default_factory=list)
     computed: int = 0
+    computing: int = 0
     started_at: float | None = None
     prompt_tokens: list[TokenInfo] = field(default_factory=list)
     error: BatonError | None = None
@@ -138,6 +178,15 @@ class Job:
         self.started_at = now
         self.life.enter(State.PREFILLING, now, _PREFILLING_S + _PREFILLING_TOKEN_S * len(self.ids))
 
+    @property
+    def found(self) -> int:
+        """Tokens that were not computed; the last token always is, to sample from."""
+        return min(sum(tokens for _, tokens in self.sources), len(self.ids) - 1)
+
+    def cached(self) -> CachedTokens:
+        """Where the prompt's KV came from, as far as it was not computed."""
+        return CachedTokens(**by_tier(self.sources, min(self.found, len(self.task.prompt_ids))))
+
     def check(self) -> None:
         """Raise if the job was aborted or its state's deadline has passed; from any thread."""
         if self.error is not None:
@@ -147,7 +196,7 @@ class Job:
 
     def progress(self) -> PrefillProgress:
         """How far it has come."""
-        return PrefillProgress(self.computed, len(self.ids), self.cached)
+        return PrefillProgress(self.computed, len(self.ids), min(self.found, len(self.task.prompt_ids)))
 
     def tell(self, event: PrefillProgress | PrefillDone | BatonError) -> None:
         """Add an event to the stream."""
@@ -168,11 +217,21 @@ class Job:
                 return
 
 
+def by_tier(sources: Sequence[tuple[str, int]], most: int) -> dict[str, int]:
+    """Tokens by tier as `CachedTokens` has them, of the first `most`; what is in this process is the host's."""
+    counts: dict[str, int] = {}
+    for tier, tokens in sources:
+        name = tier if tier in _TIERS else "host"
+        counts[name] = counts.get(name, 0) + min(tokens, most)
+        most -= min(tokens, most)
+    return counts
+
+
 def finished(
     job: Job, tokens: Sequence[TokenInfo], eos_token_ids: frozenset[int], now: float
 ) -> tuple[Handoff, PrefillDone]:
     """What decode and what the router get of a computed job, given one token for each choice."""
-    task, started_at = job.task, job.started_at or now
+    task, started_at, cached = job.task, job.started_at or now, job.cached()
     first_tokens = tuple(
         FirstToken(choice, token, finish_reason(task.params, [*task.output_ids, token.token_id], eos_token_ids))
         for choice, token in zip(task.choices, tokens, strict=True)
@@ -187,11 +246,11 @@ def finished(
         task.output_ids,
         task.params,
         first_tokens,
-        job.cached,
+        cached.total,
         (now - job.admitted_at) * 1e3,
     )
     queue_ms, compute_ms = (started_at - job.admitted_at) * 1e3, (now - started_at) * 1e3
-    return handoff, PrefillDone(first_tokens, job.cached, prompt_tokens, queue_ms, compute_ms)
+    return handoff, PrefillDone(first_tokens, cached, prompt_tokens, queue_ms, compute_ms)
 
 
 def overdue(job: Job) -> BatonError:

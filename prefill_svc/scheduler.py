@@ -3,6 +3,10 @@
     admit ──▶ LOOKUP ──looked_up──▶ WAITING ──grant──▶ LOADING ──ready──▶ READY ──computed × n──▶ remove
               (prefix cache)        (for pages)        (cached blocks)    (a chunk at a time)
 
+What is cached of a prompt is known twice: when it was looked up, and, since it may have grown or shrunk meanwhile, when
+its pages are taken; `take` says so with `expects`. A prompt that does best to wait for another, because that one
+computes much of its prefix, is passed over as long as `later` says so.
+
 At each chunk boundary the READY prompt with the fewest tokens left goes next, so that a short prompt does not
 wait for a long one. So that nothing starves, waiting earns credit: a tenth of the tokens that the worker
 could have computed in the time. A prompt is thus held up by shorter ones for at most about ten times as long
@@ -78,7 +82,7 @@ class Stage(enum.Enum):
 class Work:
     """A prompt as the scheduler sees it.
 
-    `done` tokens are computed, or found in the cache and expected to load. Times are in seconds.
+    `done` tokens are computed, or found in a cache and expected to load. Times are in seconds.
     """
 
     tokens: int
@@ -151,10 +155,21 @@ class Scheduler:
         """So many leading tokens are expected from the cache."""
         work.done, work.stage = cached, Stage.WAITING
 
-    def grant(self, now: float, take: Callable[[Work], bool]) -> list[Work]:
-        """Offer pages: `take` returns whether it got them. The works that got theirs are LOADING now."""
+    def expects(self, work: Work, cached: int) -> None:
+        """So many leading tokens are in the pages that it took, or on their way there."""
+        work.done = cached
+
+    def grant(
+        self, now: float, take: Callable[[Work], bool], later: Callable[[Work], bool] = lambda _: False
+    ) -> list[Work]:
+        """Offer pages: `take` returns whether it got them. The works that got theirs are LOADING now.
+
+        A work for which `later` is true is offered none: it waits for what another computes.
+        """
         granted, prepared = [], 0
-        for work in self._next_for_pages(now):
+        for work in self._next_for_pages(now, later):
+            if work.stage is Stage.WAITING and later(work):
+                continue
             if work.stage is Stage.WAITING:
                 if not take(work):
                     if work.refused_at is None:
@@ -194,25 +209,27 @@ class Scheduler:
         work.done, work.begun = end, True
         work.computing_s += seconds
 
+    def rank(self, work: Work, now: float) -> float:
+        """Tokens that it has left, less the credit for its waiting: the least goes first."""
+        credit = AGEING * (self.rate.value or UNKNOWN_RATE)
+        return work.left - credit * (now - work.admitted_at - work.computing_s)
+
     def remove(self, work: Work) -> None:
         """The prompt is finished or given up."""
         self._works.pop(work, None)
 
-    def _next_for_pages(self, now: float) -> list[Work]:
+    def _next_for_pages(self, now: float, later: Callable[[Work], bool]) -> list[Work]:
         """Prompts that have not begun and know their hit, in the order in which they are prepared."""
         works = [work for work in self._works if not work.begun and work.stage is not Stage.LOOKUP]
         starved = [
             work
             for work in works
-            if work.stage is Stage.WAITING and work.refused_at is not None and now - work.refused_at >= PATIENCE_S
+            if work.stage is Stage.WAITING
+            and work.refused_at is not None
+            and now - work.refused_at >= PATIENCE_S
+            and not later(work)
         ]
         return sorted(starved, key=lambda work: work.order)[:1] or self._in_order(works, now)
 
     def _in_order(self, works: Iterable[Work], now: float) -> list[Work]:
-        credit = AGEING * (self.rate.value or UNKNOWN_RATE)
-
-        def key(work: Work) -> tuple[float, int]:
-            waited = now - work.admitted_at - work.computing_s
-            return work.left - credit * waited, work.order
-
-        return sorted(works, key=key)
+        return sorted(works, key=lambda work: (self.rank(work, now), work.order))

@@ -12,8 +12,14 @@ from baton.engine.contract import EngineSpec
 from baton.errors import Cancelled, InvalidRequest
 from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.request import SamplingParams, check_token_ids
-from baton.rpc.convert import first_token_to_proto, sampling_from_proto, token_to_proto
-from prefill_svc.job import PrefillDone, PrefillProgress, PrefillTask
+from baton.rpc.convert import (
+    cache_policy_from_proto,
+    cached_to_proto,
+    first_token_to_proto,
+    sampling_from_proto,
+    token_to_proto,
+)
+from prefill_svc.job import PrefillDone, PrefillProgress, PrefillTask, PrefixSource
 from prefill_svc.worker import PrefillWorker
 
 MOST_SALT_BYTES = 64
@@ -78,6 +84,8 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
         choices=_choices(request, params),
         params=params,
         cache_salt=request.cache_salt,
+        cache=cache_policy_from_proto(request.cache),
+        source=_source(request.prefix_source) if request.HasField("prefix_source") else None,
         deadline=deadline,
     )
 
@@ -93,12 +101,17 @@ def event_to_proto(event: PrefillProgress | PrefillDone) -> prefill_pb2.PrefillE
     return prefill_pb2.PrefillEvent(
         done=prefill_pb2.PrefillDone(
             first_tokens=[first_token_to_proto(first) for first in event.first_tokens],
-            cached_tokens=event.cached,
+            cached_tokens=event.cached.total,
+            cached=cached_to_proto(event.cached),
             prompt_tokens=[token_to_proto(token) for token in event.prompt_tokens],
             queue_ms=event.queue_ms,
             compute_ms=event.compute_ms,
         )
     )
+
+
+def _source(source: prefill_pb2.PrefixSource) -> PrefixSource:
+    return PrefixSource(source.address, source.incarnation, source.transfer_id, source.ticket, source.tokens)
 
 
 def _sampling(request: prefill_pb2.PrefillRequest, spec: EngineSpec) -> SamplingParams:

@@ -1,9 +1,10 @@
-"""The prefill worker: accepts jobs, prepares them, has them computed, and frees what they hold.
+"""The prefill worker: accepts jobs, has them prepared and computed, and frees what they hold.
 
     submit ── look-up (task) ── pages, export opened ── cached blocks loaded (task) ── chunk × n ── commit ── HELD
        └───────────────┴──────────────────┴──────────────────────┴──────────────────────┴── abort, deadline, fault
 
-`_prepare` runs whenever a job may have become able to take pages; it never waits. `prefill_svc.chunks` computes.
+`prefill_svc.preparing` prepares, `prefill_svc.chunks` computes. Full blocks are published after each chunk, so what
+an aborted job has computed is not lost; after a fault of the engine nothing that was cached is trusted any more.
 However a job ends, it ends in `_end`, once. Finished KV belongs to the export's lease (job HELD) and, for a moment,
 to the write-back of new blocks. Whenever nothing is left, the worker audits itself.
 """
@@ -14,11 +15,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
-from baton.engine.contract import ChunkResult, Engine, KvHandle
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineError, OutOfPages, Overloaded, Unavailable
-from baton.kv.prefix import PrefixCache
+from baton.engine.contract import ChunkResult, Engine
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineError, Overloaded, Unavailable
 from baton.ledger import Ledger
 from baton.lifecycle import State
 from baton.telemetry import metrics
@@ -27,14 +27,13 @@ from baton.worker.audit import IdleAudit, take_ledger
 from baton.worker.progress import Progress
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from baton.worker.thread import EngineThread
+from prefill_svc.beside import Beside
 from prefill_svc.chunks import Chunks
 from prefill_svc.config import PrefillConfig
 from prefill_svc.job import Job, PrefillDone, PrefillTask, SharedPages, finished, overdue
 from prefill_svc.ledger import entries
-from prefill_svc.prefix import PrefixBlocks
+from prefill_svc.preparing import Outcomes, Preparing, Tiers
 from prefill_svc.scheduler import Scheduler, Work
-
-MOST_WRITE_BACKS = 4
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class PrefillWorker:
         thread: EngineThread,
         identity: WorkerIdentity,
         exports: Exports,
-        cache: PrefixCache,
+        tiers: Tiers,
         progress: Progress,
         changed: Callable[[], None],
     ) -> None:
@@ -58,18 +57,16 @@ class PrefillWorker:
         self._thread = thread
         self._identity = identity
         self._exports = exports
-        self._cache = cache
-        self._blocks = PrefixBlocks(engine, cache)
+        self._tiers = tiers
         self._changed = changed
         self._scheduler = Scheduler(engine.spec, config.chunk_size, config.max_waiting)
         self._jobs: dict[Work, Job] = {}
-        self._holders: dict[Job, None] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._write_backs = 0
+        self._beside = Beside(self.abort)
+        outcomes = Outcomes(self._ready, self._end, self._freed, self._export_closed)
+        self._preparing = Preparing(engine, tiers, exports, self._scheduler, self._beside, self._jobs, outcomes)
         self._idle = asyncio.Event()
         self._idle.set()
         self._refusal = ""
-        self._closing = False
         self._chunks = Chunks(
             engine,
             thread,
@@ -82,7 +79,7 @@ class PrefillWorker:
         )
         self._loop_task = asyncio.create_task(self._chunks.run(), name="prefill-loop")
         self._loop_task.add_done_callback(self._loop_ended)
-        self._audit = IdleAudit(self.ledger, lambda: not (self._jobs or self._holders), self._break)
+        self._audit = IdleAudit(self.ledger, lambda: not (self._jobs or self._preparing.holders), self._break)
         self._audit_task = asyncio.create_task(self._audit.run(), name="idle-audit")
         self._audit_task.add_done_callback(self._loop_ended)
 
@@ -101,11 +98,7 @@ class PrefillWorker:
             raise
         self._idle.clear()
         self._watch(job)
-        if self._blocks.stores and task.params.prompt_logprobs is None:
-            job.preparing = self._spawn(job, self._look_up)
-        else:
-            self._scheduler.looked_up(work, 0)
-            self._prepare()
+        self._preparing.begin(job)
         self._changed()
         return job
 
@@ -138,6 +131,7 @@ class PrefillWorker:
             pages_total=stats.total,
             page_size=self._engine.spec.page_size,
             tokens_per_second=scheduler.rate.value,
+            pages_cached=stats.cached,
         )
 
     async def ledger(self) -> Ledger:
@@ -146,7 +140,7 @@ class PrefillWorker:
         return await take_ledger(
             self._identity,
             self._engine,
-            lambda: entries([*self._jobs.values(), *self._holders], spec, time.monotonic()),
+            lambda: entries([*self._jobs.values(), *self._preparing.holders], spec, time.monotonic()),
         )
 
     def refuse(self) -> None:
@@ -157,26 +151,23 @@ class PrefillWorker:
         """Return once no job, no export and no write-back is left; at a drain, after `refuse`."""
         await self._idle.wait()
         await self._exports.drained()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-        await self._cache.flush()
+        await self._beside.finished()
+        await self._tiers.cache.flush()
 
     async def close(self) -> None:
         """End all jobs and exports, wait for every thread and task, and leave no page behind."""
-        self._closing = True
         self.refuse()
-        self._blocks.stop()
+        self._preparing.close()
         self._audit_task.cancel()
         for job in list(self._jobs.values()):
             self.abort(job, Unavailable("the worker stops"))
         self._chunks.stop()
-        await asyncio.gather(self._loop_task, self._audit_task, *self._tasks, return_exceptions=True)
+        await asyncio.gather(self._loop_task, self._audit_task, self._beside.finished(), return_exceptions=True)
         self._exports.close()
         await self._exports.drained()
+        await self._tiers.peers.close()
         if not self.failed.cancel():
             self.failed.exception()
-
-    # Preparing.
 
     def _watch(self, job: Job) -> None:
         """End the job when the deadline of its state passes, instead of the one before."""
@@ -193,101 +184,26 @@ class PrefillWorker:
         else:
             self._watch(job)
 
-    def _spawn(
-        self, job: Job, steps: Callable[[Job], Awaitable[None]], pages: SharedPages | None = None
-    ) -> asyncio.Task[None]:
-        """Run `steps` for a job, as one more owner of `pages`; a fault in them ends the job."""
-        task = asyncio.create_task(self._guard(job, steps), name=f"prefix of {job.task.name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        if pages is not None:
-            pages.share()
-            # Not by the task: one that is cancelled before its first step never runs.
-            task.add_done_callback(lambda _: pages.release())
-        return task
-
-    async def _guard(self, job: Job, steps: Callable[[Job], Awaitable[None]]) -> None:
-        try:
-            await steps(job)
-        except Exception as error:
-            _log.exception("%s: work beside the engine failed", job.task.name)
-            self.abort(job, EngineError(f"{type(error).__name__}: {error}"))
-
-    async def _look_up(self, job: Job) -> None:
-        job.hits = await self._blocks.look_up(job)
-        if not job.over:
-            self._scheduler.looked_up(job.work, self._tokens_of(job.hits, job))
-            self._prepare()
-
-    def _prepare(self) -> None:
-        """Give pages to the jobs whose turn it is, and load or ready them."""
-        if self._closing:
-            return
-        for work in self._scheduler.grant(time.monotonic(), self._take_pages):
-            job = self._jobs[work]
-            if job.error is not None:
-                self._end(job, job.error)
-            elif job.hits and job.pages is not None:
-                job.preparing = self._spawn(job, self._load, job.pages)
-            else:
-                self._ready(job)
-
-    def _take_pages(self, work: Work) -> bool:
-        """Reserve all pages of a job and open its export; what refuses the export is left in `job.error`."""
-        job = self._jobs[work]
-        try:
-            handle = self._engine.reserve(job.task.name, len(job.ids))
-        except OutOfPages:
-            return False
-        job.pages = SharedPages(handle, lambda: self._free(job, handle))
-        self._holders[job] = None
-        if job.task.transfer_id:
-            try:
-                job.export = self._exports.open(
-                    job.task.transfer_id, handle, len(job.ids), on_closed=lambda: self._export_closed(job)
-                )
-                job.pages.share()
-            except BatonError as error:
-                job.error = error
-        return True
-
-    async def _load(self, job: Job) -> None:
-        await self._blocks.load(job)
-        if not job.over:
-            self._ready(job)
+    # What becomes of chunks.
 
     def _ready(self, job: Job) -> None:
-        """The job's cached blocks are in its pages; it may be computed."""
-        done = self._tokens_of(job.loaded_blocks, job)
-        self._scheduler.ready(job.work, done)
-        job.computed, job.cached = done, min(done, len(job.task.prompt_ids))
-        if done:
-            metrics.PREFILL_TOKENS.labels("cache").inc(done)
-            for layer in range(self._engine.spec.kv_format.layers):
-                if job.export is not None:
-                    job.export.advance(layer, done)
-        job.tell(job.progress())
         self._chunks.wake()
-
-    def _tokens_of(self, blocks: int, job: Job) -> int:
-        """Tokens that cached blocks spare; the last token is always computed, to sample from."""
-        return min(blocks * self._engine.spec.kv_format.block_size, len(job.ids) - 1)
-
-    # What becomes of chunks.
 
     def _begins(self, job: Job) -> None:
         job.start(time.monotonic())
         self._watch(job)
 
     def _chunk_computed(self, job: Job, result: ChunkResult) -> None:
+        if job.error is None and job.computed == len(job.ids):
+            self._finish(job, result)
+            return
+        self._preparing.publish(job)
         if job.error is not None:
             self._end(job, job.error)
-        elif job.computed == len(job.ids):
-            self._finish(job, result)
-        else:
-            job.tell(job.progress())
-            self._prepare()
-            self._changed()
+            return
+        job.tell(job.progress())
+        self._preparing.grant()
+        self._changed()
 
     async def _chunk_failed(self, job: Job, error: Exception) -> None:
         """End a job whose chunk raised: because it was to stop, or because the engine failed."""
@@ -295,6 +211,9 @@ class PrefillWorker:
             self._end(job, error)
             return
         _log.error("%s: a chunk failed", job.task.name, exc_info=error)
+        # Whatever spoiled the chunk may have spoiled what was cached, too. The job's end gives its pages to others, who
+        # must not find anything of that.
+        self._engine.drop_cached()
         self._end(job, EngineError(f"{type(error).__name__}: {error}"))
         try:
             await self._thread.run(self._engine.audit)
@@ -321,24 +240,27 @@ class PrefillWorker:
         handoff, done = finished(job, result.tokens, self._engine.spec.eos_token_ids, now)
         if job.export is not None:
             job.export.commit(handoff)
-        self._write_back(job)
-        if job.export is not None and not job.export.ended:
-            job.life.enter(State.HELD, now)
+            if not job.export.ended:
+                job.life.enter(State.HELD, now)
+        self._preparing.publish(job)
+        pages = job.pages
+        if pages is None or not self._tiers.cache.stores or not job.task.cache.writes:
+            self._end(job, done)
+            return
+        # The caller is told first, and nobody gets the pages in between.
+        pages.share()
         self._end(job, done)
+        self._write_back(job, pages)
+        pages.release()
 
-    def _write_back(self, job: Job) -> None:
-        """Put the job's new blocks into the cache in the background, if there is room for one more doing so."""
-        blocks = len(job.ids) // self._engine.spec.kv_format.block_size
-        if job.pages is None or not self._blocks.stores or blocks <= job.loaded_blocks:
-            return
-        if self._write_backs >= MOST_WRITE_BACKS:
-            metrics.PREFIX_BLOCKS.labels("dropped").inc(blocks - job.loaded_blocks)
-            return
-        self._write_backs += 1
-        self._spawn(job, self._blocks.write_back, job.pages).add_done_callback(self._written_back)
+    def _write_back(self, job: Job, pages: SharedPages) -> None:
+        """Put the job's new blocks into the cache in the background."""
+        found = job.found // self._engine.spec.kv_format.block_size
 
-    def _written_back(self, _: asyncio.Task[None]) -> None:
-        self._write_backs -= 1
+        async def steps(job: Job) -> None:
+            await self._preparing.blocks.write_back(pages.handle, job.digests, found, lambda: True)
+
+        self._beside.spawn(job, steps, pages)
 
     def _end(self, job: Job, outcome: PrefillDone | BatonError) -> None:
         """The one way out for every job."""
@@ -346,7 +268,7 @@ class PrefillWorker:
             return
         job.over = True
         if isinstance(outcome, BatonError):
-            metrics.WASTED_PREFILL_TOKENS.inc(max(0, job.computed - self._tokens_of(job.loaded_blocks, job)))
+            metrics.WASTED_PREFILL_TOKENS.inc(max(0, job.computed - job.found))
             if job.export is not None:
                 job.export.fail(outcome)
             elif job.task.transfer_id:
@@ -362,7 +284,7 @@ class PrefillWorker:
         if job.pages is not None:
             job.pages.release()
         self._changed()
-        self._prepare()
+        self._preparing.grant()
 
     def _forget(self, job: Job) -> None:
         self._scheduler.remove(job.work)
@@ -378,10 +300,7 @@ class PrefillWorker:
         if job.pages is not None:
             job.pages.release()
 
-    def _free(self, job: Job, handle: KvHandle) -> None:
-        """All owners are gone; what waits for pages may get them now."""
-        self._engine.free(handle)
-        del self._holders[job]
-        self._prepare()
+    def _freed(self, job: Job) -> None:
+        """The job's pages are back."""
         self._changed()
         self._audit.changed()

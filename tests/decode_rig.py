@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.engine.contract import Engine
 from baton.engine.fake import FakeEngine
 from baton.lifecycle import State
 from baton.pb import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -28,8 +29,8 @@ WAIT_S = 20.0
 class Exporter:
     """A prefill worker reduced to its exports."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.engine = FakeEngine(**{"page_size": 8, "pages": 512, **settings})
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine or FakeEngine(page_size=8, pages=512)
         self.exports = Exports(self.engine, "inc-1")
         self.address = ""
 
@@ -86,7 +87,14 @@ class Router:
             await self.say(heartbeat=decode_pb2.Heartbeat(live=self.asked))
 
     async def reserve(
-        self, name: str, context: int, new: int, choices: int = 1, attempt: int = 0, deadline_ms: int = 0
+        self,
+        name: str,
+        context: int,
+        new: int,
+        choices: int = 1,
+        attempt: int = 0,
+        deadline_ms: int = 0,
+        **more: Any,
     ) -> decode_pb2.ReserveResult:
         self.reserved.pop(name, None)
         self.asked.append(key(name, attempt))
@@ -96,6 +104,7 @@ class Router:
             max_new_tokens=new,
             choices=choices,
             deadline_ms=deadline_ms,
+            **more,
         )
         await self.say(reserve=request)
         await self.until(lambda: name in self.reserved)
@@ -123,10 +132,11 @@ class Router:
         await self.say(cancel=decode_pb2.Cancel(key=key(name), choice_index=choice))
 
     async def request(
-        self, name: str, prompt: Sequence[int], params: SamplingParams, choices: Sequence[int] = (0,)
+        self, name: str, prompt: Sequence[int], params: SamplingParams, choices: Sequence[int] = (0,), **more: Any
     ) -> None:
         """Reserve (again after each message, if refused), start and prefill; first tokens count as told."""
-        while not (result := await self.reserve(name, len(prompt), params.max_tokens or 1, len(choices))).granted:
+        new = params.max_tokens or 1
+        while not (result := await self.reserve(name, len(prompt), new, len(choices), **more)).granted:
             assert not result.never, result.reason
             told = len(self.messages)
             await self.until(lambda told=told: len(self.messages) > told)

@@ -10,18 +10,21 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import REGISTRY
 
 from baton.engine.fake import FakeEngine
 from baton.errors import BatonError
+from baton.kv.prefix.contract import Hits
+from baton.kv.prefix.worth import Decision, Worth
 from baton.pb import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from baton.request import Handoff, SamplingParams, SequenceState
+from baton.request import CachePolicy, Handoff, SamplingParams, SequenceState
 from baton.rpc.channel import control_channel, kv_channel
-from baton.rpc.convert import sampling_to_proto
+from baton.rpc.convert import cache_policy_to_proto, sampling_to_proto
 from baton.transfer.fetcher import fetch
 from prefill_svc.app import App, run
 from prefill_svc.config import PrefillConfig
@@ -30,6 +33,8 @@ from prefill_svc.job import Job
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 PROMPT = [(7 * i) % 1000 for i in range(100)]
 WAIT_S = 10
+TIERS = ("pool", "host", "redis", "peer")
+SOURCES = ("computed", *TIERS)
 
 _ids = itertools.count()
 
@@ -63,6 +68,10 @@ class Gate:
         self._open = True
         self._go.release(1_000)
 
+    def close(self) -> None:
+        """Hold again, once nothing is on its way."""
+        self._open, self._go, self._arrivals = False, threading.Semaphore(0), asyncio.Queue()
+
 
 class Client:
     """A router's side of one worker."""
@@ -82,6 +91,8 @@ class Client:
         choices: Sequence[int] = (0,),
         transfer_id: str = "",
         salt: bytes = b"",
+        cache: CachePolicy = CachePolicy.READ_WRITE,
+        source: prefill_pb2.PrefixSource | None = None,
         timeout: float | None = None,
     ) -> Any:
         """Begin a prefill."""
@@ -93,6 +104,8 @@ class Client:
             choice_indexes=choices,
             sampling=sampling_to_proto(params),
             cache_salt=salt,
+            cache=cache_policy_to_proto(cache),
+            prefix_source=source,
         )
         return self.prefill.Prefill(request, timeout=timeout)
 
@@ -148,9 +161,9 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def serving(engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[Client]:
-    """A worker and a client; at the end no page may be held."""
+    """A worker and a client; at the end no page may be held. Its pages are its only cache, but for what is asked."""
     engine = engine or FakeEngine()
-    config = PrefillConfig(fleet_secret="secret", **settings)
+    config = PrefillConfig(**{"fleet_secret": "secret", "cache_memory": 0, **settings})
     try:
         async with run(config, engine=engine) as app:
             client = Client(app)
@@ -182,6 +195,15 @@ def decode(engine: FakeEngine, handle: Any, handoff: Handoff, steps: int) -> lis
     return output
 
 
+def fetch_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetch whatever is found, as if all were slow to compute: the fake engine, and tiny models, are not."""
+
+    def decide(self: Worth, hits: Hits, *_: Any) -> Decision:
+        return Decision(hits.blocks, hits.blocks)
+
+    monkeypatch.setattr(Worth, "decide", decide)
+
+
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
     """How a call that must fail ends."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -192,3 +214,29 @@ async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
 async def read(call: Any) -> list[prefill_pb2.PrefillEvent]:
     """All events of a call."""
     return [event async for event in call]
+
+
+async def flushed(client: Client) -> None:
+    """Wait until new blocks are written back; KV must not be held for longer."""
+    await client.pages_back()
+    await client.app.cache.flush()
+
+
+def prefilled() -> dict[str, float]:
+    """Tokens so far, by source."""
+    return {
+        source: REGISTRY.get_sample_value("baton_prefill_tokens_total", {"source": source}) or 0.0 for source in SOURCES
+    }
+
+
+def since(before: Mapping[str, float]) -> dict[str, float]:
+    """What was added, of those that grew."""
+    now = prefilled()
+    return {source: now[source] - before[source] for source in SOURCES if now[source] > before[source]}
+
+
+def by_tier(done: prefill_pb2.PrefillDone) -> dict[str, int]:
+    """The cached tokens of an answer, by tier, after holding them against their sum."""
+    counts = {tier: getattr(done.cached, tier) for tier in TIERS if getattr(done.cached, tier)}
+    assert sum(counts.values()) == done.cached_tokens
+    return counts

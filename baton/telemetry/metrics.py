@@ -14,6 +14,10 @@ ATTEMPTS_FAILED = Counter("baton_attempts_failed_total", "Attempts that failed, 
 REPLAYS = Counter("baton_replays_total", "Attempts that followed a failed one, by what ended that.", ["cause"])
 RETRIES_REFUSED = Counter("baton_retries_refused_total", "Faults that the empty retry budget made final.")
 BREAKERS_OPEN = Gauge("baton_breakers_open", "Circuit breakers that are not closed, by what they guard.", ["guards"])
+INDEX_BLOCKS = Gauge("baton_index_blocks", "Prefix blocks that the router knows of, by role of the holder.", ["role"])
+PLACED_TOKENS = Counter(
+    "baton_placed_prefix_tokens_total", "Prompt tokens thought to be cached, and found cached, at prefill.", ["kind"]
+)
 LINE_LENGTH = Gauge("baton_line_requests", "Requests in the router's waiting line.")
 TTFT = Histogram("baton_time_to_first_token_seconds", "From arrival to the first token.", buckets=_SECONDS)
 ITL = Histogram("baton_inter_token_seconds", "Time between two tokens of a choice.", buckets=_SECONDS)
@@ -30,10 +34,15 @@ SEQUENCES_RESUMED = Counter("baton_sequences_resumed_total", "Paused sequences t
 SEQUENCES_PREEMPTED = Counter("baton_sequences_preempted_total", "Sequences given back because host memory was full.")
 PAGES = Gauge("baton_pages", "Pages of the KV pool, by state.", ["role", "state"])
 
+REUSED_TOKENS = Counter("baton_decode_reused_tokens_total", "Context tokens that decode held and did not fetch.")
+PREFIX_EXPORTS = Counter("baton_decode_prefix_exports_total", "Pinned prefixes opened for prefill workers to fetch.")
 TRANSFER_BYTES = Counter("baton_transfer_bytes_total", "KV bytes moved, by direction.", ["direction"])
 TRANSFER_FAULTS = Counter("baton_transfer_faults_total", "Faults caught in transfers, by kind.", ["kind"])
 EXPORTS_OPEN = Gauge("baton_exports_open", "KV exports held for decode.")
 LEASES_EXPIRED = Counter("baton_leases_expired_total", "Exports reaped because nobody fetched or renewed them.")
 
-PREFIX_BLOCKS = Counter("baton_prefix_blocks_total", "Prefix-cache blocks, by outcome.", ["outcome"])
+PREFIX_BLOCKS = Counter("baton_prefix_blocks_total", "Prefix-cache blocks, by tier and outcome.", ["tier", "outcome"])
 PREFIX_FAULTS = Counter("baton_prefix_faults_total", "Prefix-cache faults, each a miss, by reason.", ["reason"])
+PREFIX_DECISIONS = Counter(
+    "baton_prefix_decisions_total", "How much of a prefix found outside of the pages was worth fetching.", ["decision"]
+)

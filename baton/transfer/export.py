@@ -2,7 +2,8 @@
 
 Each stream sends what is final, in the order of production: a chunk goes through all layers before the
 next. One frame is read from the engine while the one before is being sent; that is all the read-ahead there
-is, so a slow consumer costs two frames.
+is, so a slow consumer costs two frames. A consumer that has the leading tokens already may have to wait for as long
+as they are computed here: meanwhile it is told of progress, every PROGRESS_S at most.
 
 The lease runs from the commit. Every frame that a consumer takes renews it, as RenewLease does; a consumer
 that neither takes frames nor renews loses the export even while its stream stands. Timers belong to the
@@ -17,13 +18,15 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import IncompleteTransfer, InvalidRequest, TransferError
+from baton.errors import EngineError, IncompleteTransfer, InvalidRequest, TransferError
 from baton.request import Handoff
 from baton.telemetry.metrics import LEASES_EXPIRED, TRANSFER_BYTES
 from baton.transfer import wire
 from baton.transfer.coverage import Box, Coverage
 from baton.transfer.handoff import pack
 from baton.transfer.waiters import waiter_in, wake_all
+
+PROGRESS_S = 1.0
 
 _Frame = tuple[int, range, bytes, int, int]
 """Layer, tokens, the encoded frame, its checksum, and the payload's bytes."""
@@ -59,6 +62,7 @@ class Export:
         self._wake_lock = threading.Lock()
         self._wake_pending = False
         self._waiting: set[asyncio.Future[None]] = set()
+        self._committed = False
         self._handoff: Handoff | None = None
         self._commit: bytes | None = None
         self._ended: TransferError | None = None
@@ -104,16 +108,25 @@ class Export:
 
         Raises IncompleteTransfer if a layer has not advanced to the last token, InvalidRequest a second time.
         """
+        self._commit_with(handoff)
+
+    def commit_prefix(self) -> None:
+        """All KV was final when it was exported, and nothing is handed over with it; else as `commit`."""
+        for layer in range(len(self._final)):
+            self.advance(layer, self.tokens)
+        self._commit_with(None)
+
+    def _commit_with(self, handoff: Handoff | None) -> None:
         if self.ended:
             return
-        if self._handoff is not None:
+        if self._committed:
             raise InvalidRequest("transfer_id", "was committed already", self.transfer_id)
         for layer, final in enumerate(self._final):
             if final != self.tokens:
                 raise IncompleteTransfer(
                     f"transfer {self.transfer_id}: {final} of {self.tokens} tokens of layer {layer} are final"
                 )
-        self._handoff = handoff
+        self._committed, self._handoff = True, handoff
         self._wake_waiters()
         self.renew()
 
@@ -123,7 +136,7 @@ class Export:
 
     def renew(self) -> float:
         """Let the lease run anew from now, and return its seconds; it does not run before the commit."""
-        if self._handoff is not None and not self.ended:
+        if self._committed and not self.ended:
             self._lease_until = self._loop.time() + self._lease_s
             if self._timer is None:
                 self._timer = self._loop.call_at(self._lease_until, self._lease_due)
@@ -150,30 +163,39 @@ class Export:
         carried, digest, count = Coverage(box), 0, 0
         pieces = _Pieces(box, self._tokens_a_frame(box))
         ahead = None
+        told_at = self._loop.time()
         while ahead is not None or not pieces.done:
             ahead = ahead or self._read_next(pieces, box)
             if ahead is None:
-                await self._changed()
+                if self._loop.time() < told_at + PROGRESS_S:
+                    await self._changed()
+                else:
+                    yield wire.PROGRESS
+                    told_at = self._loop.time()
                 continue
-            # Shielded, because a cancelled stream does not end the read in its thread.
-            layer, tokens, frame, checksum, payload = await asyncio.shield(ahead)
+            layer, tokens, frame, checksum, payload = await self._result(ahead)
             carried.add(layer, tokens, box.heads)
             digest, count = wire.extend_digest(digest, checksum), count + 1
             ahead = self._read_next(pieces, box)
             yield frame
             TRANSFER_BYTES.labels("sent").inc(payload)
             self.renew()
+            told_at = self._loop.time()
         yield wire.encode_manifest(wire.Manifest(count, carried.runs(), digest))
         self.renew()
-        while self._handoff is None:
+        while not self._committed:
             await self._changed()
+            if self._loop.time() >= told_at + PROGRESS_S:
+                yield wire.PROGRESS
+                told_at = self._loop.time()
         self._check()
-        yield await asyncio.to_thread(self._encoded_commit, self._handoff)
+        yield await asyncio.to_thread(self._encoded_commit)
         self.renew()
 
-    def _encoded_commit(self, handoff: Handoff) -> bytes:
+    def _encoded_commit(self) -> bytes:
         if self._commit is None:
-            self._commit = wire.encode_commit(self.tokens, pack(handoff))
+            handoff = None if self._handoff is None else pack(self._handoff)
+            self._commit = wire.encode_commit(self.tokens, handoff)
         return self._commit
 
     def _tokens_a_frame(self, box: Box) -> int:
@@ -196,6 +218,15 @@ class Export:
         parts = self._engine.read_kv(self._handle, layer, tokens, heads)
         frame, checksum = wire.encode_data(layer, tokens, heads, parts, self._seed)
         return layer, tokens, frame, checksum, sum(memoryview(part.data).nbytes for part in parts)
+
+    async def _result(self, read: asyncio.Future[_Frame]) -> _Frame:
+        try:
+            # Shielded, because a cancelled stream does not end the read in its thread.
+            return await asyncio.shield(read)
+        except EngineError:
+            # An owner may free the handle with the export's end, before the read has begun.
+            self._check()
+            raise
 
     def _read_done(self, read: asyncio.Future[_Frame]) -> None:
         self._reading -= 1

@@ -1,6 +1,8 @@
 """Fetching: pull KV into a handle's pages, and return the handoff only of what is complete and committed.
 
-    frames ──▶ Receiver.take (in an executor) ──▶ gaps? each once more ──▶ Handoff ──▶ release
+    frames ──▶ Receiver.take (in an executor) ──▶ gaps? each once more ──▶ commit ──▶ release
+
+`fetch` takes over a request, with the KV that is not there already; `fetch_prefix` takes KV alone.
 
 The next frame is received while the one before is checked and written, and no more than that. A write can't
 be cancelled, so neither function returns or raises before the last one has ended: the handle may be freed
@@ -11,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
 import grpc
 
@@ -32,18 +35,19 @@ async def fetch(
     transfer_id: str,
     incarnation: str,
     tokens: int,
+    first: int = 0,
     timeout_s: float,
     stall_timeout_s: float,
     ticket: bytes = b"",
     consumer: str = "",
 ) -> Handoff:
-    """Pull the whole export of `tokens` tokens into the handle, and release it whatever happens.
+    """Pull an export of `tokens` tokens into the handle, from token `first` on, and release it whatever happens.
 
+    The tokens before `first` are there already; if all are, the manifest and the commit alone are asked for.
     `timeout_s` bounds all; `stall_timeout_s` the silence of the exporter once the export is open. `ticket` is the
     router's for this export and `consumer` whom it names; an exporter with ticket keys asks for both. Raises only
     TransferError and its subclasses.
     """
-    kv_format = engine.spec.kv_format
     source = GrpcSource(
         channel,
         transfer_id,
@@ -53,12 +57,41 @@ async def fetch(
         ticket=ticket,
         consumer=consumer,
     )
-    box = Box(range(tokens), range(kv_format.layers), range(kv_format.heads))
-    try:
+    box = _box(engine, range(first, tokens))
+    async with _released(source):
         return await pull(source, engine, handle, box, length=tokens, timeout_s=timeout_s)
-    finally:
-        # A cancel must not end the release too: the exporter would hold its pages until the lease ends.
-        await _ended(asyncio.ensure_future(source.release()))
+
+
+async def fetch_prefix(
+    channel: grpc.aio.Channel,
+    engine: Engine,
+    handle: KvHandle,
+    *,
+    transfer_id: str,
+    incarnation: str,
+    tokens: range,
+    length: int,
+    timeout_s: float,
+    stall_timeout_s: float,
+    ticket: bytes = b"",
+    consumer: str = "",
+) -> None:
+    """Pull `tokens` of an export of `length` tokens that hands nothing over, and release it whatever happens.
+
+    All else is as with `fetch`. Whoever exports a prefix vouches for whose it is; what is checked here is that it
+    arrived as it was sent, and that it is as long as was said.
+    """
+    source = GrpcSource(
+        channel,
+        transfer_id,
+        incarnation,
+        timeout_s=timeout_s,
+        stall_timeout_s=stall_timeout_s,
+        ticket=ticket,
+        consumer=consumer,
+    )
+    async with _released(source), _bounded(timeout_s):
+        await _pull(source, engine, handle, _box(engine, tokens), length)
 
 
 async def pull(
@@ -68,9 +101,34 @@ async def pull(
 
     A bad frame is fetched once more. Raises TransferError and its subclasses, each counted by kind.
     """
+    async with _bounded(timeout_s):
+        handoff = (await _pull(source, engine, handle, box, length)).handoff
+        if handoff is None:
+            raise IncompleteTransfer("the commit hands nothing over: it is a prefix's")
+        return handoff
+
+
+def _box(engine: Engine, tokens: range) -> Box:
+    kv_format = engine.spec.kv_format
+    return Box(tokens, range(kv_format.layers), range(kv_format.heads))
+
+
+@asynccontextmanager
+async def _released(source: KvSource) -> AsyncIterator[None]:
+    """Release the export at the end of the block, however that comes."""
+    try:
+        yield
+    finally:
+        # A cancel must not end the release too: the exporter would hold its pages until the lease ends.
+        await _ended(asyncio.ensure_future(source.release()))
+
+
+@asynccontextmanager
+async def _bounded(timeout_s: float) -> AsyncIterator[None]:
+    """Raise IncompleteTransfer when time is up, and count whatever TransferError ends the block."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await _pull(source, engine, handle, box, length)
+            yield
     except TimeoutError:
         TRANSFER_FAULTS.labels("timeout").inc()
         raise IncompleteTransfer(f"the transfer did not end within {timeout_s} s") from None
@@ -79,19 +137,19 @@ async def pull(
         raise
 
 
-async def _pull(source: KvSource, engine: Engine, handle: KvHandle, box: Box, length: int) -> Handoff:
-    receiver = Receiver(engine, handle, box, length, source.seed)
-    gaps = await _receive(source, receiver)
-    handoff = receiver.handoff
-    for gap in gaps:
+async def _pull(source: KvSource, engine: Engine, handle: KvHandle, box: Box, length: int) -> Receiver:
+    """The first receiver that saw the commit, once all gaps are filled."""
+    receivers = [Receiver(engine, handle, box, length, source.seed)]
+    for gap in await _receive(source, receivers[0]):
         again = Receiver(engine, handle, gap, length, source.seed)
         await _receive(source, again)
         if again.bad:
             raise CorruptFrame(f"layer {gap.layers.start}, tokens {gap.tokens}: bad again when fetched again")
-        handoff = handoff or again.handoff
-    if handoff is None:
+        receivers.append(again)
+    committed = next((each for each in receivers if each.committed), None)
+    if committed is None:
         raise IncompleteTransfer("the stream ended without a commit")
-    return handoff
+    return committed
 
 
 async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:

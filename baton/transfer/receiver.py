@@ -28,8 +28,9 @@ class Receiver:
         self.box = box
         self.bad = 0
         """Frames that failed their check."""
+        self.committed = False
         self.handoff: Handoff | None = None
-        """Set by the commit."""
+        """Set by the commit, unless it is a prefix's."""
         self._engine = engine
         self._handle = handle
         self._length = length
@@ -41,8 +42,10 @@ class Receiver:
 
     def take(self, raw: bytes) -> None:
         """One frame; raises TransferError when the transfer can't succeed any more."""
-        if self.handoff is not None:
+        if self.committed:
             raise CorruptFrame("a frame was sent after the commit")
+        if raw == wire.PROGRESS:
+            return
         try:
             frame = wire.decode(raw, self._seed)
         except CorruptFrame:
@@ -66,11 +69,11 @@ class Receiver:
         if not self.bad:
             if missing:
                 raise IncompleteTransfer(f"the stream ended without {_described(missing)}")
-            if self._manifest is None or self.handoff is None:
+            if self._manifest is None or not self.committed:
                 raise IncompleteTransfer(
                     f"the stream ended without {'manifest' if self._manifest is None else 'commit'}"
                 )
-        if not missing and self.handoff is None:
+        if not missing and not self.committed:
             return [Box(range(self._length, self._length), self.box.layers, self.box.heads)]
         return missing
 
@@ -110,13 +113,15 @@ class Receiver:
     def _take_commit(self, commit: wire.Commit) -> None:
         if self._manifest is None and not self.bad:
             raise IncompleteTransfer("the commit was sent without a manifest")
-        if commit.version != wire.HANDOFF_VERSION:
-            raise TransferError(f"the handoff has version {commit.version}, this is {wire.HANDOFF_VERSION}")
-        handoff = unpack(commit.handoff)
-        lengths = {commit.length, len(handoff.prompt_ids) + len(handoff.output_ids)}
+        handoff, lengths = None, {commit.length}
+        if commit.handoff is not None:
+            if commit.version != wire.HANDOFF_VERSION:
+                raise TransferError(f"the handoff has version {commit.version}, this is {wire.HANDOFF_VERSION}")
+            handoff = unpack(commit.handoff)
+            lengths.add(len(handoff.prompt_ids) + len(handoff.output_ids))
         if lengths != {self._length}:
             raise IncompleteTransfer(f"the commit covers {sorted(lengths)} tokens, {self._length} are wanted")
-        self.handoff = handoff
+        self.committed, self.handoff = True, handoff
 
 
 def _described(missing: list[Box]) -> str:

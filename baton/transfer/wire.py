@@ -4,7 +4,9 @@ A stream is data frames, then one manifest, then one commit:
 
     data        0A <len> header   12 <len> payload        header: ... 3D <checksum>
     manifest    1A <len> KvManifest
-    commit      22 <len> KvCommit
+    commit      22 <len> KvCommit                        of a prefix: length and digest, without a handoff
+
+and, wherever a consumer would wait long for the next of them, PROGRESS: an empty message.
 
 What a generated class serializes is exactly this, and it reads what is made here; by hand, the payload is
 copied once on its way out and not at all on its way in. Reading is strict: fields in ascending order, nothing
@@ -31,6 +33,9 @@ from baton.errors import CorruptFrame, shown
 from baton.kv.format import DTYPE_BYTES, PartData
 
 HANDOFF_VERSION = 1
+
+PROGRESS = b""
+"""A frame without fields: the export goes on, though there is nothing to send yet."""
 
 _VARINT, _BYTES, _FIXED32 = 0, 2, 5
 _CHECKSUM = struct.Struct("<BI")
@@ -72,11 +77,11 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The end of a stream; `handoff` is a serialized Handoff whose SHA-256 was checked."""
+    """The end of a stream; `handoff` is a serialized Handoff whose SHA-256 was checked, None if it is a prefix's."""
 
     length: int
     version: int
-    handoff: bytes
+    handoff: bytes | None
 
 
 def seed_of(transfer_id: str) -> int:
@@ -115,15 +120,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return _bytes_field(3, _number_field(1, manifest.frames) + runs + digest)
 
 
-def encode_commit(length: int, handoff: bytes, version: int = HANDOFF_VERSION) -> bytes:
-    """A commit frame for an export of `length` tokens and a serialized Handoff."""
-    return _bytes_field(
-        4,
-        _number_field(1, length)
-        + _number_field(2, version)
-        + _bytes_field(3, handoff)
-        + _bytes_field(4, hashlib.sha256(handoff).digest()),
-    )
+def encode_commit(length: int, handoff: bytes | None, version: int = HANDOFF_VERSION) -> bytes:
+    """A commit frame for an export of `length` tokens and a serialized Handoff; None if it hands nothing over."""
+    body = b"" if handoff is None else _number_field(2, version) + _bytes_field(3, handoff)
+    digest = hashlib.sha256(handoff or b"").digest()
+    return _bytes_field(4, _number_field(1, length) + body + _bytes_field(4, digest))
 
 
 def extend_digest(digest: int, checksum: int) -> int:
@@ -202,10 +203,10 @@ def _manifest(body: memoryview, frame: bytes) -> Manifest:
 
 def _commit(body: memoryview, frame: bytes) -> Commit:
     fields = dict(_ascending(body))
-    length, version, handoff = fields.get(1, 0), fields.get(2, 0), fields.get(3, b"")
+    length, version, handoff = fields.get(1, 0), fields.get(2, 0), fields.get(3)
     if not isinstance(length, int) or not isinstance(version, int) or isinstance(handoff, int):
         raise CorruptFrame("a commit has fields of the wrong type")
-    commit = Commit(length, version, bytes(handoff))
+    commit = Commit(length, version, None if handoff is None else bytes(handoff))
     if encode_commit(length, commit.handoff, version) != frame:
         raise CorruptFrame("a commit's digest is not that of its handoff")
     return commit

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from baton import bundled
 from baton.config import option, parse_address
 from baton.errors import ConfigError
+from baton.kv.prefix import check_url
 
 if TYPE_CHECKING:
     from baton.engine.config import EngineConfig
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CACHE_WRITES = ("first", "second", "never")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -48,6 +50,18 @@ class WorkerConfig:
     tls_ca: str = option("", help="PEM file with the CA whose certificates routers and peers must have.")
     ticket_keys: str = option("", help="PEM file with the routers' public keys; KV then needs their tickets.")
     insecure: bool = option(False, help="Bind control and kv beyond loopback without TLS and ticket keys.")
+    redis: str = option(
+        "none", help="Prefix cache: redis://, rediss://, unix://, redis+cluster:// or redis+sentinel:// URL, or none."
+    )
+    fleet_secret: str = option(
+        "", help="Secret that authenticates cached blocks, the same in all workers and routers.", secret=True
+    )
+    cache_memory: int = option(256 << 20, help="Host memory for cached prefixes.", unit="bytes", minimum=0)
+    cache_budget_s: float = option(0.5, help="Seconds that a round trip to Redis may take.", minimum=0.001)
+    cache_ttl_s: int = option(24 * 3600, help="Seconds for which Redis keeps a block that nobody asks for.", minimum=1)
+    cache_writes: str = option(
+        "first", help="Blocks are written to Redis when first seen, when seen again, or never.", choices=CACHE_WRITES
+    )
     stall_s: float = option(10.0, help="Seconds without progress after which a busy engine is unhealthy.", minimum=0.01)
     log_level: str = option("info", help="Least level that is logged.", choices=LOG_LEVELS)
 
@@ -57,6 +71,7 @@ class WorkerConfig:
                 _check(getattr(self, each.name), each.metadata)
             except ConfigError as error:
                 raise ConfigError(f"{each.name}: {error}") from None
+        check_url(self.redis)
         if self.kv_advertise:
             try:
                 parse_address(self.kv_advertise)

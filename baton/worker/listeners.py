@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from baton.admin import ADMIN_SERVICE, LedgerSource, add_admin
+from baton.admin import ADMIN_SERVICE, CacheClearer, CacheSource, LedgerSource, Sources, add_admin
 from baton.pb import worker_pb2_grpc
 from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
@@ -66,6 +66,8 @@ async def listeners(
     control: Service,
     kv: Service,
     ledger: LedgerSource,
+    cache: CacheSource,
+    clear: CacheClearer,
     tls: Tls | None = None,
     tickets: TicketVerifier | None = None,
 ) -> AsyncIterator[Addresses]:
@@ -73,12 +75,13 @@ async def listeners(
 
     Both gRPC listeners tell their health, ops its readiness and `status` a stall by `progress`. Raises ConfigError
     naming an address that is refused or taken. With `tls`, control takes calls of CONTROL_ROLES only, kv of KV_ROLES.
-    `tickets` is what the kv service verifies tickets with; `status` tells routers by which keys.
+    `ledger`, `cache` and `clear` are what Admin answers from. `tickets` is what the kv service verifies tickets with;
+    `status` tells routers by which keys.
     """
 
     def add_control(server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(status), server)
-        add_admin(server, ledger)
+        add_admin(server, Sources(status.identity.worker_id, status.identity.role.value, ledger, cache, clear))
         control.add(server)
 
     def serve(*, field: str, **what: Any) -> contextlib.AbstractAsyncContextManager[Listener]:

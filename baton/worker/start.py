@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from baton.digest import tokenizer_digest
 from baton.engine.config import EngineConfig
 from baton.engine.contract import Engine
+from baton.kv.format import KvFormat
+from baton.kv.prefix import PrefixCache, open_prefix_cache
 from baton.model.checkpoint import resolve
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketVerifier
@@ -54,6 +56,23 @@ async def started(
         principal = tls.principal if tls else ""
         identity = new_identity(config, role, engine.spec, digest, converts_kv=converts_kv, principal=principal)
         yield Started(thread, engine, identity, tls, tickets)
+
+
+def prefix_cache(config: WorkerConfig, kv_format: KvFormat) -> PrefixCache:
+    """The prefix cache behind the worker's pages, as the settings have it; raises ConfigError for a URL without use."""
+    limits = None
+    if config.redis not in ("", "none"):
+        from baton.kv.prefix.redis import RedisLimits
+
+        limits = RedisLimits(budget_s=config.cache_budget_s, ttl_s=config.cache_ttl_s)
+    return open_prefix_cache(
+        config.redis,
+        kv_format,
+        config.fleet_secret,
+        cache_memory=config.cache_memory,
+        limits=limits,
+        writes=config.cache_writes,
+    )
 
 
 def _build(config: EngineConfig) -> Engine:

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from baton.pb import decode_pb2
 from baton.rpc.channel import control_channel
 from tests.decode_rig import key, rig
+from tests.decoding import digests
 from tests.fuzz.messages import one_wrong, senseless
 from tests.fuzz.mutation import arbitrary, mutated
 from tests.fuzz.storm import ALLOWED, LEDGER, WATCH, calls, chatter, garbage, hang_ups, healthy, kv_methods, storm
@@ -21,9 +22,15 @@ async def test_sessions_of_nonsense_leave_nothing() -> None:
     async with rig(pages=32) as r:
         control = r.app.addresses.control
         names = ["r0", "r1", "r2", r.exporter.address, "inc-1"]
+        # One block that is there to be pinned.
+        prompt = list(range(20))
+        router = await r.router()
+        await router.request("before", prompt, GREEDY)
+        await router.until_finished(("before", 0))
+        named = b"".join(digests(r.engine, prompt))
 
         async def send(rng: random.Random) -> None:
-            sent = _session(rng, names)
+            sent = _session(rng, names, named)
             async with control_channel(control) as channel:
                 ended = await chatter(channel, "/baton.v1.Decode/Session", sent, rng)
             assert ended.code in ALLOWED, ended
@@ -36,7 +43,7 @@ async def test_sessions_of_nonsense_leave_nothing() -> None:
         await r.until_free()
 
 
-def _session(rng: random.Random, names: Sequence[str]) -> list[bytes]:
+def _session(rng: random.Random, names: Sequence[str], named: bytes) -> list[bytes]:
     """Commands about few attempts, so that they meet; most are sound in themselves."""
     sent: list[Message] = [decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id=rng.choice(("", "router"))))]
     if rng.random() < 0.1:
@@ -53,6 +60,9 @@ def _session(rng: random.Random, names: Sequence[str]) -> list[bytes]:
                         max_new_tokens=rng.choice((0, 1, 8, 2**31)),
                         choices=rng.choice((0, 1, 1, 2, 100)),
                         deadline_ms=rng.choice((0, 1, 2000, 2**63)),
+                        prefix_digests=rng.choice((b"", b"x" * 31, b"x" * 32, rng.randbytes(64), named)),
+                        cache_salt=rng.choice((b"", b"salt", b"x" * 300)),
+                        cache=rng.randrange(7),
                     )
                 )
             case 3 | 4:
@@ -63,6 +73,7 @@ def _session(rng: random.Random, names: Sequence[str]) -> list[bytes]:
                         source_address=rng.choice(("", "127.0.0.1:1", "nonsense", ":0", names[3])),
                         source_incarnation=rng.choice(("", "inc-1", "another")),
                         deadline_ms=rng.choice((0, 1, 2000, 2**63)),
+                        prefix_transfer_id=rng.choice(("", "p0", "p1", "t0")),
                     )
                 )
             case 5:

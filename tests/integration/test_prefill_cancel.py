@@ -69,11 +69,11 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[SlowCache]:
     """The caches of the workers that the test starts."""
     made: list[SlowCache] = []
 
-    def open_cache(*_: Any) -> SlowCache:
+    def open_cache(*_: Any, **__: Any) -> SlowCache:
         made.append(SlowCache())
         return made[-1]
 
-    monkeypatch.setattr("prefill_svc.app.open_prefix_cache", open_cache)
+    monkeypatch.setattr("baton.worker.start.open_prefix_cache", open_cache)
     return made
 
 
@@ -117,7 +117,7 @@ async def test_queued(by: str) -> None:
         first = client.call()
         reading = asyncio.create_task(read(first))
         await gate.reached()
-        second = client.call(PROMPT[:50], transfer_id="t")
+        second = client.call(PROMPT[50:], transfer_id="t")
         waiting = asyncio.create_task(status_of(second) if by == "abandon" else read(second))
         await client.status(lambda status: status.load.pages_used == 11)
         entry = next(entry for entry in await owners(client) if entry.detail == "transfer t")
@@ -141,6 +141,7 @@ async def test_while_the_prefix_cache_is_slow(slow: str, caches: list[SlowCache]
     async with serving() as client:
         await client.done()
         await client.pages_back()
+        client.app.engine.drop_cached()
         cache = caches[0]
         cache.slow = slow
         call = client.call(transfer_id="t")
@@ -152,7 +153,7 @@ async def test_while_the_prefix_cache_is_slow(slow: str, caches: list[SlowCache]
             await cancelled(client, reading, call)
         cache.go.set()
         cache.slow = ""
-        assert (await client.done()).cached_tokens == 96
+        assert (await client.done()).cached.host == 96
 
 
 class SlowCopies(FakeEngine):
@@ -180,6 +181,7 @@ async def test_loading_stops_after_the_layer(caches: list[SlowCache]) -> None:
     async with serving(engine) as client:
         await client.done()
         await client.pages_back()
+        engine.drop_cached()
         door = engine.writes = Entry()
         call = client.call(transfer_id="t")
         reading = asyncio.create_task(read(call))

@@ -1,15 +1,44 @@
-"""The prefill service with the prefix cache in a real server."""
+"""The prefill service and its prefix caches: pages, host memory, a real server, and a decode worker."""
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from baton.engine.fake import FakeEngine, expected_tokens
-from baton.request import SamplingParams
-from tests.prefill import PROMPT, Client, decode, decoder, serving
+from baton.kv.prefix import MemoryPrefixCache, Payload
+from baton.kv.prefix.contract import FetchRate
+from baton.kv.prefix.worth import Decision, Worth
+from baton.pb import admin_pb2, admin_pb2_grpc, prefill_pb2
+from baton.request import CachePolicy, SamplingParams
+from tests.peers import INCARNATION, Peer, peer
+from tests.prefill import (
+    PROMPT,
+    TIERS,
+    WAIT_S,
+    Gate,
+    by_tier,
+    decode,
+    decoder,
+    fetch_all,
+    flushed,
+    prefilled,
+    read,
+    serving,
+    since,
+)
 from tests.redis_server import Server, running
+
+HOST = {"cache_memory": 64 << 20}
+
+
+@pytest.fixture(autouse=True)
+def all_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch_all(monkeypatch)
 
 
 @pytest.fixture
@@ -18,84 +47,257 @@ def valkey(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-async def flushed(client: Client) -> None:
-    """Wait until new blocks are written back; KV must not be held for longer."""
-    await client.pages_back()
-    await client.app.cache.flush()
+@contextlib.asynccontextmanager
+async def exporter(prompt: list[int] = PROMPT) -> AsyncIterator[tuple[Peer, Any]]:
+    """A peer that holds all of a prompt's KV, and the handle."""
+    with decoder() as engine:
+        handle = engine.reserve("held", len(prompt))
+        engine.prefill_chunk(handle, prompt, 0, len(prompt), on_layer=lambda _: None)
+        async with peer(engine) as exporting:
+            yield exporting, handle
+        engine.free(handle)
 
 
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     ("again", "cached"),
     [(PROMPT, 96), (PROMPT[:96], 95), (PROMPT[:90], 80), (PROMPT[:33], 32), (PROMPT[:32], 31), (PROMPT[:5], 0)],
 )
-async def test_a_prefix_is_not_computed_twice(valkey: Server, again: list[int], cached: int) -> None:
-    async with serving(redis=valkey.url) as client, serving(redis=valkey.url, chunk_size=3) as other:
-        assert (await client.done()).cached_tokens == 0
-        await flushed(client)
+async def test_a_prefix_is_not_computed_twice(valkey: Server, tier: str, again: list[int], cached: int) -> None:
+    settings = {"host": HOST, "redis": {"redis": valkey.url}}.get(tier, {})
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(serving(**settings))
+        second, source = client, None
+        if tier == "peer":
+            second = await stack.enter_async_context(serving(chunk_size=3))
+            exporting, held = await stack.enter_async_context(exporter())
+            source = exporting.offer(held, 96)
+        else:
+            assert (await client.done()).cached_tokens == 0
+            await flushed(client)
+        if tier == "redis":
+            second = await stack.enter_async_context(serving(redis=valkey.url, chunk_size=3))
+        if tier == "host":
+            client.app.engine.drop_cached()
+        before = prefilled()
         with decoder(5) as engine:
             handle = engine.reserve("r", 110)
-            pulling = asyncio.create_task(other.fetch(engine, handle, "t", len(again)))
-            done = await other.done(again, transfer_id="t")
-            assert done.cached_tokens == cached
+            pulling = asyncio.create_task(second.fetch(engine, handle, "t", len(again)))
+            done = await second.done(again, transfer_id="t", source=source)
+            assert by_tier(done) == ({tier: cached} if cached else {})
+            assert since(before) == {"computed": len(again) - cached, **({tier: cached} if cached else {})}
             handoff = await pulling
             assert handoff.cached_tokens == cached
             assert decode(engine, handle, handoff, 4) == expected_tokens(again, 5)
 
 
+async def test_all_tiers_give_their_part(valkey: Server) -> None:
+    async with (
+        serving(redis=valkey.url) as other,
+        serving(redis=valkey.url, **HOST) as client,
+        exporter() as (
+            exporting,
+            held,
+        ),
+    ):
+        await client.done(PROMPT[:34])
+        await flushed(client)
+        client.app.engine.drop_cached()
+        await client.done(PROMPT[:16])
+        await other.done(PROMPT[:70])
+        await flushed(other)
+        done = await client.done(source=exporting.offer(held, 96))
+        assert by_tier(done) == {"pool": 16, "host": 16, "redis": 32, "peer": 32}
+        assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT, 1)[0]
+        assert exporting.released == 1
+
+
+class Vanishing(MemoryPrefixCache):
+    """Finds more than it gives."""
+
+    async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
+        return (await super().fetch(digests))[:1]
+
+
+async def test_a_peer_makes_up_for_blocks_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.worker.start.open_prefix_cache", lambda *_, **__: Vanishing())
+    async with serving() as client, exporter() as (exporting, held):
+        await client.done(PROMPT[:70])
+        await flushed(client)
+        client.app.engine.drop_cached()
+        done = await client.done(source=exporting.offer(held, 96))
+        assert by_tier(done) == {"host": 16, "peer": 80}
+        assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT, 1)[0]
+
+
 async def test_long_prefixes_go_in_slices(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     one_block = FakeEngine().spec.kv_format.token_bytes * 16
-    monkeypatch.setattr("prefill_svc.prefix.SLICE_BYTES", 2 * one_block)
+    monkeypatch.setattr("baton.worker.blocks.SLICE_BYTES", 2 * one_block)
     async with serving(redis=valkey.url) as client:
         await client.done()
         await flushed(client)
         with valkey.client() as redis:
             assert redis.dbsize() == 6
+        client.app.engine.drop_cached()
         done = await client.done()
-        assert done.cached_tokens == 96
+        assert by_tier(done) == {"redis": 96}
         assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT, 1)[0]
 
 
-async def test_progress_tells_of_cached_tokens(valkey: Server) -> None:
-    async with serving(redis=valkey.url) as client:
+async def test_progress_tells_of_cached_tokens() -> None:
+    async with serving() as client:
         await client.done(PROMPT[:48])
-        await flushed(client)
         first = (await client.events())[0].progress
         assert (first.computed_tokens, first.cached_tokens, first.total_tokens) == (48, 48, 100)
 
 
-async def test_replays_find_their_prompt_and_count_only_it_as_cached(valkey: Server) -> None:
+async def test_replays_find_their_prompt_and_count_only_it_as_cached() -> None:
     tokens = expected_tokens(PROMPT[:40], 30)
     params = SamplingParams(max_tokens=50, temperature=0.0)
-    async with serving(redis=valkey.url) as client:
+    async with serving() as client:
         for cached in (0, 40):
             done = await client.done(PROMPT[:40], output=tokens, params=params)
-            assert done.cached_tokens == cached
+            assert done.cached_tokens == done.cached.pool == cached
             assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT[:40], 31)[-1]
-            await flushed(client)
 
 
-async def test_tenants_do_not_share(valkey: Server) -> None:
-    async with serving(redis=valkey.url) as client:
+async def test_tenants_do_not_share() -> None:
+    async with serving() as client:
         await client.done(salt=b"a")
-        await flushed(client)
         assert (await client.done(salt=b"b")).cached_tokens == 0
         assert (await client.done(salt=b"a")).cached_tokens == 96
 
 
-async def test_prompt_logprobs_need_the_whole_prompt_computed(valkey: Server) -> None:
+async def test_prompt_logprobs_need_the_whole_prompt_computed_and_leave_it_for_others() -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=0)
-    async with serving(redis=valkey.url) as client:
+    async with serving(**HOST) as client:
+        for _ in range(2):
+            done = await client.done(params=params)
+            assert done.cached_tokens == 0
+            assert len(done.prompt_tokens) == 100
+        assert by_tier(await client.done()) == {"pool": 96}
+
+
+@pytest.mark.parametrize("policy", CachePolicy)
+async def test_a_request_uses_the_cache_as_it_says(valkey: Server, policy: CachePolicy) -> None:
+    mine = [5, *PROMPT]
+    async with serving(redis=valkey.url, **HOST) as client, exporter() as (exporting, held):
         await client.done()
         await flushed(client)
-        done = await client.done(params=params)
-        assert done.cached_tokens == 0
-        assert len(done.prompt_tokens) == 100
+        for _ in range(2):
+            cached = 96 if policy.reads else 0
+            assert (await client.done(cache=policy)).cached_tokens == cached
+            await flushed(client)
+            client.app.engine.drop_cached()
+        if not policy.reads:
+            assert (await client.done(cache=policy, source=exporting.offer(held, 96))).cached_tokens == 0
+        with valkey.client() as redis:
+            keys = redis.dbsize()
+            await client.done(mine, cache=policy)
+            await flushed(client)
+            assert redis.dbsize() == (keys + 6 if policy.writes else keys)
+        assert (await client.done(mine)).cached_tokens == (96 if policy.writes else 0)
+
+
+async def test_what_is_loaded_is_in_the_pages_from_then_on() -> None:
+    async with serving(**HOST) as client:
+        await client.done()
+        await flushed(client)
+        client.app.engine.drop_cached()
+        assert by_tier(await client.done()) == {"host": 96}
+        assert by_tier(await client.done()) == {"pool": 96}
+
+
+async def test_what_was_loaded_stays_though_its_job_is_aborted() -> None:
+    gate = Gate()
+    gate.open()
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate), **HOST) as client:
+        await client.done()
+        await flushed(client)
+        client.app.engine.drop_cached()
+        gate.close()
+        aborted, call = client.watch_aborts(), client.call()
+        reading = asyncio.create_task(read(call))
+        await gate.reached()
+        call.cancel()
+        await asyncio.wait([reading])
+        await asyncio.wait_for(aborted.wait(), WAIT_S)
+        gate.open()
+        await client.pages_back()
+        assert by_tier(await client.done()) == {"pool": 96}
+
+
+class HeldCache(MemoryPrefixCache):
+    """Gives nothing until `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+
+    async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
+        await self.go.wait()
+        return await super().fetch(digests)
+
+
+async def test_the_load_tells_what_is_left_after_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[HeldCache] = []
+
+    def open_cache(*_: Any, **__: Any) -> HeldCache:
+        caches.append(HeldCache())
+        return caches[-1]
+
+    monkeypatch.setattr("baton.worker.start.open_prefix_cache", open_cache)
+    monkeypatch.setattr(Worth, "decide", lambda self, hits, *_: Decision(hits.blocks, hits.blocks // 2))
+    async with serving() as client:
+        await client.done()
+        await flushed(client)
+        client.app.engine.drop_cached()
+        again = asyncio.create_task(client.done())
+        await client.status(lambda status: status.load.pages_used == 7 and status.load.pending_tokens == 100 - 48)
+        caches[0].go.set()
+        assert by_tier(await again) == {"host": 48}
+
+
+async def test_an_aborted_job_leaves_what_it_has_computed() -> None:
+    gate = Gate()
+    layers = FakeEngine().spec.kv_format.layers
+    async with serving(FakeEngine(chunk_time=1.0, delay=gate), chunk_size=40) as client:
+        call = client.call()
+        reading = asyncio.create_task(read(call))
+        gate.pass_layers(layers)
+        await gate.reached(layers + 1)
+        aborted = client.watch_aborts()
+        call.cancel()
+        await asyncio.wait([reading])
+        await asyncio.wait_for(aborted.wait(), WAIT_S)
+        gate.open()
+        await client.pages_back()
+        assert by_tier(await client.done()) == {"pool": 32}
+
+
+async def test_pages_that_lost_their_blocks_after_the_look_up_send_it_round_again() -> None:
+    gate = Gate()
+    engine = FakeEngine(chunk_time=1.0, delay=gate, pages=16)
+    async with serving(engine, **HOST) as client:
+        gate.open()
+        await client.done()
+        await flushed(client)
+        gate.close()
+        big = asyncio.create_task(client.done([3] * 160))
+        await gate.reached()
+        waiting = asyncio.create_task(client.done())
+        await client.status(lambda status: status.load.waiting == 2)
+        engine.drop_cached()
+        gate.open()
+        await big
+        assert by_tier(await waiting) == {"host": 96}
 
 
 async def test_a_damaged_block_is_computed_again(valkey: Server) -> None:
     async with serving(redis=valkey.url) as client:
         await client.done()
         await flushed(client)
+        client.app.engine.drop_cached()
         with valkey.client() as redis:
             for key in redis.scan_iter():
                 value = redis.get(key)
@@ -111,15 +313,29 @@ async def test_a_dead_redis_is_only_slower(valkey: Server) -> None:
         await flushed(client)
         valkey.kill()
         for _ in range(3):
+            client.app.engine.drop_cached()
             done = await client.done()
             assert done.cached_tokens == 0
             assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT, 1)[0]
+
+
+async def test_a_stalled_redis_costs_its_budget(valkey: Server) -> None:
+    async with serving(redis=valkey.url, cache_budget_s=0.1) as client:
+        await client.done()
+        await flushed(client)
+        client.app.engine.drop_cached()
+        with valkey.client() as redis:
+            redis.client_pause(WAIT_S * 1000)
+        async with asyncio.timeout(WAIT_S / 2):
+            assert (await client.done()).cached_tokens == 0
+        valkey.kill()
 
 
 async def test_a_call_cancelled_during_the_look_up_leaves_nothing(valkey: Server) -> None:
     async with serving(redis=valkey.url) as client:
         await client.done()
         await flushed(client)
+        client.app.engine.drop_cached()
         with valkey.client() as redis:
             redis.client_pause(200)
         call = client.call(transfer_id="t")
@@ -127,3 +343,101 @@ async def test_a_call_cancelled_during_the_look_up_leaves_nothing(valkey: Server
         call.cancel()
         await client.status(lambda status: status.load.waiting == 0)
         await client.pages_back()
+
+
+@pytest.mark.parametrize("fault", ["gone", "unknown", "stranger", "silent", "malformed"])
+async def test_a_peer_that_fails_is_only_slower(fault: str) -> None:
+    async with serving(cache_budget_s=0.1) as client, exporter() as (exporting, held):
+        source = exporting.offer(held, 96)
+        if fault == "gone":
+            source.address = "127.0.0.1:1"
+        elif fault == "unknown":
+            source.transfer_id = "another"
+        elif fault == "stranger":
+            source.incarnation = "another"
+        elif fault == "malformed":
+            source.address = "nowhere"
+        else:
+            source = prefill_pb2.PrefixSource(
+                address=exporting.address, incarnation=source.incarnation, transfer_id="announced", tokens=96
+            )
+            exporting.exports.announce("announced")
+        done = await client.done(source=source)
+        assert done.cached_tokens == 0
+        assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT, 1)[0]
+
+
+async def test_a_call_cancelled_during_a_fetch_from_a_peer_leaves_nothing() -> None:
+    async with serving(cache_budget_s=WAIT_S) as client, exporter() as (exporting, _):
+        exporting.exports.announce("announced")
+        source = prefill_pb2.PrefixSource(
+            address=exporting.address, incarnation=INCARNATION, transfer_id="announced", tokens=96
+        )
+        call = client.call(transfer_id="t", source=source)
+        await client.status(lambda status: status.load.pages_used == 7)
+        call.cancel()
+        async with asyncio.timeout(WAIT_S / 2):
+            await client.pages_back()
+
+
+async def test_a_peer_that_says_more_than_it_has_is_only_slower() -> None:
+    async with serving() as client, exporter() as (exporting, held):
+        source = exporting.offer(held, 48)
+        source.tokens = 96
+        assert (await client.done(source=source)).cached_tokens == 0
+        client.app.engine.drop_cached()
+        source = exporting.offer(held, 50)
+        assert by_tier(await client.done([*PROMPT[:50], 8], source=source)) == {"peer": 48}
+
+
+class Rated(MemoryPrefixCache):
+    """Says that it gives so many bytes a second."""
+
+    bytes_per_s = 1.0
+
+    def rates(self) -> Mapping[str, FetchRate]:
+        return {"memory": FetchRate(0.0, self.bytes_per_s)}
+
+
+@pytest.mark.parametrize(("bytes_per_s", "cached", "decision"), [(1.0, 0, "none"), (1e15, 96, "all")])
+async def test_only_what_is_quicker_to_fetch_than_to_compute_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, cached: int, decision: str
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("baton.worker.start.open_prefix_cache", lambda *_, **__: Rated())
+    monkeypatch.setattr(Rated, "bytes_per_s", bytes_per_s)
+    async with serving() as client:
+        await client.done()
+        await flushed(client)
+        client.app.engine.drop_cached()
+        before = decided(decision)
+        assert (await client.done()).cached_tokens == cached
+        assert decided(decision) == before + 1
+
+
+def decided(decision: str) -> float:
+    return REGISTRY.get_sample_value("baton_prefix_decisions_total", {"decision": decision}) or 0.0
+
+
+async def test_the_report_tells_of_the_tiers_and_clear_empties_them() -> None:
+    async with serving(**HOST) as client:
+        admin = admin_pb2_grpc.AdminStub(client.channel)
+        await client.done()
+        await flushed(client)
+        await client.done()
+        await flushed(client)
+        pool, host = (await admin.Cache(admin_pb2.CacheRequest())).tiers
+        assert (pool.name, pool.blocks, pool.hits, pool.misses) == ("pool", 6, 6, 6)
+        assert (host.name, host.blocks) == ("host", 6)
+        pool, host = (await admin.ClearCache(admin_pb2.ClearCacheRequest())).dropped
+        assert (pool.blocks, host.blocks) == (6, 6)
+        assert (await client.done()).cached_tokens == 0
+
+
+async def test_watchers_are_told_of_blocks() -> None:
+    async with serving() as client:
+        await client.done()
+        told = await client.status(lambda status: bool(status.prefixes.stored))
+        assert told.prefixes.reset
+        assert len(told.prefixes.stored) == 6 * 8
+        assert told.load.pages_cached == 6

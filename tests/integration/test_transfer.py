@@ -143,6 +143,36 @@ async def test_what_is_held_already_is_not_fetched(pair: Pair) -> None:
     assert got == handoff(TOKENS)
 
 
+@pytest.mark.parametrize("first", [0, 23, TOKENS])
+async def test_a_fetch_may_begin_anywhere(pair: Pair, first: int) -> None:
+    _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
+    received = TRANSFER_BYTES.labels("received")
+    before = received._value.get()
+    assert await pair.fetch(first=first) == handoff(TOKENS)
+    assert received._value.get() - before == (TOKENS - first) * pair.engine.spec.kv_format.token_bytes
+    if first < TOKENS:
+        pair.assert_equal(Box(range(first, TOKENS), range(LAYERS), range(HEADS)))
+    assert ends == ["t"]
+
+
+@pytest.mark.parametrize("tokens", [range(TOKENS), range(8, 24)])
+async def test_a_prefix_is_fetched_and_released(pair: Pair, tokens: range) -> None:
+    ends: list[str] = []
+    export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: ends.append("t"))
+    export.commit_prefix()
+    await pair.fetch_prefix(tokens)
+    pair.assert_equal(Box(tokens, range(LAYERS), range(HEADS)))
+    assert ends == ["t"]
+
+
+async def test_a_prefix_of_another_length_is_not_what_was_meant(pair: Pair) -> None:
+    export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
+    export.commit_prefix()
+    with pytest.raises(IncompleteTransfer, match=r"covers \[40\] tokens, 24 are wanted"):
+        await pair.fetch_prefix(range(8, 24), length=24)
+    assert export.ended
+
+
 @given(
     from_pages=st.sampled_from([4, 16, 64]),
     to_pages=st.sampled_from([4, 16, 64]),

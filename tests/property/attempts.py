@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.engine.contract import KvHandle
-from baton.request import FinishReason
-from decode_svc.messages import AttemptKey, FailureKind
+from baton.engine.contract import Engine, KvHandle
+from baton.engine.fake import FakeEngine
+from baton.errors import NotFound, TransferError
+from baton.kv.prefix.block import block_payloads
+from baton.kv.prefix.memory import MemoryPrefixCache
+from baton.request import CachePolicy, FinishReason
+from baton.transfer import wire
+from baton.transfer.coverage import Box
+from baton.transfer.exports import Exports
+from decode_svc.messages import AttemptKey, Down, FailureKind
 from decode_svc.session import Session
-from tests.decoding import LoggingEngine, Prefilled
+from tests.decoding import LoggingEngine, Prefilled, alone, digests, prefill
+from tests.property.virtual import VirtualLoop
 
 
 @dataclass(eq=False)
 class Try:
-    """An attempt as its router sees it."""
+    """An attempt as its router sees it; `named` are the ids whose blocks it has said to be the context's."""
 
     session: Session
     key: AttemptKey
@@ -24,6 +32,10 @@ class Try:
     fetched: Any
     deadline: float
     reserved_at: float
+    named: Sequence[int] = ()
+    salt: bytes = b""
+    cache: CachePolicy = CachePolicy.READ_WRITE
+    cached: int = 0
     granted: bool = False
     refused: bool = False
     started_at: float | None = None
@@ -37,9 +49,136 @@ class Try:
     def ended(self) -> bool:
         """Whether nothing may be told of it any more."""
         over = set(self.tokens) <= set(self.finished) | self.cancelled
-        # What prefill has finished already is known here at once, and to decode when it has fetched it.
-        known = self.fetched.done() or set(self.tokens) <= self.cancelled
+        # What prefill has finished already is known here at once, and to decode when it has taken it over.
+        done = self.fetched.done() and not self.fetched.cancelled() and self.fetched.exception() is None
+        known = (done and not self.lies) or set(self.tokens) <= self.cancelled
         return bool(self.failed) or self.told_to_end or (over and known)
+
+    @property
+    def lies(self) -> bool:
+        """Whether pages were pinned that hold something else."""
+        return tuple(self.named[: self.cached]) != self.ready.handoff.prompt_ids[: self.cached]
+
+    def chains(self) -> list[list[int]]:
+        """The ids of each choice, up to its end."""
+        handoff = self.ready.handoff
+        return [[*handoff.prompt_ids, *alone(handoff.prompt_ids, handoff.params, choice)] for choice in self.tokens]
+
+
+def goes_on(ours: Try) -> bool:
+    """Whether it holds something at the worker."""
+    return ours.granted and not ours.ended
+
+
+class Book:
+    """Attempts by request id; holds what routers are told against what may be told them."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop = loop
+        self.tries_of: dict[str, Try] = {}
+
+    async def listen(self, session: Session) -> None:
+        """Read all that a session is told."""
+        async for down in session.messages():
+            self._told(session, down)
+
+    def _told(self, session: Session, down: Down) -> None:
+        for result in down.reserved:
+            ours = self._of(session, result.key)
+            assert not ours.granted
+            assert not ours.refused
+            ours.granted, ours.refused = result.granted, not result.granted
+            ours.cached = result.cached_tokens
+            assert ours.cached <= len(ours.named)
+        for failure in down.failures:
+            ours = self._of(session, failure.key)
+            assert ours.granted
+            assert not ours.ended, f"{failure} of what had ended"
+            assert failure.kind is not FailureKind.DEADLINE or self.loop.now >= ours.deadline
+            ours.failed = failure.kind
+        for output in down.outputs:
+            ours, choice = self._of(session, output.key), output.choice_index
+            assert not ours.ended
+            assert choice not in ours.cancelled
+            assert choice not in ours.finished
+            assert output.output_index == len(ours.tokens[choice])
+            ours.tokens[choice] += [token.token_id for token in output.tokens]
+            if output.finish is not None:
+                ours.finished[choice] = output.finish
+        if down.live is not None:
+            going = {each.key for each in self.tries_of.values() if each.session is session and goes_on(each)}
+            assert set(down.live) == going
+
+    def _of(self, session: Session, key: AttemptKey) -> Try:
+        ours = self.tries_of[key.request_id]
+        assert ours.session is session
+        return ours
+
+
+def check_left(engine: Engine, cache: MemoryPrefixCache, tries: Iterable[Try]) -> None:
+    """What is left in the pool and what was written back is right, and none of it is of those that may not write."""
+    chains = [(ids, ours.salt) for ours in tries for ids in ours.chains()]
+    check_pool(engine, chains)
+    truth = {
+        name: payload
+        for ids, salt in chains
+        if not salt
+        for name, payload in zip(digests(engine, ids, salt), payloads(engine, ids), strict=True)
+    }
+    assert {name: bytes(payload) for name, payload in cache.blocks.items()}.items() <= truth.items()
+    assert not any(engine.held(digests(engine, ids, salt)) for ids, salt in chains if salt)
+
+
+def payloads(engine: Engine, ids: Sequence[int]) -> list[bytes]:
+    """The KV of the full blocks of `ids`, as an engine of this kind computes it."""
+    spec = engine.spec
+    fresh = FakeEngine(page_size=spec.page_size, pages=64, block_size=spec.kv_format.block_size)
+    handle = fresh.reserve("r", len(ids))
+    fresh.prefill_chunk(handle, ids, 0, len(ids), on_layer=lambda layer: None)
+    return held_payloads(fresh, handle, len(ids) // spec.kv_format.block_size)
+
+
+def held_payloads(engine: Engine, handle: KvHandle, blocks: int) -> list[bytes]:
+    """The first blocks in the handle's pages."""
+    kv_format = engine.spec.kv_format
+    if not blocks:
+        return []
+    tokens, heads = range(blocks * kv_format.block_size), range(kv_format.heads)
+    return block_payloads(
+        kv_format, [engine.read_kv(handle, layer, tokens, heads) for layer in range(kv_format.layers)]
+    )
+
+
+def check_pool(engine: Engine, chains: Sequence[tuple[Sequence[int], bytes]]) -> None:
+    """Whatever the pool holds of these (ids, salt) is the KV of these ids."""
+    for ids, salt in chains:
+        names = digests(engine, ids, salt)
+        handle = engine.reserve("check", engine.held(names), names)
+        found = held_payloads(engine, handle, handle.cached // engine.spec.kv_format.block_size)
+        engine.free(handle)
+        assert found == payloads(engine, ids)[: len(found)]
+
+
+async def read_prefix(exports: Exports, engine: Engine, ours: Try) -> bool:
+    """Fetch what an attempt has pinned; False if its export is over before. What comes is what was named."""
+    kv_format = engine.spec.kv_format
+    expected = prefill(ours.named[: ours.cached]) if ours.cached else None
+    try:
+        export = await exports.find(f"{ours.key}/prefix", exports.incarnation)
+        box = Box(range(export.tokens), range(kv_format.layers), range(kv_format.heads))
+        async with contextlib.aclosing(export.frames(box)) as stream:
+            frames = [wire.decode(frame, wire.seed_of(export.transfer_id)) async for frame in stream]
+    except (NotFound, TransferError):
+        return False
+    assert expected is not None
+    *data, manifest, commit = frames
+    assert isinstance(manifest, wire.Manifest)
+    assert commit == wire.Commit(ours.cached, 0, None)
+    for frame in data:
+        assert isinstance(frame, wire.KvData)
+        whole = expected.layers[frame.layer]
+        assert [bytes(part.data) for part in frame.parts] == [bytes(part.data) for part in whole]
+    return True
 
 
 class NoChannels:

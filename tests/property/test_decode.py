@@ -1,10 +1,12 @@
 """A decode worker in simulated time, its engine thread driven turn by turn.
 
 There are fetches that end well, badly or late, deadlines, cancels, heartbeats that leave attempts out, faults of steps,
-lost sessions, and a pool so small that sequences are paused and preempted.
+lost sessions, and a pool so small that sequences are paused and preempted. Prompts share beginnings, one is the next
+turn of another, and routers name the blocks of their prompts, of another's, or none.
 
 Whatever happens: each attempt ends once and in time, its tokens are those of its prompt, nothing is told of what has
-ended, the pages in use are those of live attempts, and once all is over there are none.
+ended, the pages in use are those of live attempts and of write-backs, and once all is over there are none. What is left
+in the pool, what was written back, and what is exported is the KV of the tokens by which it is named.
 """
 
 from __future__ import annotations
@@ -19,25 +21,33 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, IncompleteTransfer
+from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.lifecycle import State
-from baton.request import Handoff, SamplingParams
+from baton.request import CachePolicy, Handoff, SamplingParams
+from baton.transfer.exports import Exports
 from baton.worker.config import WorkerConfig
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.config import DecodeConfig
 from decode_svc.loop import Report
-from decode_svc.messages import AttemptKey, Cancel, Down, FailureKind, Heartbeat, Reserve, Start
+from decode_svc.messages import AttemptKey, Cancel, Heartbeat, Reserve, Start
 from decode_svc.service import DecodeService
 from decode_svc.session import Session
-from tests.decoding import LoggingEngine, alone, prefill
+from tests.decoding import LoggingEngine, alone, digests, prefill
 from tests.effort import machine_test
-from tests.property.attempts import NoChannels, PausingEngine, Try
+from tests.property.attempts import Book, NoChannels, PausingEngine, Try, check_left, goes_on, read_prefix
 from tests.property.virtual import Hung, VirtualLoop
 
-PROMPTS = {length: list(range(3, 3 + length)) for length in (1, 4, 7)}
-PAGES, PAGE, SLOTS = 9, 4, 3
+SEED = 5
+FIRST_TURN = tuple(range(3, 7))
+NEXT_TURN = (*FIRST_TURN, *alone(FIRST_TURN, SamplingParams(max_tokens=17, seed=SEED))[:10], 8, 9)
+PROMPTS = [*(tuple(range(3, 3 + length)) for length in (1, 4, 7, 9)), tuple(range(53, 62)), NEXT_TURN]
+PAGES, PAGE, BLOCK, SLOTS = 9, 4, 2, 3
 HOST_PAGES = 4
 RESERVE_TOKENS = 2
-START_S, FETCH_S = 10.0, 20.0
+START_S, FETCH_S, COPY_S = 10.0, 20.0, 0.3
+PROMPT = st.sampled_from(PROMPTS)
+NAMED = st.sampled_from(["its own", "its own", "its own", "none", "another's"])
+POLICY = st.sampled_from([CachePolicy.READ_WRITE, CachePolicy.READ_WRITE, CachePolicy.WRITE, CachePolicy.OFF])
 PICK = st.integers(0, 99)
 PATIENCE = st.sampled_from([None, None, 3.0, 30.0])
 
@@ -49,12 +59,19 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop = VirtualLoop()
+        self.loop = VirtualLoop(lambda: COPY_S)
         token_bytes = LoggingEngine(pages=1).spec.kv_format.token_bytes
         self.engine = PausingEngine(
-            page_size=PAGE, pages=PAGES, slots=SLOTS, max_model_len=64, host_kv_memory=HOST_PAGES * PAGE * token_bytes
+            page_size=PAGE,
+            pages=PAGES,
+            block_size=BLOCK,
+            slots=SLOTS,
+            max_model_len=64,
+            host_kv_memory=HOST_PAGES * PAGE * token_bytes,
         )
-        self.tries_of: dict[str, Try] = {}
+        self.cache = MemoryPrefixCache()
+        self.book = Book(self.loop)
+        self.tries_of = self.book.tries_of
         self.numbers = itertools.count()
         # Reports on their way from one thread to the other: commands may overtake them.
         self.reports: list[Report] = []
@@ -65,67 +82,28 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def _made(self) -> DecodeService:
         identity = new_identity(WorkerConfig(), WorkerRole.DECODE, self.engine.spec, "")
         config = DecodeConfig(start_timeout_s=START_S, fetch_timeout_s=FETCH_S, reserve_tokens=RESERVE_TOKENS)
-        service = DecodeService(config, self.engine, identity, self._fetch)
+        self.exports = Exports(self.engine, "ours", unknown_wait_s=0.0)
+        service = DecodeService(config, self.engine, identity, self._fetch, self.exports, self.cache)
         service.loop._emit = self.reports.append
         service._fetches._channels = NoChannels()  # type: ignore[assignment]
         self.engine.watch_pages(service._pages_returned)
         return service
 
     async def _fetch(
-        self, channel: object, engine: Engine, handle: KvHandle, *, transfer_id: str, **rest: object
+        self, channel: object, engine: Engine, handle: KvHandle, *, transfer_id: str, first: int, **rest: object
     ) -> Handoff:
         ours = self.tries_of[transfer_id]
+        assert first == ours.cached
         try:
             await ours.fetched
         except BaseException:
             # A frame that was on its way when the attempt ended: if it landed anywhere, tokens would differ.
             if not handle.alive:
                 with contextlib.suppress(EngineError):
-                    ours.ready.write(engine, handle)
+                    ours.ready.write(engine, handle, first)
             raise
-        ours.ready.write(engine, handle)
+        ours.ready.write(engine, handle, first)
         return ours.ready.handoff
-
-    async def _listen(self, session: Session) -> None:
-        async for down in session.messages():
-            self._told(session, down)
-
-    def _told(self, session: Session, down: Down) -> None:
-        now = self.loop.now
-        for result in down.reserved:
-            ours = self._of(session, result.key)
-            assert not ours.granted
-            assert not ours.refused
-            ours.granted, ours.refused = result.granted, not result.granted
-        for failure in down.failures:
-            ours = self._of(session, failure.key)
-            assert ours.granted
-            assert not ours.ended, f"{failure} of what had ended"
-            assert failure.kind is not FailureKind.DEADLINE or now >= ours.deadline
-            ours.failed = failure.kind
-        for output in down.outputs:
-            ours, choice = self._of(session, output.key), output.choice_index
-            assert not ours.ended
-            assert choice not in ours.cancelled
-            assert choice not in ours.finished
-            assert output.output_index == len(ours.tokens[choice])
-            ours.tokens[choice] += [token.token_id for token in output.tokens]
-            if output.finish is not None:
-                ours.finished[choice] = output.finish
-        if down.live is not None:
-            going = {each.key for each in self.tries_of.values() if each.session is session and self._goes_on(each)}
-            assert set(down.live) == going
-
-    def _of(self, session: Session, key: AttemptKey) -> Try:
-        ours = self.tries_of[key.request_id]
-        assert ours.session is session
-        return ours
-
-    def _goes_on(self, ours: Try) -> bool:
-        return ours.granted and not ours.ended
-
-    def _is_open(self, ours: Try) -> bool:
-        return ours.session.number in self.open
 
     @initialize(target=sessions)
     def first_session(self) -> Session:
@@ -134,7 +112,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     @rule(target=sessions)
     def open_session(self) -> Session:
         session = self.loop.call(self.service.open_session, "router")
-        self.loop.spawn(self._listen(session))
+        self.loop.spawn(self.book.listen(session))
         self.open.add(session.number)
         return session
 
@@ -150,29 +128,45 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
     @rule(
         session=sessions,
-        length=st.sampled_from(sorted(PROMPTS)),
+        prompt=PROMPT,
         max_tokens=st.sampled_from([1, 2, 6, 17]),
         choices=st.sampled_from([1, 1, 2, 3]),
         patience=PATIENCE,
+        named=NAMED,
+        cache=POLICY,
     )
     def reserve_one(self, **reserve: Any) -> None:
         self.reserve(**reserve)
 
     def reserve(
-        self, session: Session, length: int, max_tokens: int, choices: int, patience: float | None
+        self,
+        session: Session,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        choices: int,
+        patience: float | None,
+        named: str = "its own",
+        cache: CachePolicy = CachePolicy.READ_WRITE,
     ) -> Try | None:
         key = AttemptKey(f"r{next(self.numbers)}", 0)
-        params = SamplingParams(max_tokens=max_tokens, seed=5, n=choices)
-        ready = prefill(PROMPTS[length], params, request_id=key.request_id, choices=range(choices))
+        params = SamplingParams(max_tokens=max_tokens, seed=SEED, n=choices)
+        ready = prefill(prompt, params, request_id=key.request_id, choices=range(choices))
         now = self.loop.now
         ours = Try(session, key, ready, self.loop.create_future(), now + (patience or math.inf), now)
+        others = PROMPTS[4] if prompt[0] == 3 else PROMPTS[3]
+        ours.named = {"its own": prompt, "none": (), "another's": others[: len(prompt)]}[named]
+        # Nothing with this salt is ever found: what leaves the cache alone is its only user.
+        ours.salt = b"" if cache.writes else b"private"
         for first in ready.handoff.first_tokens:
             ours.tokens[first.choice_index] = [first.token.token_id]
             if first.finish is not None:
                 ours.finished[first.choice_index] = first.finish
         self.tries_of[key.request_id] = ours
         paused = self.service.loop.paused
-        self.loop.call(self.service.handle, session, Reserve(key, length, max_tokens, choices, patience))
+        names = b"".join(digests(self.engine, ours.named, ours.salt))
+        request = Reserve(key, len(prompt), max_tokens, choices, patience, names, ours.salt, cache)
+        self.loop.call(self.service.handle, session, request)
+        assert cache.reads or not ours.cached
         assert ours.granted or ours.refused
         assert not (ours.granted and paused)
         return ours if ours.granted else None
@@ -182,7 +176,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         found = [
             ours
             for ours in self.tries_of.values()
-            if self._goes_on(ours)
+            if goes_on(ours)
             and (started is None or (started, False) == (ours.started_at is not None, ours.fetched.done()))
         ]
         return [found[pick % len(found)]] if found else []
@@ -209,10 +203,12 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             self.cancel_choice(ours, choice)
 
     def start(self, ours: Try, patience: float | None) -> None:
-        if self._is_open(ours) and not ours.ended and ours.started_at is None:
+        if ours.session.number in self.open and not ours.ended and ours.started_at is None:
             ours.started_at = self.loop.now
             ours.deadline = min(ours.deadline, self.loop.now + (patience or math.inf))
-            start = Start(ours.key, ours.key.request_id, "127.0.0.1:1", "i", patience)
+            start = Start(
+                ours.key, ours.key.request_id, "127.0.0.1:1", "i", patience, prefix_transfer_id=f"{ours.key}/prefix"
+            )
             self.loop.call(self.service.handle, ours.session, start)
 
     def end_fetch(self, ours: Try, good: bool) -> None:
@@ -222,21 +218,37 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             else:
                 ours.fetched.set_exception(IncompleteTransfer("a range is missing"))
             self.loop.settle()
-            assert good or ours.ended
+            assert ours.ended or (good and not ours.lies)
 
-    @rule(session=sessions, length=st.sampled_from(sorted(PROMPTS)), choices=st.sampled_from([1, 1, 2]))
-    def reserve_start_and_fetch(self, session: Session, length: int, choices: int) -> None:
-        ours = self.reserve(session, length, 17, choices, None)
+    @rule(pick=PICK)
+    def read_pinned(self, pick: int) -> None:
+        for ours in self._picked(pick):
+            if ours.started_at is not None:
+                self.loop.spawn(read_prefix(self.exports, self.engine, ours))
+
+    @rule(session=sessions, prompt=PROMPT, choices=st.sampled_from([1, 1, 2]))
+    def reserve_start_and_fetch(self, session: Session, prompt: tuple[int, ...], choices: int) -> None:
+        ours = self.reserve(session, prompt, 17, choices, None)
         if ours is not None:
             self.start(ours, None)
             self.end_fetch(ours, True)
 
+    @rule(session=sessions, named=st.sampled_from(["another's", "its own"]), choices=st.sampled_from([1, 2]))
+    def follow(self, session: Session, named: str, choices: int) -> None:
+        """One attempt runs, and another has the same blocks, or says that it has."""
+        self.reserve_start_and_fetch(session, PROMPTS[4], 1)
+        prompt = PROMPTS[4] if named == "its own" else PROMPTS[3]
+        other = self.reserve(session, prompt, 6, choices, None, named)
+        if other is not None:
+            self.start(other, None)
+            self.end_fetch(other, True)
+
     @rule(session=sessions, cancelled=st.booleans(), then=st.sampled_from(["start", "expire", ""]))
     def squeeze(self, session: Session, cancelled: bool, then: str) -> None:
         """One attempt runs, and another holds the pages into which it would grow."""
-        self.reserve_start_and_fetch(session, 7, 1)
+        self.reserve_start_and_fetch(session, PROMPTS[2], 1)
         self.turn("")
-        other = self.reserve(session, 7, 17, 2, None)
+        other = self.reserve(session, PROMPTS[2], 17, 2, None, "none")
         self.turns(11)
         if other is not None:
             if cancelled:
@@ -248,13 +260,13 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
                 self.pass_time(START_S + 1)
 
     def cancel_choice(self, ours: Try, choice: int) -> None:
-        if self._is_open(ours) and choice in ours.tokens:
+        if ours.session.number in self.open and choice in ours.tokens:
             ours.cancelled.add(choice)
             self.loop.call(self.service.handle, ours.session, Cancel(ours.key, choice))
 
     @rule(session=sessions, forgotten=st.sets(st.integers(0, 5), max_size=1))
     def heartbeat(self, session: Session, forgotten: set[int]) -> None:
-        going = [each for each in self.tries_of.values() if each.session is session and self._goes_on(each)]
+        going = [each for each in self.tries_of.values() if each.session is session and goes_on(each)]
         for index in forgotten & set(range(len(going))):
             going[index].told_to_end = True
         live = frozenset(each.key for each in going if not each.told_to_end)
@@ -296,14 +308,15 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     @invariant()
     def pages_belong_to_live_attempts(self) -> None:
         live = {str(attempt.key) for attempt in self.service.attempts}
-        owners = {"/".join(owner.removesuffix(" (draining)").split("/")[:2]) for owner in self.engine.audit()}
+        copied = {entry.owner for entry in self.service._write_backs.entries(self.loop.now)}
+        owners = {owner.removesuffix(" (draining)") for owner in self.engine.audit()} - copied
         if self.service.loop._inbox.empty():
-            assert owners <= live
+            assert {"/".join(owner.split("/")[:2]) for owner in owners} <= live
 
     @invariant()
     def attempts_are_those_that_go_on(self) -> None:
         live = {(attempt.session, attempt.key) for attempt in self.service.attempts}
-        assert live == {(ours.session.number, ours.key) for ours in self.tries_of.values() if self._goes_on(ours)}
+        assert live == {(ours.session.number, ours.key) for ours in self.tries_of.values() if goes_on(ours)}
 
     @invariant()
     def no_state_outlasts_its_deadline(self) -> None:
@@ -336,16 +349,16 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             self.loop.close()
 
     def _finish(self) -> None:
-        going = [ours for ours in self.tries_of.values() if self._goes_on(ours)]
+        going = [ours for ours in self.tries_of.values() if goes_on(ours)]
         for ours in going:
             self.start(ours, None)
             self.end_fetch(ours, True)
         for _ in range(400):
-            if not any(self._goes_on(ours) for ours in going):
+            if not any(goes_on(ours) for ours in going):
                 break
             self.turn("")
             self.deliver()
-        stuck = [ours for ours in going if self._goes_on(ours)]
+        stuck = [ours for ours in going if goes_on(ours)]
         if stuck:
             raise Hung(f"{[str(ours.key) for ours in stuck]} never end")
         for session in list(self.service._sessions.values()):
@@ -353,8 +366,11 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.turn("")
             self.deliver()
+        self.loop.run_until_complete(self.service._write_backs.finished())
         assert self.engine.audit() == {}
         assert len(self.service.attempts) == 0
+        assert not len(self.service._prefixes)
+        check_left(self.engine, self.cache, self.tries_of.values())
         assert not len(self.service._deadlines)
         assert not len(self.service._fetches)
         turning = self.loop.create_future()

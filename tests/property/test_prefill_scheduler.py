@@ -1,5 +1,8 @@
 """The prefill scheduler under arbitrary arrivals, hits, failures and cancels, in the time that its chunks take.
 
+Hits grow and shrink between the look-up, the taking of pages and the load, and prompts wait for others that compute
+their prefix.
+
 No more pages are granted than are free, and none before those of a prompt that has lost patience; a prompt is overtaken
 only by such as came within ten times its own computing time; every prompt that is admitted ends, once, computed whole.
 """
@@ -30,6 +33,7 @@ class Prompt:
     computed: int = 0
     pages: int = 0
     to_compute: int = 0
+    leader: Work | None = None
 
 
 class PrefillSchedulerMachine(RuleBasedStateMachine):
@@ -76,27 +80,40 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         self.grant()
         self.load(0, 1.0)
 
-    @rule()
-    def grant(self) -> None:
+    @rule(index=st.integers(0, 99), leader=st.integers(0, 99))
+    def follow(self, index: int, leader: int) -> None:
+        """A prompt begins like another that has its pages and is not begun."""
+        if (prompt := self.picked(index, Stage.WAITING)) and (other := self.picked(leader, Stage.READY)):
+            prompt.leader = other.work
+
+    def later(self, work: Work) -> bool:
+        leader = self.prompts[work].leader
+        return leader in self.prompts and not leader.begun
+
+    @rule(found=st.floats(0, 0.99))
+    def grant(self, found: float = 0.5) -> None:
         starved = [
             prompt.work
             for prompt in self.prompts.values()
             if prompt.work.stage is Stage.WAITING
             and prompt.work.refused_at is not None
             and self.now - prompt.work.refused_at >= PATIENCE_S
+            and not self.later(prompt.work)
         ]
         offered: list[Work] = []
 
         def take(work: Work) -> bool:
             offered.append(work)
             assert work.stage is Stage.WAITING
+            assert not self.later(work), "it was to wait"
             if work.pages > self.free:
                 return False
             self.free -= work.pages
             self.prompts[work].pages += work.pages
+            self.scheduler.expects(work, int(work.tokens * found))
             return True
 
-        granted = self.scheduler.grant(self.now, take)
+        granted = self.scheduler.grant(self.now, take, self.later)
         assert len(granted) <= PREPARED_AHEAD
         assert len(set(offered)) == len(offered)
         if starved:

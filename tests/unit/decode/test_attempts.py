@@ -10,9 +10,10 @@ from baton.engine.fake import FakeEngine
 from baton.errors import BatonError, IncompleteTransfer, InvalidRequest, OutOfPages
 from baton.lifecycle import State
 from baton.request import FinishReason, SamplingParams
-from decode_svc.attempts import Attempt, Attempts, Refused, sizes
+from decode_svc.attempts import Attempt, Attempts
 from decode_svc.ledger import entries
 from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.reservation import Refused, sizes
 from tests.decoding import greedy, prefill
 
 KEY = AttemptKey("r", 0)

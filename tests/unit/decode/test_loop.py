@@ -14,7 +14,7 @@ from baton.worker.progress import Progress
 from decode_svc.loop import DecodeLoop, Lost, Report
 from decode_svc.messages import FailureKind
 from decode_svc.scheduler import Decoding
-from tests.decoding import LoggingEngine, alone, greedy, prefill
+from tests.decoding import LoggingEngine, alone, digests, greedy, prefill
 
 
 class Turns:
@@ -128,8 +128,13 @@ def test_a_step_that_raises_fails_its_batch_and_no_other() -> None:
     turns = Turns()
     for number in (1, 2, 3):
         turns.add(number, [number], 4)
+    names, idle = digests(turns.engine, range(32)), turns.engine.reserve("idle", 32)
+    turns.engine.publish(idle, names)
+    turns.engine.free(idle)
+    assert turns.engine.held(names) == 32
     turns.engine.fail_next = "out of memory"
     report = turns.turn()
+    assert turns.engine.held(names) == 0
     assert report.failures == [Lost(each, FailureKind.ENGINE, "EngineError: out of memory") for each in (1, 2)]
     assert set(turns.engine.audit()) == {"s3"}
     turns.until_finished(3)

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.contract import KvHandle
 from baton.lifecycle import State
 from baton.request import SamplingParams, SequenceState
 from baton.worker.progress import Progress
+from decode_svc.chain import Chain
 from decode_svc.loop import DecodeLoop, Report
 from decode_svc.messages import FailureKind
 from decode_svc.scheduler import Decoding
-from tests.decoding import LoggingEngine, alone, prefill
+from tests.decoding import LoggingEngine, alone, digests, prefill
 
 PAGE = 4
 TOKEN_BYTES = LoggingEngine().spec.kv_format.token_bytes
@@ -30,7 +32,8 @@ class Bench:
         )
         self.reports: list[Report] = []
         self.progress = Progress()
-        self.loop = DecodeLoop(self.engine, self.progress, self.take)
+        self.spare: KvHandle | None = None
+        self.loop = DecodeLoop(self.engine, self.progress, self.take, spared=self.give_back)
         self.engine.watch_pages(self.loop.wake)
         self.first = first
         self.tokens: dict[int, list[int]] = {}
@@ -53,6 +56,13 @@ class Bench:
             del self.live[lost.id]
         if not self.live:
             self.over.set()
+
+    def give_back(self) -> bool:
+        """Free the pages that are held for no request."""
+        spare, self.spare = self.spare, None
+        if spare is not None:
+            self.engine.free(spare)
+        return spare is not None
 
     def make(self, number: int, prompt: list[int], max_tokens: int, seed: int | None = None) -> Decoding:
         """A sequence whose KV is there, in pages for its first outputs."""
@@ -116,6 +126,31 @@ def test_the_youngest_makes_room_and_comes_back_without_recomputation() -> None:
     assert order[:2] == [3, 2]
     assert 1 not in order
     assert bench.moves.count((2, State.DECODING)) == 1 + order.count(2)
+    bench.check()
+
+
+def test_pages_that_are_held_for_no_request_are_taken_before_anybody_is_paused() -> None:
+    bench = Bench(pages=20)
+    bench.spare = bench.engine.reserve("copy", 8 * PAGE)
+    bench.add(1, [1, 7, 9], 60)
+    bench.turn_until_over()
+    assert bench.spare is None
+    assert bench.paused() == []
+    bench.check()
+
+
+def test_a_preempted_sequence_leaves_what_it_has_for_its_replay() -> None:
+    bench = Bench(pages=20, host_tokens=0)
+    for number in (1, 2):
+        sequence = bench.add(number, [number, 7, 9], 60)
+        chain = Chain(bench.engine.spec, b"", [], sequence.state.prompt_ids)
+        sequence.chain = chain.forked(sequence.output_ids[0])
+    while not bench.failed:
+        bench.turn()
+    assert bench.failed == {2: FailureKind.PREEMPTED}
+    # At once, before the other one wants the pages.
+    assert bench.engine.held(digests(bench.engine, [2, 7, 9, *bench.tokens[2]])) == 32
+    bench.turn_until_over()
     bench.check()
 
 

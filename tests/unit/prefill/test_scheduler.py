@@ -168,6 +168,37 @@ def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:
     assert late.stage is Stage.LOADING
 
 
+def test_what_the_pages_hold_counts_more_than_what_was_expected() -> None:
+    s = scheduler()
+    grown, shrunk = s.admit(1_000, 0, 0.0), s.admit(1_000, 0, 0.0)
+    s.looked_up(grown, 100)
+    s.looked_up(shrunk, 500)
+    found = {grown: 800, shrunk: 0}
+
+    def take(work: Work) -> bool:
+        s.expects(work, found[work])
+        return True
+
+    assert s.grant(0.0, take) == [shrunk, grown]
+    assert s.pending_tokens == 1_200
+    for work, cached in found.items():
+        s.ready(work, cached)
+    assert s.next_chunk(0.0) == (grown, 900)
+
+
+def test_one_that_waits_for_another_is_passed_over_and_loses_no_pages_to_patience() -> None:
+    s = scheduler()
+    follower, other, third = s.admit(50, 0, 0.0), s.admit(60, 0, 0.0), s.admit(70, 0, 0.0)
+    for work in (follower, other, third):
+        s.looked_up(work, 0)
+    assert s.grant(0.0, lambda work: False) == []
+    assert s.grant(PATIENCE_S, lambda work: True, lambda work: work is follower) == [other], "it is the next to starve"
+    s.ready(other, 0)
+    s.computed(other, 60, 0.1)
+    s.remove(other)
+    assert s.grant(PATIENCE_S, lambda work: True) == [follower]
+
+
 def test_refusals_name_both_numbers() -> None:
     s = scheduler(pages=4, max_model_len=1_000)
     with pytest.raises(OutOfPages, match="needs 5 pages, 3 of 4 are free") as caught:

@@ -89,6 +89,16 @@ def test_commits_are_what_the_generated_class_makes(length: int, version: int, i
     assert wire.decode(frame) == wire.Commit(length, version, handoff)
 
 
+@given(UINT32)
+def test_a_commit_that_hands_nothing_over_is_no_empty_handoff(length: int) -> None:
+    frame = wire.encode_commit(length, None)
+    message = kv_pb2.KvFrame.FromString(frame)
+    assert message.SerializeToString() == frame
+    assert not message.commit.HasField("handoff")
+    assert wire.decode(frame) == wire.Commit(length, 0, None)
+    assert wire.decode(wire.encode_commit(length, b"")) == wire.Commit(length, wire.HANDOFF_VERSION, b"")
+
+
 def test_a_checksum_of_zero_is_sent_all_the_same() -> None:
     message = as_message(0, range(1), range(1), [PartData("k", "float16", (1, 1), b"ab")], 0)
     assert message.SerializeToString()[: -len(b"\x12\x02ab")].endswith(b"\x3d\0\0\0\0")
@@ -116,6 +126,7 @@ def test_flipped_bits_of_a_large_frame_are_caught() -> None:
     [
         wire.encode_manifest(wire.Manifest(3, ((0, 0, 5), (2, 7, 300)), 0xDEADBEEF)),
         wire.encode_commit(300, b"handoff"),
+        wire.encode_commit(300, None),
     ],
 )
 def test_a_flipped_bit_of_manifest_or_commit_changes_or_breaks_it(frame: bytes) -> None:

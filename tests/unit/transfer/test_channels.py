@@ -6,8 +6,8 @@ from pathlib import Path
 
 import grpc
 
-from decode_svc import channels
-from decode_svc.channels import KvChannels
+from baton.transfer import channels
+from baton.transfer.channels import KvChannels
 from tests.certificates import copied, fleet, tls
 
 

@@ -23,18 +23,20 @@ class _Entry:
 class KvChannels:
     """Keeps channels open while in use, and MAX_IDLE more that were used last; lives on the asyncio loop.
 
-    With `tls`, a channel that was made with older files ends with its last user.
+    With `tls`, exporters must have a certificate of `role`, and a channel that was made with older files ends with
+    its last user.
     """
 
-    def __init__(self, tls: Tls | None = None) -> None:
+    def __init__(self, tls: Tls | None = None, role: str = "prefill") -> None:
         self._tls = tls
+        self._role = role
         self._entries: dict[tuple[str, int], _Entry] = {}
 
     @contextlib.asynccontextmanager
     async def use(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
         """A channel to `address` ("host:port")."""
         key = (address, self._generation)
-        entry = self._entries.pop(key, None) or _Entry(kv_channel(address, self._tls))
+        entry = self._entries.pop(key, None) or _Entry(kv_channel(address, self._tls, self._role))
         self._entries[key] = entry
         entry.users += 1
         try:

@@ -1,0 +1,155 @@
+"""Between prefix cache and KV pages: name a sequence's blocks, load cached ones, write new ones back.
+
+It works beside the engine, off the asyncio loop. Blocks go in slices of SLICE_BYTES, so that a long prefix is never
+whole in memory beside the pages: one slice is fetched while the one before is copied. Copies run in threads, which
+can't be cancelled: a job that no longer goes on, or `stop`, ends a load after the layer in progress and a write-back
+after the slice, and the caller keeps the handle until they have returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from baton.engine.contract import Engine, KvHandle
+from baton.kv.hashing import block_digests, chain_root
+from baton.kv.prefix import Payload, PrefixCache
+from baton.kv.prefix.block import block_payloads, layer_parts, payload_bytes
+from baton.telemetry import metrics
+
+SLICE_BYTES = 16 << 20
+MOST_WRITE_BACKS = 4
+LONG_TOKENS = 8192
+"""From here on hashing leaves the loop; below, it takes less time than to reach another thread and come back."""
+
+
+class Blocks:
+    """The prefix blocks of one worker's sequences; lives on the asyncio loop."""
+
+    def __init__(self, engine: Engine, cache: PrefixCache) -> None:
+        self._engine = engine
+        self._format = engine.spec.kv_format
+        self._fingerprint = engine.spec.fingerprint
+        self._slice = max(1, SLICE_BYTES // payload_bytes(self._format))
+        self._cache = cache
+        self._writing_back = 0
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Make `load` and `write_back` return soon."""
+        self._stopped = True
+
+    async def names(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
+        """The digests of all full blocks of `ids`; at once unless there are many."""
+        if len(ids) < LONG_TOKENS:
+            return self.digests(ids, salt)
+        return await asyncio.to_thread(self.digests, ids, salt)
+
+    def digests(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
+        """What `names` gives; about a microsecond for each block."""
+        root = chain_root(self._fingerprint, self._format.digest, salt)
+        return block_digests(root, ids, self._format.block_size)
+
+    async def load(
+        self,
+        handle: KvHandle,
+        digests: Sequence[bytes],
+        blocks: range,
+        going: Callable[[], bool],
+        loaded: Callable[[int], object] = lambda _: None,
+    ) -> int:
+        """Write the cached `blocks` of the chain `digests` into the handle's pages, as far as they are there.
+
+        Returns the end of what is in place, of which `loaded` is told after each slice. Returns or raises, when
+        cancelled as well, only once nothing is being written any more.
+        """
+        at, fetching = blocks.start, self._fetch(digests, blocks)
+        try:
+            while fetching is not None:
+                wanted = min(blocks.stop - at, self._slice)
+                payloads, start = await fetching, at
+                rest, fetching = range(start + len(payloads), blocks.stop), None
+                if not payloads or not self._goes_on(going):
+                    break
+                if len(payloads) == wanted:
+                    fetching = self._fetch(digests, rest)
+                await _through(asyncio.to_thread(self._write, handle, start, payloads, going))
+                if not self._goes_on(going):
+                    break
+                at = rest.start
+                loaded(at)
+        finally:
+            if fetching is not None:
+                fetching.cancel()
+                await asyncio.wait({fetching})
+        return at
+
+    async def write_back(
+        self, handle: KvHandle, digests: Sequence[bytes], first: int, going: Callable[[], bool], *, least: int = 0
+    ) -> None:
+        """Put those blocks of the chain that the cache wants, until it takes no more; all of them are final.
+
+        The first `first` blocks were not computed but found; the first `least` are others' to put. The caller keeps the
+        handle meanwhile. MOST_WRITE_BACKS run at a time; the blocks of more are dropped.
+        """
+        if not self._cache.stores:
+            return
+        wants = self._cache.wants(digests, first)
+        wanted = [block for block in range(least, len(digests)) if wants[block]]
+        if self._writing_back >= MOST_WRITE_BACKS:
+            metrics.PREFIX_BLOCKS.labels("any", "dropped").inc(len(wanted))
+            return
+        self._writing_back += 1
+        try:
+            for blocks in _slices(wanted, self._slice):
+                if not self._goes_on(going):
+                    return
+                payloads = await _through(asyncio.to_thread(self._read, handle, blocks))
+                for block, payload in zip(blocks, payloads, strict=True):
+                    if not self._cache.put(digests[block], payload):
+                        return
+        finally:
+            self._writing_back -= 1
+
+    def _goes_on(self, going: Callable[[], bool]) -> bool:
+        return going() and not self._stopped
+
+    def _fetch(self, digests: Sequence[bytes], blocks: range) -> asyncio.Task[list[Payload]] | None:
+        if not blocks:
+            return None
+        return asyncio.ensure_future(self._cache.fetch(digests[blocks.start : blocks.stop][: self._slice]))
+
+    def _write(self, handle: KvHandle, block: int, payloads: Sequence[Payload], going: Callable[[], bool]) -> None:
+        for layer in range(self._format.layers):
+            if not self._goes_on(going):
+                return
+            parts = layer_parts(self._format, payloads, layer)
+            self._engine.write_kv(handle, layer, block * self._format.block_size, 0, parts)
+
+    def _read(self, handle: KvHandle, blocks: range) -> list[bytes]:
+        tokens = range(blocks.start * self._format.block_size, blocks.stop * self._format.block_size)
+        heads = range(self._format.heads)
+        layers = range(self._format.layers)
+        return block_payloads(self._format, [self._engine.read_kv(handle, layer, tokens, heads) for layer in layers])
+
+
+async def _through(copy: Coroutine[Any, Any, Any]) -> Any:
+    """Wait for a copy, through a cancel as well, which is raised after it."""
+    copying = asyncio.ensure_future(copy)
+    try:
+        return await asyncio.shield(copying)
+    except asyncio.CancelledError:
+        await asyncio.wait({copying})
+        raise
+
+
+def _slices(blocks: Sequence[int], most: int) -> list[range]:
+    """Ascending numbers as runs of neighbours, each of at most `most`."""
+    runs: list[range] = []
+    for block in blocks:
+        if runs and runs[-1].stop == block and len(runs[-1]) < most:
+            runs[-1] = range(runs[-1].start, block + 1)
+        else:
+            runs.append(range(block, block + 1))
+    return runs

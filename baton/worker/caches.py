@@ -1,0 +1,47 @@
+"""A worker's prefix cache as an operator sees it: its own pages first, then the tiers beyond them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from baton.cache_report import CacheTier
+from baton.engine.contract import Engine
+from baton.kv.prefix import PrefixCache
+from baton.telemetry import metrics
+
+POOL = "pool"
+
+
+class Caches:
+    """What Admin answers from: the engine's cached pages, and the tiers of `cache`."""
+
+    def __init__(self, engine: Engine, cache: PrefixCache) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._page_bytes = engine.spec.page_size * engine.spec.kv_format.token_bytes
+        self._hits = self._misses = 0
+
+    def reserved(self, hits: int, blocks: int) -> None:
+        """Pages were taken for a prompt, with `hits` of its full `blocks` in them."""
+        self._hits += hits
+        self._misses += blocks - hits
+        metrics.PREFIX_BLOCKS.labels(POOL, "hit").inc(hits)
+        metrics.PREFIX_BLOCKS.labels(POOL, "miss").inc(blocks - hits)
+
+    async def tiers(self) -> list[CacheTier]:
+        """All tiers as they are now, nearest first."""
+        stats = self._engine.stats()
+        pool = self._pool(stats.cached)
+        pool = replace(pool, capacity_bytes=stats.total * self._page_bytes, hits=self._hits, misses=self._misses)
+        return [pool, *await self._cache.stats()]
+
+    async def clear(self, shared: bool) -> list[CacheTier]:
+        """Drop all that is cached, in Redis too if `shared`; the tiers with what was dropped."""
+        pages = await asyncio.to_thread(self._engine.drop_cached)
+        return [self._pool(pages), *await self._cache.clear(shared=shared)]
+
+    def _pool(self, pages: int) -> CacheTier:
+        spec = self._engine.spec
+        blocks = pages * spec.page_size // spec.kv_format.block_size
+        return CacheTier(POOL, blocks, pages * self._page_bytes)

@@ -1,0 +1,74 @@
+"""Fetching a prefix from a decode worker that holds it; a fetch that fails only means that more is computed."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from baton.config import parse_address
+from baton.engine.contract import Engine, KvHandle
+from baton.errors import ConfigError, TransferError
+from baton.kv.prefix.contract import FetchRate
+from baton.rpc.tls import Tls
+from baton.transfer.channels import KvChannels
+from baton.transfer.fetcher import fetch_prefix
+from prefill_svc.job import PrefixSource
+
+_SLOWEST_BYTES_PER_S = 100e6
+_DECAY = 0.8
+
+_log = logging.getLogger(__name__)
+
+
+class Peers:
+    """Decode workers as a tier; lives on the asyncio loop. `consumer` is whom tickets name.
+
+    A fetch may take `budget_s` beside the time of its bytes at 100 MB/s, and its exporter be silent for `budget_s`.
+    """
+
+    def __init__(self, engine: Engine, tls: Tls | None, consumer: str, budget_s: float) -> None:
+        self._engine = engine
+        self._token_bytes = engine.spec.kv_format.token_bytes
+        self._channels = KvChannels(tls, "decode")
+        self._consumer = consumer
+        self._budget_s = budget_s
+        self._bytes = self._seconds = 0.0
+
+    @property
+    def rate(self) -> FetchRate | None:
+        """What recent fetches took in all; None before the first that succeeded."""
+        return FetchRate(0.0, self._bytes / self._seconds) if self._bytes else None
+
+    async def fetch(self, handle: KvHandle, source: PrefixSource, tokens: range) -> bool:
+        """Pull `tokens` of the source's prefix into the handle; False if they did not all arrive.
+
+        Returns or raises, when cancelled as well, only once nothing is being written any more.
+        """
+        size, arrived, began = len(tokens) * self._token_bytes, 0, time.monotonic()
+        try:
+            parse_address(source.address)
+            async with self._channels.use(source.address) as channel:
+                await fetch_prefix(
+                    channel,
+                    self._engine,
+                    handle,
+                    transfer_id=source.transfer_id,
+                    incarnation=source.incarnation,
+                    tokens=tokens,
+                    length=source.tokens,
+                    timeout_s=self._budget_s + size / _SLOWEST_BYTES_PER_S,
+                    stall_timeout_s=self._budget_s,
+                    ticket=source.ticket,
+                    consumer=self._consumer,
+                )
+            arrived = size
+        except (TransferError, ConfigError) as error:
+            _log.info("%s: the prefix could not be fetched, and is computed: %s", handle.owner, error)
+        finally:
+            self._bytes = _DECAY * self._bytes + arrived
+            self._seconds = _DECAY * self._seconds + time.monotonic() - began
+        return arrived == size
+
+    async def close(self) -> None:
+        """Close all channels; no fetch may be going on."""
+        await self._channels.close()

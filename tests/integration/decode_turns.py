@@ -1,0 +1,42 @@
+"""Conversations with a decode worker of `tests.decode_rig`, whose router names the blocks of each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton.request import SamplingParams
+from baton.telemetry import metrics
+from decode_svc.attempts import Attempt
+from tests.decode_rig import Rig, Router
+from tests.decoding import alone, digests
+
+PROMPT = list(range(3, 43))
+"""Two blocks of 16, and half of a third."""
+PINNED = 32
+
+
+def names(all_: Rig, ids: Sequence[int], salt: bytes = b"") -> dict[str, bytes]:
+    return {"prefix_digests": b"".join(digests(all_.engine, ids, salt)), "cache_salt": salt}
+
+
+def counted(metric: Any) -> float:
+    return float(metric._value.get())
+
+
+def received() -> float:
+    return counted(metrics.TRANSFER_BYTES.labels("received"))
+
+
+async def turn(all_: Rig, router: Router, name: str, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """One turn of a conversation; returns prompt and answer."""
+    await router.request(name, prompt, params, **names(all_, prompt))
+    await router.until_finished((name, 0))
+    assert router.tokens[name, 0] == alone(prompt, params)
+    return [*prompt, *router.tokens[name, 0]]
+
+
+def attempt_of(all_: Rig, name: str) -> Attempt:
+    """The live attempt of that name."""
+    (attempt,) = (each for each in all_.app.service.attempts if each.key.request_id == name)
+    return attempt

@@ -1,0 +1,214 @@
+"""What decode workers hold, over real sockets: pinned, moved no second time, exported, left behind, written back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from baton.engine.contract import KvHandle
+from baton.errors import EngineError
+from baton.pb import decode_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from baton.request import SamplingParams, SequenceState
+from baton.rpc.channel import control_channel
+from baton.telemetry import metrics
+from tests.decode_rig import WAIT_S, rig
+from tests.decoding import alone, digests, greedy
+from tests.integration.decode_turns import PINNED, PROMPT, counted, names, received, turn
+from tests.property.attempts import payloads
+from tests.redis_server import running
+
+Failure = decode_pb2.AttemptFailure
+
+
+async def test_a_next_turn_moves_only_what_is_new() -> None:
+    async with rig(pages=128) as all_:
+        router, token = await all_.router(), all_.engine.spec.kv_format.token_bytes
+        before, reused = received(), counted(metrics.REUSED_TOKENS)
+        ids = await turn(all_, router, "a", PROMPT, greedy(30))
+        assert received() - before == len(PROMPT) * token
+        for number, held in ((1, 64), (2, 96), (3, 144)):
+            prompt, before = [*ids, *range(900, 910)], received()
+            ids = await turn(all_, router, f"b{number}", prompt, greedy(30))
+            assert router.reserved[f"b{number}"].cached_tokens == held
+            assert received() - before == (len(prompt) - held) * token
+        assert counted(metrics.REUSED_TOKENS) - reused == 64 + 96 + 144
+        await all_.until_free()
+
+
+async def test_a_context_that_is_here_entirely_moves_nothing_and_is_handed_over() -> None:
+    prompt = PROMPT[:PINNED]
+    async with rig() as all_:
+        router = await all_.router()
+        await turn(all_, router, "a", prompt, greedy(4))
+        before = received()
+        await turn(all_, router, "b", prompt, greedy(9))
+        assert (router.reserved["b"].cached_tokens, received() - before) == (PINNED, 0)
+        await all_.until_free()
+
+
+async def test_a_request_shares_the_pages_of_one_that_runs() -> None:
+    params = SamplingParams(max_tokens=20, seed=3, n=3)
+    async with rig(admits=9) as all_:
+        router = await all_.router()
+        all_.engine.gate.clear()
+        await router.request("a", PROMPT, greedy(20))
+        await asyncio.to_thread(all_.engine.entered.acquire)
+        alone_used = all_.engine.stats().used
+        await router.request("b", PROMPT, params, range(3), **names(all_, PROMPT))
+        assert router.reserved["b"].cached_tokens == PINNED
+        assert all_.engine.stats().used == alone_used + (len(PROMPT) - PINNED) // 4 + 3 * 5
+        await all_.until_decoding(router, 2)
+        all_.engine.gate.set()
+        await router.until_finished(("a", 0), *(("b", choice) for choice in range(3)))
+        assert router.tokens["a", 0] == alone(PROMPT, greedy(20))
+        for choice in range(3):
+            assert router.tokens["b", choice] == alone(PROMPT, params, choice)
+        await all_.until_free()
+
+
+async def test_what_a_router_stopped_is_left_for_the_next_turn() -> None:
+    async with rig() as all_:
+        router = await all_.router()
+        await router.request("a", PROMPT, greedy(400))
+        await router.until(lambda: len(router.tokens["a", 0]) > 40)
+        await router.cancel("a", 0)
+        await all_.until_free()
+        ids = [*PROMPT, *router.tokens["a", 0]]
+        result = await router.reserve("b", len(ids), 8, **names(all_, ids))
+        assert result.cached_tokens >= len(ids) // 16 * 16 - 16 >= 64
+        await router.cancel("b")
+        await all_.until_free()
+
+
+async def test_a_failed_step_leaves_the_prompt_and_no_output() -> None:
+    async with rig() as all_:
+        router = await all_.router()
+        await router.request("a", PROMPT, greedy(400))
+        await router.until(lambda: len(router.tokens["a", 0]) > 40)
+        all_.engine.fail_next = "NaN"
+        await router.until(lambda: "a" in router.failures)
+        ids = [*PROMPT, *router.tokens["a", 0]]
+        assert (await router.reserve("b", len(ids), 8, **names(all_, ids))).cached_tokens == PINNED
+        await router.cancel("b")
+        await all_.until_free()
+
+
+async def test_a_fault_with_one_choice_leaves_no_output_of_the_others() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=400, n=2)
+    async with rig(slots=2, admits=9, pages=1024, max_model_len=600) as all_:
+        router, insert = await all_.router(), all_.engine.insert
+
+        def inserted(handle: KvHandle, state: SequenceState) -> None:
+            if handle.owner == "b/0/1":
+                raise EngineError("told so by the test")
+            insert(handle, state)
+
+        all_.engine.insert = inserted  # type: ignore[method-assign]
+        await router.request("a", [1, 2], greedy(400))
+        await router.request("b", PROMPT, params, range(2))
+        await router.until(lambda: len(router.tokens["b", 0]) > 40)
+        assert not router.failures
+        await router.cancel("a")
+        await router.until(lambda: "b" in router.failures)
+        assert router.failures["b"].kind == Failure.KIND_ENGINE
+        assert all_.engine.held(digests(all_.engine, [*PROMPT, *router.tokens["b", 0]])) == PINNED
+        await all_.until_free()
+
+
+async def test_a_router_that_lies_about_the_blocks_fails_its_attempt_and_no_other() -> None:
+    other = list(range(503, 543))
+    async with rig() as all_:
+        router = await all_.router()
+        await turn(all_, router, "a", PROMPT, greedy(4))
+        await router.request("liar", other, greedy(4), **names(all_, PROMPT))
+        await router.until(lambda: "liar" in router.failures)
+        assert router.reserved["liar"].cached_tokens == PINNED
+        assert router.failures["liar"].kind == Failure.KIND_TRANSFER
+        assert "the 32 tokens that were pinned are not those of the handoff" in router.failures["liar"].message
+        router.failures.clear()
+        assert all_.engine.held(digests(all_.engine, other)) == 0
+        await turn(all_, router, "b", other, greedy(4))
+        await turn(all_, router, "c", PROMPT, greedy(4))
+        await all_.until_free()
+
+
+async def test_malformed_names_are_refused_and_the_session_goes_on() -> None:
+    async with rig() as all_:
+        router = await all_.router()
+        for name, digest, words in (
+            ("a", b"x" * 31, "prefix_digests: must have a multiple of 32 bytes, got 31"),
+            ("b", b"x" * 96, "prefix_digests: must name at most the 2 full blocks of the context, got 3"),
+        ):
+            result = await router.reserve(name, len(PROMPT), 4, prefix_digests=digest)
+            assert (result.granted, result.never) == (False, True)
+            assert words in result.reason
+        result = await router.reserve("c", len(PROMPT), 4, cache=99, **names(all_, PROMPT))
+        assert result.granted
+        await router.cancel("c")
+        await turn(all_, router, "d", PROMPT, greedy(4))
+        await all_.until_free()
+
+
+async def test_a_policy_without_reading_pins_nothing() -> None:
+    async with rig() as all_:
+        router = await all_.router()
+        await turn(all_, router, "a", PROMPT, greedy(4))
+        write = inference_pb2.CACHE_POLICY_WRITE
+        assert not (await router.reserve("b", len(PROMPT), 4, cache=write, **names(all_, PROMPT))).cached_tokens
+        await router.cancel("b")
+        await all_.until_free()
+
+
+async def test_watchers_are_told_which_blocks_are_held() -> None:
+    async with rig() as all_:
+        router = await all_.router()
+        await turn(all_, router, "a", PROMPT, greedy(4))
+        wanted = {digest[:8] for digest in digests(all_.engine, PROMPT)}
+        async with asyncio.timeout(WAIT_S), control_channel(all_.app.addresses.control) as channel:
+            async for status in worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()):
+                stored = status.prefixes.stored
+                assert status.prefixes.reset
+                assert {stored[start : start + 8] for start in range(0, len(stored), 8)} == wanted
+                assert status.load.pages_cached == 8
+                break
+
+
+async def test_answers_are_written_back_and_prompts_are_not(tmp_path: Path) -> None:
+    with running("valkey", tmp_path) as server:
+        async with rig({"redis": server.url, "fleet_secret": "secret"}) as all_:
+            router = await all_.router()
+            ids = await turn(all_, router, "a", PROMPT, greedy(60))
+            await all_.until_free()
+            await all_.app.service._write_backs.finished()
+            expected = digests(all_.engine, ids[:-1])[2:]
+            await all_.app.cache.flush()
+            assert (await all_.app.cache.lookup(expected)).blocks == len(expected) == 4
+            assert await all_.app.cache.fetch(expected) == payloads(all_.engine, ids[:-1])[2:]
+            with server.client() as client:
+                assert client.dbsize() == len(expected)
+
+
+async def test_a_reservation_takes_the_pages_of_a_write_back(tmp_path: Path) -> None:
+    with running("valkey", tmp_path) as server:
+        settings = {"redis": server.url, "fleet_secret": "secret"}
+        async with rig(settings, pages=32, max_model_len=128) as all_:
+            router = await all_.router()
+            service, engine = all_.app.service, all_.engine
+            entered, gate = asyncio.Event(), asyncio.Event()
+
+            async def held_back(handle: KvHandle, *args: Any, **more: Any) -> None:
+                entered.set()
+                await gate.wait()
+
+            service._blocks.write_back = held_back  # type: ignore[method-assign]
+            await turn(all_, router, "a", PROMPT, greedy(60))
+            await asyncio.wait_for(entered.wait(), WAIT_S)
+            (entry,) = [each for each in (await service.ledger()).entries if each.kind == "write_back"]
+            assert (entry.owner, entry.pages) == ("a/0/write_back", 24)
+            assert engine.stats().used == 24
+            assert (await router.reserve("b", 100, 20)).granted
+            assert "a/0/write_back" not in engine.audit()
+            gate.set()
+            await router.cancel("b")
+            await all_.until_free()

@@ -1,0 +1,56 @@
+"""A decode worker's side of a prefix fetch: pages that hold a prefix, exported for a prefill worker to pull."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.engine.contract import Engine, KvHandle
+from baton.pb import prefill_pb2
+from baton.transfer.exports import Exports
+from baton.transfer.servicer import KvServicer
+
+INCARNATION = "of the decode worker"
+
+_ids = itertools.count()
+
+
+class Peer:
+    """Exports prefixes that `engine` holds."""
+
+    def __init__(self, engine: Engine, address: str, exports: Exports) -> None:
+        self._engine = engine
+        self.address = address
+        self.exports = exports
+        self.released = 0
+
+    def offer(self, handle: KvHandle, tokens: int) -> prefill_pb2.PrefixSource:
+        """Export the handle's first `tokens` tokens, once."""
+        transfer_id = f"prefix-{next(_ids)}"
+        export = self.exports.open(transfer_id, handle, tokens, on_closed=self._closed)
+        export.commit_prefix()
+        return prefill_pb2.PrefixSource(
+            address=self.address, incarnation=INCARNATION, transfer_id=transfer_id, tokens=tokens
+        )
+
+    def _closed(self) -> None:
+        self.released += 1
+
+
+@contextlib.asynccontextmanager
+async def peer(engine: Engine) -> AsyncIterator[Peer]:
+    """A kv listener over `engine`."""
+    exports = Exports(engine, INCARNATION)
+    server = grpc.aio.server()
+    KvServicer(exports).add_to_server(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield Peer(engine, f"127.0.0.1:{port}", exports)
+    finally:
+        exports.close()
+        await exports.drained()
+        await server.stop(0)

@@ -1,0 +1,310 @@
+"""Reservations that pin what is here already, commits that are held against it, and what ends leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.engine.contract import KvHandle
+from baton.engine.fake import FakeEngine
+from baton.errors import IncompleteTransfer, OutOfPages
+from baton.lifecycle import State
+from baton.request import CachePolicy, SamplingParams
+from decode_svc.attempts import Attempt, Attempts
+from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.reservation import Refused
+from tests.decoding import alone, digests, greedy, prefill
+from tests.property.attempts import check_pool, held_payloads, payloads
+
+PROMPT = list(range(5, 15))
+PARAMS = greedy(8)
+SALT = b"salt"
+
+
+def engine(**settings: int) -> FakeEngine:
+    return FakeEngine(**{"page_size": 4, "pages": 16, "block_size": 4, "max_model_len": 60, **settings})
+
+
+class Worker:
+    """Attempts over a fake engine, each given the KV that it has not pinned."""
+
+    def __init__(self, **settings: int) -> None:
+        self.engine = engine(**settings)
+        self.left: list[tuple[str, int, int]] = []
+        self.attempts = Attempts(
+            self.engine, 100, lambda owner, names, found: self.left.append((owner, len(names), found))
+        )
+
+    def reserve(self, name: str, prompt: Sequence[int] = PROMPT, **change: Any) -> Attempt:
+        names = b"".join(digests(self.engine, prompt, SALT))
+        request = Reserve(AttemptKey(name, 0), len(prompt), 8, 1, prefix_digests=names, cache_salt=SALT)
+        return self.attempts.reserve(1, replace(request, **change), 0.0)
+
+    def commit(self, attempt: Attempt, prompt: Sequence[int] = PROMPT, params: SamplingParams = PARAMS) -> list[Any]:
+        ready = prefill(prompt, params, request_id=attempt.key.request_id, choices=range(params.n))
+        self.attempts.start(attempt, 0.0)
+        ready.write(self.engine, attempt.handle, attempt.handle.cached)
+        names = digests(self.engine, prompt, SALT) if self.attempts.named(attempt) else None
+        return self.attempts.commit(attempt, ready.handoff, 0.0, 0.0, names)
+
+    def run(self, sequence: Any, tokens: int) -> None:
+        """Decode so many tokens, as the engine thread does."""
+        self.engine.insert(sequence.handle, sequence.state)
+        for _ in range(tokens):
+            for handle, infos in self.engine.step().result():
+                assert handle is sequence.handle
+                sequence.output_ids += [info.token_id for info in infos]
+                sequence.chain.extend([info.token_id for info in infos])
+
+    def held(self, ids: Sequence[int]) -> int:
+        return self.engine.held(digests(self.engine, ids, SALT))
+
+    def check(self) -> None:
+        """Nobody holds anything, and what is left in the pool is what it is named."""
+        assert self.engine.audit() == {}
+        check_pool(self.engine, [([*PROMPT, *alone(PROMPT, greedy(30))], SALT)])
+
+
+def test_what_a_commit_brought_is_pinned_by_the_next_while_it_runs() -> None:
+    worker = Worker()
+    first = worker.reserve("a")
+    assert first.handle.cached == 0
+    (sequence,) = worker.commit(first)
+    second = worker.reserve("b")
+    assert second.handle.cached == 8
+    assert worker.engine.stats().used == 5 + 3
+    worker.commit(second)
+    assert worker.engine.stats().used == 5 + 3
+    for each in (first, second):
+        worker.attempts.end(each, 1.0)
+    assert not sequence.handle.alive
+    worker.check()
+
+
+def test_the_end_leaves_what_is_final_and_the_next_turn_finds_its_answer() -> None:
+    worker = Worker()
+    attempt = worker.reserve("a")
+    (sequence,) = worker.commit(attempt)
+    worker.run(sequence, 7)
+    ids = [*PROMPT, *sequence.output_ids]
+    assert ids == [*PROMPT, *alone(PROMPT, greedy(8))]
+    assert worker.attempts.end(attempt, 1.0) == [sequence.id]
+    assert worker.left == [("a/0", 4, 2)]
+    # 18 tokens, of which the last has no KV.
+    assert worker.held(ids) == 16
+    turn = [*ids, 1, 2, 3]
+    assert worker.reserve("b", turn).handle.cached == 16
+    worker.attempts.end(next(iter(worker.attempts)), 2.0)
+    worker.check()
+
+
+@pytest.mark.parametrize("page_size", [2, 8, 12])
+def test_pages_and_blocks_of_different_sizes_meet_in_common_multiples(page_size: int) -> None:
+    worker = Worker(page_size=page_size, pages=40)
+    attempt = worker.reserve("a")
+    (sequence,) = worker.commit(attempt)
+    worker.run(sequence, 7)
+    worker.attempts.end(attempt, 1.0)
+    ids = [*PROMPT, *sequence.output_ids]
+    unit = {2: 4, 8: 8, 12: 12}[page_size]
+    again = worker.reserve("b", ids)
+    assert again.handle.cached == 16 // unit * unit
+    (sequence,) = worker.commit(again, ids)
+    blocks = len(ids) // 4
+    assert held_payloads(worker.engine, sequence.handle, blocks) == payloads(worker.engine, ids)[:blocks]
+    worker.attempts.end(again, 2.0)
+    worker.check()
+
+
+def test_choices_share_what_was_pinned_and_write_only_their_own_pages() -> None:
+    worker = Worker(pages=13)
+    params = SamplingParams(max_tokens=8, seed=3, n=3)
+    worker.attempts.end(worker.reserve("a"), 0.0)
+    first = worker.reserve("b")
+    worker.commit(first)
+    worker.attempts.end(first, 0.0)
+    attempt = worker.reserve("c", choices=3)
+    assert attempt.handle.cached == 8
+    assert worker.engine.stats().used == 2 + 3 * 3
+    sequences = worker.commit(attempt, params=params)
+    assert worker.engine.stats().used == 2 + 3 * 3
+    for each in sequences:
+        worker.engine.insert(each.handle, each.state)
+    for _ in range(7):
+        for (_, (token,)), sequence in zip(worker.engine.step().result(), sequences, strict=True):
+            sequence.output_ids.append(token.token_id)
+            sequence.chain.extend([token.token_id])
+    for choice, each in enumerate(sequences):
+        assert each.output_ids == alone(PROMPT, params, choice)
+    worker.attempts.end(attempt, 1.0)
+    chains = [([*PROMPT, *each.output_ids], SALT) for each in sequences]
+    assert [worker.held(ids) for ids, _ in chains] == [16] * 3
+    check_pool(worker.engine, chains)
+    worker.check()
+
+
+def test_pages_that_are_shared_need_not_be_free() -> None:
+    worker = Worker(pages=8)
+    first = worker.reserve("a", max_new_tokens=2)
+    worker.commit(first, params=greedy(2))
+    assert worker.engine.stats().free == 5
+    second = worker.reserve("b", max_new_tokens=18)
+    assert worker.engine.stats().free == 0
+    with pytest.raises(OutOfPages, match="needs 3 pages"):
+        worker.reserve("c", max_new_tokens=2)
+    for each in (first, second):
+        worker.attempts.end(each, 1.0)
+    worker.check()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_router_that_named_other_blocks_fails_the_attempt_and_publishes_nothing(pinned: bool) -> None:
+    worker, other = Worker(), list(range(105, 115))
+    first = worker.reserve("a")
+    if pinned:
+        worker.commit(first)
+    worker.attempts.end(first, 0.0)
+    attempt = worker.reserve("b", other, prefix_digests=b"".join(digests(worker.engine, PROMPT, SALT)))
+    assert attempt.handle.cached == (8 if pinned else 0)
+    if pinned:
+        with pytest.raises(IncompleteTransfer, match="b/0: the 8 tokens that were pinned are not those of the handoff"):
+            worker.commit(attempt, other)
+    else:
+        worker.commit(attempt, other)
+    worker.attempts.end(attempt, 1.0)
+    assert worker.held(other) == (0 if pinned else 8)
+    worker.check()
+
+
+def test_the_salt_of_another_tenant_finds_nothing_and_fails_where_it_is_pinned() -> None:
+    worker = Worker()
+    first = worker.reserve("a")
+    worker.commit(first)
+    names = b"".join(digests(worker.engine, PROMPT, b"other"))
+    assert worker.reserve("b", cache_salt=b"other", prefix_digests=names).handle.cached == 0
+    liar = worker.reserve("c", cache_salt=b"other")
+    worker.attempts.start(liar, 0.0)
+    ready = prefill(PROMPT, greedy(8), request_id="c")
+    with pytest.raises(IncompleteTransfer, match="pinned"):
+        worker.attempts.commit(liar, ready.handoff, 0.0, 0.0, digests(worker.engine, PROMPT, b"other"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "first", "second"),
+    [
+        (CachePolicy.READ_WRITE, 8, 8),
+        (CachePolicy.WRITE, 8, 0),
+        (CachePolicy.READ, 0, 0),
+        (CachePolicy.OFF, 0, 0),
+    ],
+)
+def test_a_policy_says_who_reads_and_who_writes(policy: CachePolicy, first: int, second: int) -> None:
+    worker = Worker()
+    attempt = worker.reserve("a", cache=policy)
+    (sequence,) = worker.commit(attempt)
+    assert worker.held(PROMPT) == first
+    assert worker.reserve("b", cache=policy).handle.cached == second
+    assert (sequence.chain is not None) is policy.writes
+    worker.attempts.end(attempt, 1.0)
+    assert bool(worker.left) is policy.writes
+
+
+def test_after_a_fault_of_the_engine_an_end_leaves_nothing_more() -> None:
+    worker = Worker()
+    attempt = worker.reserve("a")
+    (sequence,) = worker.commit(attempt)
+    worker.run(sequence, 7)
+    worker.attempts.end(attempt, 1.0, sound=False)
+    assert worker.held([*PROMPT, *sequence.output_ids]) == 8
+    assert worker.left == []
+    worker.check()
+
+
+def test_a_paused_sequence_leaves_what_it_had_and_a_resumed_one_all() -> None:
+    worker = Worker()
+    attempt = worker.reserve("a")
+    (sequence,) = worker.commit(attempt)
+    worker.run(sequence, 7)
+    worker.engine.pause(sequence.handle)
+    ids = [*PROMPT, *sequence.output_ids]
+    worker.engine.publish(sequence.handle, tuple(sequence.chain.digests))
+    assert worker.held(ids) == 8
+    worker.engine.resume(sequence.handle)
+    worker.attempts.moved(sequence.id, State.DECODING, 1.0)
+    worker.attempts.end(attempt, 1.0)
+    assert worker.held(ids) == 16
+    worker.check()
+
+
+def test_while_a_sequence_comes_back_its_pages_are_not_its_kv() -> None:
+    """An end may come from the other thread at any time, here in the midst of `resume`."""
+    worker = Worker()
+    attempt = worker.reserve("a")
+    (sequence,) = worker.commit(attempt)
+    worker.run(sequence, 7)
+    worker.engine.pause(sequence.handle)
+    names = tuple(sequence.chain.digests)
+    assert worker.engine.drop_cached() == 2
+    restore = worker.engine._fake_memory.restore
+
+    def interrupted(pages: Sequence[int], saved: Any) -> None:
+        worker.engine.publish(sequence.handle, names)
+        assert worker.engine.held(names) == 0
+        restore(pages, saved)
+
+    worker.engine._fake_memory.restore = interrupted  # type: ignore[method-assign]
+    worker.engine.resume(sequence.handle)
+    worker.engine.publish(sequence.handle, names)
+    assert worker.engine.held(names) == 16
+    worker.attempts.end(attempt, 1.0)
+    worker.check()
+
+
+def test_a_replay_finds_prompt_and_outputs() -> None:
+    worker = Worker()
+    attempt = worker.reserve("a")
+    (sequence,) = worker.commit(attempt)
+    worker.run(sequence, 5)
+    outputs = list(sequence.output_ids)
+    worker.attempts.end(attempt, 1.0)
+    context = [*PROMPT, *outputs]
+    again = worker.reserve("a", context, key=AttemptKey("a", 1), max_new_tokens=2)
+    assert again.handle.cached == 12
+    ready = prefill(PROMPT, greedy(8), request_id="a", attempt=1, outputs=outputs)
+    worker.attempts.start(again, 2.0)
+    ready.write(worker.engine, again.handle, 12)
+    (sequence,) = worker.attempts.commit(again, ready.handoff, 0.0, 2.0, digests(worker.engine, context, SALT))
+    worker.run(sequence, 1)
+    assert sequence.output_ids == alone(PROMPT, greedy(8))
+    worker.attempts.end(again, 3.0)
+    worker.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prefix_digests": b"x" * 33}, "prefix_digests: must have a multiple of 32 bytes, got 33"),
+        ({"prefix_digests": b"x" * 96}, "prefix_digests: must name at most the 2 full blocks of the context, got 3"),
+        ({"cache_salt": b"x" * 257}, "cache_salt: must have at most 256 bytes, got 257"),
+    ],
+)
+def test_malformed_names_are_refused_by_name(change: dict[str, Any], words: str) -> None:
+    worker = Worker()
+    with pytest.raises(Refused, match=words):
+        worker.reserve("a", **change)
+    worker.check()
+
+
+def test_a_handle_of_another_life_is_left_alone() -> None:
+    """What the engine thread has freed already it has published as well."""
+    worker = Worker()
+    attempt = worker.reserve("a")
+    (sequence,) = worker.commit(attempt)
+    handle: KvHandle = sequence.handle
+    worker.engine.free(handle)
+    worker.attempts.end(attempt, 1.0)
+    assert worker.left == []
+    worker.check()

@@ -1,0 +1,144 @@
+"""Exports that hand nothing over, and consumers that have the beginning already."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from baton.errors import CorruptFrame, IncompleteTransfer, InvalidRequest, TransferError
+from baton.transfer import wire
+from baton.transfer.coverage import Box
+from baton.transfer.export import PROGRESS_S
+from baton.transfer.exports import Exports
+from baton.transfer.fetcher import pull
+from baton.transfer.receiver import Receiver
+from tests.property.virtual import VirtualLoop
+from tests.unit.transfer.support import (
+    HEADS,
+    INCARNATION,
+    LAYERS,
+    SEED,
+    Engine,
+    Gate,
+    MemorySource,
+    advance_all,
+    collect,
+    decoded,
+    handoff,
+    prefilled,
+    ready,
+    unchanged,
+    whole,
+)
+
+TOKENS = 12
+REST = Box(range(8, TOKENS), range(LAYERS), range(HEADS))
+NOTHING = Box(range(TOKENS, TOKENS), range(LAYERS), range(HEADS))
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+async def exports(engine: Engine) -> AsyncIterator[Exports]:
+    exports = Exports(engine, INCARNATION, lease_s=30.0)
+    yield exports
+    exports.close()
+    await exports.drained()
+
+
+async def test_a_prefix_is_final_and_leased_at_once_and_hands_nothing_over(exports: Exports, engine: Engine) -> None:
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
+    export.commit_prefix()
+    assert export.lease_left <= 30.0
+    *data, manifest, commit = [decoded(frame) for frame in await collect(export, whole(TOKENS))]
+    assert [(each.layer, each.tokens) for each in data if isinstance(each, wire.KvData)] == [
+        (layer, range(TOKENS)) for layer in range(LAYERS)
+    ]
+    assert isinstance(manifest, wire.Manifest)
+    assert commit == wire.Commit(TOKENS, 0, None)
+    with pytest.raises(InvalidRequest, match="was committed already"):
+        export.commit_prefix()
+
+
+async def test_who_takes_a_request_over_insists_on_the_handoff(exports: Exports, engine: Engine) -> None:
+    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
+    export.commit_prefix()
+    consumer = Engine(page_size=4)
+    handle = consumer.reserve("decode", TOKENS)
+    with pytest.raises(IncompleteTransfer, match="hands nothing over"):
+        await pull(MemorySource(export, unchanged), consumer, handle, whole(TOKENS), length=TOKENS, timeout_s=20)
+
+
+async def test_a_read_that_finds_its_handle_freed_after_the_end_tells_of_the_end(
+    exports: Exports, engine: Engine
+) -> None:
+    handle = prefilled(engine, TOKENS)
+    gate = engine.before_read = Gate()
+    export = exports.open("t", handle, TOKENS, on_closed=lambda: None)
+    export.commit_prefix()
+    collecting = asyncio.create_task(collect(export, whole(TOKENS)))
+    await asyncio.to_thread(gate.reached.wait, 20)
+    export.end("ended with its attempt")
+    engine.free(handle)
+    gate.open()
+    with pytest.raises(TransferError, match="transfer t ended with its attempt"):
+        await collecting
+    await exports.drained()
+    assert engine.stats().used == 0
+
+
+@pytest.mark.parametrize("box", [REST, NOTHING], ids=["the rest", "nothing"])
+def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: Box) -> None:
+    """Once in PROGRESS_S while it goes on; nothing while it doesn't."""
+    loop, engine = VirtualLoop(), Engine()
+
+    async def run() -> list[tuple[float, bytes]]:
+        exports, heard = Exports(engine, INCARNATION), list[tuple[float, bytes]]()
+        export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
+
+        async def listen() -> None:
+            async with aclosing(export.frames(box)) as frames:
+                async for frame in frames:
+                    heard.append((loop.time(), frame))
+
+        listening = asyncio.create_task(listen())
+        for token in range(1, 8):
+            await asyncio.sleep(0.4)
+            advance_all(export, token)
+        await asyncio.sleep(5 * PROGRESS_S)
+        advance_all(export, TOKENS)
+        export.commit(handoff(TOKENS))
+        await listening
+        exports.close()
+        return heard
+
+    heard = loop.run_until_complete(run())
+    told = [round(at, 3) for at, frame in heard if frame == wire.PROGRESS]
+    assert told[:2] == [1.2, 2.4]
+    assert [type(decoded(frame)) for _, frame in heard if frame != wire.PROGRESS] == [
+        *[wire.KvData] * (LAYERS if box is REST else 0),
+        wire.Manifest,
+        wire.Commit,
+    ]
+    assert len(told) <= 3
+    loop.finish()
+    loop.close()
+
+
+async def test_progress_is_no_frame_and_nothing_follows_the_commit(exports: Exports, engine: Engine) -> None:
+    export, _ = ready(exports, engine, "t", TOKENS)
+    frames = await collect(export, REST)
+    consumer = Engine(page_size=4)
+    receiver = Receiver(consumer, consumer.reserve("decode", TOKENS), REST, TOKENS, SEED)
+    for frame in frames:
+        receiver.take(wire.PROGRESS)
+        receiver.take(frame)
+    assert receiver.gaps() == []
+    with pytest.raises(CorruptFrame, match="after the commit"):
+        receiver.take(wire.PROGRESS)
