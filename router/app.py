@@ -12,9 +12,9 @@ from functools import partial
 
 import grpc
 
-from baton.admin import ADMIN_SERVICE, add_admin
+from baton.admin import ADMIN_SERVICE, Sources, add_admin
 from baton.digest import tokenizer_digest
-from baton.kv.hashing import tenant_salt
+from baton.kv.hashing import request_salt
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.pb import inference_pb2_grpc
@@ -83,18 +83,17 @@ async def run(config: RouterConfig) -> AsyncIterator[App]:
         lengths = [identity.max_model_len for identity in pool.identities] or [longest]
         return min([*lengths, config.max_model_len or max(lengths)])
 
-    intake = Intake(model, max_model_len)
+    intake = Intake(model, max_model_len, partial(request_salt, config.fleet_secret))
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(pool.running())
         dispatcher = Dispatcher(pool, config)
         stack.callback(dispatcher.close)
-        cache_salt = partial(_cache_salt, config.fleet_secret)
-        pipeline = Pipeline(dispatcher, config, router_id=router_id, signer=signer, cache_salt=cache_salt)
+        pipeline = Pipeline(dispatcher, config, router_id=router_id, signer=signer)
         servicer = InferenceServicer(model, intake, pool, dispatcher, pipeline, tenants)
 
         def add(server: grpc.aio.Server) -> None:
             inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
-            add_admin(server, pipeline.ledger)
+            add_admin(server, Sources(router_id, "router", pipeline.ledger, pool.prefixes.tiers))
 
         listener = await stack.enter_async_context(
             listen(
@@ -125,11 +124,6 @@ async def _stop(pipeline: Pipeline, servicer: InferenceServicer) -> None:
         async with asyncio.timeout(_LAST_WORDS_S):
             await servicer.drain()
     await pipeline.finish()
-
-
-def _cache_salt(fleet_secret: str, tenant: str) -> bytes:
-    """The salt of a tenant's prefix cache; nothing where the fleet keeps no secret."""
-    return tenant_salt(fleet_secret, tenant) if fleet_secret else b""
 
 
 class _Health:

@@ -15,21 +15,23 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from random import randrange
 from typing import Protocol
 
 from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound, SourceUnreachable
 from baton.lifecycle import Lifecycle, State
-from baton.telemetry.metrics import WASTED_PREFILL_TOKENS
+from baton.telemetry.metrics import PLACED_TOKENS, WASTED_PREFILL_TOKENS
 from router.abandon import Abandoner
+from router.chains import Chains
 from router.config import RouterConfig
+from router.demand import Demand
 from router.dispatcher import Dispatcher
 from router.emission import Emission
 from router.events import Blame, Cause, Event, Failed, Output, Prefilled
 from router.place import Application, Place
-from router.policy import Demand
-from router.prefill import DEATH_GRACE_S, message, prefill
+from router.prefill import DEATH_GRACE_S, PrefixSource, message, prefill
 from router.registry import Live, Registry
 from router.request import Request
 from router.retries import History
@@ -56,25 +58,32 @@ class AttemptFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What attempts are made with; `cache_salt` makes a tenant's salt."""
+    """What attempts are made with."""
 
     dispatcher: Dispatcher
     config: RouterConfig
     registry: Registry
     abandoner: Abandoner
     signer: Signer | None
-    cache_salt: Callable[[str], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request in service; `chains` is None for one that may not read the prefix cache."""
+
+    request: Request
+    emission: Emission
+    chains: Chains | None = None
 
 
 class Attempt:
     """One try; the choices have the same output so far."""
 
-    def __init__(
-        self, means: Means, request: Request, emission: Emission, choices: tuple[int, ...], history: History
-    ) -> None:
+    def __init__(self, means: Means, work: Work, choices: tuple[int, ...], history: History) -> None:
         self._means = means
-        self._request = request
-        self._emission = emission
+        self._chains = work.chains
+        self._request = request = work.request
+        self._emission = emission = work.emission
         self._choices = choices
         self._history = history
         self._number = next(history.numbers)
@@ -106,36 +115,42 @@ class Attempt:
             try:
                 async with asyncio.timeout_at(_until(self._life.request_deadline)):
                     await asyncio.sleep(delay_s)
-                    placing = self._means.dispatcher.place(self._application(), self._inbox.put_nowait)
+                    placing = self._means.dispatcher.place(await self._application(), self._inbox.put_nowait)
                     place = await stack.enter_async_context(placing)
             except TimeoutError:
                 raise _too_late() from None
             yield place
 
-    def _application(self) -> Application:
+    async def _application(self) -> Application:
         """What is asked of the dispatcher; with one token to go, prefill samples it, and nothing is decoded."""
         request, history = self._request, self._history
         context, left = len(request.prompt_ids) + len(self._output_ids), request.max_tokens - len(self._output_ids)
+        digests = await self._chains.of(self._means.dispatcher.forms, self._output_ids) if self._chains else {}
+        number, avoid, pairs = randrange(2**16), history.avoid, history.avoid_pairs
         return Application(
             request_id=request.id,
             attempt=self._number,
             tenant=request.tenant,
             life=self._life,
-            demand=Demand(context, left > 1, history.avoid, history.avoid_pairs, alone=history.alone),
+            demand=Demand(context, left > 1, avoid, pairs, alone=history.alone, number=number),
             context_tokens=context,
             max_new_tokens=left,
             choices=self._choices,
             again=self._number > 0,
+            digests=digests,
+            salt=request.salt,
+            cache=request.cache,
         )
 
     async def _serve(self, place: Place) -> None:
         self._emission.account.on_dispatch(self._loop.time())
         self._life.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if place.decode else ""
+        source = self._source(place)
         place.seat.watch(self._inbox.put_nowait)
-        prefilling = asyncio.create_task(self._prefill(place, transfer_id))
+        prefilling = asyncio.create_task(self._prefill(place, transfer_id, source))
         try:
-            self._start(place, transfer_id)
+            self._start(place, transfer_id, source)
             await self._follow(place)
         finally:
             prefilling.cancel()
@@ -144,7 +159,29 @@ class Attempt:
                 self._means.abandoner.abandon(place.seat, transfer_id)
             await asyncio.gather(prefilling, return_exceptions=True)
 
-    async def _prefill(self, place: Place, transfer_id: str) -> None:
+    def _source(self, place: Place) -> PrefixSource | None:
+        """The decode worker, if it holds a block more than prefill is thought to; prefill weighs what that is worth."""
+        form = place.seat.link.form if place.peer else None
+        if place.peer is None or form is None:
+            return None
+        if place.pinned_tokens - place.seat.cached_tokens < form.block_size:
+            return None
+        transfer_id, peer = secrets.token_hex(16), place.peer
+        ticket = self._ticket(transfer_id, peer.incarnation, place.seat.consumer)
+        return PrefixSource(peer.kv_address, peer.incarnation, transfer_id, ticket, place.pinned_tokens)
+
+    def _ticket(self, transfer_id: str, incarnation: str, consumer: str) -> bytes:
+        """What lets `consumer` fetch KV until the deadline; empty where the fleet has no keys."""
+        if self._means.signer is None:
+            return b""
+        return self._means.signer.sign(
+            transfer_id=transfer_id,
+            incarnation=incarnation,
+            consumer=consumer,
+            expires_unix_s=time.time() + (self._remaining() or 0.0),
+        )
+
+    async def _prefill(self, place: Place, transfer_id: str, source: PrefixSource | None) -> None:
         request = self._request
         await prefill(
             place.seat,
@@ -156,33 +193,27 @@ class Attempt:
                 output_ids=self._output_ids,
                 choices=self._choices,
                 params=request.params,
-                cache_salt=self._means.cache_salt(request.tenant),
+                cache_salt=request.salt,
+                cache=request.cache,
+                source=source,
             ),
             timeout=self._remaining(),
             silence_s=self._means.config.prefill_silence_s,
             deliver=self._inbox.put_nowait,
         )
 
-    def _start(self, place: Place, transfer_id: str) -> None:
+    def _start(self, place: Place, transfer_id: str, source: PrefixSource | None) -> None:
         """Tell decode where to fetch the KV."""
         if place.decode is None:
             self._ends.update(self._choices)
             return
-        left, signer = self._remaining(), self._means.signer
-        ticket = b""
-        if signer is not None:
-            ticket = signer.sign(
-                transfer_id=transfer_id,
-                incarnation=place.seat.incarnation,
-                consumer=place.consumer,
-                expires_unix_s=time.time() + (left or 0.0),
-            )
         place.decode.start(
             transfer_id=transfer_id,
             source=place.seat.kv_address,
             incarnation=place.seat.incarnation,
-            deadline_ms=math.ceil(1e3 * (left or 0.0)),
-            ticket=ticket,
+            deadline_ms=math.ceil(1e3 * (self._remaining() or 0.0)),
+            ticket=self._ticket(transfer_id, place.seat.incarnation, place.consumer),
+            prefix_transfer_id=source.transfer_id if source else "",
         )
 
     async def _follow(self, place: Place) -> None:
@@ -222,7 +253,11 @@ class Attempt:
         self._means.dispatcher.leave(place.seat)
         if place.decode is not None and self._life.state is State.PREFILLING:
             self._life.enter(State.TRANSFERRING, self._loop.time())
-        self._emission.first_tokens(event)
+        if self._chains is not None:
+            PLACED_TOKENS.labels("expected").inc(place.seat.cached_tokens)
+            PLACED_TOKENS.labels("found").inc(event.cached_tokens)
+        cached = replace(event.cached, decode=place.pinned_tokens)
+        self._emission.first_tokens(replace(event, cached=cached))
 
     def _on_output(self, place: Place, event: Output) -> None:
         if not self._fetched:

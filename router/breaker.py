@@ -11,7 +11,7 @@ a dead worker is not placed on anyway; nor is a drain or a refusal.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Container
 from dataclasses import dataclass
 
 Key = tuple[str, ...]
@@ -174,7 +174,7 @@ class Breakers:
             if breaker is not None and breaker.trial is course:
                 breaker.trial = None
 
-    def keep(self, workers: Collection[str]) -> None:
+    def keep(self, workers: Container[str]) -> None:
         """Forget what was held against workers that are gone: what comes back under their name starts anew."""
         for key in [key for key in self._breakers if not all(name in workers for name in key)]:
             del self._breakers[key]

@@ -17,17 +17,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.telemetry.metrics import BREAKERS_OPEN, LINE_LENGTH
 from router.breaker import Breakers
+from router.chains import Form
 from router.config import RouterConfig
+from router.demand import Choice
 from router.events import Deliver
 from router.isolation import Isolation
 from router.line import SHORTEST_RETRY_S, WaitingLine
-from router.place import Answers, Application, Place, Reserver, demand_after
-from router.policy import Choice, choose, matching_decodes, servable
+from router.place import Answers, Application, Place, Reserver
+from router.policy import choose, matching_decodes, servable
 from router.pool import Pool
 from router.worker import Seat
 
@@ -82,6 +84,11 @@ class Dispatcher:
         )
         pool.on_news(self._on_news)
 
+    @property
+    def forms(self) -> Collection[Form]:
+        """How the workers that are there name the blocks of a prompt."""
+        return self._pool.forms
+
     def check(self, tenant: str, *, decodes: bool) -> None:
         """Refuse now what a full line or an absent fleet would refuse; raises Overloaded or Unavailable."""
         if not servable(self._pool.fleet(), decodes=decodes):
@@ -113,7 +120,6 @@ class Dispatcher:
             self.leave(place.seat)
             if place.decode is not None:
                 place.decode.close()
-                self._pool.forget_snapshot()
             if alone:
                 self._isolation.end()
             self._on_news()
@@ -121,7 +127,6 @@ class Dispatcher:
     def leave(self, seat: Seat) -> None:
         """Give a seat back: the prefill worker is done with the request; idempotent."""
         if seat.release():
-            self._pool.forget_snapshot()
             self._pump()
 
     async def _wait(self, asked: Application, deliver: Deliver) -> Place:
@@ -223,8 +228,7 @@ class Dispatcher:
     def _on_news(self) -> None:
         self._version += 1
         self._isolation.moved(news=True)
-        fleet = self._pool.fleet()
-        self._breakers.keep({p.name for p in fleet.prefill} | {d.name for d in fleet.decode})
+        self._breakers.keep(self._pool.fleet())
         workers, pairs = self._breakers.open()
         BREAKERS_OPEN.labels("worker").set(workers)
         BREAKERS_OPEN.labels("pair").set(pairs)
@@ -242,13 +246,15 @@ class Dispatcher:
             if self._hopeless(waiter):
                 self._dismiss(waiter, _Hopeless())
                 continue
-            demand = demand_after(waiter.application, waiter.answers)
-            stands = demand.decodes and self._refused_at is not None
+            stands = waiter.application.demand.decodes and self._refused_at is not None
             if stands and (self._probe is not None or self._refused_at == self._version):
                 break
+            fleet, limit = self._pool.fleet(), self._config.prefill_limit
+            if not fleet.seats(limit):
+                break
+            demand = self._reserver.located(waiter.application, waiter.answers)
             shut = self._breakers.shut(self._loop.time())
-            limit = self._config.prefill_limit
-            choice = choose(self._pool.fleet(), demand, prefill_limit=limit, shut=shut, held=self._reserver.held)
+            choice = choose(fleet, demand, prefill_limit=limit, shut=shut, held=self._reserver.held)
             if choice is None:
                 break
             seat = self._reserver.seat(choice, demand)

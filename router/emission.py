@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.request import FinishReason, FirstToken, Timings, TokenInfo, Usage
+from baton.request import CachedTokens, FinishReason, FirstToken, Timings, TokenInfo, Usage
 from baton.telemetry.metrics import ITL, TTFT
 from router.account import Account
 from router.events import Output, Prefilled
@@ -140,6 +140,7 @@ class Emission:
         self.account = Account(request.arrived)
         self._prompt_tokens = len(request.prompt_ids)
         self._cached_tokens: int | None = None
+        self._cached = CachedTokens()
         self._clock = clock
         self._choices = [_Choice(index, request) for index in range(request.params.n)]
 
@@ -163,7 +164,7 @@ class Emission:
     def first_tokens(self, event: Prefilled) -> None:
         """Emit what prefill sampled, each at the end of its choice."""
         if self._cached_tokens is None:
-            self._cached_tokens = event.cached_tokens
+            self._cached_tokens, self._cached = event.cached_tokens, event.cached
             if event.prompt_tokens:
                 self.outbox.prompt_tokens(event.prompt_tokens)
         for first in event.first_tokens:
@@ -177,7 +178,8 @@ class Emission:
 
     def close(self) -> None:
         """The request is served."""
-        usage = Usage(self._prompt_tokens, self._cached_tokens or 0, self.emitted(range(len(self._choices))))
+        completion = self.emitted(range(len(self._choices)))
+        usage = Usage(self._prompt_tokens, self._cached_tokens or 0, completion, self._cached)
         self.outbox.close(usage, self.account.timings(self._clock()))
 
     def _first(self, first: FirstToken) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from baton.request import FinishReason, FirstToken, TokenInfo
+from baton.request import CachedTokens, FinishReason, FirstToken, TokenInfo
 
 
 class Blame(enum.Enum):
@@ -45,11 +45,15 @@ class DecodeTimings:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Prefill is done; `prompt_tokens` carry prompt log-probabilities, if they were asked for."""
+    """Prefill is done; `prompt_tokens` carry prompt log-probabilities, if they were asked for.
+
+    `cached_tokens` were not computed, and `cached` tells where they came from.
+    """
 
     first_tokens: tuple[FirstToken, ...]
     cached_tokens: int
     prompt_tokens: tuple[TokenInfo, ...] = ()
+    cached: CachedTokens = field(default_factory=CachedTokens)
 
 
 @dataclass(frozen=True, slots=True)

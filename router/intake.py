@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from baton.errors import InvalidRequest, NotFound, shown
 from baton.pb import inference_pb2
-from baton.request import check_token_ids
+from baton.request import MAX_CACHE_SALT_BYTES, check_token_ids
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
-from baton.rpc.convert import sampling_from_proto
+from baton.rpc.convert import cache_policy_from_proto, sampling_from_proto
 from baton.tokenizer import Tokenizer
 from router.request import NoText, Request
 from router.stops import StopString
@@ -41,10 +41,19 @@ class Model:
 
 
 class Intake:
-    """Checks and tokenizes; `max_model_len` tells the most tokens of prompt and output together."""
+    """Checks and tokenizes; `max_model_len` tells the most tokens of prompt and output together.
 
-    def __init__(self, model: Model, max_model_len: Callable[[], int]) -> None:
+    `salt` makes the salt of a prefix chain from tenant and cache_salt.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        max_model_len: Callable[[], int],
+        salt: Callable[[str, str], bytes] = lambda tenant, cache_salt: b"",
+    ) -> None:
         self._model = model
+        self._salt = salt
         self.max_model_len = max_model_len
 
     def check_model(self, name: str) -> None:
@@ -62,6 +71,9 @@ class Intake:
     ) -> Request:
         """The request, with seed and max_tokens set. Raises InvalidRequest or NotFound."""
         self.check_model(message.model)
+        cache = cache_policy_from_proto(message.cache)
+        if (size := len(message.cache_salt.encode())) > MAX_CACHE_SALT_BYTES:
+            raise InvalidRequest("cache_salt", f"may have at most {MAX_CACHE_SALT_BYTES} bytes", size)
         params = sampling_from_proto(message.sampling)
         params.check_model(self._model.vocab_size, self._model.eos_token_ids)
         field, prompt_ids = await self._prompt(message)
@@ -84,6 +96,8 @@ class Intake:
             deadline=deadline,
             tenant=tenant,
             stops=tuple(map(StopString.build, params.stop)),
+            cache=cache,
+            salt=self._salt(tenant, message.cache_salt),
             detokenizer=lambda: (
                 self._model.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
                 if self._model.tokenizer

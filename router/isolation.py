@@ -13,9 +13,10 @@ from collections.abc import Callable
 
 from baton.errors import EngineError, Unavailable
 from router.breaker import Breakers
+from router.demand import Choice
 from router.events import Deliver
-from router.place import Answers, Application, Place, Reserver, demand_after
-from router.policy import Choice, quietest, servable
+from router.place import Answers, Application, Place, Reserver
+from router.policy import quietest, servable
 from router.pool import Pool
 from router.worker import Seat
 
@@ -81,7 +82,7 @@ class Isolation:
         refused: tuple[Choice, int] | None = None
         while True:
             self._moved.clear()
-            demand = demand_after(asked, answers)
+            demand = self._reserver.located(asked, answers)
             found = quietest(self._pool.fleet(), demand, self._breakers.shut(self._loop.time()))
             self._keep(frozenset() if found is None else frozenset((found[0].prefill, *found[0].decode)))
             if found is not None and found[1] and refused != (asking := (found[0], self._news)):

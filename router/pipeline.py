@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from baton.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.ledger import Ledger
 from baton.telemetry.metrics import ATTEMPTS_FAILED, REPLAYS, RETRIES_REFUSED
 from router.abandon import Abandoner
-from router.attempt import Attempt, AttemptFailed, Means, Signer
+from router.attempt import Attempt, AttemptFailed, Means, Signer, Work
+from router.chains import Chains
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.emission import Emission
@@ -45,8 +46,7 @@ _logger = logging.getLogger(__name__)
 class Pipeline:
     """Serves requests, each in a task of its own; `router_id` is its name in the ledger.
 
-    `signer` signs the tickets with which decode workers fetch KV, where the fleet has keys for them; `cache_salt` makes
-    the salt of a tenant's prefix cache.
+    `signer` signs the tickets with which workers fetch KV, where the fleet has keys for them.
     """
 
     def __init__(
@@ -56,11 +56,10 @@ class Pipeline:
         *,
         router_id: str = "router",
         signer: Signer | None = None,
-        cache_salt: Callable[[str], bytes] = lambda tenant: b"",
     ) -> None:
         self._registry = Registry(router_id)
         self._abandoner = Abandoner()
-        self._means = Means(dispatcher, config, self._registry, self._abandoner, signer, cache_salt)
+        self._means = Means(dispatcher, config, self._registry, self._abandoner, signer)
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._budget = RetryBudget(self._loop.time())
@@ -79,7 +78,8 @@ class Pipeline:
             if self._stopped:
                 # It was still being tokenized when the others were ended.
                 raise Unavailable(_STOPPED)
-            await self._serve(request, emission, range(request.params.n), History(), 0.0)
+            chains = Chains(request.prompt_ids, request.salt) if request.reads_cache else None
+            await self._serve(Work(request, emission, chains), range(request.params.n), History(), 0.0)
             emission.close()
         except BatonError as error:
             emission.outbox.fail(error)
@@ -106,21 +106,20 @@ class Pipeline:
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._abandoner.finish()
 
-    async def _serve(
-        self, request: Request, emission: Emission, choices: Iterable[int], history: History, delay_s: float
-    ) -> None:
+    async def _serve(self, work: Work, choices: Iterable[int], history: History, delay_s: float) -> None:
         """Make attempts until the choices have ended; raises the last failure when there may be no more."""
+        emission = work.emission
         while choices := emission.unfinished(choices):
             if len(choices) > 1 and any(emission.output_ids(choice) for choice in choices):
-                await _all(self._serve(request, emission, (choice,), history.fork(), delay_s) for choice in choices)
+                await _all(self._serve(work, (choice,), history.fork(), delay_s) for choice in choices)
                 return
             before = emission.emitted(choices)
             try:
-                await Attempt(self._means, request, emission, choices, history).run(delay_s)
+                await Attempt(self._means, work, choices, history).run(delay_s)
             except AttemptFailed as attempt:
                 if emission.emitted(choices) > before:
                     history.progressed()
-                delay_s = self._retry(request, history, attempt)
+                delay_s = self._retry(work.request, history, attempt)
 
     def _retry(self, request: Request, history: History, attempt: AttemptFailed) -> float:
         """Seconds until the next attempt; raises the failure when there is to be none."""

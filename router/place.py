@@ -9,11 +9,15 @@ from dataclasses import dataclass, field, replace
 
 from baton.errors import BatonError
 from baton.lifecycle import Lifecycle, State
+from baton.request import CachePolicy
+from baton.worker.status import WorkerRole
 from router.breaker import Breakers, Course
+from router.chains import Digests
+from router.demand import Choice, Demand
+from router.discovery import complete
 from router.events import Deliver
-from router.policy import Choice, Demand
 from router.pool import Pool
-from router.session import DecodeAttempt, Reserved
+from router.session import DecodeAttempt, Prefix, Reserved
 from router.worker import Seat, WorkerLink
 
 _logger = logging.getLogger(__name__)
@@ -23,7 +27,8 @@ _logger = logging.getLogger(__name__)
 class Application:
     """What one attempt asks for. `again` is set when the request was accepted before and goes to the head.
 
-    `life` goes from LINE to RESERVING when decode workers are asked, and back when all refuse.
+    `life` goes from LINE to RESERVING when decode workers are asked, and back when all refuse. `digests` are empty for
+    a request that must not read the prefix cache.
     """
 
     request_id: str
@@ -35,6 +40,9 @@ class Application:
     max_new_tokens: int
     choices: tuple[int, ...]
     again: bool
+    digests: Digests = field(default_factory=dict)
+    salt: bytes = b""
+    cache: CachePolicy = CachePolicy.READ_WRITE
 
     @property
     def deadline(self) -> float:
@@ -47,6 +55,7 @@ class Place:
     """What an attempt was given; `decode` is None when nothing is to be decoded.
 
     `consumer` is whom a ticket for the KV is made out to; what the attempt learns of its workers goes to `course`.
+    `pinned_tokens` are the leading ones that the decode worker has already, and `peer` is where prefill can fetch them.
     """
 
     seat: Seat
@@ -54,6 +63,8 @@ class Place:
     decode: DecodeAttempt | None = None
     decode_name: str | None = None
     consumer: str = ""
+    pinned_tokens: int = 0
+    peer: Peer | None = None
 
     @property
     def prefill(self) -> WorkerLink:
@@ -65,6 +76,14 @@ class Place:
         """The workers, for people."""
         decode = f", decode at {self.decode_name}" if self.decode else ""
         return f"prefill {self.prefill.name}{decode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A worker that can give KV: where, and of which incarnation."""
+
+    kv_address: str
+    incarnation: str
 
 
 @dataclass(slots=True)
@@ -86,17 +105,30 @@ class Reserver:
         self.held: frozenset[str] = frozenset()
         """Workers that are kept for a request that runs alone."""
 
+    def located(self, asked: Application, answers: Answers) -> Demand:
+        """What to place, with what the answers have told, and with who holds which prefixes now."""
+        demand = asked.demand
+        if not answers.never and not asked.digests:
+            return demand
+        find = self._pool.prefixes.find
+        return replace(
+            demand,
+            never=frozenset(answers.never),
+            held=find(WorkerRole.PREFILL, asked.digests),
+            pinnable=find(WorkerRole.DECODE, asked.digests),
+        )
+
     def seat(self, choice: Choice, demand: Demand) -> Seat:
         """A seat at the chosen prefill worker."""
-        seat = self._pool.prefill(choice.prefill).seat(demand.tokens)
-        self._pool.forget_snapshot()
-        return seat
+        cached = min(demand.held.tokens(choice.prefill), demand.tokens)
+        return self._pool.prefill(choice.prefill).seat(demand.tokens, cached)
 
     async def reserve(
         self, asked: Application, seat: Seat, choice: Choice, deliver: Deliver, answers: Answers
     ) -> Place | None:
         """Ask the decode workers in turn; None when all refuse. The seat stays the caller's until it has a place."""
         if not asked.demand.decodes:
+            self._send(asked, seat, choice)
             return Place(seat, self._breakers.begin(choice.prefill, None, self._loop.time()))
         asked.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(choice.decode))
         answers.retry_after_s = math.inf
@@ -108,10 +140,14 @@ class Reserver:
             if name in self.held and not asked.demand.alone:
                 continue
             attempt, consumer = link.session.attempt(asked.request_id, asked.attempt, deliver), link.consumer
-            answer = await self._ask(attempt, asked)
+            digests = self._pool.prefixes.pinnable(name, link.form, asked.digests)
+            answer = await self._ask(attempt, asked, Prefix(digests, asked.salt, asked.cache))
             if answer.granted:
+                link.granted(asked.context_tokens - answer.cached_tokens, len(asked.choices))
                 course = self._breakers.begin(choice.prefill, name, self._loop.time())
-                return Place(seat, course, attempt, name, consumer)
+                self._send(asked, seat, choice)
+                peer = self._peer(seat, link) if answer.cached_tokens else None
+                return Place(seat, course, attempt, name, consumer, answer.cached_tokens, peer)
             if answer.never:
                 answers.never[name] = f"decode worker {link.name}: {answer.reason}"
             elif answer.retry_after_s:
@@ -119,7 +155,22 @@ class Reserver:
         asked.life.enter(State.LINE, self._loop.time())
         return None
 
-    async def _ask(self, attempt: DecodeAttempt, asked: Application) -> Reserved:
+    def _send(self, asked: Application, seat: Seat, choice: Choice) -> None:
+        """The prompt goes to its prefill worker at once."""
+        stays = asked.cache.writes
+        self._pool.prefixes.sent(choice.prefill, asked.digests, seat.cached_tokens, stays=stays)
+
+    def _peer(self, seat: Seat, decode: WorkerLink) -> Peer | None:
+        """The decode worker, if the prefill worker can fetch KV from it: in its own format and with our tickets."""
+        status = decode.status
+        if status is None or decode.form != seat.link.form or not self._pool.signs_for(status.identity):
+            return None
+        (shard, *others) = status.identity.shards
+        if others or not shard.kv_address:
+            return None
+        return Peer(complete(shard.kv_address, decode.address), status.identity.incarnation)
+
+    async def _ask(self, attempt: DecodeAttempt, asked: Application, prefix: Prefix) -> Reserved:
         """One worker's answer; one that doesn't come in time, or for a lost session, is a refusal."""
         answer = Reserved(False, "no answer", False)
         left = asked.deadline - self._loop.time()
@@ -130,6 +181,7 @@ class Reserver:
                     max_new_tokens=asked.max_new_tokens,
                     choices=asked.choices,
                     deadline_ms=0 if math.isinf(left) else max(math.ceil(1e3 * left), 1),
+                    prefix=prefix,
                 )
         except (TimeoutError, BatonError) as error:
             _logger.warning("reservation %s/%d failed: %r", asked.request_id, asked.attempt, error)
@@ -137,8 +189,3 @@ class Reserver:
             if not answer.granted:
                 attempt.close()
         return answer
-
-
-def demand_after(asked: Application, answers: Answers) -> Demand:
-    """What to place, with what the answers have told."""
-    return replace(asked.demand, never=frozenset(answers.never)) if answers.never else asked.demand

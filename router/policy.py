@@ -1,94 +1,50 @@
-"""Placement: which prefill and which decode workers a request goes to. A pure function of a snapshot.
+"""Placement: which prefill and which decode workers a request goes to. A pure function of the fleet as it is known.
 
 Prefill goes where the prompt will be done first: tokens pending there, and those of the prompt that are not cached
-there, over the measured rate. Decode goes where most room is: workers with a free slot first, then by free pages.
-Workers that drain, and pairs whose KV does not match, are left out. What failed the request before, or has an open
-breaker, is used only if nothing else is there, and then what is least to be avoided. A request that must run alone gets
-the pair that is soonest empty of this router's requests; while it waits for that pair, and runs there, others get none
-of the two.
+there, over the measured rate. Decode goes where most room is: workers with a free slot first, then by free pages and by
+what they hold of the prompt. Workers that drain, and pairs whose KV does not match, are left out. What failed the
+request before, or has an open breaker, is used only if nothing else is there, and then what is least to be avoided. A
+request that must run alone gets the pair that is soonest empty of this router's requests; while it waits for that pair,
+and runs there, others get none of the two.
+
+In a small fleet every worker is looked at. In a large one those are that can be the best: some of those that hold most
+of the prompt, and the first few of each row of the fleet. The choice then costs no more than any of these, and where it
+misses a better one, that is a holder of less, or by a factor of the rates within one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import heapq
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
+from typing import Any
 
-from baton.kv.format import KvFormat
+from router import exhaustive
 from router.breaker import NOTHING_SHUT, Shut
+from router.demand import Against, Choice, Demand, Hits, decode_cost, prefill_cost
+from router.fleet import DecodeView, Fleet, PrefillView, Row, V, Workers, pairable
 
+SMALL = 32
+"""Workers of a role, all of which are looked at; of more, so many are when something speaks against each of them."""
 
-@dataclass(frozen=True, slots=True)
-class PrefillView:
-    """A prefill worker: what it reports, and what this router has given it.
+_FIRST = 2
+"""Prefill workers of a row that are looked at."""
 
-    `own_tokens` are the prompts of this router's requests there; `rate` is in tokens per second, 0 while unknown.
-    """
+_ASKED = 6
+"""Decode workers that are asked for a reservation."""
 
-    name: str
-    kv_format: KvFormat
-    draining: bool = False
-    pending_tokens: int = 0
-    rate: float = 0.0
-    own_requests: int = 0
-    own_tokens: int = 0
-    dispatched: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeView:
-    """A decode worker: what it reports, and how many attempts of this router it serves."""
-
-    name: str
-    kv_format: KvFormat
-    converts_kv: bool = False
-    draining: bool = False
-    free_tokens: int = 0
-    free_slots: int = 0
-    own_requests: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """All workers that were not refused, at one moment."""
-
-    prefill: tuple[PrefillView, ...] = ()
-    decode: tuple[DecodeView, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a request asks of placement.
-
-    `tokens` are those to prefill, `cached` how many of them a prefill worker is thought to hold, by name. `avoid`
-    names workers, `avoid_pairs` (prefill, decode) pairs, that failed the request before. `never` names decode workers
-    that could not hold it even if they were empty. `alone` is for a request that must run where nothing else does.
-    """
-
-    tokens: int
-    decodes: bool = True
-    avoid: frozenset[str] = frozenset()
-    avoid_pairs: frozenset[tuple[str, str]] = frozenset()
-    cached: Mapping[str, int] = field(default_factory=dict)
-    never: frozenset[str] = frozenset()
-    alone: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A prefill worker and the decode workers to ask for a reservation, best first."""
-
-    prefill: str
-    decode: tuple[str, ...] = ()
-
-
-def pairable(prefill: KvFormat, decode: KvFormat, *, converts: bool) -> bool:
-    """Whether KV of one format can be handed to a worker of the other."""
-    return prefill == decode or (converts and decode.convertible_from(prefill))
+_HOLDERS = 6
+"""Of the workers that hold the same, so many are looked at."""
 
 
 def servable(fleet: Fleet, *, decodes: bool) -> bool:
     """Whether some worker, or some pair, could serve a request at all, now or later."""
-    return bool(_candidates(fleet, decodes))
+    return any(not decodes or fleet.rows_after(row.kind) for row in fleet.prefill.rows)
+
+
+def matching_decodes(fleet: Fleet) -> frozenset[str]:
+    """Names of all decode workers that some prefill worker can hand KV to."""
+    return frozenset(decode.name for decode in _decodes(fleet))
 
 
 def choose(
@@ -103,24 +59,25 @@ def choose(
 
     `shut` is what open breakers speak against, `held` names workers kept for a request that runs alone.
     """
-    candidates = _candidates(fleet, demand.decodes, held | demand.never)
-    if not candidates:
+    if not fleet.seats(prefill_limit):
         return None
-    avoided = _avoided(demand, shut)
-    faults = {prefill.name: _fault(prefill, decodes, avoided) for prefill, decodes in candidates}
-    least = min(faults.values())
-    free = [
-        (prefill, decodes)
-        for prefill, decodes in candidates
-        if faults[prefill.name] == least and prefill.own_requests < prefill_limit
-    ]
-    if not free:
-        return None
-    known = [prefill.rate for prefill, _ in free if prefill.rate > 0]
-    usual = sum(known) / len(known) if known else 1.0
-    prefill, decodes = min(free, key=lambda pair: _prefill_cost(pair[0], demand, usual))
-    names = [d for d in decodes if _pair_fault(prefill.name, d.name, avoided) == least]
-    return Choice(prefill.name, tuple(d.name for d in sorted(names, key=_decode_cost)))
+    look = _Look(fleet, demand, prefill_limit, shut, held)
+    few = look.prefills()
+    choice = look.best(few)
+    if choice is None and few and len(fleet.prefill) > SMALL:
+        choice = look.best(look.every_prefill())
+    if choice is not None or look.may_wait():
+        return choice
+    against = Against.of(demand, shut)
+    return exhaustive.choose(
+        _least(_prefills(fleet, demand), lambda view: (against.worker(view.name), view.burden)),
+        _least(_decodes(fleet), lambda view: (against.worker(view.name), decode_cost(view, demand))),
+        demand,
+        prefill_limit=prefill_limit,
+        usual_rate=fleet.usual_rate,
+        shut=shut,
+        held=held,
+    )
 
 
 def quietest(fleet: Fleet, demand: Demand, shut: Shut = NOTHING_SHUT) -> tuple[Choice, bool] | None:
@@ -128,79 +85,114 @@ def quietest(fleet: Fleet, demand: Demand, shut: Shut = NOTHING_SHUT) -> tuple[C
 
     None when there is no pair at all.
     """
-    avoided = _avoided(demand, shut)
+    against = Against.of(demand, shut)
+
+    def busy(view: PrefillView | DecodeView) -> tuple[int, int, str]:
+        return against.worker(view.name), view.own_requests, view.name
+
+    prefills = _least((view for view in _prefills(fleet, demand) if view.name not in demand.never), busy)
+    if not demand.decodes:
+        return (Choice(prefills[0].name), prefills[0].own_requests == 0) if prefills else None
+    decodes = _least((view for view in _decodes(fleet) if view.name not in demand.never), busy)
     pairs = [
-        ((_pair_fault(prefill.name, decode.name, avoided), prefill.own_requests + decode.own_requests), prefill, decode)
-        for prefill, decodes in _candidates(fleet, True, demand.never)
+        (against.pair(prefill.name, decode.name), prefill.own_requests + decode.own_requests, prefill.name, decode.name)
+        for prefill in prefills
         for decode in decodes
+        if pairable(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
     ]
-    if demand.decodes:
-        if not pairs:
-            return None
-        (_, busy), prefill, decode = min(pairs, key=lambda pair: (pair[0], pair[1].name, pair[2].name))
-        return Choice(prefill.name, (decode.name,)), busy == 0
-    prefills = [prefill for prefill, _ in _candidates(fleet, False, frozenset())]
-    if not prefills:
+    if not pairs:
         return None
-    prefill = min(prefills, key=lambda p: (_fault(p, [], avoided), p.own_requests, p.name))
-    return Choice(prefill.name), prefill.own_requests == 0
+    _, requests, prefill_name, decode_name = min(pairs)
+    return Choice(prefill_name, (decode_name,)), requests == 0
 
 
-def matching_decodes(fleet: Fleet) -> frozenset[str]:
-    """Names of all decode workers that some prefill worker can hand KV to."""
-    return frozenset(decode.name for _, decodes in _candidates(fleet, True) for decode in decodes)
+class _Look:
+    """One choice among what nothing speaks against: the candidates of either role."""
 
+    def __init__(self, fleet: Fleet, demand: Demand, limit: int, shut: Shut, held: frozenset[str]) -> None:
+        self._fleet, self._demand, self._limit = fleet, demand, limit
+        self._out = held | demand.never | demand.avoid | shut.workers
+        self._pairs = demand.avoid_pairs | shut.pairs
+        self._decodes: dict[int, list[str]] = {}
 
-@dataclass(frozen=True, slots=True)
-class _Avoided:
-    """How often a worker, or a pair, is spoken against: by the request's own past, and by breakers."""
+    def prefills(self) -> list[PrefillView]:
+        """Those with a seat that can be the best."""
+        workers, demand = self._fleet.prefill, self._demand
+        return _candidates(workers, workers.rows, demand.held, demand.number, _FIRST, self._free)
 
-    workers: tuple[frozenset[str], frozenset[str]]
-    pairs: tuple[frozenset[tuple[str, str]], frozenset[tuple[str, str]]]
+    def every_prefill(self) -> list[PrefillView]:
+        """All with a seat."""
+        return list(filter(self._free, self._fleet.prefill.open))
+
+    def best(self, prefills: Collection[PrefillView]) -> Choice | None:
+        """The first of them to be done that has decode workers to follow."""
+        demand, usual = self._demand, self._fleet.usual_rate
+        for *_, name in sorted(prefill_cost(view, demand, usual) for view in prefills):
+            if not demand.decodes:
+                return Choice(name)
+            if decodes := self._after(name):
+                return Choice(name, decodes)
+        return None
+
+    def may_wait(self) -> bool:
+        """Whether some prefill worker has decode workers to follow, and only lacks a seat."""
+        return any(
+            not self._demand.decodes or self._after(view.name)
+            for row in self._fleet.prefill.rows
+            for view in row
+            if view.name not in self._out
+        )
+
+    def _free(self, view: PrefillView) -> bool:
+        return view.own_requests < self._limit and view.name not in self._out
+
+    def _after(self, prefill: str) -> tuple[str, ...]:
+        """Decode workers that may follow, best first."""
+        kind = self._fleet.prefill.kind(prefill)
+        if kind[0] not in self._decodes:
+            rows = self._fleet.rows_after(kind)
+            workers, demand, out = self._fleet.decode, self._demand, self._out
+            # As many more as pairs are spoken against, so that these can't leave a worker without any.
+            first = _ASKED + len(self._pairs)
+            found = _candidates(workers, rows, demand.pinnable, demand.number, first, lambda view: view.name not in out)
+            self._decodes[kind[0]] = [name for *_, name in sorted(decode_cost(view, demand) for view in found)]
+        names = self._decodes[kind[0]]
+        if self._pairs:
+            names = [name for name in names if (prefill, name) not in self._pairs]
+        return tuple(names if len(self._fleet.decode) <= SMALL else names[:_ASKED])
 
 
 def _candidates(
-    fleet: Fleet, decodes: bool, without: frozenset[str] = frozenset()
-) -> list[tuple[PrefillView, list[DecodeView]]]:
-    """Each prefill worker that takes work, with the decode workers that may follow it."""
-    prefills = [prefill for prefill in fleet.prefill if not prefill.draining and prefill.name not in without]
-    if not decodes:
-        return [(prefill, []) for prefill in prefills]
-    open_decodes = [decode for decode in fleet.decode if not decode.draining and decode.name not in without]
-    pairs = [
-        (
-            prefill,
-            [d for d in open_decodes if pairable(prefill.kv_format, d.kv_format, converts=d.converts_kv)],
-        )
-        for prefill in prefills
-    ]
-    return [(prefill, matching) for prefill, matching in pairs if matching]
+    workers: Workers[V], rows: Iterable[Row[V]], hits: Hits, number: int, first: int, fits: Callable[[V], bool]
+) -> list[V]:
+    """All that fit in a small fleet; else the first of each row, and holders of prefixes."""
+    if len(workers) <= SMALL:
+        return [view for row in rows for view in row if fits(view)]
+    found = {view.name: view for row in rows for view in islice(filter(fits, row), first)}
+    kinds = {row.kind for row in rows}
+    for _, names in hits.levels:
+        # Where many hold the same, each request looks at others of them, so that none is everybody's favourite.
+        start = number % (len(names) - _HOLDERS + 1) if len(names) > _HOLDERS else 0
+        for name in islice(names, start, start + _HOLDERS):
+            view = workers.get(name)
+            if view is not None and workers.kind(name) in kinds and fits(view):
+                found[name] = view
+        if len(names) > _HOLDERS:
+            break
+    return list(found.values())
 
 
-def _avoided(demand: Demand, shut: Shut) -> _Avoided:
-    return _Avoided((demand.avoid, shut.workers), (demand.avoid_pairs, shut.pairs))
+def _prefills(fleet: Fleet, demand: Demand) -> Iterable[PrefillView]:
+    """All that take work, and have decode workers to follow if there is something to decode."""
+    return (view for row in fleet.prefill.rows if not demand.decodes or fleet.rows_after(row.kind) for view in row)
 
 
-def _fault(prefill: PrefillView, decodes: list[DecodeView], avoided: _Avoided) -> tuple[int, int]:
-    """How much the best pair with this prefill worker is to be avoided; less is better."""
-    if not decodes:
-        return sum(prefill.name in names for names in avoided.workers), 0
-    return min(_pair_fault(prefill.name, decode.name, avoided) for decode in decodes)
+def _decodes(fleet: Fleet) -> Iterable[DecodeView]:
+    """All that some prefill worker can hand KV to."""
+    rows = {row.kind: row for prefill in fleet.prefill.rows for row in fleet.rows_after(prefill.kind)}
+    return (view for row in rows.values() for view in row)
 
 
-def _pair_fault(prefill: str, decode: str, avoided: _Avoided) -> tuple[int, int]:
-    return (
-        sum((prefill in names) + (decode in names) for names in avoided.workers),
-        sum((prefill, decode) in pairs for pairs in avoided.pairs),
-    )
-
-
-def _prefill_cost(prefill: PrefillView, demand: Demand, usual: float) -> tuple[float, int, int, str]:
-    # What the worker reports includes ours once it knows of them, so the larger of the two counts nothing twice.
-    pending = max(prefill.pending_tokens, prefill.own_tokens)
-    rest = max(demand.tokens - demand.cached.get(prefill.name, 0), 0)
-    return (pending + rest) / (prefill.rate or usual), prefill.own_requests, prefill.dispatched, prefill.name
-
-
-def _decode_cost(decode: DecodeView) -> tuple[bool, int, int, str]:
-    return decode.free_slots <= 0, -decode.free_tokens, decode.own_requests, decode.name
+def _least(views: Iterable[V], cost: Callable[[V], tuple[Any, ...]]) -> list[V]:
+    """The SMALL of least cost."""
+    return heapq.nsmallest(SMALL, views, key=cost)

@@ -1,8 +1,9 @@
-"""All workers of a router: found, watched, checked against each other, and shown to placement as a snapshot.
+"""All workers of a router: found, watched, checked against each other, and shown to placement as a fleet.
 
 A worker is accepted when it agrees with the router (role, model name, tokenizer) and with every worker accepted before
 it (fingerprint; KV format across the two roles). One that does not is refused by name, logged once with both values,
-and judged again with every status it sends, since those it disagrees with may have gone.
+and judged again with every status it sends, since those it disagrees with may have gone. News of a worker that was
+accepted changes its own view in the fleet and nothing else, so that many workers may have much to tell.
 
 A prefill worker, whose KV is fetched, that asks for tickets which this router can't sign is refused too. Keys may be
 replaced at any time, so that those in service are judged in this respect with every status as well.
@@ -13,15 +14,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection
 
 from baton.kv.format import KvFormat
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
-from baton.worker.status import WorkerIdentity, WorkerRole
+from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole
+from router.chains import Form
 from router.config import RouterConfig
 from router.discovery import Discovery
-from router.policy import Fleet, pairable, servable
+from router.fleet import Fleet, pairable
+from router.policy import servable
+from router.whereabouts import Whereabouts
 from router.worker import WorkerLink
 
 REASON_CHARACTERS = 400
@@ -50,7 +55,9 @@ class Pool:
         self._accepted: dict[str, WorkerLink] = {}
         self._refusals: dict[str, str] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._fleet: Fleet | None = None
+        self._fleet = Fleet()
+        self._forms: Counter[Form] = Counter()
+        self.prefixes = Whereabouts()
         self._discoveries = [
             Discovery(f"--{role.value}", targets, config.resolve_s, self._finder(role))
             for role, targets in ((WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode))
@@ -70,30 +77,26 @@ class Pool:
         """Call `listener` after every change that may matter to a waiting request."""
         self._listeners.append(listener)
 
-    def forget_snapshot(self) -> None:
-        """What this router has given to a worker changed, so the next snapshot is a new one."""
-        self._fleet = None
-
     def fleet(self) -> Fleet:
-        """The accepted workers as they are now."""
-        if self._fleet is None:
-            links = self._accepted.values()
-            prefill = (link.prefill_view() for link in links if link.role is WorkerRole.PREFILL)
-            decode = (link.decode_view() for link in links if link.role is WorkerRole.DECODE)
-            self._fleet = Fleet(tuple(v for v in prefill if v), tuple(v for v in decode if v))
+        """The accepted workers as they are now, and go on to be."""
         return self._fleet
+
+    @property
+    def forms(self) -> Collection[Form]:
+        """How the accepted workers name blocks."""
+        return self._forms.keys()
 
     @property
     def serving(self) -> bool:
         """Whether at least one pair of workers can serve."""
-        return servable(self.fleet(), decodes=True)
+        return servable(self._fleet, decodes=True)
 
     def prefill(self, name: str) -> WorkerLink:
-        """The prefill worker that a snapshot calls `name`."""
+        """The prefill worker that the fleet calls `name`."""
         return self._links[WorkerRole.PREFILL, name][0]
 
     def decode(self, name: str) -> WorkerLink | None:
-        """The decode worker that a snapshot called `name`, if it is still there."""
+        """The decode worker that the fleet called `name`, if it is still there."""
         found = self._links.get((WorkerRole.DECODE, name))
         return found[0] if found else None
 
@@ -102,12 +105,17 @@ class Pool:
         """Identities of the accepted workers."""
         return [link.status.identity for link in self._accepted.values() if link.status]
 
+    def signs_for(self, identity: WorkerIdentity) -> bool:
+        """Whether a worker gives KV for this router's tickets, or asks for none."""
+        taken = identity.ticket_key_ids
+        return not taken or (self._signer is not None and self._signer.key_id in taken)
+
     def missing(self) -> str:
         """In words, for clients, why a request can't be served: roles that lack, and the first of the reasons.
 
         The log has named all workers that were refused or lost.
         """
-        fleet = self.fleet()
+        fleet = self._fleet
         roles = (("prefill", fleet.prefill), ("decode", fleet.decode))
         lacking = [role for role, views in roles if all(view.draining for view in views)]
         parts = [f"no {' and no '.join(lacking)} worker is there"] if lacking else ["no workers match each other"]
@@ -130,36 +138,66 @@ class Pool:
         return found
 
     def _dial(self, role: WorkerRole, address: str) -> None:
-        link = WorkerLink(address, role, self._router_id, self._judge, self._tls)
+        link = WorkerLink(address, role, self._router_id, self, self._tls)
         task = asyncio.create_task(link.run(), name=f"worker {address}")
         self._links[role, address] = (link, task)
         task.add_done_callback(lambda _: self._links.pop((role, address), None))
 
-    def _judge(self) -> None:
-        """Look at every worker again: who is lost, who may join."""
-        self._accepted = {
-            name: link
-            for name, link in self._accepted.items()
-            if link.status is not None and self._ticket_problem(link.status.identity) is None
-        }
-        refusals: dict[str, str] = {}
-        for link, _ in self._links.values():
-            key = f"{link.role.value} {link.address}"
-            if link.status is None or key in self._accepted:
-                continue
-            problem = self._problem(link, link.status.identity)
-            if problem is None:
-                self._accepted[key] = link
-                link.accept()
-                _logger.info("%s worker %s joined", link.role.value, link.name)
-                continue
-            refusals[key] = f"{link.role.value} worker {link.name} is refused: {problem}"
-            if self._refusals.get(key) != refusals[key]:
-                _logger.error("%s", refusals[key])
-        self._refusals = refusals
-        self._fleet = None
+    def changed(self, link: WorkerLink) -> None:
+        """A worker's status or session is another: it may have to leave, or may join, and then its view counts."""
+        key, accepted = _key(link), _key(link) in self._accepted
+        if accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None):
+            self._dismiss(key)
+            # Those that it kept from joining may join now.
+            for other, _ in list(self._links.values()):
+                self._judge(other)
+        elif not accepted:
+            self._judge(link)
+        self.moved(link)
         for listener in self._listeners:
             listener()
+
+    def moved(self, link: WorkerLink) -> None:
+        """Show placement what a worker is and has now."""
+        accepted = _key(link) in self._accepted
+        if link.role is WorkerRole.PREFILL:
+            prefill = link.prefill_view() if accepted else None
+            self._fleet.put_prefill(prefill) if prefill else self._fleet.remove_prefill(link.address)
+        else:
+            decode = link.decode_view() if accepted else None
+            self._fleet.put_decode(decode) if decode else self._fleet.remove_decode(link.address)
+
+    def told(self, link: WorkerLink, news: PrefixChange | None) -> None:
+        """Note which prefixes a worker holds."""
+        self.prefixes.told(link.role, link.address, news)
+
+    def _dismiss(self, key: str) -> None:
+        link = self._accepted.pop(key)
+        if link.form is not None:
+            self._forms -= Counter((link.form,))
+
+    def _judge(self, link: WorkerLink) -> None:
+        """Let a worker join, or say once why it may not."""
+        key = _key(link)
+        if key in self._accepted:
+            return
+        if link.status is None:
+            self._refusals.pop(key, None)
+            return
+        problem = self._problem(link, link.status.identity)
+        if problem is not None:
+            refusal = f"{link.role.value} worker {link.name} is refused: {problem}"
+            if self._refusals.get(key) != refusal:
+                _logger.error("%s", refusal)
+            self._refusals[key] = refusal
+            return
+        self._refusals.pop(key, None)
+        self._accepted[key] = link
+        if link.form is not None:
+            self._forms[link.form] += 1
+        link.accept()
+        self.moved(link)
+        _logger.info("%s worker %s joined", link.role.value, link.name)
 
     def _problem(self, link: WorkerLink, identity: WorkerIdentity) -> str | None:
         """What keeps the worker from joining."""
@@ -184,15 +222,16 @@ class Pool:
 
     def _ticket_problem(self, identity: WorkerIdentity) -> str | None:
         """Why decode workers could not fetch KV from the worker with this router's tickets."""
-        taken = identity.ticket_key_ids
-        if not taken or identity.role is not WorkerRole.PREFILL:
+        if identity.role is not WorkerRole.PREFILL or self.signs_for(identity):
             return None
         if self._signer is None:
             return "it gives KV for tickets only, and this router has no --ticket-key"
-        signs = self._signer.key_id
-        if signs in taken:
-            return None
+        taken, signs = identity.ticket_key_ids, self._signer.key_id
         return f"it takes tickets of the keys {', '.join(k.hex() for k in taken)}, this router signs with {signs.hex()}"
+
+
+def _key(link: WorkerLink) -> str:
+    return f"{link.role.value} {link.address}"
 
 
 def _pair(one: WorkerIdentity, other: WorkerIdentity) -> bool:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import grpc
 
 from baton.errors import BatonError, Overloaded, Unavailable
 from baton.pb import prefill_pb2, prefill_pb2_grpc
-from baton.request import SamplingParams
-from baton.rpc.convert import first_token_from_proto, sampling_to_proto, token_from_proto
+from baton.request import CachePolicy, SamplingParams
+from baton.rpc.convert import (
+    cache_policy_to_proto,
+    cached_from_proto,
+    first_token_from_proto,
+    sampling_to_proto,
+    token_from_proto,
+)
 from baton.rpc.errors import from_rpc_error
 from router.events import Blame, Cause, Deliver, Failed, Prefilled
 from router.silence import Silence
@@ -23,6 +30,17 @@ LARGE_REPORT = 256
 """Prompt tokens from which on their log-probabilities are converted on a thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A decode worker that exports the leading `tokens` of the prompt under a transfer id; `ticket` may be empty."""
+
+    address: str
+    incarnation: str
+    transfer_id: str
+    ticket: bytes
+    tokens: int
+
+
 def message(
     *,
     request_id: str,
@@ -33,6 +51,8 @@ def message(
     choices: Sequence[int],
     params: SamplingParams,
     cache_salt: bytes,
+    cache: CachePolicy,
+    source: PrefixSource | None = None,
 ) -> prefill_pb2.PrefillRequest:
     """The request of one attempt; `transfer_id` is empty when no decode follows."""
     return prefill_pb2.PrefillRequest(
@@ -44,6 +64,8 @@ def message(
         choice_indexes=choices,
         sampling=sampling_to_proto(params),
         cache_salt=cache_salt,
+        cache=cache_policy_to_proto(cache),
+        prefix_source=None if source is None else prefill_pb2.PrefixSource(**asdict(source)),
     )
 
 
@@ -104,4 +126,5 @@ def _prefilled(done: prefill_pb2.PrefillDone) -> Prefilled:
         first_tokens=tuple(map(first_token_from_proto, done.first_tokens)),
         cached_tokens=done.cached_tokens,
         prompt_tokens=tuple(map(token_from_proto, done.prompt_tokens)),
+        cached=cached_from_proto(done.cached),
     )

@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.detokenizer import Detokenizer
-from baton.request import SamplingParams
+from baton.request import CachePolicy, SamplingParams
 from router.stops import StopString
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request; `arrived` and `deadline` are on the event loop's clock, `tenant` is "" for the only one."""
+    """One request; `arrived` and `deadline` are on the event loop's clock, `tenant` is "" for the only one.
+
+    `salt` is at the root of its prefix chain.
+    """
 
     id: str
     prompt_ids: Sequence[int]
@@ -22,7 +25,14 @@ class Request:
     deadline: float | None = None
     tenant: str = ""
     stops: tuple[StopString, ...] = ()
+    cache: CachePolicy = CachePolicy.READ_WRITE
+    salt: bytes = b""
     detokenizer: Callable[[], Detokenizer] = field(default=lambda: NoText())
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether cached KV may be used; what is asked of every position of a prompt needs all of it computed."""
+        return self.cache.reads and self.params.prompt_logprobs is None
 
 
 class NoText:

@@ -32,7 +32,8 @@ from baton.errors import (
     Unavailable,
 )
 from baton.pb import decode_pb2, decode_pb2_grpc
-from baton.rpc.convert import finish_from_proto, token_from_proto
+from baton.request import CachePolicy
+from baton.rpc.convert import cache_policy_to_proto, finish_from_proto, token_from_proto
 from router.events import Blame, Cause, DecodeTimings, Deliver, Failed, Output
 from router.silence import Silence
 
@@ -64,6 +65,17 @@ class Reserved:
     reason: str
     never: bool
     retry_after_s: float = 0.0
+    cached_tokens: int = 0
+    """Leading tokens of the context that the worker has and has pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a reservation says of the prefix cache: digests of blocks that may be there, one after the other."""
+
+    digests: bytes = b""
+    salt: bytes = b""
+    policy: CachePolicy = CachePolicy.READ_WRITE
 
 
 class DecodeAttempt:
@@ -94,7 +106,7 @@ class DecodeAttempt:
         return self._held and not self._unanswered and bool(self._live)
 
     async def reserve(
-        self, *, context_tokens: int, max_new_tokens: int, choices: tuple[int, ...], deadline_ms: int
+        self, *, context_tokens: int, max_new_tokens: int, choices: tuple[int, ...], deadline_ms: int, prefix: Prefix
     ) -> Reserved:
         """Ask for pages and wait for the answer. Raises Unavailable when the session ends before it."""
         self._live.update(choices)
@@ -107,13 +119,25 @@ class DecodeAttempt:
                     max_new_tokens=max_new_tokens,
                     choices=len(choices),
                     deadline_ms=deadline_ms,
+                    prefix_digests=prefix.digests,
+                    cache_salt=prefix.salt,
+                    cache=cache_policy_to_proto(prefix.policy),
                 )
             )
         )
         return await self._answer
 
-    def start(self, *, transfer_id: str, source: str, incarnation: str, deadline_ms: int, ticket: bytes) -> None:
-        """Tell where to fetch the KV, and with which ticket."""
+    def start(
+        self,
+        *,
+        transfer_id: str,
+        source: str,
+        incarnation: str,
+        deadline_ms: int,
+        ticket: bytes,
+        prefix_transfer_id: str = "",
+    ) -> None:
+        """Tell where to fetch the KV, and with which ticket, and under which id to export the pinned prefix, if any."""
         self._session.send(
             decode_pb2.SessionUp(
                 start=decode_pb2.Start(
@@ -123,6 +147,7 @@ class DecodeAttempt:
                     source_incarnation=incarnation,
                     deadline_ms=deadline_ms,
                     ticket=ticket,
+                    prefix_transfer_id=prefix_transfer_id,
                 )
             )
         )
@@ -148,7 +173,8 @@ class DecodeAttempt:
         self._held = message.granted
         if not self._answer.done():
             retry_after_s = message.retry_after_ms / 1e3
-            self._answer.set_result(Reserved(message.granted, message.reason, message.never, retry_after_s))
+            cached = message.cached_tokens
+            self._answer.set_result(Reserved(message.granted, message.reason, message.never, retry_after_s, cached))
 
     def on_output(self, message: decode_pb2.SequenceOutput) -> None:
         """Hand on a choice's tokens."""
@@ -178,7 +204,11 @@ class DecodeAttempt:
 class DecodeSession:
     """One stream, from `run`'s begin to its end."""
 
-    def __init__(self, channel: grpc.aio.Channel, worker: str, router_id: str) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, worker: str, router_id: str, moved: Callable[[], None] = lambda: None
+    ) -> None:
+        """`moved` is called when the number of attempts changes."""
+        self._moved = moved
         self._stub = decode_pb2_grpc.DecodeStub(channel)
         self._worker = worker
         # Holds a few messages for each attempt, and attempts are bounded by the prefill workers' seats and the pages
@@ -202,6 +232,7 @@ class DecodeSession:
             raise Unavailable(f"decode worker {self._worker} is lost")
         attempt = DecodeAttempt(self, request_id, number, deliver)
         self._attempts[request_id, number] = attempt
+        self._moved()
         return attempt
 
     async def run(self, why_lost: Callable[[], tuple[str, Cause]]) -> None:
@@ -240,7 +271,10 @@ class DecodeSession:
 
     def forget(self, key: decode_pb2.AttemptKey) -> bool:
         """Deliver nothing to the attempt any more; False if it was forgotten before."""
-        return self._attempts.pop((key.request_id, key.attempt), None) is not None
+        if self._attempts.pop((key.request_id, key.attempt), None) is None:
+            return False
+        self._moved()
+        return True
 
     def skip_answer(self, key: decode_pb2.AttemptKey) -> None:
         """The next answer to a reservation of this name is for one that was given up; a later one may ask again."""

@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
 
 import grpc
 
@@ -23,10 +24,11 @@ from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
 from baton.rpc.tls import Tls
 from baton.worker.servicer import status_from_proto
-from baton.worker.status import WorkerIdentity, WorkerRole, WorkerStatus
+from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole, WorkerStatus
+from router.chains import Form
 from router.discovery import complete
 from router.events import Blame, Cause, Deliver, Failed
-from router.policy import DecodeView, PrefillView
+from router.fleet import RECENT_S, DecodeView, Fading, PrefillView
 from router.session import DecodeSession
 from router.silence import Silence
 
@@ -40,8 +42,21 @@ _STALLED = "it answers, but makes no progress"
 _logger = logging.getLogger(__name__)
 
 
+class Observer(Protocol):
+    """Who is told what happens at a worker."""
+
+    def changed(self, link: WorkerLink) -> None:
+        """Its status or its session is another."""
+
+    def moved(self, link: WorkerLink) -> None:
+        """This router has given it something, or taken something back."""
+
+    def told(self, link: WorkerLink, news: PrefixChange | None) -> None:
+        """It told which prefixes it holds; None when what it told before counts no longer."""
+
+
 class WorkerLink:
-    """A worker as the router sees it; `changed` is called after every change of status or session.
+    """A worker as the router sees it.
 
     A worker that is no longer `listed` is kept until its watch ends: name servers drop a worker when it begins to
     drain, while its streams run on.
@@ -52,7 +67,7 @@ class WorkerLink:
         address: str,
         role: WorkerRole,
         router_id: str,
-        changed: Callable[[], None],
+        observer: Observer,
         tls: Tls | None = None,
     ) -> None:
         self.address = address
@@ -63,16 +78,20 @@ class WorkerLink:
         self.listed = True
         self.status: WorkerStatus | None = None
         """Latest status; None while the worker is lost."""
+        self.form: Form | None = None
+        """How it names its blocks; None before it was first heard of."""
         self.session: DecodeSession | None = None
         """The session with an accepted decode worker, while it is open."""
         self._router_id = router_id
-        self._changed = changed
+        self._observer = observer
         self._sessions: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._seats: set[Seat] = set()
         self._lost = asyncio.Event()
         self._ending: tuple[str, Cause] | None = None
         self._dispatched = 0
+        self._recent = Fading(RECENT_S)
+        self._granted_tokens = self._granted_slots = 0
         self._said = ""
         self._left = False
         """Whether it drained before it was lost, and has not come back yet."""
@@ -92,6 +111,7 @@ class WorkerLink:
                 if self.status is not None:
                     backoff = _FIRST_BACKOFF_S
                 self._lose(reason)
+                self._observer.told(self, None)
                 if not self.listed:
                     return
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
@@ -99,6 +119,7 @@ class WorkerLink:
         finally:
             self._said = _UNWANTED
             self._lose(_UNWANTED)
+            self._observer.told(self, None)
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self.channel.close()
 
@@ -116,22 +137,40 @@ class WorkerLink:
             self._sessions.cancel()
             self._sessions = None
 
-    def seat(self, tokens: int) -> Seat:
-        """Count a prompt of `tokens` as being prefilled here, until the seat is released.
+    def seat(self, tokens: int, cached_tokens: int = 0) -> Seat:
+        """Count a prompt of `tokens`, of which some are thought to be cached, as being prefilled here.
 
-        Raises Unavailable when the worker is lost.
+        It counts until the seat is released. Raises Unavailable when the worker is lost.
         """
         if self.status is None:
             raise Unavailable(f"prefill worker {self.address} is lost")
         self._dispatched += 1
-        return Seat(self._seats, self, self.status.identity, tokens, self._lost)
+        self._recent.add(tokens - cached_tokens, asyncio.get_running_loop().time())
+        return Seat(self, self.status.identity, tokens, cached_tokens, self._lost)
+
+    def take(self, seat: Seat) -> None:
+        """Count a seat."""
+        self._seats.add(seat)
+        self._observer.moved(self)
+
+    def give_up(self, seat: Seat) -> bool:
+        """Count a seat no longer; False if it did not count."""
+        if seat not in self._seats:
+            return False
+        self._seats.discard(seat)
+        self._observer.moved(self)
+        return True
+
+    def granted(self, tokens: int, slots: int) -> None:
+        """A decode worker has given away room that its latest status can't know of."""
+        self._granted_tokens += tokens
+        self._granted_slots += slots
+        self._observer.moved(self)
 
     @property
     def consumer(self) -> str:
         """Whom tickets for this decode worker are made out to; "" while it is lost."""
-        if self.status is None:
-            return ""
-        return self.status.identity.principal or self.status.identity.incarnation
+        return "" if self.status is None else _consumer(self.status.identity)
 
     @property
     def draining(self) -> bool:
@@ -149,8 +188,9 @@ class WorkerLink:
             pending_tokens=self.status.load.pending_tokens,
             rate=self.status.load.tokens_per_second,
             own_requests=len(self._seats),
-            own_tokens=sum(seat.tokens for seat in self._seats),
+            own_tokens=sum(seat.tokens - seat.cached_tokens for seat in self._seats),
             dispatched=self._dispatched,
+            recent_tokens=self._recent.at(asyncio.get_running_loop().time()),
         )
 
     def decode_view(self) -> DecodeView | None:
@@ -163,8 +203,8 @@ class WorkerLink:
             kv_format=self.status.identity.kv_format,
             converts_kv=self.status.identity.converts_kv,
             draining=self.status.draining,
-            free_tokens=(load.pages_total - load.pages_used) * load.page_size,
-            free_slots=load.slots_total - load.slots_used,
+            free_tokens=max((load.pages_total - load.pages_used) * load.page_size - self._granted_tokens, 0),
+            free_slots=max(load.slots_total - load.slots_used - self._granted_slots, 0),
             own_requests=self.session.attempts,
         )
 
@@ -195,14 +235,14 @@ class WorkerLink:
                     status = status_from_proto(message)
                     if self.status and self.status.identity.incarnation != status.identity.incarnation:
                         return "was restarted"
+                    if status.prefixes is not None:
+                        self._observer.told(self, status.prefixes)
                     if status.stalled:
                         self._lose(_STALLED)
                         continue
                     if status.draining and not self.draining:
                         _logger.info("%s worker %s drains", self.role.value, _name(status, self.address))
-                    self.status = status
-                    self._said, self._left = "", False
-                    self._changed()
+                    self._take(status)
         except grpc.aio.AioRpcError as error:
             return str(error.details() or error.code().name)
         except BatonError as error:
@@ -214,6 +254,18 @@ class WorkerLink:
             return f"was silent for {SILENCE_S:g} s"
         finally:
             call.cancel()
+
+    def _take(self, status: WorkerStatus) -> None:
+        known = self.status.identity if self.status else None
+        if known is None or known != status.identity:
+            self.form = Form.of(status.identity)
+        else:
+            # The same object, so that nobody need compare it again.
+            status = replace(status, identity=known)
+        self.status = status
+        self._granted_tokens = self._granted_slots = 0
+        self._said, self._left = "", False
+        self._observer.changed(self)
 
     def _lose(self, reason: str) -> None:
         self._left = self._left or self.draining
@@ -234,7 +286,7 @@ class WorkerLink:
         self.dismiss()
         for seat in list(self._seats):
             seat.fail(error, cause)
-        self._changed()
+        self._observer.changed(self)
 
     def _why_lost(self) -> tuple[str, Cause]:
         """What the end of a session means: in words, where more is known than that it ended."""
@@ -243,19 +295,25 @@ class WorkerLink:
     async def _keep_session(self) -> None:
         backoff = _FIRST_BACKOFF_S
         while True:
-            session = self.session = DecodeSession(self.channel, self.name, self._router_id)
-            self._changed()
+            session = self.session = DecodeSession(
+                self.channel, self.name, self._router_id, lambda: self._observer.moved(self)
+            )
+            self._observer.changed(self)
             began = asyncio.get_running_loop().time()
             try:
                 await session.run(self._why_lost)
             finally:
                 if self.session is session:
                     self.session = None
-                    self._changed()
+                    self._observer.changed(self)
             if asyncio.get_running_loop().time() - began > _LONGEST_BACKOFF_S:
                 backoff = _FIRST_BACKOFF_S
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+
+
+def _consumer(identity: WorkerIdentity) -> str:
+    return identity.principal or identity.incarnation
 
 
 def _name(status: WorkerStatus | None, address: str) -> str:
@@ -266,19 +324,22 @@ class Seat:
     """A request's place among those that a prefill worker has of this router."""
 
     def __init__(
-        self, seats: set[Seat], link: WorkerLink, identity: WorkerIdentity, tokens: int, lost: asyncio.Event
+        self, link: WorkerLink, identity: WorkerIdentity, tokens: int, cached_tokens: int, lost: asyncio.Event
     ) -> None:
         self.link = link
         self.tokens = tokens
+        self.cached_tokens = cached_tokens
+        """Of the tokens, those that the worker was thought to hold when it was chosen."""
         self.kv_address = complete(identity.shards[0].kv_address, link.address)
         """Where decode workers reach the worker's KV."""
         self.incarnation = identity.incarnation
+        self.consumer = _consumer(identity)
+        """Whom tickets for this worker are made out to."""
         self.lost = lost
         """Set when this incarnation of the worker is lost, whether or not the seat was released before."""
-        self._seats = seats
         self._deliver: Deliver | None = None
         self._failed: Failed | None = None
-        seats.add(self)
+        link.take(self)
 
     def watch(self, deliver: Deliver) -> None:
         """Have the worker's loss delivered until the seat is released."""
@@ -302,7 +363,4 @@ class Seat:
 
     def release(self) -> bool:
         """Give the seat up; False if it was given up before."""
-        if self not in self._seats:
-            return False
-        self._seats.discard(self)
-        return True
+        return self.link.give_up(self)

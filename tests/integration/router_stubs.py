@@ -12,15 +12,19 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import grpc
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from baton.digest import tokenizer_digest
+from baton.engine.contract import Engine
 from baton.kv.format import KvFormat, KvPart
+from baton.kv.prefix import NullPrefixCache
 from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
 from baton.rpc.server import listen
+from baton.worker.prefix_news import PrefixNews
 from baton.worker.servicer import WorkerServicer
 from baton.worker.status import Shard, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
 
@@ -113,6 +117,17 @@ class Log:
                 await self._news.wait()
 
 
+class Pages:
+    """Stands for the pages of an engine, as far as they tell of the prefixes in them."""
+
+    def __init__(self) -> None:
+        self.tell: Callable[[Sequence[bytes], Sequence[bytes]], object] = lambda stored, dropped: None
+
+    def watch_prefixes(self, changed: Callable[[Sequence[bytes], Sequence[bytes]], object] | None) -> None:
+        """Whom `tell` tells."""
+        self.tell = changed or (lambda stored, dropped: None)
+
+
 class Stub:
     """What both stubs share: a status, and a server."""
 
@@ -120,7 +135,9 @@ class Stub:
         self.identity = identity
         self.handoffs = handoffs
         self.load = WorkerLoad(pages_total=64, page_size=16, slots_total=8, tokens_per_second=1000)
-        self.status = StatusHub(identity, lambda: self.load)
+        self.pages = Pages()
+        news = PrefixNews(cast(Engine, self.pages), NullPrefixCache(), lambda: self.status.changed())
+        self.status = StatusHub(identity, lambda: self.load, news)
         self.log = Log()
         self.address = ""
 

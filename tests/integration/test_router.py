@@ -27,7 +27,8 @@ async def test_happy_path(tmp_path: Path) -> None:
         assert answer.text() == text(0, 6) == "abcdef"
         assert answer.tokens() == [letter(i) for i in range(6)]
         assert answer.last().finish_reason == LENGTH
-        assert answer.usage == inference_pb2.Usage(prompt_tokens=3, cached_tokens=2, completion_tokens=6)
+        usage = inference_pb2.Usage(prompt_tokens=3, cached_tokens=2, completion_tokens=6, cached={})
+        assert answer.usage == usage
         t = answer.events[-1].timings
         assert t.line + t.prefill + t.transfer + t.slot_wait + t.decode == pytest.approx(t.total, rel=1e-12)
         assert 0 < t.line < t.first_token <= t.total

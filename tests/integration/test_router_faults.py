@@ -210,8 +210,8 @@ async def test_cancel_reaches_both(tmp_path: Path, while_: str) -> None:
         b.prefill[0].script = lambda request: asyncio.sleep(0)  # type: ignore[assignment,return-value]
         b.decode[0].script, b.decode[0].answer = continue_by_hand, granted
         assert (await b.answer(max_tokens=3)).text() == "abc"
-        await until(b.app, lambda: b.app.pool.fleet().decode[0].own_requests == 0)
-        assert b.app.pool.fleet().prefill[0].own_requests == 0
+        await until(b.app, lambda: all(view.own_requests == 0 for view in b.app.pool.fleet().decode))
+        assert all(view.own_requests == 0 for view in b.app.pool.fleet().prefill)
 
 
 async def test_deadline_ends_all(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ async def test_mismatched_worker_is_refused_by_name(
 
     with caplog.at_level(logging.ERROR):
         async with bench(tmp_path, change=change, ready=False) as b:
-            await until(b.app, lambda: bool(b.app.pool.fleet().prefill or b.app.pool.missing().count("refused")))
+            await until(b.app, lambda: bool(len(b.app.pool.fleet().prefill) or b.app.pool.missing().count("refused")))
             await until(b.app, lambda: "refused" in b.app.pool.missing())
             for _ in range(3):
                 odd[0].status.changed()

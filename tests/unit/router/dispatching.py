@@ -10,11 +10,13 @@ from typing import Any, cast
 from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
 from router.config import RouterConfig
+from router.demand import Demand
 from router.dispatcher import Dispatcher
+from router.fleet import DecodeView, Fleet, PrefillView
 from router.place import Application, Place
-from router.policy import DecodeView, Demand, Fleet, PrefillView
 from router.pool import Pool
 from router.session import Reserved
+from router.whereabouts import Whereabouts
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 GRANTED, FULL = Reserved(True, "", False), Reserved(False, "full", False)
@@ -22,8 +24,10 @@ NEVER = Reserved(False, "needs 9 pages, there are 4", True)
 
 
 class FakeSeat:
+    cached_tokens = 0
+
     def __init__(self, pool: FakePool) -> None:
-        self._pool = pool
+        self._pool = self.link = pool
         self._held = True
         pool.seats += 1
 
@@ -51,6 +55,7 @@ class FakePool:
     open = True
     name = "d at d:1"
     consumer = "incarnation-d"
+    form = status = None
 
     def __init__(self) -> None:
         self.seats = self.closed = self.asked = 0
@@ -59,6 +64,7 @@ class FakePool:
         self.news: Callable[[], None] = lambda: None
         self.session = self
         self.order: list[str] = []
+        self.prefixes = Whereabouts()
 
     def fleet(self) -> Fleet:
         decode = (DecodeView("d", KV, free_tokens=1, free_slots=1),) if self.there else ()
@@ -70,7 +76,7 @@ class FakePool:
     def missing(self) -> str:
         return "no decode worker is there"
 
-    def forget_snapshot(self) -> None:
+    def granted(self, tokens: int, slots: int) -> None:
         return
 
     def prefill(self, name: str) -> FakePool:
@@ -79,7 +85,7 @@ class FakePool:
     def decode(self, name: str) -> FakePool:
         return self
 
-    def seat(self, tokens: int) -> FakeSeat:
+    def seat(self, tokens: int, cached_tokens: int = 0) -> FakeSeat:
         return FakeSeat(self)
 
     def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:

@@ -14,7 +14,7 @@ import router.attempt
 from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo
 from router.abandon import Abandoner
-from router.attempt import Attempt, Means
+from router.attempt import Attempt, Means, Work
 from router.breaker import Breakers
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
@@ -68,12 +68,12 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> tuple[Em
     monkeypatch.setattr(router.attempt, "prefill", prefill)
     config, registry = RouterConfig(prefill=("p:1",), decode=("d:1",)), Registry("router")
     dispatcher = cast(Dispatcher, FakeDispatcher())
-    means = Means(dispatcher, config, registry, Abandoner(), None, lambda tenant: b"")
+    means = Means(dispatcher, config, registry, Abandoner(), None)
     params = SamplingParams(max_tokens=1, seed=1)
     now = loop.time()
     request = Request("r", [1, 2], params, 1, now, deadline=now + 0.05)
     emission = Emission(request, loop.time)
-    await Attempt(means, request, emission, (0,), History()).run(0.0)
+    await Attempt(means, Work(request, emission), (0,), History()).run(0.0)
     return emission, registry
 
 

@@ -10,8 +10,8 @@ import pytest
 from baton.errors import EngineError, Unavailable
 from baton.lifecycle import Lifecycle, State
 from router.breaker import Breakers
+from router.demand import Choice, Demand
 from router.place import Answers, Application, Reserver
-from router.policy import Choice, Demand
 from router.pool import Pool
 from tests.unit.router.dispatching import (
     FULL,

@@ -1,0 +1,182 @@
+"""Which workers of a role hold which prefix blocks: what they tell, and what this router has sent there. Pure.
+
+    dispatched ── expected ── told by the worker ── known ── dropped by it, or the worker is lost
+                     └── not told within EXPECTED_S: forgotten
+
+A block goes by its name, the first 8 bytes of its digest. A digest stands for all tokens before it, and pools evict the
+end of a chain before its beginning, so a worker that holds a block is taken to hold those before it. Who holds the most
+of a chain is therefore found by search and not by walking along it, and no worker is looked at that holds nothing.
+
+Memory is bounded: when more than `most` blocks are known, only every second name counts from then on, then every
+fourth, and so on, by bits of the name itself, so that the same ones are left out for all workers. Chains are then known
+to within a few blocks, and all of them equally well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+NAME_BYTES = 8
+
+EXPECTED_S = 30.0
+"""How long blocks count as held by the worker that computes them, without a word of it."""
+
+MOST_BLOCKS = 2**20
+"""Each takes about 200 bytes for each worker that holds it."""
+
+_COARSEST = 8
+_MOST_LEVELS = 8
+"""Lengths of prefixes that are told apart; holders of less than so many others count as holding nothing."""
+
+Level = tuple[int, Collection[str]]
+"""Leading tokens, and all workers that hold at least these."""
+
+
+class PrefixIndex:
+    """Blocks by worker; times are seconds on the caller's clock."""
+
+    def __init__(self, most: int = MOST_BLOCKS) -> None:
+        self._most = most
+        self._blocks: dict[bytes, tuple[str, ...] | set[str]] = {}
+        self._alone: dict[str, tuple[str, ...]] = {}
+        """By worker: the holders of a block that nobody else has."""
+        self._held: dict[str, dict[bytes, float | None]] = {}
+        """By worker: when a block stops being expected, or None once the worker has told of it."""
+        self._expected: deque[tuple[float, str, list[bytes]]] = deque()
+        self._size = 0
+        self._mask = 0
+        self._coarser: set[str] = set()
+        """Workers of which names are still kept that no longer count."""
+
+    def __len__(self) -> int:
+        """Blocks known, counted once for each worker that holds them."""
+        return self._size
+
+    @property
+    def granularity(self) -> int:
+        """One in so many blocks is known."""
+        return self._mask + 1
+
+    def told(self, worker: str, *, reset: bool, stored: Collection[bytes], dropped: Collection[bytes]) -> None:
+        """Take a worker's news, in names of NAME_BYTES; a block that is in both was dropped after it was stored."""
+        held = self._held.setdefault(worker, {})
+        if reset:
+            self._drop(worker, [name for name, until in held.items() if until is None])
+        for name in stored:
+            if not name[0] & self._mask:
+                self._store(worker, held, name, None)
+        self._drop(worker, dropped)
+        self._bound()
+
+    def expect(self, worker: str, digests: Sequence[bytes], now: float, first: int = 0) -> None:
+        """A worker was sent a prompt of these blocks, and will soon hold those from `first` on as well."""
+        self._expire(now)
+        held, until, mask = self._held.setdefault(worker, {}), now + EXPECTED_S, self._mask
+        names = [digest[:NAME_BYTES] for digest in islice(digests, first, None) if not digest[0] & mask]
+        expected = [name for name in names if held.get(name, now) is not None]
+        for name in expected:
+            self._store(worker, held, name, until)
+        if expected:
+            self._expected.append((until, worker, expected))
+        self._bound()
+
+    def forget(self, worker: str) -> None:
+        """The worker is lost, and all that it held."""
+        self._drop(worker, list(self._held.get(worker, ())))
+        self._held.pop(worker, None)
+        self._alone.pop(worker, None)
+        self._coarser.discard(worker)
+
+    def find(self, digests: Sequence[bytes], block_size: int, now: float) -> Found:
+        """Who holds how much of a chain of blocks of so many tokens."""
+        self._expire(now)
+        positions: Sequence[int] = range(len(digests))
+        if self._mask:
+            positions = [at for at in positions if not digests[at][0] & self._mask]
+            digests = [digests[at] for at in positions]
+        levels: list[Level] = []
+        reach, known = self._reach(digests, len(digests), 0), 0
+        while reach and len(levels) < _MOST_LEVELS:
+            holders = self._blocks[digests[reach - 1][:NAME_BYTES]]
+            levels.append(((positions[reach - 1] + 1) * block_size, holders))
+            known = len(holders)
+            reach = self._reach(digests, reach - 1, known)
+        return Found(levels)
+
+    def _reach(self, digests: Sequence[bytes], end: int, more_than: int) -> int:
+        """How many of the first `end` blocks more than so many workers hold: steps that double, then halves."""
+        get, low, high, step = self._blocks.get, 0, end, 1
+        while low < end:
+            at = low + step - 1 if low + step < end else end - 1
+            if len(get(digests[at][:NAME_BYTES], ())) <= more_than:
+                high = at
+                break
+            low, step = at + 1, 2 * step
+        while low < high:
+            middle = (low + high) // 2
+            if len(get(digests[middle][:NAME_BYTES], ())) > more_than:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _store(self, worker: str, held: dict[bytes, float | None], name: bytes, until: float | None) -> None:
+        if name not in held:
+            self._size += 1
+            holders = self._blocks.get(name)
+            if holders is None:
+                self._blocks[name] = self._alone.setdefault(worker, (worker,))
+            elif isinstance(holders, set):
+                holders.add(worker)
+            else:
+                self._blocks[name] = {worker, *holders}
+        held[name] = until
+
+    def _drop(self, worker: str, names: Collection[bytes]) -> None:
+        held = self._held.get(worker, {})
+        for name in names:
+            if name not in held:
+                continue
+            del held[name]
+            self._size -= 1
+            holders = self._blocks[name]
+            if isinstance(holders, set):
+                holders.discard(worker)
+                if len(holders) == 1:
+                    (other,) = holders
+                    self._blocks[name] = self._alone.setdefault(other, (other,))
+            else:
+                del self._blocks[name]
+
+    def _expire(self, now: float) -> None:
+        while self._expected and self._expected[0][0] <= now:
+            until, worker, names = self._expected.popleft()
+            held = self._held.get(worker, {})
+            self._drop(worker, [name for name in names if held.get(name) == until])
+
+    def _bound(self) -> None:
+        """Leave out half of the names when there are too many; one worker's at a time, so that no call takes long."""
+        if self._size > self._most and not self._coarser and self._mask.bit_length() < _COARSEST:
+            self._mask = 2 * self._mask + 1
+            self._coarser = set(self._held)
+        if self._coarser:
+            worker = self._coarser.pop()
+            self._drop(worker, [name for name in self._held[worker] if name[0] & self._mask])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Who holds leading tokens of a chain; valid until the index changes."""
+
+    levels: list[Level]
+    """The most tokens first, and of each number all holders, among which are those of more."""
+
+    def tokens(self, worker: str) -> int:
+        """Leading tokens that the worker holds."""
+        for tokens, holders in self.levels:
+            if worker in holders:
+                return tokens
+        return 0
