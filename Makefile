@@ -20,7 +20,7 @@ demo: $(INSTALLED) ## complete a prompt through three services and show the late
 	$(BIN)/baton demo
 
 test: $(INSTALLED) ## all tests that need no accelerator
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 chaos: $(INSTALLED) ## every fault in every state on real processes, MINUTES=20 SEED=1; writes bench/results/
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),20) --seed $(or $(SEED),1)

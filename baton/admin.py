@@ -1,16 +1,20 @@
-"""The Admin service: the ledger of a process, in messages and back. Translates only.
+"""The Admin service: the ledger of a process and its prefix cache, in messages and back. Translates only.
 
 A worker serves it on its control listener, a router beside Inference. Whoever supplies the ledger checks the
-sums of its pages while making it, and says in `violation` what is wrong with them.
+sums of its pages while making it, and says in `violation` what is wrong with them. A router has no cached KV, but an
+index of who holds which prefix: it is its only tier, and can't be cleared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
 
+from baton.cache_report import CacheReport, CacheTier
+from baton.errors import Unsupported
 from baton.ledger import Ledger, LedgerEntry
 from baton.pb import admin_pb2, admin_pb2_grpc
 
@@ -19,26 +23,72 @@ ADMIN_SERVICE = "baton.v1.Admin"
 LedgerSource: TypeAlias = Callable[[], Awaitable[Ledger]]
 """Makes the ledger of a process as it is now; bounded in time."""
 
+CacheSource: TypeAlias = Callable[[], Awaitable[Sequence[CacheTier]]]
+"""The tiers of a process's prefix cache as they are now, nearest first; bounded in time."""
+
+CacheClearer: TypeAlias = Callable[[bool], Awaitable[Sequence[CacheTier]]]
+"""Drops all cached KV, in shared stores too if told so; the tiers with what was dropped."""
+
 _ENTRY_FIELDS = ("owner", "kind", "state", "pages", "bytes", "age_s", "deadline_s", "tenant", "detail")
+_TIER_FIELDS = ("name", "blocks", "bytes", "capacity_bytes", "hits", "misses", "bytes_per_second", "state")
 _LEDGER_FIELDS = ("process", "role", "incarnation", "pages_total", "pages_free", "pages_cached", "violation")
 
 
-class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """Serves the ledger to whoever reaches it; listeners decide who that is."""
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a process, named by its id and role, answers from; without `clear` it has nothing to clear."""
 
-    def __init__(self, ledger: LedgerSource) -> None:
-        self._ledger = ledger
+    process: str
+    role: str
+    ledger: LedgerSource
+    cache: CacheSource
+    clear: CacheClearer | None = None
+
+
+class AdminServicer(admin_pb2_grpc.AdminServicer):
+    """Serves ledger and cache to whoever reaches it; listeners decide who that is."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
 
     async def Ledger(
         self, request: admin_pb2.LedgerRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.LedgerResponse:
         """The ledger now."""
-        return ledger_to_proto(await self._ledger())
+        return ledger_to_proto(await self._sources.ledger())
+
+    async def Cache(
+        self, request: admin_pb2.CacheRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.CacheResponse:
+        """The tiers now."""
+        tiers = await self._sources.cache()
+        return admin_pb2.CacheResponse(
+            process=self._sources.process, role=self._sources.role, tiers=map(_tier_to_proto, tiers)
+        )
+
+    async def ClearCache(
+        self, request: admin_pb2.ClearCacheRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ClearCacheResponse:
+        """Clear the tiers. Raises Unsupported where there are none to clear."""
+        if self._sources.clear is None:
+            role, process = self._sources.role, self._sources.process
+            raise Unsupported(f"{role} {process} caches no KV, only its workers do")
+        return admin_pb2.ClearCacheResponse(dropped=map(_tier_to_proto, await self._sources.clear(request.redis)))
 
 
-def add_admin(server: grpc.aio.Server, ledger: LedgerSource) -> None:
+def add_admin(server: grpc.aio.Server, sources: Sources) -> None:
     """Register the service; ADMIN_SERVICE is its name for health and reflection."""
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(ledger), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(sources), server)
+
+
+def cache_from_proto(message: admin_pb2.CacheResponse) -> CacheReport:
+    """The report in a message."""
+    return CacheReport(message.process, message.role, tiers_from_proto(message.tiers))
+
+
+def tiers_from_proto(messages: Iterable[admin_pb2.CacheTier]) -> tuple[CacheTier, ...]:
+    """The tiers in messages."""
+    return tuple(CacheTier(**{name: getattr(message, name) for name in _TIER_FIELDS}) for message in messages)
 
 
 def ledger_to_proto(ledger: Ledger) -> admin_pb2.LedgerResponse:
@@ -64,3 +114,7 @@ def _entry_from_proto(message: admin_pb2.LedgerEntry) -> LedgerEntry:
     if not message.HasField("deadline_s"):
         values["deadline_s"] = None
     return LedgerEntry(**values)
+
+
+def _tier_to_proto(tier: CacheTier) -> admin_pb2.CacheTier:
+    return admin_pb2.CacheTier(**{name: getattr(tier, name) for name in _TIER_FIELDS})

@@ -5,8 +5,9 @@
             print(delta.text, end="")
 
 A prompt is text, token ids, or a conversation (a list of `{"role": ..., "content": ...}`). The sampling
-arguments are the fields of `baton.request.SamplingParams`. Failures are the exceptions of `baton.errors`; a
-request that the server could only refuse, because a value is out of range or the prompt too large, is
+arguments are the fields of `baton.request.SamplingParams`. `cache` says how the prefix cache is used ("read_write",
+"read", "write" or "off"); only requests with the same `cache_salt` share cached KV. Failures are the exceptions of
+`baton.errors`; a request that the server could only refuse, because a value is out of range or the prompt too large, is
 refused before it is sent. Leaving the loop over a stream, or closing the stream, cancels the request on the
 server.
 
@@ -29,14 +30,16 @@ from typing import Any, Self, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.admin import ledger_from_proto
-from baton.completion import Choice, Completion, Delta, Messages, Model, Prompt, Sampling
+from baton.admin import cache_from_proto, ledger_from_proto, tiers_from_proto
+from baton.cache_report import CacheReport, CacheTier
+from baton.completion import Cache, Choice, Completion, Delta, Messages, Model, Prompt, Sampling
 from baton.errors import InvalidRequest, Unavailable
 from baton.ledger import Ledger
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
-from baton.pb.admin_pb2 import LedgerRequest
+from baton.pb.admin_pb2 import CacheRequest, ClearCacheRequest, LedgerRequest
 from baton.pb.admin_pb2_grpc import AdminStub
+from baton.request import CachePolicy
 from baton.rpc import requests
 from baton.rpc.calls import Call
 from baton.rpc.security import Security, client_credentials
@@ -82,17 +85,30 @@ class AsyncClient:
         await self._channel.close()
 
     def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]
+        self,
+        prompt: Prompt,
+        *,
+        cache: Cache = CachePolicy.READ_WRITE,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completion of `prompt`."""
-        return self._stream(requests.generate_request(self._model, prompt, sampling), self._call(timeout))
+        request = requests.generate_request(self._model, prompt, sampling, cache=cache, cache_salt=cache_salt)
+        return self._stream(request, self._call(timeout))
 
     async def complete(
-        self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]
+        self,
+        prompt: Prompt,
+        *,
+        cache: Cache = CachePolicy.READ_WRITE,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
     ) -> Completion:
         """The whole completion of `prompt`."""
         completion = Completion()
-        async for delta in self.generate(prompt, timeout=timeout, **sampling):
+        async for delta in self.generate(prompt, cache=cache, cache_salt=cache_salt, timeout=timeout, **sampling):
             completion.add(delta)
         return completion
 
@@ -121,6 +137,15 @@ class AsyncClient:
     async def ledger(self, *, timeout: float | None = None) -> Ledger:
         """Who holds what in the process at `target`, which may also be a worker's control listener."""
         return ledger_from_proto(await self._ask(self._admin.Ledger, LedgerRequest(), timeout))
+
+    async def cache(self, *, timeout: float | None = None) -> CacheReport:
+        """The tiers of the prefix cache of the process at `target`, a router or a worker's control listener."""
+        return cache_from_proto(await self._ask(self._admin.Cache, CacheRequest(), timeout))
+
+    async def clear_cache(self, *, redis: bool = False, timeout: float | None = None) -> tuple[CacheTier, ...]:
+        """Drop what the worker at `target` has cached, and all that Redis has if told so; what was dropped."""
+        answer = await self._ask(self._admin.ClearCache, ClearCacheRequest(redis=redis), timeout)
+        return tiers_from_proto(answer.dropped)
 
     def _call(self, timeout: float | None) -> Call:
         return Call(timeout, secure=self._secure)
@@ -180,15 +205,30 @@ class Client:
         self._channel.close()
 
     def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]
+        self,
+        prompt: Prompt,
+        *,
+        cache: Cache = CachePolicy.READ_WRITE,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
     ) -> Generator[Delta, None, None]:
         """Stream the completion of `prompt`."""
-        return self._stream(requests.generate_request(self._model, prompt, sampling), self._call(timeout))
+        request = requests.generate_request(self._model, prompt, sampling, cache=cache, cache_salt=cache_salt)
+        return self._stream(request, self._call(timeout))
 
-    def complete(self, prompt: Prompt, *, timeout: float | None = None, **sampling: Unpack[Sampling]) -> Completion:
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        cache: Cache = CachePolicy.READ_WRITE,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Completion:
         """The whole completion of `prompt`."""
         completion = Completion()
-        for delta in self.generate(prompt, timeout=timeout, **sampling):
+        for delta in self.generate(prompt, cache=cache, cache_salt=cache_salt, timeout=timeout, **sampling):
             completion.add(delta)
         return completion
 
@@ -217,6 +257,15 @@ class Client:
     def ledger(self, *, timeout: float | None = None) -> Ledger:
         """Who holds what in the process at `target`, which may also be a worker's control listener."""
         return ledger_from_proto(self._ask(self._admin.Ledger, LedgerRequest(), timeout))
+
+    def cache(self, *, timeout: float | None = None) -> CacheReport:
+        """The tiers of the prefix cache of the process at `target`, a router or a worker's control listener."""
+        return cache_from_proto(self._ask(self._admin.Cache, CacheRequest(), timeout))
+
+    def clear_cache(self, *, redis: bool = False, timeout: float | None = None) -> tuple[CacheTier, ...]:
+        """Drop what the worker at `target` has cached, and all that Redis has if told so; what was dropped."""
+        answer = self._ask(self._admin.ClearCache, ClearCacheRequest(redis=redis), timeout)
+        return tiers_from_proto(answer.dropped)
 
     def _call(self, timeout: float | None) -> Call:
         return Call(timeout, secure=self._secure)

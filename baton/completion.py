@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from baton.request import FinishReason, Timings, TokenInfo, Usage
+from baton.request import CachePolicy, FinishReason, Timings, TokenInfo, Usage
 
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Messages
+Cache = CachePolicy | str
+"""How a request uses the prefix cache: a policy, or its value: "read_write", "read", "write" or "off"."""
 
 
 class Sampling(TypedDict, total=False):

@@ -10,6 +10,7 @@
     ├── DeadlineExceeded      DEADLINE_EXCEEDED
     ├── Cancelled             CANCELLED
     ├── Unavailable           UNAVAILABLE          no worker, a lost worker, a draining worker
+    ├── Unsupported           UNIMPLEMENTED        this process does not do that
     ├── PairingRefused        FAILED_PRECONDITION  two processes that must agree do not
     ├── TransferError         ABORTED              a KV transfer failed; a new attempt may succeed
     │   ├── CorruptFrame                           a checksum, header or payload is wrong
@@ -115,6 +116,13 @@ class Unavailable(BatonError):
 
     grpc_status = "UNAVAILABLE"
     http_status = 503
+
+
+class Unsupported(BatonError):
+    """A process of this kind does not do what was asked."""
+
+    grpc_status = "UNIMPLEMENTED"
+    http_status = 501
 
 
 class PairingRefused(BatonError):

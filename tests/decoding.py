@@ -11,6 +11,7 @@ from baton.engine.contract import Engine, KvHandle, StepHandle
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import EngineError
 from baton.kv.format import PartData
+from baton.kv.hashing import block_digests, chain_root
 from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, finish_reason
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -23,10 +24,24 @@ class Prefilled:
     handoff: Handoff
     layers: list[list[PartData]]
 
-    def write(self, engine: Engine, handle: KvHandle) -> None:
-        """Put the KV into another engine's pages."""
+    def write(self, engine: Engine, handle: KvHandle, first: int = 0) -> None:
+        """Put the KV, from token `first` on, into another engine's pages."""
         for layer, parts in enumerate(self.layers):
-            engine.write_kv(handle, layer, 0, 0, parts)
+            rest = [_from(part, first) for part in parts]
+            if first < parts[0].shape[0]:
+                engine.write_kv(handle, layer, first, 0, rest)
+
+
+def _from(part: PartData, first: int) -> PartData:
+    tokens, *rest = part.shape
+    return PartData(part.name, part.dtype, (tokens - first, *rest), part.data[len(part.data) // tokens * first :])
+
+
+def digests(engine: Engine, ids: Sequence[int], salt: bytes = b"") -> list[bytes]:
+    """Names of all full blocks of `ids`."""
+    spec = engine.spec
+    root = chain_root(spec.fingerprint, spec.kv_format.digest, salt)
+    return block_digests(root, ids, spec.kv_format.block_size)
 
 
 def prefill(

@@ -46,7 +46,12 @@ class Router(inference_pb2_grpc.InferenceServicer):
             yield pb.GenerateResponse(request_id="r-1", choices=choices[: max(1, request.sampling.n)])
             yield pb.GenerateResponse(
                 request_id="r-1",
-                usage=pb.Usage(prompt_tokens=3, cached_tokens=2, completion_tokens=3),
+                usage=pb.Usage(
+                    prompt_tokens=3,
+                    cached_tokens=2,
+                    completion_tokens=3,
+                    cached=pb.CachedTokens(pool=1, redis=1, decode=2),
+                ),
                 timings=pb.Timings(line=1, total=5),
             )
         finally:

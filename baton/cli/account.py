@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.client import Choice, Completion
-from baton.request import TokenInfo
+from baton.request import TokenInfo, Usage
 
+_SOURCES = {"pool": "pool", "host": "host memory", "redis": "Redis", "peer": "a decode worker"}
 _ACCOUNT = ("line", "prefill", "transfer", "slot_wait", "decode", "total")
 
 
@@ -27,11 +28,19 @@ def print_account(completion: Completion, console: Console | None = None) -> Non
     if (usage := completion.usage) is not None:
         reasons = [choice.finish_reason.value for choice in completion.choices if choice.finish_reason]
         console.print(
-            f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
+            f"prompt {usage.prompt_tokens} tokens ({cached_in_words(usage)}), "
             f"completion {usage.completion_tokens} tokens, finish reason {', '.join(reasons)}",
             style="dim",
             soft_wrap=not console.is_terminal,
         )
+
+
+def cached_in_words(usage: Usage) -> str:
+    """Prompt tokens that were not computed, where they came from, and how many decode held already."""
+    counts = {words: getattr(usage.cached, name) for name, words in _SOURCES.items()}
+    sources = ", ".join(f"{count} from {words}" for words, count in counts.items() if count)
+    held = f"; {usage.cached.decode} held by decode" if usage.cached.decode else ""
+    return f"{usage.cached_tokens} cached{': ' if sources else ''}{sources}{held}"
 
 
 def as_json(completion: Completion) -> dict[str, Any]:

@@ -12,9 +12,11 @@ import click
 from baton.cli.account import as_json, print_account
 from baton.cli.failures import EXIT_HELP, INTERRUPTED, fail, usage_of_connection
 from baton.cli.options import DEFAULT_GRPC, Address, Seconds, TokenIds, connection, connection_options
+from baton.cli.prompts import read_messages, read_text
 from baton.client import Client, Completion, Delta
 from baton.completion import Prompt
 from baton.errors import BatonError
+from baton.request import CachePolicy
 
 _SAMPLING = (
     "max_tokens",
@@ -30,6 +32,8 @@ _SAMPLING = (
     "ignore_eos",
     "n",
 )
+_CACHING = ("cache", "cache_salt")
+_POLICIES = [policy.value for policy in CachePolicy]
 
 
 @click.command(epilog=EXIT_HELP)
@@ -52,6 +56,8 @@ _SAMPLING = (
 @click.option("--prompt-logprobs", type=int, help="Most likely tokens reported beside each prompt token, with --json.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Keep generating past end-of-sequence tokens.")
 @click.option("-n", type=int, help="Choices generated from one prefill.")
+@click.option("--cache", type=click.Choice(_POLICIES), help="How the prefix cache is used.  [default: read_write]")
+@click.option("--cache-salt", help="Share cached prefixes only with requests of the same salt.")
 @click.option("--timeout", type=Seconds(), help="Deadline in seconds.")
 @click.option("--json", "as_object", is_flag=True, help="Print one JSON object at the end.")
 @click.option("--quiet", is_flag=True, help="Print no latency account.")
@@ -74,13 +80,14 @@ def generate(
         if flags[name] is not None and not as_object:
             raise click.UsageError(f"--{name.replace('_', '-')} needs --json, which shows the report")
     sampling = {name: flags[name] for name in _SAMPLING if flags[name] not in (None, ())}
+    caching = {name: flags[name] for name in _CACHING if flags[name] is not None}
     printer = _Printer(live=not as_object, several=sampling.get("n", 1) > 1)
     completion = Completion()
     try:
         with usage_of_connection():
             client = Client(target, model=model, **reach)
         with client:
-            for delta in client.generate(wanted, timeout=timeout, **sampling):
+            for delta in client.generate(wanted, timeout=timeout, **caching, **sampling):
                 completion.add(delta)
                 printer.show(delta, completion)
     except KeyboardInterrupt:
@@ -129,31 +136,7 @@ def _prompt(text: str | None, file: Path | None, token_ids: list[int] | None, ch
     if len(given) != 1:
         raise click.UsageError("give one of PROMPT, --prompt-file, --token-ids, --chat")
     if file is not None:
-        return _read("--prompt-file", file)
+        return read_text("--prompt-file", file)
     if chat is not None:
-        return _messages(chat)
+        return read_messages("--chat", chat)
     return text if text is not None else token_ids or []
-
-
-def _read(flag: str, file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise _bad(flag, f"{str(file)!r} can't be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise _bad(flag, f"{str(file)!r} is not valid UTF-8 at byte {error.start} (0x{byte:02x})") from None
-
-
-def _messages(file: Path) -> list[dict[str, str]]:
-    try:
-        messages = json.loads(_read("--chat", file))
-    except ValueError as error:
-        raise _bad("--chat", f"{str(file)!r} is not JSON: {error}") from None
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise _bad("--chat", f"{str(file)!r} must hold a list of {{role, content}}")
-    return messages
-
-
-def _bad(flag: str, problem: str) -> click.BadParameter:
-    return click.BadParameter(problem, param_hint=f"'{flag}'")

@@ -13,6 +13,7 @@ if _quiet:
 try:
     import click
 
+    from baton.cli.cache import cache
     from baton.cli.certs import certs
     from baton.cli.demo import demo
     from baton.cli.generate import generate
@@ -34,5 +35,5 @@ def main() -> None:
     """Serve large language models with prefill and decode on separate machines."""
 
 
-for _command in (up, generate, demo, ledger, certs, key):
+for _command in (up, generate, demo, ledger, cache, certs, key):
     main.add_command(_command)

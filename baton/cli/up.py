@@ -38,13 +38,15 @@ from baton.sockets import bind
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# The server takes a maxmemory of 0 for none, and needs some for itself.
+_LEAST_REDIS_MEMORY = 16 << 20
+_CACHE_WRITES = click.Choice(["first", "second", "never"])
 _DTYPES = click.Choice(["auto", "float32", "bfloat16", "float16"])
 _SHARED_FLAGS = ("model", "served_model_name", "max_model_len", "log_level")
-_WORKER_FLAGS = ("device", "dtype", "kv_dtype", "kv_memory", "page_size", "threads")
+_WORKER_FLAGS = ("device", "dtype", "kv_dtype", "kv_memory", "page_size", "threads", "cache_writes")
 _LISTENERS = ("control", "kv", "ops")
-_ROLE_FLAGS = {"prefill": ("chunk_size",), "decode": ("slots",)}
+_ROLE_FLAGS = {"prefill": ("chunk_size", "cache_memory"), "decode": ("slots",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,9 @@ class UpOptions:
     decode: int
     grpc: str
     redis: str
+    redis_memory: int
+    cache_memory: int | None
+    cache_writes: str | None
     served_model_name: str
     device: str | None
     dtype: str | None
@@ -89,7 +94,15 @@ def _option(flag: str, *, env: bool = True, **keywords: Any) -> Callable[[F], F]
 @_option("--prefill", env=False, type=click.IntRange(1, 64), default=1, help="Prefill workers.")
 @_option("--decode", env=False, type=click.IntRange(1, 64), default=1, help="Decode workers.")
 @_option("--grpc", type=Address(), default=DEFAULT_GRPC, help="Address for clients; port 0 picks one.")
-@_option("--redis", default="embedded", help="Prefix cache: a redis://, rediss:// or unix:// URL, embedded, or none.")
+@_option(
+    "--redis",
+    default="embedded",
+    help="Where workers share cached prefixes: embedded (a server of this fleet), none, or the URL of a Redis: "
+    "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
+)
+@_option("--redis-memory", env=False, type=Size(), default="256MiB", help="Memory of the embedded server.")
+@_option("--cache-memory", type=Size(), help="Each prefill worker's host memory for prefixes; 0: none.")
+@_option("--cache-writes", type=_CACHE_WRITES, help="When blocks go to Redis: first seen, seen again, or never.")
 @_option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where the model runs.")
 @_option("--dtype", type=_DTYPES, help="Type of weights and compute.")
 @_option("--kv-dtype", type=_DTYPES, help="Type of the KV cache.")
@@ -129,7 +142,7 @@ def run(options: UpOptions) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         secure = _secure(options)
-        with _prefix_cache(options.redis) as redis:
+        with _prefix_cache(options) as redis:
             return asyncio.run(_serve(options, redis, secure))
     except KeyboardInterrupt:
         return 0
@@ -153,13 +166,24 @@ def _checked(options: UpOptions) -> UpOptions:
         raise click.UsageError(str(error)) from None
     _check_installed(options)
     _check_grpc(options)
-    if options.redis not in ("embedded", "none") and not options.redis.startswith(_REDIS_SCHEMES):
-        seen = options.redis.rpartition("@")[2]
-        raise _bad("--redis", f"must be embedded, none or begin with {', '.join(_REDIS_SCHEMES)}, got {seen!r}")
+    _check_redis(options.redis)
+    if options.redis_memory < _LEAST_REDIS_MEMORY:
+        raise _bad(
+            "--redis-memory", f"must be at least {_LEAST_REDIS_MEMORY >> 20}MiB, got {options.redis_memory} bytes"
+        )
     path, name = _find_model(options.model)
     threads = options.threads or max(1, _cores() // (options.prefill + options.decode))
     served = options.served_model_name or name
     return replace(options, model=str(path), served_model_name=served, threads=threads)
+
+
+def _check_redis(redis: str) -> None:
+    from baton.kv.prefix import check_url
+
+    try:
+        check_url("none" if redis == "embedded" else redis)
+    except ConfigError as error:
+        raise _bad("--redis", f"{str(error).removeprefix('redis: ')}; embedded starts a server") from None
 
 
 def _check_grpc(options: UpOptions) -> None:
@@ -212,13 +236,13 @@ def _cores() -> int:
 
 
 @contextlib.contextmanager
-def _prefix_cache(redis: str) -> Iterator[str]:
-    if redis != "embedded":
-        yield redis
+def _prefix_cache(options: UpOptions) -> Iterator[str]:
+    if options.redis != "embedded":
+        yield options.redis
         return
     from baton.kv.embedded import embedded_valkey
 
-    with embedded_valkey() as url:
+    with embedded_valkey(options.redis_memory) as url:
         yield url
 
 

@@ -7,9 +7,20 @@ raise InvalidRequest.
 
 from __future__ import annotations
 
+from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat, KvPart
 from baton.pb import inference_pb2, kv_pb2
-from baton.request import FinishReason, FirstToken, Handoff, SamplingParams, Timings, TokenInfo, Usage
+from baton.request import (
+    CachedTokens,
+    CachePolicy,
+    FinishReason,
+    FirstToken,
+    Handoff,
+    SamplingParams,
+    Timings,
+    TokenInfo,
+    Usage,
+)
 
 _FINISH_TO_PROTO = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -17,6 +28,18 @@ _FINISH_TO_PROTO = {
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+
+_CACHE_TO_PROTO = {
+    CachePolicy.READ_WRITE: inference_pb2.CACHE_POLICY_READ_WRITE,
+    CachePolicy.READ: inference_pb2.CACHE_POLICY_READ,
+    CachePolicy.WRITE: inference_pb2.CACHE_POLICY_WRITE,
+    CachePolicy.OFF: inference_pb2.CACHE_POLICY_OFF,
+}
+_CACHE_FROM_PROTO: dict[int, CachePolicy] = {
+    inference_pb2.CACHE_POLICY_UNSPECIFIED: CachePolicy.READ_WRITE,
+    **{value: key for key, value in _CACHE_TO_PROTO.items()},
+}
+_CACHED = ("pool", "host", "redis", "peer", "decode")
 
 _OPTIONAL = (
     "max_tokens",
@@ -86,6 +109,28 @@ def finish_from_proto(value: inference_pb2.FinishReason) -> FinishReason | None:
     return _FINISH_FROM_PROTO.get(value)
 
 
+def cache_policy_to_proto(policy: CachePolicy) -> inference_pb2.CachePolicy:
+    """How a request uses the prefix cache."""
+    return _CACHE_TO_PROTO[policy]
+
+
+def cache_policy_from_proto(value: int) -> CachePolicy:
+    """How a request uses the prefix cache; raises InvalidRequest naming a value that has no meaning."""
+    if (policy := _CACHE_FROM_PROTO.get(value)) is None:
+        raise InvalidRequest("cache", f"must be one of {', '.join(each.value for each in CachePolicy)}", value)
+    return policy
+
+
+def cached_to_proto(cached: CachedTokens) -> inference_pb2.CachedTokens:
+    """Where cached KV came from, in tokens."""
+    return inference_pb2.CachedTokens(**{name: getattr(cached, name) for name in _CACHED})
+
+
+def cached_from_proto(message: inference_pb2.CachedTokens) -> CachedTokens:
+    """Where cached KV came from, in tokens."""
+    return CachedTokens(**{name: getattr(message, name) for name in _CACHED})
+
+
 def first_token_to_proto(first: FirstToken) -> kv_pb2.FirstToken:
     """The first token of a choice."""
     return kv_pb2.FirstToken(
@@ -147,12 +192,14 @@ def usage_to_proto(usage: Usage) -> inference_pb2.Usage:
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
+        cached=cached_to_proto(usage.cached),
     )
 
 
 def usage_from_proto(message: inference_pb2.Usage) -> Usage:
     """Token counts."""
-    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens)
+    cached = cached_from_proto(message.cached)
+    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens, cached)
 
 
 def timings_to_proto(timings: Timings) -> inference_pb2.Timings:

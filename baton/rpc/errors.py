@@ -41,6 +41,7 @@ _CLASSES: dict[str, Callable[[str], errors.BatonError]] = {
         errors.DeadlineExceeded,
         errors.Cancelled,
         errors.Unavailable,
+        errors.Unsupported,
         errors.PairingRefused,
         errors.TransferError,
     )

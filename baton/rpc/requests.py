@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from baton.completion import Delta, Messages, Model, Prompt, Sampling
+from baton.completion import Cache, Delta, Messages, Model, Prompt, Sampling
 from baton.errors import InvalidRequest, shown
 from baton.pb import inference_pb2 as pb
-from baton.request import SamplingParams, check_token_ids
+from baton.request import MAX_CACHE_SALT_BYTES, CachePolicy, SamplingParams, check_token_ids
 from baton.rpc import convert
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 
@@ -41,10 +41,22 @@ _OPTIONAL = {
 }
 
 
-def generate_request(model: str, prompt: Prompt, sampling: Sampling) -> pb.GenerateRequest:
+def generate_request(
+    model: str,
+    prompt: Prompt,
+    sampling: Sampling,
+    *,
+    cache: Cache = CachePolicy.READ_WRITE,
+    cache_salt: str = "",
+) -> pb.GenerateRequest:
     """A Generate request; a str is text, other sequences are token ids or messages, by their first element."""
     params = _params(dict(sampling))
-    request = pb.GenerateRequest(model=model, sampling=convert.sampling_to_proto(params))
+    request = pb.GenerateRequest(
+        model=model,
+        sampling=convert.sampling_to_proto(params),
+        cache=convert.cache_policy_to_proto(_policy(cache)),
+        cache_salt=_salt(cache_salt),
+    )
     if isinstance(prompt, str):
         request.text = _check_text("prompt", prompt)
     elif _is_chat(prompt):
@@ -69,6 +81,20 @@ def detokenize_request(model: str, token_ids: Sequence[int], skip_special_tokens
     ids = _token_ids("token_ids", token_ids)
     request = pb.DetokenizeRequest(model=model, token_ids=ids, skip_special_tokens=skip_special_tokens)
     return _sized("token_ids", request)
+
+
+def _policy(cache: Any) -> CachePolicy:
+    try:
+        return CachePolicy(cache)
+    except ValueError:
+        known = ", ".join(policy.value for policy in CachePolicy)
+        raise _wrong("cache", f"must be one of {known}", cache) from None
+
+
+def _salt(cache_salt: Any) -> str:
+    if (size := len(_check_text("cache_salt", cache_salt).encode())) > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequest("cache_salt", f"may have at most {MAX_CACHE_SALT_BYTES} bytes", size)
+    return str(cache_salt)
 
 
 def _params(values: dict[str, Any]) -> SamplingParams:

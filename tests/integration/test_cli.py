@@ -151,11 +151,12 @@ def test_a_secure_fleet_wants_its_key(tmp_path: Path) -> None:
         router = next(command for command in processes if "-m router" in command)
         workers = re.findall(r"--(?:prefill|decode)=(\S+)", router)
         admin = [f"--{flag}={secrets / file}" for flag, file in zip(("ca", "cert", "key"), ADMIN, strict=True)]
-        ledger = [*BATON, "ledger", f"--target={','.join([target, *workers])}", *admin, "--json"]
         environ = os.environ | {"BATON_API_KEY": key}
-        done = subprocess.run(ledger, capture_output=True, text=True, timeout=60, env=environ)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert [each["role"] for each in json.loads(done.stdout)] == ["router", "prefill", "decode"]
+        for command in (["ledger"], ["cache", "stats"]):
+            asking = [*BATON, *command, f"--target={','.join([target, *workers])}", *admin, "--json"]
+            done = subprocess.run(asking, capture_output=True, text=True, timeout=60, env=environ)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert [each["role"] for each in json.loads(done.stdout)] == ["router", "prefill", "decode"]
         up.send_signal(signal.SIGTERM)
         assert up.wait(10) == 0
 
@@ -248,5 +249,5 @@ def test_demo() -> None:
     done = subprocess.run([*BATON, "demo"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "the same prompt again" in done.stdout
-    assert re.search(r"prompt \d+ tokens \([1-9]\d* cached\)", done.stdout)
+    assert re.search(r"prompt \d+ tokens \([1-9]\d* cached: [1-9]\d* from pool", done.stdout)
     assert re.search(r"all 5 processes have ended", done.stdout)

@@ -16,7 +16,7 @@ from baton.rpc.server import listen
 from baton.telemetry.metrics import EXPORTS_OPEN, TRANSFER_FAULTS
 from baton.transfer.coverage import Box
 from baton.transfer.exports import Exports
-from baton.transfer.fetcher import fetch
+from baton.transfer.fetcher import fetch, fetch_prefix
 from baton.transfer.servicer import SERVICE, KvServicer
 from baton.transfer.source import GrpcSource
 from tests.unit.transfer.support import (
@@ -84,6 +84,11 @@ class Pair:
             "stall_timeout_s": 20.0,
         }
         return await fetch(self.channel, self.engine, self.handle, transfer_id=transfer_id, **(options | changes))
+
+    async def fetch_prefix(self, tokens: range, **changes: Any) -> None:
+        options: dict[str, Any] = {"transfer_id": "t", "incarnation": INCARNATION, "length": TOKENS}
+        options |= {"timeout_s": 30.0, "stall_timeout_s": 20.0}
+        await fetch_prefix(self.channel, self.engine, self.handle, tokens=tokens, **(options | changes))
 
     def source(self, transfer_id: str = "t") -> GrpcSource:
         return GrpcSource(self.channel, transfer_id, INCARNATION, timeout_s=30, stall_timeout_s=20)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from baton.config import load
+from baton.config import load, parse_bytes
 from decode_svc.config import DecodeConfig
 from prefill_svc.config import PrefillConfig
 from router.config import RouterConfig
+from tests.redis_server import BINARIES, Server
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BASE = DEPLOY / "kubernetes" / "base"
@@ -101,6 +105,14 @@ def compose_environments() -> Iterator[tuple[str, dict[str, str]]]:
             yield service["command"][-1], {name: text for name, text in texts.items() if "${" not in text}
 
 
+def compose_texts() -> Iterator[tuple[str, dict[str, str]]]:
+    """Module and environment of each of our services, with what comes from the shell as it stands."""
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    for service in compose["services"].values():
+        if service["image"].startswith("baton"):
+            yield service["command"][-1], {name: str(value) for name, value in service["environment"].items()}
+
+
 @pytest.mark.parametrize("manifest", [pytest.param(document, id=name) for name, document in manifests()])
 def test_manifest_matches_its_schema(manifest: dict[str, Any]) -> None:
     kubernetes_validate.validate(manifest, "1.37", strict=True)
@@ -137,7 +149,7 @@ def test_secure_services_have_their_files_and_are_not_insecure(environments: Any
         assert not foreign, f"{module} has no use for {foreign}"
         assert not config.insecure
         keys = {"ticket_key", "api_keys"} if module == "router" else {"ticket_keys"}
-        assert module == "decode_svc" or config.fleet_secret
+        assert config.fleet_secret
         for name in {"tls_cert", "tls_key", "tls_ca", *keys}:
             path = Path(getattr(config, name))
             assert {str(path), str(path.parent)} & mounts, f"{module} has no {name}"
@@ -157,3 +169,72 @@ def test_the_overlay_lists_every_patch() -> None:
     assert {entry["path"] for entry in overlay()["patches"]} == files
     assert overlay()["resources"] == ["../base"]
     assert overlay()["configMapGenerator"][0]["behavior"] == "merge"
+
+
+def kubernetes_redis() -> tuple[list[str], int]:
+    """The flags of Redis, and the memory that its container may have."""
+    document = dict(manifests())["Deployment/redis"]
+    (container,) = document["spec"]["template"]["spec"]["containers"]
+    assert [volume["emptyDir"] for volume in document["spec"]["template"]["spec"]["volumes"]] == [{}]
+    return container["args"][1:], parse_bytes(container["resources"]["limits"]["memory"] + "b")
+
+
+def compose_redis() -> tuple[list[str], int]:
+    """The flags of Redis where nothing is set, and no bound."""
+    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["redis"]
+    assert "volumes" not in service
+    return [re.sub(r"\$\{\w+:-(.*)\}", r"\1", flag) for flag in service["command"][1:]], 1 << 40
+
+
+@pytest.mark.parametrize("redis", [kubernetes_redis, compose_redis])
+@pytest.mark.parametrize("kind", BINARIES)
+def test_redis_evicts_within_its_memory_and_keeps_nothing(redis: Any, kind: str, tmp_path: Path) -> None:
+    flags, memory = redis()
+    server = Server(kind, tmp_path, *flags)
+    try:
+        server.start()
+        with server.client() as client:
+            config = client.config_get("*")
+    finally:
+        server.kill()
+    assert (config["maxmemory-policy"], config["save"], config["appendonly"]) == ("allkeys-lru", "", "no")
+    assert 0 < int(config["maxmemory"]) <= 0.8 * memory
+    assert config["lazyfree-lazy-eviction"] == config["lazyfree-lazy-expire"] == "yes"
+
+
+@pytest.mark.parametrize("environments", [kubernetes_environments, compose_texts, secure_kubernetes, secure_compose])
+def test_workers_of_both_roles_share_redis_and_all_share_the_secret(environments: Any) -> None:
+    seen = {module: environment for module, environment, *_ in environments()}
+    assert seen.keys() == CONFIGS.keys()
+    assert {module: environment.get("BATON_REDIS") for module, environment in seen.items()} == {
+        "router": None,
+        "prefill_svc": "redis://redis:6379",
+        "decode_svc": "redis://redis:6379",
+    }
+    secrets = {environment.get("BATON_FLEET_SECRET") for environment in seen.values()}
+    assert len(secrets) == 1
+    assert None not in secrets
+
+
+def test_the_network_lets_both_roles_reach_redis() -> None:
+    (rule,) = dict(manifests())["NetworkPolicy/redis"]["spec"]["ingress"]
+    (peer,) = rule["from"]
+    (term,) = peer["podSelector"]["matchExpressions"]
+    assert (term["operator"], set(term["values"])) == ("In", {"prefill", "decode"})
+
+
+KUSTOMIZE = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
+
+
+@pytest.mark.skipif(not shutil.which(KUSTOMIZE[0]), reason="neither kustomize nor kubectl is here")
+def test_kustomize_makes_of_base_and_overlay_what_these_tests_take_them_for() -> None:
+    done = subprocess.run([*KUSTOMIZE, str(SECURE)], capture_output=True, text=True, check=True, timeout=60)
+    documents = yaml.safe_load_all(done.stdout)
+    made = {f"{document['kind']}/{document['metadata']['name']}": document for document in documents}
+    assert dict(manifests()).keys() <= made.keys()
+    for expected in secure_deployments():
+        (found,) = made[f"Deployment/{expected['metadata']['name']}"]["spec"]["template"]["spec"]["containers"]
+        (container,) = expected["spec"]["template"]["spec"]["containers"]
+        for part in ("env", "volumeMounts"):
+            by_name = [{entry["name"]: entry for entry in entries} for entries in (found[part], container[part])]
+            assert by_name[0] == by_name[1]

@@ -20,6 +20,7 @@ from baton.cli.account import print_account
 from baton.cli.main import main
 from baton.completion import Choice, Completion
 from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound, Overloaded, Unavailable
+from baton.pb import inference_pb2 as pb
 from baton.request import FinishReason, Usage
 from tests.fake_router import Router, served
 
@@ -34,7 +35,8 @@ async def test_text_streams_and_the_account_follows() -> None:
     result = await generate(Router(), "hello", "--max-tokens=3", "--temperature=0")
     assert (result.exit_code, result.stdout) == (0, "ab\n")
     assert "slot wait" in result.stderr
-    assert "prompt 3 tokens (2 cached), completion 3 tokens" in result.stderr
+    account = "prompt 3 tokens (2 cached: 1 from pool, 1 from Redis; 2 held by decode), completion 3 tokens"
+    assert account in result.stderr
 
 
 def test_the_account_is_not_wrapped_where_there_is_no_terminal() -> None:
@@ -61,7 +63,8 @@ async def test_json_is_one_object_with_all_choices() -> None:
     assert result.stderr == ""
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("ab", [1, 2], "stop")
     assert answer["logprobs"][0] == {"token_id": 1, "logprob": -0.5, "top": [{"token_id": 1, "logprob": -0.5}]}
-    assert answer["usage"] == {"prompt_tokens": 3, "cached_tokens": 2, "completion_tokens": 3}
+    cached = {"pool": 1, "host": 0, "redis": 1, "peer": 0, "decode": 2}
+    assert answer["usage"] == {"prompt_tokens": 3, "cached_tokens": 2, "completion_tokens": 3, "cached": cached}
     assert answer["timings_ms"]["total"] == 5
     assert [choice["text"] for choice in answer["choices"]] == ["ab", "xy"]
 
@@ -73,7 +76,7 @@ async def test_several_choices_are_shown_whole() -> None:
 async def test_every_flag_reaches_the_request() -> None:
     router = Router()
     flags = "--max-tokens=5 --min-tokens=2 --temperature=0.5 --top-p=0.5 --top-k=3 --min-p=0.25 --seed=7 --logprobs=1"
-    more = "--json --prompt-logprobs=2 --ignore-eos --stop=x --stop=y --model=tiny -n 1"
+    more = "--json --prompt-logprobs=2 --ignore-eos --stop=x --stop=y --model=tiny -n 1 --cache=write --cache-salt=s"
     await generate(router, "hello", *flags.split(), *more.split())
     request, sampling = router.seen[0], router.seen[0].sampling
     assert (request.model, request.text, list(sampling.stop), sampling.ignore_eos) == (
@@ -82,6 +85,7 @@ async def test_every_flag_reaches_the_request() -> None:
         ["x", "y"],
         True,
     )
+    assert (request.cache, request.cache_salt) == (pb.CACHE_POLICY_WRITE, "s")
     assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.seed) == (5, 2, 3, 7)
     assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.5, 0.25)
     assert (sampling.logprobs, sampling.prompt_logprobs, sampling.n) == (1, 2, 1)

@@ -122,8 +122,11 @@ def test_ready_and_stop(ups: list[Up], number: int) -> None:
     assert up.process.stdout.read() == ""
 
 
+CACHE = ("--cache-memory=2MiB", "--cache-writes=second")
+
+
 def test_each_line_carries_its_name_and_each_child_its_flags(ups: list[Up]) -> None:
-    up = start(ups, "--slots=7", "--chunk-size=16", "--kv-memory=1MiB", "--dtype=float32", "--threads=1")
+    up = start(ups, "--slots=7", "--chunk-size=16", "--kv-memory=1MiB", "--dtype=float32", "--threads=1", *CACHE)
     up.ready()
     prefill = up.until(r"prefill-0 \| pid=\d+ argv=(.*)")[1].split()
     decode = up.until(r"decode-0 +\| pid=\d+ argv=(.*)")[1].split()
@@ -132,7 +135,11 @@ def test_each_line_carries_its_name_and_each_child_its_flags(ups: list[Up]) -> N
     assert {"--worker-id=decode-0", "--slots=7", "--dtype=float32", "--control=127.0.0.1:0"} <= set(decode)
     assert {"--prefill=127.0.0.1:1", "--decode=127.0.0.1:1", "--grpc=127.0.0.1:0"} <= set(router)
     assert not any(flag.startswith(("--slots", "--max-model-len", "--page-size")) for flag in prefill)
-    up.until(r"prefill-0 \| redis=none secret=64")
+    assert {"--cache-memory=2097152", "--cache-writes=second"} <= set(prefill)
+    assert "--cache-writes=second" in decode
+    # The store and the secret are not on command lines, and decode writes back as prefill does.
+    for name in ("prefill-0", "decode-0", "router"):
+        up.until(rf"{name} +\| redis=none secret=64")
 
 
 def test_the_routers_death_is_named_and_ends_all(ups: list[Up]) -> None:
@@ -277,6 +284,9 @@ def test_killing_the_supervisor_leaves_no_orphan(ups: list[Up]) -> None:
         (["--grpc=0.0.0.0:0"], ["--grpc", "0.0.0.0:0", "--secure DIR guards", "--insecure allows"]),
         (["--start-timeout=nan"], ["--start-timeout", "nan"]),
         (["--redis=http://user:word@host"], ["--redis", "host"]),
+        (["--redis-memory=0"], ["--redis-memory", "at least 16MiB, got 0 bytes"]),
+        (["--cache-memory=-1"], ["--cache-memory", "-1"]),
+        (["--cache-writes=always"], ["--cache-writes", "always"]),
         (["--device=tpu"], ["--device", "tpu"]),
         (["--bogus=1"], ["--bogus"]),
     ],

@@ -12,7 +12,8 @@ import pytest
 
 from baton import AsyncClient, Client
 from baton.errors import DeadlineExceeded, InvalidRequest, NotFound, Overloaded, Unavailable
-from baton.request import FinishReason, Timings, TokenInfo, Usage
+from baton.pb import inference_pb2 as pb
+from baton.request import CachedTokens, CachePolicy, FinishReason, Timings, TokenInfo, Usage
 from tests.fake_router import Router, served
 
 
@@ -45,7 +46,7 @@ async def test_complete(router: Router, face: str) -> None:
     assert (completion.choices[1].text, completion.choices[1].finish_reason) == ("xy", FinishReason.LENGTH)
     assert completion.choices[1].logprobs is None
     assert completion.prompt_tokens == [TokenInfo(9)]
-    assert completion.usage == Usage(3, 2, 3)
+    assert completion.usage == Usage(3, 2, 3, CachedTokens(pool=1, redis=1, decode=2))
     assert completion.timings_ms == Timings(1, 0, 0, 0, 0, 5, 0, 0)
     request = router.seen[0]
     assert request.text == "hello"
@@ -62,6 +63,36 @@ async def test_the_three_forms_of_a_prompt(router: Router) -> None:
     assert list(router.seen[0].token_ids.ids) == [1, 2, 3]
     assert router.seen[1].chat.messages[0].content == "hi"
     assert router.seen[2].WhichOneof("prompt") == "text"
+
+
+@pytest.mark.parametrize("face", ["async", "sync"])
+async def test_a_request_says_how_the_cache_is_used(router: Router, face: str) -> None:
+    async with served(router) as listener:
+        for cache, salt in ((CachePolicy.READ, "a"), ("off", "é" * 128)):
+            if face == "async":
+                async with AsyncClient(listener.address) as client:
+                    await client.complete("x", cache=cache, cache_salt=salt)
+            else:
+                await on_thread(listener.address, lambda c, a=cache, b=salt: c.complete("x", cache=a, cache_salt=b))
+        async with AsyncClient(listener.address) as client:
+            await client.complete("x")
+    seen = [(request.cache, request.cache_salt) for request in router.seen]
+    plain = (pb.CACHE_POLICY_READ_WRITE, "")
+    assert seen == [(pb.CACHE_POLICY_READ, "a"), (pb.CACHE_POLICY_OFF, "é" * 128), plain]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"cache": "never"}, "^cache: must be one of read_write, read, write, off, got 'never'$"),
+        ({"cache": None}, "^cache: must be one of .*, got None$"),
+        ({"cache_salt": b"x"}, "^cache_salt: must be text, got b'x'$"),
+        ({"cache_salt": "é" * 129}, "^cache_salt: may have at most 256 bytes, got 258$"),
+    ],
+)
+async def test_what_can_not_be_said_of_the_cache_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=words):
+        client.generate("x", **arguments)
 
 
 async def test_none_is_as_good_as_nothing(router: Router) -> None:

@@ -132,7 +132,7 @@ async def test_generate_names_a_file_that_can_not_be_read(tmp_path: Path) -> Non
         (["--ca={}/ca.crt", "--cert={0}/client.crt", "--key={0}/ca.crt"], "'--key': "),
     ],
 )
-@pytest.mark.parametrize("command", [["generate", "x"], ["ledger"]])
+@pytest.mark.parametrize("command", [["generate", "x"], ["ledger"], ["cache", "stats"]])
 def test_files_that_can_not_be_used_are_named_by_their_flags(command: list[str], flags: list[str], words: str) -> None:
     result = CliRunner().invoke(main, [*command, *(flag.replace("{}", "{0}").format(fleet()) for flag in flags)])
     assert result.exit_code == 2

@@ -7,7 +7,17 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat, KvPart
 from baton.pb import inference_pb2, kv_pb2
-from baton.request import FinishReason, FirstToken, Handoff, SamplingParams, Timings, TokenInfo, Usage
+from baton.request import (
+    CachedTokens,
+    CachePolicy,
+    FinishReason,
+    FirstToken,
+    Handoff,
+    SamplingParams,
+    Timings,
+    TokenInfo,
+    Usage,
+)
 from baton.rpc import convert
 
 RICH = SamplingParams(
@@ -90,7 +100,18 @@ def test_finish(reason: FinishReason | None) -> None:
     assert convert.finish_from_proto(convert.finish_to_proto(reason)) is reason
 
 
+@pytest.mark.parametrize("policy", CachePolicy)
+def test_cache_policy(policy: CachePolicy) -> None:
+    assert convert.cache_policy_from_proto(convert.cache_policy_to_proto(policy)) is policy
+
+
+def test_no_cache_policy_is_the_default_and_an_unknown_one_is_refused() -> None:
+    assert convert.cache_policy_from_proto(inference_pb2.GenerateRequest().cache) is CachePolicy.READ_WRITE
+    with pytest.raises(InvalidRequest, match=r"^cache: must be one of read_write, read, write, off, got 9$"):
+        convert.cache_policy_from_proto(9)
+
+
 def test_usage_and_timings() -> None:
-    usage, timings = Usage(1, 2, 3), Timings(1, 2, 3, 4, 5, 15, 6, 7)
+    usage, timings = Usage(1, 2, 3, CachedTokens(1, 2, 3, 4, 5)), Timings(1, 2, 3, 4, 5, 15, 6, 7)
     assert convert.usage_from_proto(convert.usage_to_proto(usage)) == usage
     assert convert.timings_from_proto(convert.timings_to_proto(timings)) == timings

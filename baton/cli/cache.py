@@ -1,0 +1,130 @@
+"""`baton cache`: what the prefix caches of a fleet hold, dropping it, and filling them beforehand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import click
+from rich.console import Console
+
+from baton.cache_report import CacheReport, CacheTier
+from baton.cli.failures import EXIT_HELP
+from baton.cli.options import DEFAULT_GRPC, Addresses, Seconds, connection, connection_options
+from baton.cli.reach import Survey
+from baton.cli.tables import output, size, table
+from baton.cli.warm import warm
+from baton.client import Client
+
+_COLUMNS = ("tier", "blocks", "held", "capacity", "hits", "misses", "fetching", "state")
+_NUMBERS = ("blocks", "held", "capacity", "hits", "misses", "fetching")
+_DROPPED = ("tier", "blocks", "dropped", "state")
+
+
+@click.group()
+def cache() -> None:
+    """Look at, drop and fill the prefix caches of a fleet."""
+
+
+@cache.command(epilog=f"{EXIT_HELP} Where processes fail in different ways, it is 1.")
+@click.option(
+    "--target",
+    "targets",
+    type=Addresses(),
+    multiple=True,
+    default=[DEFAULT_GRPC],
+    show_default=True,
+    help="Control listeners of workers, and routers; may be given again.",
+)
+@click.option("--timeout", type=Seconds(), default=5.0, help="Seconds for each process.")
+@click.option("--json", "as_list", is_flag=True, help="Print a JSON list with an object for each process.")
+@connection_options
+def stats(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags: Any) -> None:
+    """Show the tiers of the prefix cache of each process.
+
+    A worker has its pool of pages, its host memory, and Redis, if it uses it; a router the index by which it places
+    requests. With TLS, workers want the certificate of an admin (--cert, --key), routers the API key of one.
+    """
+    found = Survey(_flat(targets), connection(flags), lambda client: client.cache(timeout=timeout))
+    if as_list:
+        click.echo(json.dumps([asdict(each) for each in found.answers], ensure_ascii=False))
+    else:
+        console = output()
+        for each in found.answers:
+            _print(each, console)
+    found.end()
+
+
+@cache.command(epilog=f"{EXIT_HELP} Where processes fail in different ways, it is 1.")
+@click.option(
+    "--target",
+    "targets",
+    type=Addresses(),
+    multiple=True,
+    required=True,
+    help="Control listeners of workers; may be given again.",
+)
+@click.option("--redis", is_flag=True, help="Drop what is in Redis too: all blocks of the fleet's KV format.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--timeout", type=Seconds(), default=60.0, help="Seconds for each process.")
+@click.option("--json", "as_list", is_flag=True, help="Print a JSON list with an object for each process.")
+@connection_options
+def clear(targets: Sequence[list[str]], redis: bool, yes: bool, timeout: float, as_list: bool, **flags: Any) -> None:
+    """Drop the cached KV of workers; slower prompts are all that comes of it."""
+    addresses = _flat(targets)
+    if not yes:
+        what = f"{', '.join(addresses)}{' and all of its kind in Redis' if redis else ''}"
+        click.confirm(f"Drop the cached KV of {what}?", abort=True, err=True)
+    found = Survey(addresses, connection(flags), partial(_clear, redis=redis, timeout=timeout))
+    if as_list:
+        click.echo(json.dumps([asdict(each) for each in found.answers], ensure_ascii=False))
+    else:
+        console = output()
+        for each in found.answers:
+            _print_dropped(each, console)
+    found.end()
+
+
+cache.add_command(warm)
+
+
+def _clear(client: Client, *, redis: bool, timeout: float) -> CacheReport:
+    """Who was cleared, with what was dropped."""
+    who = client.cache(timeout=timeout)
+    return CacheReport(who.process, who.role, client.clear_cache(redis=redis, timeout=timeout))
+
+
+def _flat(targets: Sequence[list[str]]) -> list[str]:
+    return [address for addresses in targets for address in addresses]
+
+
+def _print(each: CacheReport, console: Console) -> None:
+    console.print(f"{each.role} {each.process}", style="bold", soft_wrap=True)
+    rows = table(_COLUMNS, _NUMBERS)
+    for tier in each.tiers:
+        rows.add_row(*_row(tier))
+    console.print(rows)
+
+
+def _row(tier: CacheTier) -> tuple[str, ...]:
+    return (
+        tier.name,
+        str(tier.blocks),
+        size(tier.bytes),
+        size(tier.capacity_bytes) if tier.capacity_bytes else "",
+        str(tier.hits),
+        str(tier.misses),
+        f"{size(tier.bytes_per_second)}/s" if tier.bytes_per_second else "",
+        tier.state,
+    )
+
+
+def _print_dropped(each: CacheReport, console: Console) -> None:
+    console.print(f"{each.role} {each.process}", style="bold", soft_wrap=True)
+    rows = table(_DROPPED, (*_NUMBERS, "dropped"))
+    for tier in each.tiers:
+        rows.add_row(tier.name, str(tier.blocks), size(tier.bytes), tier.state)
+    console.print(rows)

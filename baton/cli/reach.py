@@ -1,0 +1,78 @@
+"""Asking several processes of a fleet, each by the name that its certificate has.
+
+With --ca and no --server-name a target may be a router, whose certificate names its hosts, or a worker, whose
+certificate names its role: each name is asked for in turn until one is that of the certificate. An API key is for
+routers, so no process that has shown another role gets it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import click
+
+from baton.cli.failures import FAILED, INTERRUPTED, exit_status, in_words, usage_of_connection
+from baton.client import Client
+from baton.errors import BatonError, Unavailable
+from baton.rpc.tls import role_name
+
+T = TypeVar("T")
+
+_WORKERS = (role_name("prefill"), role_name("decode"))
+_OTHER_NAME = "Hostname Verification Check failed"
+"""In gRPC's message when the certificate is not that of the name asked for."""
+
+
+class Survey(Generic[T]):
+    """The answers of all processes that gave one, and the faults of the others."""
+
+    def __init__(self, targets: Sequence[str], reach: dict[str, Any], question: Callable[[Client], T]) -> None:
+        """Ask each of `targets`; `reach` are the client's settings. Ends the process at Ctrl-C."""
+        self.answers: list[T] = []
+        self._faults: list[str] = []
+        self._statuses: set[int] = set()
+        for target in targets:
+            try:
+                self.answers.append(ask(target, reach, question))
+            except KeyboardInterrupt:
+                sys.exit(INTERRUPTED)
+            except BatonError as error:
+                self.fault(f"{target}: {in_words(error)}", exit_status(error))
+
+    def fault(self, words: str, status: int = FAILED) -> None:
+        """Note something else that is wrong."""
+        self._faults.append(words)
+        self._statuses.add(status)
+
+    def end(self) -> None:
+        """Say what was wrong and end the process: with the status of all faults, FAILED if they have several."""
+        for fault in self._faults:
+            click.echo(f"error: {fault}", err=True)
+        sys.exit(self._statuses.pop() if len(self._statuses) == 1 else FAILED if self._statuses else 0)
+
+
+def ask(target: str, reach: dict[str, Any], question: Callable[[Client], T]) -> T:
+    """The answer of the process at `target`, under whichever of its names the certificate has."""
+    host = reach["server_name"]
+    names = [host] if host or reach["ca"] is None else [None, role_name("router"), *_WORKERS]
+    for name in names:
+        # Held back from workers, lest one that stands where a router did learns the key.
+        key = None if name in _WORKERS else reach["api_key"]
+        with usage_of_connection():
+            client = Client(target, **reach | {"server_name": name, "api_key": key})
+        with client:
+            try:
+                return question(client)
+            except Unavailable as error:
+                if name == names[-1] or _OTHER_NAME not in str(error):
+                    raise _told(error, names) from None
+    raise Unavailable(f"{target} was not asked")
+
+
+def _told(error: Unavailable, names: Sequence[str | None]) -> Unavailable:
+    if len(names) == 1 or _OTHER_NAME not in str(error):
+        return error
+    asked = ", ".join(name for name in names if name)
+    return Unavailable(f"the certificate names neither the host nor any of {asked}; --server-name says what it names")

@@ -1,0 +1,127 @@
+"""`baton cache warm`: prompts sent through a router for the KV that they leave in the caches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from baton.cli.account import cached_in_words
+from baton.cli.failures import EXIT_HELP, FAILED, INTERRUPTED, exit_status, in_words, usage_of_connection
+from baton.cli.options import DEFAULT_GRPC, Address, Seconds, connection, connection_options
+from baton.cli.prompts import read_prompts
+from baton.client import AsyncClient
+from baton.completion import Prompt
+from baton.errors import BatonError
+from baton.request import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class _Warmed:
+    """What became of the prompt of a line: its usage or its error."""
+
+    line: int
+    usage: Usage | None = None
+    error: BatonError | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        usage = asdict(self.usage) if self.usage else None
+        return {"line": self.line, "usage": usage, "error": in_words(self.error) if self.error else None}
+
+    def in_words(self) -> str:
+        if self.error is not None:
+            return f"error: {in_words(self.error)}"
+        usage = self.usage or Usage(0, 0, 0)
+        computed = usage.prompt_tokens - usage.cached_tokens
+        return f"{usage.prompt_tokens} tokens, {computed} computed, {cached_in_words(usage)}"
+
+
+@click.command(epilog=f"{EXIT_HELP} Where prompts fail in different ways, it is 1.")
+@click.option("--target", type=Address(), default=DEFAULT_GRPC, show_default=True, help="The router.")
+@click.option("--model", default="", help="Name of the served model.  [default: the only one]")
+@click.option(
+    "--prompt-file",
+    type=click.Path(path_type=Path),
+    required=True,
+    help='File with the prompt; .jsonl: one a line, {"text": ...}, {"token_ids": [...]} or {"messages": [...]}.',
+)
+@click.option("--cache-salt", default="", help="The salt of the requests that the prompts are cached for.")
+@click.option("--concurrency", type=click.IntRange(1, 256), default=4, show_default=True, help="Prompts at a time.")
+@click.option("--timeout", type=Seconds(), help="Deadline of each prompt in seconds.")
+@click.option("--json", "as_list", is_flag=True, help="Print a JSON list with an object for each prompt.")
+@connection_options
+def warm(
+    target: str,
+    model: str,
+    prompt_file: Path,
+    cache_salt: str,
+    concurrency: int,
+    timeout: float | None,
+    as_list: bool,
+    **flags: Any,
+) -> None:
+    """Have the KV of prompts computed and cached, for one output token each; fails if one of them does.
+
+    They are cached for the tenant of the API key, and for --cache-salt, alone.
+    """
+    prompts = read_prompts("--prompt-file", prompt_file)
+    settings = {"model": model, **connection(flags)}
+    arguments = {"cache_salt": cache_salt, "timeout": timeout}
+    try:
+        done = asyncio.run(_warm(target, settings, prompts, arguments, concurrency, live=not as_list))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    if as_list:
+        click.echo(json.dumps([each.as_json() for each in done], ensure_ascii=False))
+    statuses = {exit_status(each.error) for each in done if each.error}
+    sys.exit(statuses.pop() if len(statuses) == 1 else FAILED if statuses else 0)
+
+
+async def _warm(
+    target: str,
+    settings: Mapping[str, Any],
+    prompts: Mapping[int, Prompt],
+    arguments: Mapping[str, Any],
+    concurrency: int,
+    *,
+    live: bool,
+) -> list[_Warmed]:
+    """Send all prompts, saying of each, if `live`, how it ended; what became of them, by their lines."""
+    done: list[_Warmed] = []
+    waiting = iter(prompts.items())
+
+    async def work() -> None:
+        for line, prompt in waiting:
+            done.append(await _sent(client, line, prompt, arguments))
+            if live:
+                click.echo(f"prompt {line}: {done[-1].in_words()}", err=done[-1].error is not None)
+
+    with usage_of_connection():
+        client = AsyncClient(target, **settings)
+    async with client:
+        await asyncio.gather(*(work() for _ in range(min(concurrency, len(prompts)))))
+    if live:
+        click.echo(_total(done))
+    return sorted(done, key=lambda each: each.line)
+
+
+async def _sent(client: AsyncClient, line: int, prompt: Prompt, arguments: Mapping[str, Any]) -> _Warmed:
+    try:
+        completion = await client.complete(prompt, max_tokens=1, temperature=0, **arguments)
+    except BatonError as error:
+        return _Warmed(line, error=error)
+    return _Warmed(line, completion.usage)
+
+
+def _total(done: list[_Warmed]) -> str:
+    usages = [each.usage for each in done if each.usage]
+    tokens, cached = sum(usage.prompt_tokens for usage in usages), sum(usage.cached_tokens for usage in usages)
+    failed = sum(1 for each in done if each.error)
+    count = f"{len(done)} prompt{'' if len(done) == 1 else 's'}{f', {failed} failed' if failed else ''}"
+    return f"{count}: {tokens} tokens, {tokens - cached} computed, {cached} cached"

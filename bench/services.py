@@ -1,0 +1,116 @@
+"""Services as processes, in any constellation, and what their metrics say.
+
+    with Services(model=directory, redis=url) as services:
+        prefill, decode = services.worker("prefill"), services.worker("decode", slots=8)
+        router = services.router([prefill], [decode])
+
+Settings become flags. All processes end with the block, and with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.launcher import bound_to_me
+
+SECRET = "a secret of the bench"
+READY_S = 60.0
+_MODULES = {"prefill": "prefill_svc", "decode": "decode_svc"}
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Addresses of one worker, "host:port"."""
+
+    control: str
+    ops: str
+
+
+class Services:
+    """Processes of one fleet; `settings` go to every worker, those of `worker` to one."""
+
+    def __init__(self, *, model: str, **settings: Any) -> None:
+        self._model = model
+        self._settings = settings
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Services:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.close()
+
+    def worker(self, role: str, **settings: Any) -> Worker:
+        """A worker that listens: its model is loaded."""
+        flags = _flags({"model": self._model, **self._settings, **settings})
+        where = self._stack.enter_context(started(["-m", _MODULES[role], *flags]))
+        return Worker(where["control"], where["ops"])
+
+    def router(self, prefill: Sequence[Worker], decode: Sequence[Worker], **settings: Any) -> str:
+        """Where a router over these workers, which serves, takes requests."""
+        workers = {role: [each.control for each in them] for role, them in (("prefill", prefill), ("decode", decode))}
+        places = {role: ",".join(addresses) for role, addresses in workers.items()}
+        flags = _flags({"model": self._model, **places, **settings})
+        address = self._stack.enter_context(started(["-m", "router", *flags]))["grpc"]
+        wait_until_serving(address)
+        return address
+
+
+@contextlib.contextmanager
+def started(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
+    """A Python process and what its line "listening ..." tells; it is told to stop at the end."""
+    command = bound_to_me([sys.executable, *arguments])
+    variables = {**os.environ, "BATON_FLEET_SECRET": SECRET, "BATON_LOG_LEVEL": "warning", **(environ or {})}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
+        try:
+            line = process.stdout.readline() if process.stdout else ""
+            if not line.startswith("listening "):
+                raise RuntimeError(f"{' '.join(arguments)} did not listen")
+            yield dict(re.findall(r"(\w+)=(\S+)", line))
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def wait_until_serving(address: str) -> None:
+    """Return once the process at `address` serves; raises grpc.RpcError after READY_S."""
+    with grpc.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch
+        for answer in watch(health_pb2.HealthCheckRequest(), timeout=READY_S, wait_for_ready=True):
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+
+def counters(ops: Sequence[str], name: str, label: str = "") -> dict[str, float]:
+    """A metric by the values of one label (or under ""), summed over the processes with these ops listeners."""
+    found: dict[str, float] = {}
+    for address in ops:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name:
+                    key = sample.labels.get(label, "")
+                    found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What counters have gained, where they have."""
+    return {key: value - before.get(key, 0.0) for key, value in after.items() if value != before.get(key, 0.0)}
+
+
+def _flags(settings: Mapping[str, Any]) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value not in ("", None)]
