@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
@@ -12,6 +13,7 @@ from baton.engine.contract import Engine, KvHandle
 from baton.pb import prefill_pb2
 from baton.transfer.exports import Exports
 from baton.transfer.servicer import KvServicer
+from tests.prefill import PROMPT, decoder
 
 INCARNATION = "of the decode worker"
 
@@ -54,3 +56,14 @@ async def peer(engine: Engine) -> AsyncIterator[Peer]:
         exports.close()
         await exports.drained()
         await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def exporter(prompt: list[int] = PROMPT) -> AsyncIterator[tuple[Peer, Any]]:
+    """A peer that holds all of a prompt's KV, and the handle."""
+    with decoder() as engine:
+        handle = engine.reserve("held", len(prompt))
+        engine.prefill_chunk(handle, prompt, 0, len(prompt), on_layer=lambda _: None)
+        async with peer(engine) as exporting:
+            yield exporting, handle
+        engine.free(handle)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from baton.engine.fake import FakeEngine, expected_tokens
 from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.kv.prefix.contract import FetchRate
 from baton.kv.prefix.worth import Decision, Worth
-from baton.pb import admin_pb2, admin_pb2_grpc, prefill_pb2
+from baton.pb import admin_pb2, admin_pb2_grpc
 from baton.request import CachePolicy, SamplingParams
-from tests.peers import INCARNATION, Peer, peer
+from tests.peers import exporter
 from tests.prefill import (
     PROMPT,
     TIERS,
@@ -45,17 +45,6 @@ def all_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def valkey(tmp_path: Path) -> Iterator[Server]:
     with running("valkey", tmp_path) as server:
         yield server
-
-
-@contextlib.asynccontextmanager
-async def exporter(prompt: list[int] = PROMPT) -> AsyncIterator[tuple[Peer, Any]]:
-    """A peer that holds all of a prompt's KV, and the handle."""
-    with decoder() as engine:
-        handle = engine.reserve("held", len(prompt))
-        engine.prefill_chunk(handle, prompt, 0, len(prompt), on_layer=lambda _: None)
-        async with peer(engine) as exporting:
-            yield exporting, handle
-        engine.free(handle)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -343,51 +332,6 @@ async def test_a_call_cancelled_during_the_look_up_leaves_nothing(valkey: Server
         call.cancel()
         await client.status(lambda status: status.load.waiting == 0)
         await client.pages_back()
-
-
-@pytest.mark.parametrize("fault", ["gone", "unknown", "stranger", "silent", "malformed"])
-async def test_a_peer_that_fails_is_only_slower(fault: str) -> None:
-    async with serving(cache_budget_s=0.1) as client, exporter() as (exporting, held):
-        source = exporting.offer(held, 96)
-        if fault == "gone":
-            source.address = "127.0.0.1:1"
-        elif fault == "unknown":
-            source.transfer_id = "another"
-        elif fault == "stranger":
-            source.incarnation = "another"
-        elif fault == "malformed":
-            source.address = "nowhere"
-        else:
-            source = prefill_pb2.PrefixSource(
-                address=exporting.address, incarnation=source.incarnation, transfer_id="announced", tokens=96
-            )
-            exporting.exports.announce("announced")
-        done = await client.done(source=source)
-        assert done.cached_tokens == 0
-        assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT, 1)[0]
-
-
-async def test_a_call_cancelled_during_a_fetch_from_a_peer_leaves_nothing() -> None:
-    async with serving(cache_budget_s=WAIT_S) as client, exporter() as (exporting, _):
-        exporting.exports.announce("announced")
-        source = prefill_pb2.PrefixSource(
-            address=exporting.address, incarnation=INCARNATION, transfer_id="announced", tokens=96
-        )
-        call = client.call(transfer_id="t", source=source)
-        await client.status(lambda status: status.load.pages_used == 7)
-        call.cancel()
-        async with asyncio.timeout(WAIT_S / 2):
-            await client.pages_back()
-
-
-async def test_a_peer_that_says_more_than_it_has_is_only_slower() -> None:
-    async with serving() as client, exporter() as (exporting, held):
-        source = exporting.offer(held, 48)
-        source.tokens = 96
-        assert (await client.done(source=source)).cached_tokens == 0
-        client.app.engine.drop_cached()
-        source = exporting.offer(held, 50)
-        assert by_tier(await client.done([*PROMPT[:50], 8], source=source)) == {"peer": 48}
 
 
 class Rated(MemoryPrefixCache):

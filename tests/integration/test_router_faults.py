@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import EngineError
 from baton.pb import decode_pb2, prefill_pb2
-from tests.integration.router_bench import bench, refused, until, whole
+from tests.integration.router_bench import Answer, bench, refused, until, whole
 from tests.integration.router_stubs import (
     LENGTH,
     DownStream,
@@ -30,6 +30,7 @@ Kind = decode_pb2.AttemptFailure
 async def test_failed_attempt_goes_on_elsewhere_without_a_seam(tmp_path: Path, kind: str) -> None:
     async with bench(tmp_path, prefill=2, decode=2) as b:
         failed: list[decode_pb2.AttemptKey] = []
+        begun = asyncio.Event()
 
         async def once(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
             if failed:
@@ -39,12 +40,16 @@ async def test_failed_attempt_goes_on_elsewhere_without_a_seam(tmp_path: Path, k
             down.send(start.key, 0, 1, [letter(1), letter(2)])
             # A token beyond a gap is the failed attempt's word, and must not outlive it.
             down.send(start.key, 0, 4, [letter(25)])
+            await begun.wait()
             down.fail(start.key, getattr(Kind, kind))
             down.send(start.key, 0, 3, [letter(25)])
 
         for stub in b.decode:
             stub.script = once
-        answer = await b.answer(max_tokens=6)
+        call = b.call(max_tokens=6)
+        first = await call.read()
+        begun.set()
+        answer = Answer([first, *(await whole(call)).events])
         assert answer.text() == text(0, 6)
         assert answer.last().finish_reason == LENGTH
         requests = sorted((r for stub in b.prefill for r in stub.requests), key=lambda r: r.attempt)

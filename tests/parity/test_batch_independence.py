@@ -77,8 +77,8 @@ async def test_n_choices_come_from_one_prefill(tmp_path: Path) -> None:
         client = await fleet.router([await fleet.prefill(page_size=16)], [await fleet.decode(page_size=32)])
         one = await client.complete(prompt, **settings)
         before = REGISTRY.get_sample_value("baton_prefill_tokens_total", {"source": "computed"}) or 0
-        four = await client.complete(prompt, n=4, **settings)
-        again = await client.complete(prompt, n=4, **settings)
+        four = await client.complete(prompt, n=4, cache="off", **settings)
+        again = await client.complete(prompt, n=4, cache="off", **settings)
         computed = (REGISTRY.get_sample_value("baton_prefill_tokens_total", {"source": "computed"}) or 0) - before
     outputs = [tuple(choice.token_ids) for choice in four.choices]
     assert len(set(outputs)) == 4

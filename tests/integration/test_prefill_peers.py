@@ -1,0 +1,60 @@
+"""The prefill service and a decode worker that holds a prefix, when something is wrong with that."""
+
+import asyncio
+
+import pytest
+
+from baton.engine.fake import expected_tokens
+from baton.pb import prefill_pb2
+from tests.peers import INCARNATION, exporter
+from tests.prefill import PROMPT, WAIT_S, by_tier, fetch_all, serving
+
+
+@pytest.fixture(autouse=True)
+def all_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch_all(monkeypatch)
+
+
+@pytest.mark.parametrize("fault", ["gone", "unknown", "stranger", "silent", "malformed"])
+async def test_a_peer_that_fails_is_only_slower(fault: str) -> None:
+    async with serving(cache_budget_s=0.1) as client, exporter() as (exporting, held):
+        source = exporting.offer(held, 96)
+        if fault == "gone":
+            source.address = "127.0.0.1:1"
+        elif fault == "unknown":
+            source.transfer_id = "another"
+        elif fault == "stranger":
+            source.incarnation = "another"
+        elif fault == "malformed":
+            source.address = "nowhere"
+        else:
+            source = prefill_pb2.PrefixSource(
+                address=exporting.address, incarnation=source.incarnation, transfer_id="announced", tokens=96
+            )
+            exporting.exports.announce("announced")
+        done = await client.done(source=source)
+        assert done.cached_tokens == 0
+        assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT, 1)[0]
+
+
+async def test_a_call_cancelled_during_a_fetch_from_a_peer_leaves_nothing() -> None:
+    async with serving(cache_budget_s=WAIT_S) as client, exporter() as (exporting, _):
+        exporting.exports.announce("announced")
+        source = prefill_pb2.PrefixSource(
+            address=exporting.address, incarnation=INCARNATION, transfer_id="announced", tokens=96
+        )
+        call = client.call(transfer_id="t", source=source)
+        await client.status(lambda status: status.load.pages_used == 7)
+        call.cancel()
+        async with asyncio.timeout(WAIT_S / 2):
+            await client.pages_back()
+
+
+async def test_a_peer_that_says_more_than_it_has_is_only_slower() -> None:
+    async with serving() as client, exporter() as (exporting, held):
+        source = exporting.offer(held, 48)
+        source.tokens = 96
+        assert (await client.done(source=source)).cached_tokens == 0
+        client.app.engine.drop_cached()
+        source = exporting.offer(held, 50)
+        assert by_tier(await client.done([*PROMPT[:50], 8], source=source)) == {"peer": 48}
