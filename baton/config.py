@@ -62,9 +62,12 @@ def option(
     minimum: float | None = None,
     secret: bool = False,
 ) -> Any:
-    """A field of a configuration class; `unit` is "" (none), "bytes" ("4GiB") or "address" ("host:port")."""
+    """A field of a configuration class; `unit` is "" (none), "bytes" ("4GiB") or "address" ("host:port").
+
+    A secret comes from the environment alone, and is in no help and no `repr`.
+    """
     metadata = {"help": help, "choices": tuple(choices), "unit": unit, "minimum": minimum, "secret": secret}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, repr=not secret, metadata=metadata)
 
 
 def load(cls: type[T], prog: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> T:

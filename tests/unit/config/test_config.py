@@ -97,6 +97,7 @@ def test_a_secret_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0
     assert "--kv-memory, BATON_KV_MEMORY" in text
     assert "--fleet-secret" not in text
+    assert "hush" not in repr(make("--model", "m", BATON_FLEET_SECRET="hush"))
 
 
 @pytest.mark.parametrize(
