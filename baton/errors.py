@@ -15,7 +15,9 @@
     ├── TransferError         ABORTED              a KV transfer failed; a new attempt may succeed
     │   ├── CorruptFrame                           a checksum, header or payload is wrong
     │   ├── IncompleteTransfer                     the stream, its manifest or its commit lacks something
+    │   ├── WrongPrefix                            the exporter holds another prefix than was asked for
     │   ├── StaleIncarnation                       the exporter was restarted
+    │   ├── EncodingRefused                        the two ends share no encoding of the KV that was asked for
     │   ├── TicketRefused                          the exporter does not let this worker have it
     │   └── SourceUnreachable                      the exporter can't be reached, or the link broke
     ├── EngineError           INTERNAL             the model runtime failed
@@ -147,8 +149,16 @@ class IncompleteTransfer(TransferError):
     """A stream ended without all that its manifest, its commit or the request promised."""
 
 
+class WrongPrefix(TransferError):
+    """An exporter holds another prefix than the one that was asked for."""
+
+
 class StaleIncarnation(TransferError):
     """The request was meant for an earlier incarnation of the exporter."""
+
+
+class EncodingRefused(TransferError):
+    """An exporter does not encode KV as it was asked to, or frames came in another encoding than was asked for."""
 
 
 class TicketRefused(TransferError):

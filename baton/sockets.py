@@ -9,9 +9,10 @@ from baton.config import parse_address
 from baton.errors import ConfigError
 
 
-def bind(address: str) -> socket.socket:
+def bind(address: str, *, shared: bool = False) -> socket.socket:
     """A socket bound to `address` ("host:port"), as servers bind: past connections don't hold the port.
 
+    A port may have several sockets if all are `shared` (SO_REUSEPORT).
     Raises ConfigError naming the address.
     """
     host, port = parse_address(address)
@@ -29,6 +30,8 @@ def bind(address: str) -> socket.socket:
             continue
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             bound.bind(where)
             return bound
         except OSError as error:

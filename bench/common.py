@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import platform
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from baton.bench.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -39,40 +38,14 @@ def running_fleet(*flags: str) -> Iterator[dict[str, str]]:
             process.wait(30)
 
 
-def machine() -> dict[str, Any]:
-    """What ran it: processor, cores, memory in GiB, Python and the versions that matter."""
-    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
-    return {
-        "processor": model[1] if model else platform.processor(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "grpcio", "transformers")},
-    }
-
-
-def commit() -> str:
-    """The commit of the tree, with "+changes" when it has uncommitted ones."""
-    here = Path(__file__).parent
-    name = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=here, text=True).strip()
-    changed = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=here, text=True).strip()
-    return name + ("+changes" if changed else "")
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
-
-
 def save(name: str, results: dict[str, Any], part: str = "") -> None:
     """Print the results and write them to bench/results/NAME.json with machine, commit and command.
 
     A `part` is written beside what the file holds already, under that key.
     """
-    command = " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    report = {"machine": machine(), "commit": commit(), "command": command, "results": results}
+    module = Path(sys.argv[0]).relative_to(Path(__file__).parents[1]).with_suffix("")
+    command = " ".join(["python -m", ".".join(module.parts).removesuffix(".__main__"), *sys.argv[1:]])
+    report = {**provenance(), "command": command, "results": results}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     if part:

@@ -19,7 +19,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import AsyncClient
-from bench.common import percentile, running_fleet, save
+from baton.bench.stats import percentile
+from bench.common import running_fleet, save
 
 INTERVAL_S = 0.01
 

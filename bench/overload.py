@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton import AsyncClient
+from baton.bench.stats import percentile
 from baton.engine.fake import expected_tokens
 from baton.errors import BatonError, Overloaded
-from bench.common import percentile, save
+from bench.common import save
 from bench.fakes import FakeFleet, fake_fleet
 
 TTFT_SLO_S, ITL_SLO_S = 2.0, 0.05

@@ -36,9 +36,10 @@ import numpy
 from redis import Redis
 
 from baton import AsyncClient
+from baton.bench.stats import percentile
 from baton.kv.embedded import embedded_valkey
 from baton.request import CachedTokens
-from bench.common import percentile, save
+from bench.common import save
 from bench.prefix_redis import Throughput, kv_format
 from bench.prefix_redis import table as redis_table
 from bench.services import Services, Worker

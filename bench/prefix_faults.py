@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from baton import AsyncClient
+from baton.bench.stats import percentile
 from baton.engine.fake import expected_tokens
 from baton.errors import BatonError
-from bench.common import percentile, save
+from bench.common import save
 from bench.fakes import FakeFleet, fake_fleet
 from bench.services import counters, grown
 from tests.redis_server import Server, running

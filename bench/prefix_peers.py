@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton import AsyncClient
+from baton.bench.stats import percentile
 from baton.kv.embedded import embedded_valkey
-from bench.common import percentile, save
-from bench.peers import Answer, vllm_server
+from bench.common import save
+from bench.peers.servers import Answer, vllm_server
 from bench.services import Services, Worker, counters
 
 FIRST_ID, IDS = 10, 4000

@@ -30,10 +30,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from baton.bench import traces as mooncake
+from baton.bench.stats import percentile
+from baton.bench.traces import Arrival
 from baton.kv.format import KvFormat, KvPart
 from bench import traces
-from bench.common import percentile, save
-from bench.traces import Arrival
+from bench.common import save
 from router.demand import NO_HITS, Choice, Demand, Hits
 from router.fleet import RECENT_S, DecodeView, Fading, Fleet, PrefillView
 from router.policy import choose
@@ -362,13 +364,13 @@ def trace(name: str, workers: int, requests: int, file: Path | None) -> tuple[li
     if name == "chat":
         return traces.conversations(traces.CHAT, requests, span_s, seed=2), traces.CHAT.block
     if file is not None:
-        arrivals = list(traces.read(file))[:requests]
+        arrivals = list(mooncake.read(file))[:requests]
         speed = span_s / (arrivals[-1].at_s or 1.0)
-        return [replace(each, at_s=each.at_s * speed) for each in arrivals], traces.MOONCAKE_BLOCK
+        return [replace(each, at_s=each.at_s * speed) for each in arrivals], mooncake.MOONCAKE_BLOCK
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
-        traces.write(path, traces.conversations(traces.MOONCAKE_LIKE, requests, span_s, seed=3))
-        return list(traces.read(path)), traces.MOONCAKE_BLOCK
+        mooncake.write(path, traces.conversations(traces.MOONCAKE_LIKE, requests, span_s, seed=3))
+        return list(mooncake.read(path)), mooncake.MOONCAKE_BLOCK
 
 
 def main() -> None:

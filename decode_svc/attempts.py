@@ -12,7 +12,7 @@ be done at any time, and what the engine thread is in the midst of comes back wh
 Leading blocks of the context that are published in the pool are pinned by the reservation, shared with whoever else has
 them, and not transferred. Their names were the router's; the commit is held against them. It publishes the context's
 own blocks, so that the next request finds them while this one runs, and the end of each sequence publishes those of its
-output.
+output. Where KV comes compressed nothing is published: names are those of KV as it was computed.
 
 An attempt is DECODING while one of its choices is in the batch, and PAUSED when none is and some are paused.
 """
@@ -89,12 +89,23 @@ def context_ids(handoff: Handoff) -> Sequence[int]:
 
 
 class Attempts:
-    """All live attempts of a worker; times are seconds on the caller's clock. `left` is told what ends leave behind."""
+    """All live attempts of a worker; times are seconds on the caller's clock.
 
-    def __init__(self, engine: Engine, reserve_tokens: int, left: Left = lambda owner, digests, found: None) -> None:
+    `left` is told what ends leave behind; nothing is left unless the KV that is fetched is `exact`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reserve_tokens: int,
+        left: Left = lambda owner, digests, found: None,
+        *,
+        exact: bool = True,
+    ) -> None:
         self._engine = engine
         self._reserve_tokens = reserve_tokens
         self._left = left
+        self._exact = exact
         self._live: dict[tuple[int, AttemptKey], Attempt] = {}
         self._owners: dict[int, tuple[Attempt, int]] = {}
         self._numbers = itertools.count()
@@ -164,7 +175,7 @@ class Attempts:
 
     def named(self, attempt: Attempt) -> bool:
         """Whether the commit needs the names of the context's blocks: to publish them, or to check pinned ones."""
-        return attempt.request.cache.writes or attempt.handle.cached > 0
+        return self._publishes(attempt) or attempt.handle.cached > 0
 
     def commit(
         self,
@@ -183,7 +194,7 @@ class Attempts:
         self._check(attempt, handoff)
         self._check_pinned(attempt, digests or ())
         chain = None
-        if digests is not None and attempt.request.cache.writes:
+        if digests is not None and self._publishes(attempt):
             self._engine.publish(attempt.handle, digests)
             chain = self._chain(attempt, handoff, digests)
         going = [
@@ -253,6 +264,10 @@ class Attempts:
             del self._owners[sequence]
         attempt.choices.clear()
         return dropped
+
+    def _publishes(self, attempt: Attempt) -> bool:
+        """Whether others may find what the attempt computes and fetches."""
+        return self._exact and attempt.request.cache.writes
 
     def _settle(self, attempt: Attempt, now: float) -> None:
         """Let the attempt's state follow from those of its choices."""

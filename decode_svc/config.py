@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from baton.config import option
 from baton.engine.config import EngineConfig
+from baton.kv.format import KvCompression
 from baton.worker.config import WorkerConfig
 
 
@@ -25,6 +26,11 @@ class DecodeConfig(WorkerConfig):
         512 << 20, help="Host memory for the KV of sequences paused for want of pages.", unit="bytes", minimum=0
     )
     convert_kv: bool = option(False, help="Accept KV of another element type and convert it.")
+    kv_compression: str = option(
+        "none",
+        help="Fetch KV in a byte an element and accept the error; none of it is then left for later prompts.",
+        choices=tuple(KvCompression),
+    )
     start_timeout_s: float = option(
         10.0, help="Seconds for which pages are held for a request that is not started.", minimum=0.01
     )
@@ -35,6 +41,11 @@ class DecodeConfig(WorkerConfig):
         30.0, help="Seconds without a frame after which a KV transfer is given up.", minimum=0.01
     )
     drain_s: float = option(30.0, help="Seconds that running sequences have to finish at a drain.", minimum=0)
+
+    @property
+    def fetches_exact(self) -> bool:
+        """Whether KV comes as it was computed, so that others may have it by its name."""
+        return self.kv_compression == KvCompression.NONE
 
     def engine_config(self) -> EngineConfig:
         """The engine's share of the settings."""

@@ -13,6 +13,7 @@ import grpc
 from baton.config import parse_address
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import BatonError, ConfigError, EngineError, SourceUnreachable, TransferError
+from baton.kv.format import KvCompression
 from baton.request import Handoff
 from baton.rpc.tls import Tls
 from baton.transfer.channels import KvChannels
@@ -40,6 +41,7 @@ class Fetch(Protocol):
         stall_timeout_s: float,
         ticket: bytes,
         consumer: str,
+        compression: KvCompression,
     ) -> Handoff: ...
 
 
@@ -112,6 +114,7 @@ class Fetches:
                     stall_timeout_s=self._config.fetch_stall_s,
                     ticket=start.ticket,
                     consumer=self._consumer,
+                    compression=KvCompression(self._config.kv_compression),
                 )
             digests = await self._names(attempt, handoff)
             if self._going(attempt):

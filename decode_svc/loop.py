@@ -1,4 +1,4 @@
-"""The engine thread: resume, admit, make room, step, emit.
+"""The engine thread: resume, admit, make room, launch a step, read one, emit.
 
 It sleeps on its inbox while it can do nothing, and looks into it before each step while it can. What a step yields
 goes back in one `Report`, and what changed in the batch in one before it; a sequence that ended publishes its blocks
@@ -6,11 +6,15 @@ and frees its pages and its slot before that, so that the next step runs with th
 that raises fails the sequences of its batch, and publishes nothing of theirs; nothing that was cached is trusted any
 more, and the loop goes on only if the engine's pages still audit clean, else it raises and the worker is done.
 
+The step that is read is the one just launched, or one before it: `spec.steps_ahead` steps stay unread while there is a
+batch, so that the device has the next one when this one is done. With a step ahead, a sequence that ends has been in
+one step more, whose token is dropped. Nothing stays unread when the batch is empty, or when somebody has to be paused.
+
 Before a step each sequence gets the page that its next token needs. If there is none, those that are held for no
-request are given back; if that is not enough, the youngest is paused, and the youngest again, until there is one; if
-host memory can't take it either, it fails as preempted, and its router replays it. A sequence that is alone and still
-can't grow is paused as well: what holds the pages then is on its way here, or given up and draining, and `wake` tells
-when pages have returned.
+request are given back, and unread steps are read, which may end sequences; if that is not enough, the youngest is
+paused, and the youngest again, until there is one; if host memory can't take it either, it fails as preempted, and its
+router replays it. A sequence that is alone and still can't grow is paused as well: what holds the pages then is on its
+way here, or given up and draining, and `wake` tells when pages have returned.
 
 The other side frees the handles of what it has ended at any time. What fails here because its handle is dead has not
 failed: it was ended, and its drop is on the way.
@@ -18,15 +22,18 @@ failed: it was ended, and its drop is on the way.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine, KvHandle
+from baton.engine.contract import Engine, KvHandle, StepHandle
 from baton.errors import OutOfPages, Overloaded
 from baton.lifecycle import State
+from baton.request import TokenInfo
 from baton.worker.progress import Progress
 from decode_svc.messages import FailureKind
 from decode_svc.scheduler import Decoding, Scheduler, StepOutput
@@ -48,7 +55,8 @@ class Report:
     """What a step brought, or the change of the batch before it: outputs, failed sequences, and the load after it.
 
     `moves` tell in order which sequences joined the batch (DECODING) or were paused (PAUSED); `resumed` how many of
-    them had been paused. `batch` and `seconds` are the step's sequences and duration, 0 when no step ran.
+    them had been paused. `batch` and `seconds` are the step's sequences and duration, 0 when no step was read; a
+    duration begins with the launch, or with the reading of the step before if that came later.
     """
 
     outputs: list[StepOutput] = field(default_factory=list)
@@ -60,6 +68,23 @@ class Report:
     running: int = 0
     waiting: int = 0
     paused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A step that could not be launched; its turn comes after those that could."""
+
+    error: Exception
+
+    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...]]]:
+        raise self.error
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    step: StepHandle
+    batch: int
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +123,8 @@ class DecodeLoop:
         self._clock = clock
         self._spared = spared
         self._scheduler = Scheduler(engine.spec)
+        self._unread: deque[_Launched] = deque()
+        self._read_at = 0.0
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Wake | _Stop] = queue.SimpleQueue()
         self._gave_back = False
 
@@ -135,10 +162,11 @@ class DecodeLoop:
                 pass
         finally:
             self._free(self._scheduler.all())
+            self._abandon()
             self._progress.idle()
 
     def turn(self) -> bool:
-        """Take in what has come, waiting for it when nothing can be done, then step and emit; False to stop."""
+        """Take in what has come, waiting for it when nothing can be done, then launch, read, emit; False to stop."""
         if not self._receive():
             return False
         changes = Report()
@@ -147,10 +175,7 @@ class DecodeLoop:
         self._make_room(changes)
         if changes.moves or changes.failures:
             self._tell(changes)
-        report = Report()
-        if self._scheduler.running:
-            self._step(report)
-        self._tell(report)
+        self._read(self._launch())
         return True
 
     def _tell(self, report: Report) -> None:
@@ -162,7 +187,7 @@ class DecodeLoop:
         """Take in all commands, waiting for one if there is nothing to do; False to stop."""
         free = self._free_pages()
         self._gave_back = self._gave_back and self._scheduler.wanted() > free
-        idle = self._scheduler.idle(free)
+        idle = self._scheduler.idle(free) and not self._unread
         if idle:
             self._progress.idle()
         while True:
@@ -207,13 +232,17 @@ class DecodeLoop:
         """Let every sequence of the batch have room for its next token, the oldest first."""
         for sequence in self._scheduler.short():
             while self._scheduler.runs(sequence) and not self._extend(sequence, report):
-                if not self._spared():
+                if self._spared():
+                    continue
+                if self._unread:
+                    self._read(0)
+                else:
                     self._pause(report)
 
     def _extend(self, sequence: Decoding, report: Report) -> bool:
         """False when there is no page for it."""
         try:
-            self._engine.extend(sequence.handle, sequence.length)
+            self._engine.extend(sequence.handle, sequence.length + sequence.unread)
         except OutOfPages:
             return False
         except Exception as error:
@@ -235,17 +264,44 @@ class DecodeLoop:
         else:
             report.moves.append((sequence.id, State.PAUSED))
 
-    def _step(self, report: Report) -> None:
-        report.batch, started = self._scheduler.running, self._clock()
+    def _launch(self) -> int:
+        """Launch a step over the batch, if there is one; how many steps may stay unread now."""
+        if not self._scheduler.running:
+            return 0
+        at, ahead = self._clock(), self._engine.spec.steps_ahead
+        step: StepHandle
         try:
-            results = self._engine.step().result()
+            step = self._engine.step()
+        except Exception as error:
+            step, ahead = _Failed(error), 0
+        self._unread.append(_Launched(step, self._scheduler.launched(), at))
+        return ahead
+
+    def _read(self, keep: int) -> None:
+        """Read the oldest steps until `keep` are unread, none if the batch becomes empty; emit after each, or once."""
+        due = True
+        while due:
+            report = Report()
+            if self._due(keep):
+                self._take(self._unread.popleft(), report)
+            self._tell(report)
+            due = self._due(keep)
+
+    def _due(self, keep: int) -> bool:
+        return len(self._unread) > (keep if self._scheduler.running else 0)
+
+    def _take(self, launched: _Launched, report: Report) -> None:
+        report.batch, started = launched.batch, max(launched.at, self._read_at)
+        try:
+            results = launched.step.result()
         except Exception as error:
             _log.exception("a step over %d sequences failed", report.batch)
+            self._unread.clear()
             self._engine.drop_cached()
             self._fail(self._scheduler.batch(), FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
             self._engine.audit()
             return
-        now = self._clock()
+        now = self._read_at = self._clock()
         report.seconds = now - started
         for handle, tokens in results:
             output = self._scheduler.advance(handle, tokens, now)
@@ -254,6 +310,12 @@ class DecodeLoop:
                 if output.finish is not None:
                     self._publish(handle, output.digests)
                     self._engine.free(handle)
+
+    def _abandon(self) -> None:
+        """Wait for what is unread, which nobody wants."""
+        while self._unread:
+            with contextlib.suppress(Exception):
+                self._unread.popleft().step.result()
 
     def _publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
         if digests:

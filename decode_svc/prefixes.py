@@ -14,6 +14,7 @@ from baton.telemetry import metrics
 from baton.transfer.export import Export
 from baton.transfer.exports import Exports
 from decode_svc.attempts import Attempt
+from decode_svc.reservation import pinnable
 
 _log = logging.getLogger(__name__)
 
@@ -21,8 +22,9 @@ _log = logging.getLogger(__name__)
 class PrefixExports:
     """At most one export for each attempt; lives on the asyncio loop."""
 
-    def __init__(self, exports: Exports) -> None:
+    def __init__(self, exports: Exports, block_size: int) -> None:
         self._exports = exports
+        self._block_size = block_size
         self._of: dict[Attempt, Export] = {}
 
     def __len__(self) -> int:
@@ -45,7 +47,7 @@ class PrefixExports:
             _log.warning("%s: its prefix can't be exported: %s", attempt.key, error)
             return
         self._of[attempt] = export
-        export.commit_prefix()
+        export.commit_prefix(pinnable(attempt.request)[tokens // self._block_size - 1])
         metrics.PREFIX_EXPORTS.inc()
 
     def end(self, attempt: Attempt) -> None:

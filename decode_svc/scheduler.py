@@ -35,8 +35,8 @@ RESUME_TOKENS = 64
 class Decoding:
     """One choice with its KV in place; `output_ids` are all tokens chosen so far, times are in seconds.
 
-    `age` is that of its attempt, less is older; `held` are the pages that it gave up when it was paused. `chain` names
-    its blocks, if they may be published.
+    `age` is that of its attempt, less is older; `held` are the pages that it gave up when it was paused; `unread` the
+    launched steps that it is in and whose tokens are not known. `chain` names its blocks, if they may be published.
     """
 
     id: int
@@ -49,6 +49,7 @@ class Decoding:
     chain: Chain | None = None
     inserted_at: float = 0.0
     held: int = 0
+    unread: int = 0
     timings: DecodeTimings | None = None
 
     @property
@@ -124,7 +125,7 @@ class Scheduler:
 
     def short(self) -> list[Decoding]:
         """Running sequences whose pages lack room for the next token, oldest first."""
-        lacking = [each for each in self._running.values() if each.handle.capacity < each.length]
+        lacking = [each for each in self._running.values() if each.handle.capacity < each.length + each.unread]
         return sorted(lacking, key=lambda each: each.rank)
 
     def runs(self, sequence: Decoding) -> bool:
@@ -156,13 +157,22 @@ class Scheduler:
         del self._paused[sequence.id]
         self._run(sequence)
 
+    def launched(self) -> int:
+        """A step over the running sequences, of which this is the number, is on its way: each has one more unread."""
+        for each in self._running.values():
+            each.unread += 1
+        return len(self._running)
+
     def advance(self, handle: KvHandle, tokens: Sequence[TokenInfo], now: float) -> StepOutput | None:
         """Append a step's tokens, up to the one that ends the sequence; None when there is nothing to tell.
 
         A sequence that ended has lost its slot; its handle is the caller's to free.
         """
         sequence = self._by_handle.get(id(handle))
-        if sequence is None or not tokens:
+        if sequence is None:
+            return None
+        sequence.unread -= 1
+        if not tokens:
             return None
         first, finish, taken = len(sequence.output_ids), None, 0
         while taken < len(tokens) and finish is None:

@@ -84,8 +84,8 @@ class DecodeService:
             crowded=lambda: self.loop.crowded,
             changed=self._idled,
         )
-        self.attempts = Attempts(engine, config.reserve_tokens, self._write_backs.begin)
-        self._prefixes = PrefixExports(exports)
+        self.attempts = Attempts(engine, config.reserve_tokens, self._write_backs.begin, exact=config.fetches_exact)
+        self._prefixes = PrefixExports(exports, engine.spec.kv_format.block_size)
         self._admission = Admission(engine.spec.slots, loop.time())
         self._sessions: dict[int, Session] = {}
         self._numbers = itertools.count()
@@ -278,6 +278,8 @@ class DecodeService:
         self._prefixes.end(attempt)
         sequences = self.attempts.commit(attempt, handoff, fetch_ms, now, digests)
         metrics.REUSED_TOKENS.inc(attempt.handle.cached)
+        if not self._config.fetches_exact:
+            metrics.UNSHARED_TOKENS.inc(attempt.request.context_tokens)
         if sequences:
             self._admission.ready(now - attempt.reserved_at)
             self._deadlines.set(attempt)

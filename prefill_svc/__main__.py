@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from baton.engine.process import prepare
 from baton.process import Running, main
 from baton.telemetry.logs import configure
 from prefill_svc.config import PrefillConfig
@@ -12,6 +13,7 @@ from prefill_svc.config import PrefillConfig
 def start(config: PrefillConfig) -> Running:
     """The worker, ready to be entered."""
     configure(config.log_level, "prefill", config.worker_id)
+    prepare(config.cpus)
     # Only now, so that --help and bad settings are answered before torch is loaded.
     from prefill_svc.app import run
 

@@ -39,8 +39,10 @@ class Peers:
         """What recent fetches took in all; None before the first that succeeded."""
         return FetchRate(0.0, self._bytes / self._seconds) if self._bytes else None
 
-    async def fetch(self, handle: KvHandle, source: PrefixSource, tokens: range) -> bool:
+    async def fetch(self, handle: KvHandle, source: PrefixSource, tokens: range, digest: bytes) -> bool:
         """Pull `tokens` of the source's prefix into the handle; False if they did not all arrive.
+
+        `digest` names the last full block of the source's prefix, as this worker computed it.
 
         Returns or raises, when cancelled as well, only once nothing is being written any more.
         """
@@ -56,6 +58,7 @@ class Peers:
                     incarnation=source.incarnation,
                     tokens=tokens,
                     length=source.tokens,
+                    digest=digest,
                     timeout_s=self._budget_s + size / _SLOWEST_BYTES_PER_S,
                     stall_timeout_s=self._budget_s,
                     ticket=source.ticket,

@@ -283,7 +283,10 @@ class Preparing:
         tokens = range(blocks.start * self._block, blocks.stop * self._block)
         if job.over or source is None or not tokens:
             return blocks.start
-        return blocks.stop if await self._peers.fetch(_handle(job), source, tokens) else blocks.start
+        # A prefix that is said to be longer than the prompt is no prefix of it.
+        last = source.tokens // self._block - 1
+        digest = job.digests[last] if last < len(job.digests) else b"\0"
+        return blocks.stop if await self._peers.fetch(_handle(job), source, tokens, digest) else blocks.start
 
     def _advance(self, job: Job, tokens: int) -> None:
         """The first `tokens` are in place, but for the last, which is written again when it is computed."""

@@ -32,6 +32,8 @@ AGEING = 0.1
 PREPARED_AHEAD = 2
 PATIENCE_S = 2.0
 CHUNK_S = 0.5
+LEAST_CHUNK = 256
+LEAST_CHUNK_S = 5.0
 UNKNOWN_RATE = 1000.0
 TELLING_TOKENS = 64
 _CHUNK_SIZES = ((512_000, 4_096), (128_000, 8_192), (32_000, 16_384))
@@ -43,13 +45,17 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float) -> int:
     """Tokens of the next chunk of a prompt; `rate` in tokens/s, 0 while unknown.
 
     As configured, or by the length: whole below 32,000 tokens, then 16,384, 8,192 from 128,000 and 4,096 from
-    512,000 on; and never more than the measured rate, or UNKNOWN_RATE, computes in CHUNK_S, so that a layer is over
-    long before a worker is held to be wedged.
+    512,000 on; and not more than the measured rate, or UNKNOWN_RATE, computes in CHUNK_S, so that a layer is over
+    long before a worker is held to be wedged. Yet LEAST_CHUNK tokens, which use a processor better than fewer do,
+    unless these would take longer than LEAST_CHUNK_S; and never fewer than tell the rate, so that after a slow spell
+    it is found out that the spell is over.
     """
     if configured:
         return configured
     size = next((size for least, size in _CHUNK_SIZES if prompt_tokens >= least), prompt_tokens)
-    return max(1, min(size, int((rate or UNKNOWN_RATE) * CHUNK_S)))
+    rate = rate or UNKNOWN_RATE
+    least = max(TELLING_TOKENS, min(LEAST_CHUNK, int(rate * LEAST_CHUNK_S)))
+    return min(size, max(least, int(rate * CHUNK_S)))
 
 
 class Rate:
@@ -200,7 +206,7 @@ class Scheduler:
 
         One of fewer than TELLING_TOKENS is mostly overhead, unless all are that short: it may raise the known
         rate, but neither lower nor establish it. Or short prompts and rests of cached ones would make the worker
-        seem slow, and chunks that take CHUNK_S by their overhead alone would dwindle to single tokens.
+        seem slow.
         """
         tokens = end - work.done
         telling = tokens >= min(self.chunk_size or TELLING_TOKENS, TELLING_TOKENS)

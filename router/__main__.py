@@ -1,4 +1,4 @@
-"""`python -m router`: one router, from flags and environment."""
+"""`python -m router`: one router, or several on one port, from flags and environment."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from baton.process import Running, main
 from baton.telemetry.logs import configure
 from router.app import run
 from router.config import RouterConfig
+from router.processes import several
 
 
 def start(config: RouterConfig) -> Running:
-    """The router, ready to be entered."""
+    """The router, or those that `--processes` asks for, ready to be entered."""
     configure(config.log_level, "router")
-    return run(config)
+    return several(config) if config.processes > 1 else run(config)
 
 
 if __name__ == "__main__":

@@ -64,9 +64,10 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def run(config: RouterConfig) -> AsyncIterator[App]:
+async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[App]:
     """Start a router; it is healthy once a prefill and a decode worker that match are there.
 
+    With `shared`, other processes may listen on the same port.
     Raises ConfigError for an address that is refused or taken and for files of keys or certificates that can't be used,
     ModelError for an unusable checkpoint.
     """
@@ -107,6 +108,7 @@ async def run(config: RouterConfig) -> AsyncIterator[App]:
                 keys=keys,
                 streams=max(MAX_STREAMS, 2 * config.line_capacity),
                 guards=[Guard(tenants)],
+                shared=shared,
             )
         )
         health = _Health(pool, listener)

@@ -76,6 +76,13 @@ class Work:
     chains: Chains | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Emitted:
+    """Tokens were emitted as they came, and ended a choice by a stop string, or failed to be emitted."""
+
+    error: Exception | None = None
+
+
 class Attempt:
     """One try; the choices have the same output so far."""
 
@@ -89,12 +96,13 @@ class Attempt:
         self._number = next(history.numbers)
         self._output_ids = list(emission.output_ids(choices[0]))
         # Holds at most the tokens of one attempt, since it is read without waiting for anybody.
-        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._inbox: asyncio.Queue[Event | _Emitted] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         deadline = math.inf if request.deadline is None else request.deadline
         self._life = Lifecycle(State.LINE, self._loop.time(), request_deadline=deadline)
         self._ends: set[int] = set()
         self._prefilled = self._fetched = self._prefill_failed = False
+        self._streaming = False
 
     async def run(self, delay_s: float) -> None:
         """Serve the choices, after a pause; raises AttemptFailed when another attempt may succeed."""
@@ -115,7 +123,7 @@ class Attempt:
             try:
                 async with asyncio.timeout_at(_until(self._life.request_deadline)):
                     await asyncio.sleep(delay_s)
-                    placing = self._means.dispatcher.place(await self._application(), self._inbox.put_nowait)
+                    placing = self._means.dispatcher.place(await self._application(), self._deliver)
                     place = await stack.enter_async_context(placing)
             except TimeoutError:
                 raise _too_late() from None
@@ -147,12 +155,13 @@ class Attempt:
         self._life.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if place.decode else ""
         source = self._source(place)
-        place.seat.watch(self._inbox.put_nowait)
+        place.seat.watch(self._deliver)
         prefilling = asyncio.create_task(self._prefill(place, transfer_id, source))
         try:
             self._start(place, transfer_id, source)
             await self._follow(place)
         finally:
+            self._streaming = False
             prefilling.cancel()
             # In this order: the cancellation is sent first, and what it came too late for is abandoned.
             if transfer_id and not self._fetched and not self._prefill_failed:
@@ -199,7 +208,7 @@ class Attempt:
             ),
             timeout=self._remaining(),
             silence_s=self._means.config.prefill_silence_s,
-            deliver=self._inbox.put_nowait,
+            deliver=self._deliver,
         )
 
     def _start(self, place: Place, transfer_id: str, source: PrefixSource | None) -> None:
@@ -226,6 +235,8 @@ class Attempt:
                     self._on_output(place, event)
                 case Failed() as event:
                     raise await self._judge(place, event)
+                case _Emitted(error=Exception() as error):
+                    raise error
             rest = self._emission.unfinished(self._choices)
             if self._prefilled and self._ends.intersection(rest):
                 error = EngineError("the workers ended the request without all of its tokens")
@@ -234,7 +245,22 @@ class Attempt:
         if self._fetched:
             place.course.succeeded(place.course.decode)
 
-    async def _next(self) -> Event:
+    def _deliver(self, event: Event) -> None:
+        """Take what happens. Tokens that end nothing are emitted here, so that one costs no turn of the task."""
+        if isinstance(event, Failed):
+            # What comes after it is the word of a failed attempt.
+            self._streaming = False
+        if not (self._streaming and isinstance(event, Output) and event.finish is None and self._inbox.empty()):
+            self._inbox.put_nowait(event)
+            return
+        try:
+            if not self._emission.output(event):
+                self._inbox.put_nowait(_Emitted())
+        except Exception as error:
+            # It is this request's, and not its whole session's.
+            self._inbox.put_nowait(_Emitted(error))
+
+    async def _next(self) -> Event | _Emitted:
         """The next event; a deadline that has passed is judged only when there is none."""
         if not self._inbox.empty():
             return self._inbox.get_nowait()
@@ -261,7 +287,7 @@ class Attempt:
 
     def _on_output(self, place: Place, event: Output) -> None:
         if not self._fetched:
-            self._fetched = True
+            self._fetched = self._streaming = True
             place.course.succeeded(place.course.pair)
             place.course.passed(place.course.decode)
             self._life.enter(State.DECODING, self._loop.time())

@@ -21,6 +21,9 @@ class RouterConfig:
     decode: tuple[str, ...] = option((), help="Decode workers: HOST:PORT or dns:///NAME:PORT, with commas.")
     grpc: str = option("127.0.0.1:0", help="HOST:PORT for clients; port 0: any free one.", unit="address")
     ops: str = option("127.0.0.1:0", help="HOST:PORT for live, ready and metrics over HTTP.", unit="address")
+    processes: int = option(
+        1, help="Routers, each a process, that share --grpc; they have --ops and the ports that follow.", minimum=1
+    )
     model: str = option("", help="Checkpoint directory or hub name; empty: the bundled one.")
     served_model_name: str = option("", help="Name of the served model; empty: from --model.")
     max_model_len: int = option(0, help="Most tokens of prompt and output together; 0: the workers'.", minimum=0)

@@ -47,39 +47,50 @@ class Outbox:
 
     def __init__(self) -> None:
         self._news = News()
-        self._ready = asyncio.Event()
+        self._ready = False
+        self._taker: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
 
     def delta(self, choice: int) -> Delta:
         """What the client has not been told of a choice, to be added to."""
-        self._ready.set()
-        return self._news.deltas.setdefault(choice, Delta(choice))
+        if not self._ready:
+            self._tell()
+        found = self._news.deltas.get(choice)
+        if found is None:
+            found = self._news.deltas[choice] = Delta(choice)
+        return found
 
     def prompt_tokens(self, tokens: Sequence[TokenInfo]) -> None:
         """Add prompt log-probabilities."""
         self._news.prompt_tokens = tokens
-        self._ready.set()
+        self._tell()
 
     def close(self, usage: Usage, timings: Timings) -> None:
         """Add the last of all."""
         self._news.usage, self._news.timings = usage, timings
-        self._ready.set()
+        self._tell()
 
     def fail(self, error: BaseException) -> None:
         """End with an error, once what came before it is taken."""
         self._error = error
-        self._ready.set()
+        self._tell()
 
     async def take(self) -> News:
         """Wait for news and take all of it; raises the error that ended the request."""
-        await self._ready.wait()
-        self._ready.clear()
+        if not self._ready:
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
         news, self._news = self._news, News()
-        if self._error is not None:
-            self._ready.set()
-            if not (news.deltas or news.prompt_tokens):
-                raise self._error
+        # An error is told again and again.
+        self._ready = self._error is not None
+        if self._error is not None and not (news.deltas or news.prompt_tokens):
+            raise self._error
         return news
+
+    def _tell(self) -> None:
+        self._ready = True
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
 
 
 class _Choice:
@@ -102,6 +113,9 @@ class _Choice:
         self, index: int, tokens: Sequence[TokenInfo], finish: FinishReason | None, delta: Callable[[], Delta]
     ) -> int:
         """Take tokens from output index `index` on, and emit all that are in order now; returns their number."""
+        if len(tokens) == 1 and index == len(self.output_ids) and not self._early and self.finish is None:
+            self._emit(tokens[0], finish, delta())
+            return 1
         for at, token in enumerate(tokens, start=index):
             last = at == index + len(tokens) - 1
             if at >= len(self.output_ids):
@@ -170,11 +184,12 @@ class Emission:
         for first in event.first_tokens:
             self._first(first)
 
-    def output(self, event: Output) -> None:
-        """Emit what decode sampled."""
+    def output(self, event: Output) -> bool:
+        """Emit what decode sampled; whether the choice goes on."""
         if event.timings is not None:
             self.account.on_decode(event.timings)
         self._add(event.choice_index, event.output_index, event.tokens, event.finish)
+        return not 0 <= event.choice_index < len(self._choices) or self._choices[event.choice_index].finish is None
 
     def close(self) -> None:
         """The request is served."""

@@ -56,9 +56,12 @@ class Prefilled:
     cached: CachedTokens = field(default_factory=CachedTokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Output:
-    """Tokens of one choice; `output_index` is that of the first, `finish` belongs to the last."""
+    """Tokens of one choice; `output_index` is that of the first, `finish` belongs to the last.
+
+    One is made for every token, and a frozen one would take three times as long.
+    """
 
     choice_index: int
     output_index: int

@@ -10,7 +10,7 @@ import grpc
 
 from baton.errors import BatonError, Unavailable
 from baton.pb import inference_pb2, inference_pb2_grpc
-from baton.rpc.convert import finish_to_proto, timings_to_proto, token_to_proto, usage_to_proto
+from baton.rpc.convert import add_token, finish_to_proto, timings_to_proto, usage_to_proto
 from baton.telemetry.metrics import REQUESTS
 from router.dispatcher import Dispatcher
 from router.emission import Delta, Emission, News, Outbox
@@ -50,9 +50,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._draining = True
         await self._idle.wait()
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Stream the completion of one prompt."""
         status = "CANCELLED"
         try:
@@ -60,7 +58,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 while True:
                     news = await outbox.take()
                     large = len(news.prompt_tokens) > LARGE_REPORT
-                    yield (
+                    await context.write(
                         await asyncio.to_thread(_response, accepted.id, news) if large else _response(accepted.id, news)
                     )
                     if news.usage is not None:
@@ -134,24 +132,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def _response(request_id: str, news: News) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        request_id=request_id,
-        choices=[_delta(delta) for delta in news.deltas.values()],
-        prompt_tokens=map(token_to_proto, news.prompt_tokens),
-        usage=None if news.usage is None else usage_to_proto(news.usage),
-        timings=None if news.timings is None else timings_to_proto(news.timings),
-    )
+    response = inference_pb2.GenerateResponse(request_id=request_id)
+    for delta in news.deltas.values():
+        _add_delta(response, delta)
+    for token in news.prompt_tokens:
+        add_token(response.prompt_tokens, token)
+    if news.usage is not None:
+        response.usage.CopyFrom(usage_to_proto(news.usage))
+    if news.timings is not None:
+        response.timings.CopyFrom(timings_to_proto(news.timings))
+    return response
 
 
-def _delta(delta: Delta) -> inference_pb2.ChoiceDelta:
-    message = inference_pb2.ChoiceDelta(
-        index=delta.index,
-        text=delta.text,
-        tokens=map(token_to_proto, delta.tokens),
-        finish_reason=finish_to_proto(delta.finish),
-    )
+def _add_delta(response: inference_pb2.GenerateResponse, delta: Delta) -> None:
+    message = response.choices.add(index=delta.index, text=delta.text, finish_reason=finish_to_proto(delta.finish))
+    for token in delta.tokens:
+        add_token(message.tokens, token)
     if delta.stop_string is not None:
         message.stop_string = delta.stop_string
     elif delta.stop_token_id is not None:
         message.stop_token_id = delta.stop_token_id
-    return message

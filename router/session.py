@@ -184,7 +184,7 @@ class DecodeAttempt:
         timings = None
         if message.HasField("timings"):
             timings = DecodeTimings(message.timings.fetch_ms, message.timings.slot_wait_ms)
-        tokens = tuple(map(token_from_proto, message.tokens))
+        tokens = tuple([token_from_proto(token) for token in message.tokens])
         self._deliver(Output(message.choice_index, message.output_index, tokens, finish, timings))
 
     def on_failure(self, error: BatonError, blame: Blame, cause: Cause = Cause.FAULT) -> None:
@@ -300,13 +300,14 @@ class DecodeSession:
 
     def _dispatch(self, down: decode_pb2.SessionDown) -> None:
         for reserved in down.reserved:
-            key = reserved.key.request_id, reserved.key.attempt
-            if key in self._skipped:
-                self._skipped -= Counter((key,))
-            elif attempt := self._attempts.get(key):
+            name = reserved.key.request_id, reserved.key.attempt
+            if name in self._skipped:
+                self._skipped -= Counter((name,))
+            elif attempt := self._attempts.get(name):
                 attempt.on_reserved(reserved)
         for output in down.outputs:
-            if attempt := self._attempts.get((output.key.request_id, output.key.attempt)):
+            key = output.key
+            if attempt := self._attempts.get((key.request_id, key.attempt)):
                 attempt.on_output(output)
         for failure in down.failures:
             if attempt := self._attempts.get((failure.key.request_id, failure.key.attempt)):

@@ -57,7 +57,11 @@ def machine_test(machine: type[Any], examples: int, steps: int = 50) -> type[Any
     machine.__init__ = counted  # type: ignore[misc]
     case: type[Any] = machine.TestCase
     case.settings = effort(examples, steps)
-    return case if "FUZZ_EXAMPLES" not in os.environ else seed(SEED)(case)
+    if "FUZZ_EXAMPLES" not in os.environ:
+        return case
+    # So many examples may take longer than any test of `make test` should.
+    long: type[Any] = pytest.mark.timeout(0)(seed(SEED)(case))
+    return long
 
 
 def fuzz(what: str, count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -13,6 +13,7 @@ from baton.engine.contract import Engine, KvHandle
 from baton.pb import prefill_pb2
 from baton.transfer.exports import Exports
 from baton.transfer.servicer import KvServicer
+from tests.decoding import digests
 from tests.prefill import PROMPT, decoder
 
 INCARNATION = "of the decode worker"
@@ -29,11 +30,12 @@ class Peer:
         self.exports = exports
         self.released = 0
 
-    def offer(self, handle: KvHandle, tokens: int) -> prefill_pb2.PrefixSource:
-        """Export the handle's first `tokens` tokens, once."""
+    def offer(self, handle: KvHandle, tokens: int, prompt: list[int] = PROMPT) -> prefill_pb2.PrefixSource:
+        """Export the handle's first `tokens` tokens, once, as those of `prompt`."""
         transfer_id = f"prefix-{next(_ids)}"
         export = self.exports.open(transfer_id, handle, tokens, on_closed=self._closed)
-        export.commit_prefix()
+        blocks = digests(self._engine, prompt[:tokens])
+        export.commit_prefix(blocks[-1])
         return prefill_pb2.PrefixSource(
             address=self.address, incarnation=INCARNATION, transfer_id=transfer_id, tokens=tokens
         )

@@ -118,11 +118,11 @@ def cluster(directory: Path, masters: int = 3, replicas: int = 0) -> Iterator[li
             client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for server, port in zip(servers[1:], ports[1:], strict=True):
             clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, port)
-        _until(lambda: all(_cluster_info(client)["cluster_known_nodes"] == str(len(servers)) for client in clients))
+        agreed(lambda: all(_cluster_info(client)["cluster_known_nodes"] == str(len(servers)) for client in clients))
         for client in clients[masters:]:
             client.execute_command("CLUSTER", "REPLICATE", clients[0].execute_command("CLUSTER", "MYID"))
-            _until(lambda client=client: client.info("replication").get("master_link_status") == "up")  # type: ignore[misc]
-        _until(lambda: all(_cluster_info(client)["cluster_state"] == "ok" for client in clients))
+            agreed(lambda client=client: client.info("replication").get("master_link_status") == "up")  # type: ignore[misc]
+        agreed(lambda: all(_cluster_info(client)["cluster_state"] == "ok" for client in clients))
         yield servers
 
 
@@ -138,7 +138,7 @@ def sentinels(directory: Path) -> Iterator[tuple[Server, Server, Server]]:
             running("valkey", homes[1], "--replicaof", f"127.0.0.1 {master.port}", tcp=True),
         )
         client = stack.enter_context(replica.client())
-        _until(lambda: client.info("replication").get("master_link_status") == "up")
+        agreed(lambda: client.info("replication").get("master_link_status") == "up")
         sentinel = Sentinel(homes[2], master)
         stack.callback(sentinel.kill)
         sentinel.start()
@@ -157,7 +157,7 @@ def _cluster_info(client: Redis) -> dict[str, str]:
     return dict(line.split(":", 1) for line in lines)
 
 
-def _until(true: object, within_s: float = 20.0) -> None:
+def agreed(true: object, within_s: float = 20.0) -> None:
     """Servers tell nobody when they have agreed."""
     assert callable(true)
     deadline = time.monotonic() + within_s

@@ -13,6 +13,7 @@ if _quiet:
 try:
     import click
 
+    from baton.cli.bench import bench
     from baton.cli.cache import cache
     from baton.cli.certs import certs
     from baton.cli.demo import demo
@@ -35,5 +36,5 @@ def main() -> None:
     """Serve large language models with prefill and decode on separate machines."""
 
 
-for _command in (up, generate, demo, ledger, cache, certs, key):
+for _command in (up, generate, demo, ledger, cache, certs, key, bench):
     main.add_command(_command)

@@ -5,11 +5,16 @@
                                   └ pause ── resume ┘
 
 A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
-count equals the handles that list it. `prefill_chunk`, `insert`, `step`, `pause` and `resume` may be called from the
-one engine thread; `reserve`, `publish`, `held`, `drop_cached`, `extend`, `fork`, `read_kv`, `write_kv`, `free` and
-whatever only looks from any. `free` may come at any time: the handle is dead at once for every later call, and its
-pages return to the pool when the reads, writes and forward passes in flight on them have drained. `watch_pages` tells
-of each return, so that nobody who waits for pages has to ask again and again.
+count equals the handles that list it. `prefill_chunk`, `insert`, `step`, its `result`, `pause` and `resume` may be
+called from the one engine thread; `reserve`, `publish`, `held`, `drop_cached`, `extend`, `fork`, `read_kv`, `write_kv`,
+`free` and whatever only looks from any. `free` may come at any time: the handle is dead at once for every later call,
+and its pages return to the pool when the reads, writes and forward passes in flight on them have drained. `watch_pages`
+tells of each return, so that nobody who waits for pages has to ask again and again.
+
+A step may be launched while `spec.steps_ahead` others are unread: it takes each sequence's last token from where the
+step before left it. So a sequence that ends with an unread step is in the next one too. It has to have room there, its
+token there is dropped with the freed handle, and its pages return when that step has been read. Tokens are the same
+as without steps ahead. Where a step depends on all tokens before it (penalties), `step` waits for them first.
 
 Implementations: `baton.engine.torch_engine` (the model) and `baton.engine.fake` (tokens computable by hand); one
 contract suite runs over both.
@@ -27,7 +32,11 @@ from baton.request import SequenceState, TokenInfo
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What does not change while an engine lives."""
+    """What does not change while an engine lives.
+
+    `steps_ahead`: steps that are still in flight, at most, when one more may be launched; 0 for an engine whose `step`
+    returns when the tokens are there.
+    """
 
     fingerprint: str
     kv_format: KvFormat
@@ -37,6 +46,7 @@ class EngineSpec:
     page_size: int
     pages: int
     slots: int
+    steps_ahead: int = 0
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
@@ -86,10 +96,14 @@ class ChunkResult:
 
 
 class StepHandle(Protocol):
-    """A step in flight."""
+    """A step in flight; its sequences' pages stay theirs until it is read, by `result` or by a later call."""
 
     def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...]]]:
-        """Wait for the step; 0..k tokens for each sequence that was in the batch and not freed since."""
+        """Wait for the step; 0..k tokens for each sequence that was in the batch and not freed since.
+
+        If the step failed, this raises, steps launched after it are undone and raise as well, and no sequence has
+        moved since the step before it.
+        """
 
 
 class Engine(Protocol):
@@ -176,10 +190,11 @@ class Engine(Protocol):
         """Give the sequence a slot; KV must cover all but the last of its tokens. Raises Overloaded without a slot."""
 
     def step(self) -> StepHandle:
-        """Run one forward pass over the batch and sample the next tokens.
+        """Launch one forward pass over the batch, which samples the next tokens.
 
-        Each sequence's handle must have room for one more token (`extend` first). The engine appends what it samples
-        to its own copy of the output ids; ending a sequence is the caller's part (`free`).
+        Each sequence's handle must have room for one more token (`extend` first), and for one of each unread step that
+        it is in. What goes wrong is raised here or by the handle's `result`; without steps ahead, here. The engine
+        appends what it samples to its own copy of the output ids; ending a sequence is the caller's part (`free`).
         """
 
     def pause(self, handle: KvHandle) -> None:

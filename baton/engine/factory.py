@@ -28,9 +28,10 @@ _WAITING_SEQUENCES = 8
 """Beside those in slots: transfers waiting for a slot, exports not yet pulled."""
 
 
-def build(config: EngineConfig) -> TorchEngine:
+def build(config: EngineConfig, steps_ahead: int | None = None) -> TorchEngine:
     """Load the model and allocate the pool; takes seconds to minutes, so not on an event loop.
 
+    `steps_ahead` is that of the spec, 1 on CUDA and 0 on CPU by default: a CPU has done a step when it was launched.
     Raises ConfigError naming a field that does not fit the machine or the model, ModelError for the checkpoint.
     """
     path = resolve(config.model)
@@ -56,8 +57,11 @@ def build(config: EngineConfig) -> TorchEngine:
         page_size=page_size,
         pages=pages,
         slots=config.slots,
+        steps_ahead=int(device.type == "cuda") if steps_ahead is None else steps_ahead,
     )
-    engine = TorchEngine(model, model.new_kv_cache(pages, page_size, kv_dtype), spec, config.host_kv_memory)
+    # On CUDA a page more, which the rows of a graph write to that no sequence has.
+    kv = model.new_kv_cache(pages + int(device.type == "cuda"), page_size, kv_dtype)
+    engine = TorchEngine(model, kv, spec, config.host_kv_memory)
     _log.info(
         "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "
         "max_model_len %d, slots %d, threads %d",

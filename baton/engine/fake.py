@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from baton.engine.contract import ChunkResult, EngineSpec
-from baton.engine.paged import PagedEngine, Row
+from baton.engine.paged import PagedEngine
+from baton.engine.steps import Row
 from baton.errors import EngineError
 from baton.kv.format import DTYPE_BYTES, KvFormat, KvPart, PartData
 from baton.request import SamplingParams, SequenceState, TokenInfo
@@ -180,9 +181,9 @@ class _FakeMemory:
 class FakeEngine(PagedEngine):
     """See the module's text.
 
-    `step_time` and `chunk_time` are seconds that a step and a chunk take, spent through `delay`, the chunk's
-    in equal shares before each layer's `on_layer`. Tests pass a `delay` of their own to stop the engine at a
-    chosen point.
+    `steps_ahead` is that of the spec. `step_time` and `chunk_time` are seconds that a step and a chunk take, spent
+    through `delay`: the step's when its result is waited for, the chunk's in equal shares before each layer's
+    `on_layer`. Tests pass a `delay` of their own to stop the engine at a chosen point.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class FakeEngine(PagedEngine):
         kv_dtype: str = "float32",
         fingerprint: str = "fake",
         host_kv_memory: int = 1 << 20,
+        steps_ahead: int = 0,
         step_time: float = 0.0,
         chunk_time: float = 0.0,
         delay: Callable[[float], object] = time.sleep,
@@ -209,9 +211,13 @@ class FakeEngine(PagedEngine):
             raise EngineError(f"vocab_size {vocab_size} can't be told apart in {head_dim} digits of base {BASE}")
         parts = tuple(KvPart(name, kv_dtype, (heads, head_dim)) for name in ("k", "v"))
         kv_format = KvFormat(parts, layers, block_size)
-        spec = EngineSpec(fingerprint, kv_format, vocab_size, max_model_len, eos_token_ids, page_size, pages, slots)
+        spec = EngineSpec(
+            fingerprint, kv_format, vocab_size, max_model_len, eos_token_ids, page_size, pages, slots, steps_ahead
+        )
         self._layout = _Layout(kv_format, page_size)
         self._fake_memory = _FakeMemory(self._layout, pages)
+        # What the device would have of each row: ids with those that are unread, and the KV that they imply.
+        self._ids: list[list[int]] = []
         self._implied: list[bytearray] = []
         self._step_time, self._chunk_time, self._delay = step_time, chunk_time, delay
         super().__init__(spec, self._fake_memory, host_kv_memory)
@@ -233,7 +239,10 @@ class FakeEngine(PagedEngine):
             self._fake_memory.put(pages, start, states, layer)
             on_layer(layer)
         implied = self._imply(token_ids[:end]) if sample else b""
-        tokens = [self._choose(state, pages, implied, decoding=False) for state in sample]
+        tokens = [
+            self._choose(state, [*state.prompt_ids, *state.output_ids], pages, implied, decoding=False)
+            for state in sample
+        ]
         prompt: tuple[TokenInfo, ...] = ()
         if prompt_logprobs is not None:
             successors = token_ids[start + 1 : end + 1]
@@ -241,34 +250,48 @@ class FakeEngine(PagedEngine):
             on_layer(self.spec.kv_format.layers - 1)
         return ChunkResult(tuple(tokens), prompt)
 
-    def _decode(self, rows: Sequence[Row]) -> list[TokenInfo]:
-        if self._step_time:
-            self._delay(self._step_time)
+    def _launch(self, rows: Sequence[Row]) -> Callable[[], list[TokenInfo]]:
         infos = []
-        for row, implied in zip(rows, self._implied, strict=True):
-            ids = row.output_ids or row.state.prompt_ids
+        for row, ids, implied in zip(rows, self._ids, self._implied, strict=True):
             last = self._layout.token(ids[-1], row.position)
             self._fake_memory.put(row.handle.pages, row.position, last)
             implied[row.position * self._layout.token_bytes :] = last
-            infos.append(self._choose(row.state, row.handle.pages, implied, decoding=True))
-        return infos
+            infos.append(self._choose(row.state, ids, row.handle.pages, implied, decoding=True))
+            ids.append(infos[-1].token_id)
+
+        def wait() -> list[TokenInfo]:
+            if self._step_time:
+                self._delay(self._step_time)
+            return infos
+
+        return wait
+
+    def _undone(self) -> None:
+        self._ids, self._implied = [], []
+        for row in self._rows:
+            self._joined(row)
 
     def _joined(self, row: Row) -> None:
         ids = [*row.state.prompt_ids, *row.output_ids]
+        self._ids.append(ids)
         self._implied.append(bytearray(self._imply(ids[:-1])))
 
     def _left(self, index: int) -> None:
-        last = self._implied.pop()
-        if index < len(self._implied):
-            self._implied[index] = last
+        ids, implied = self._ids.pop(), self._implied.pop()
+        if index < len(self._ids):
+            self._ids[index], self._implied[index] = ids, implied
 
     def _imply(self, ids: Sequence[int]) -> bytes:
         return b"".join(self._layout.token(token, position) for position, token in enumerate(ids))
 
     def _choose(
-        self, state: SequenceState, pages: Sequence[int], implied: bytes | bytearray, decoding: bool
+        self,
+        state: SequenceState,
+        ids: Sequence[int],
+        pages: Sequence[int],
+        implied: bytes | bytearray,
+        decoding: bool,
     ) -> TokenInfo:
-        ids = [*state.prompt_ids, *state.output_ids]
         vocab = self.spec.vocab_size
         stage = 2 if decoding or state.output_ids else 1
         token = next_token(ids, stage, state.params, state.choice_index, vocab)

@@ -5,8 +5,8 @@ adds how a chunk and a batch are computed. The batch is dense: a sequence that l
 one, and the hooks `_joined` and `_left` let an engine keep its own per-row state in step with that.
 
 A freed handle may still have a row. Rows of dead handles are removed when the next step, insert or resume
-begins, on the engine thread; until then they hold a slot, but no page. A step pins its rows' pages while it
-runs, so a `free` in its midst returns pages only after it.
+begins, on the engine thread; until then they hold a slot, but no page. A step pins its rows' pages until it is
+read (`baton.engine.steps`), so a `free` in its midst returns pages only after it.
 
 Locks: the pool has its own; `_paused` and the host pool's count are guarded by `_host_lock`. Rows belong to
 the engine thread.
@@ -14,17 +14,18 @@ the engine thread.
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from baton.engine.checks import check_parts, check_range
 from baton.engine.contract import ChunkResult, EngineSpec, KvHandle, PoolStats
-from baton.errors import CorruptFrame, EngineError, InvalidRequest, Overloaded
-from baton.kv.format import DTYPE_BYTES, KvFormat, PartData
+from baton.engine.steps import Flight, Row, Step
+from baton.errors import CorruptFrame, EngineError, Overloaded
+from baton.kv.format import PartData
 from baton.kv.pool import PageCopy, PageHandle, PagePool
 from baton.kv.published import PrefixesChanged
 from baton.request import SequenceState, TokenInfo, check_token_ids
@@ -51,37 +52,12 @@ class KvMemory(Protocol):
         """Undo `save`, into other pages."""
 
 
-@dataclass(eq=False, slots=True)
-class Row:
-    """A sequence in the batch, with its own copy of the output ids."""
-
-    handle: PageHandle
-    state: SequenceState
-    output_ids: list[int]
-
-    @property
-    def position(self) -> int:
-        """Where the next step writes KV: the position of the sequence's last token."""
-        return self.state.length - 1
-
-
 @dataclass(frozen=True, slots=True)
 class _Paused:
     row: Row
     saved: Any
     bytes: int
     capacity: int
-
-
-class FinishedStep:
-    """A step that was complete when `step` returned."""
-
-    def __init__(self, results: list[tuple[KvHandle, tuple[TokenInfo, ...]]]) -> None:
-        self._results = results
-
-    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...]]]:
-        """See `baton.engine.contract.StepHandle`."""
-        return [(handle, tokens) for handle, tokens in self._results if handle.alive]
 
 
 class PagedEngine(ABC):
@@ -93,6 +69,7 @@ class PagedEngine(ABC):
         self._pool = PagePool(spec.pages, spec.page_size, spec.kv_format.block_size)
         self._rows: list[Row] = []
         self._row_of: dict[PageHandle, int] = {}
+        self._flight = Flight()
         self._host_lock = threading.Lock()
         self._host_total = self._host_free = host_kv_memory
         self._paused: dict[PageHandle, _Paused] = {}
@@ -111,8 +88,23 @@ class PagedEngine(ABC):
         """Compute a chunk; arguments are checked, pages are pinned."""
 
     @abstractmethod
-    def _decode(self, rows: Sequence[Row]) -> list[TokenInfo]:
-        """One forward pass over all rows and one token for each; pages are pinned and have room."""
+    def _launch(self, rows: Sequence[Row]) -> Callable[[], list[TokenInfo]]:
+        """Begin one forward pass over all rows, whose pages are pinned and have room; nothing has moved if it raises.
+
+        What it returns waits for the pass, and returns a token for each row, or raises. The last tokens of rows
+        that have unread ones are known to this engine alone.
+        """
+
+    def _must_read_first(self) -> bool:
+        """Whether the next step depends on all tokens before it, and so can't be launched ahead of their reading."""
+        return False
+
+    @abstractmethod
+    def _undone(self) -> None:
+        """Steps in flight came to nothing: go on from what the rows say."""
+
+    def _took(self, rows: Sequence[Row], tokens: Sequence[TokenInfo]) -> None:  # noqa: B027
+        """Rows that were in a step got their tokens; they may have moved or left since it was launched."""
 
     @abstractmethod
     def _joined(self, row: Row) -> None:
@@ -194,9 +186,9 @@ class PagedEngine(ABC):
         """See `Engine.read_kv`. Raises InvalidRequest for a range that the handle does not have."""
         own, kv_format = _own(handle), self._spec.kv_format
         with self._pool.pinned(own) as pages:
-            _check_range("layer", range(layer, layer + 1), kv_format.layers)
-            _check_range("tokens", tokens, len(pages) * self._spec.page_size)
-            _check_range("heads", heads, kv_format.heads)
+            check_range("layer", range(layer, layer + 1), kv_format.layers)
+            check_range("tokens", tokens, len(pages) * self._spec.page_size)
+            check_range("heads", heads, kv_format.heads)
             return self._memory.read(pages, layer, tokens, heads)
 
     def write_kv(
@@ -225,21 +217,25 @@ class PagedEngine(ABC):
         output_ids = list(state.output_ids)
         self._join(Row(own, replace(state, output_ids=output_ids), output_ids))
 
-    def step(self) -> FinishedStep:
+    def step(self) -> Step:
         """See `Engine.step`. Raises EngineError naming a sequence without room; then no sequence has moved."""
-        with self._pinned_rows() as rows:
+        ahead = self._spec.steps_ahead
+        self._read(0 if self._must_read_first() else ahead)
+        with ExitStack() as pins:
+            rows = pins.enter_context(self._pinned_rows())
             for row in rows:
                 self._check_length(row.handle, row.state)
-            infos = self._decode(rows) if rows else []
-            results: list[tuple[KvHandle, tuple[TokenInfo, ...]]] = []
-            for row, info in zip(rows, infos, strict=True):
-                row.output_ids.append(info.token_id)
-                results.append((row.handle, (info,)))
-        return FinishedStep(results)
+            wait = self._launch(rows) if rows else list
+            step = Step(tuple(rows), wait, pins.pop_all(), self._read_up_to)
+        self._flight.add(step)
+        if not ahead:
+            self._read(0)
+        return step
 
     def pause(self, handle: KvHandle) -> None:
         """See `Engine.pause`."""
         own = _own(handle)
+        self._read(0)
         with self._pool.pinned(own) as pages:
             index = self._row_of.get(own)
             if index is None:
@@ -305,6 +301,7 @@ class PagedEngine(ABC):
 
     def close(self) -> None:
         """See `Engine.close`."""
+        self._undo(EngineError("the engine was closed"))
         self._pool.free_all()
         self._remove_dead()
         for handle in list(self._paused):
@@ -312,6 +309,25 @@ class PagedEngine(ABC):
 
     def _copy(self, copy: PageCopy) -> None:
         self._memory.copy_page(copy.source, copy.target, copy.tokens)
+
+    def _read(self, keep: int) -> None:
+        """Complete the oldest steps, until `keep` are in flight; if one raises, it and the later ones are undone."""
+        while len(self._flight) > keep:
+            try:
+                step = self._flight.complete()
+            except BaseException:
+                self._undone()
+                raise
+            self._took(step.rows, step.tokens)
+
+    def _read_up_to(self, step: Step) -> None:
+        while step in self._flight:
+            self._read(len(self._flight) - 1)
+
+    def _undo(self, error: EngineError) -> None:
+        if self._flight:
+            self._flight.undo(error)
+            self._undone()
 
     @contextmanager
     def _pinned_rows(self) -> Iterator[list[Row]]:
@@ -355,37 +371,6 @@ class PagedEngine(ABC):
             paused = self._paused.pop(handle, None)
             if paused is not None:
                 self._host_free += paused.bytes
-
-
-def check_parts(kv_format: KvFormat, layer: int, head_start: int, parts: Sequence[PartData]) -> int:
-    """The number of tokens in `parts`, each part of `kv_format` once, in any supported dtype.
-
-    Raises CorruptFrame naming what does not fit.
-    """
-    if not 0 <= layer < kv_format.layers:
-        raise CorruptFrame(f"layer {layer} of {kv_format.layers}")
-    if sorted(part.name for part in parts) != sorted(part.name for part in kv_format.parts):
-        raise CorruptFrame(f"parts {[part.name for part in parts]}, expected {[p.name for p in kv_format.parts]}")
-    expected = {part.name: part for part in kv_format.parts}
-    leading = parts[0].shape[:2]
-    for part in parts:
-        rest = expected[part.name].shape[1:]
-        if len(part.shape) != 2 + len(rest) or part.shape[:2] != leading or part.shape[2:] != rest:
-            raise CorruptFrame(f"part {part.name}: shape {part.shape}, expected (tokens, heads, {rest})")
-        if part.dtype not in DTYPE_BYTES:
-            raise CorruptFrame(f"part {part.name}: dtype {part.dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
-        size = math.prod(part.shape) * DTYPE_BYTES[part.dtype]
-        if memoryview(part.data).nbytes != size:
-            raise CorruptFrame(f"part {part.name}: {memoryview(part.data).nbytes} bytes, expected {size}")
-    tokens, heads = leading
-    if tokens < 1 or heads < 1 or head_start < 0 or head_start + heads > kv_format.heads:
-        raise CorruptFrame(f"{tokens} tokens of heads [{head_start}, {head_start + heads}) of {kv_format.heads}")
-    return tokens
-
-
-def _check_range(name: str, value: range, limit: int) -> None:
-    if value.step != 1 or not 0 <= value.start < value.stop <= limit:
-        raise InvalidRequest(name, f"must be a range within [0, {limit})", value)
 
 
 def _own(handle: KvHandle) -> PageHandle:

@@ -1,9 +1,10 @@
 """The engine over `baton.model`: one forward pass a chunk, one a step.
 
 The batch's rows are dense, and what a step needs of them lies in tensors that only change where the batch
-did: the page tables grow by the pages that a handle has gained, and the sampler keeps its own rows. A
-step's position in each sequence is that of its last token, whose KV it computes; if a step raises, no
-sequence has moved and the same step may run again.
+did (`baton.engine.step_inputs`); the sampler keeps its own rows. A step's position in each sequence is that
+of its last token, whose KV it computes, so if a step raises the same one may run again. On CUDA a step is
+queued whole, its tokens' copy to the host included, and `spec.steps_ahead` more may be queued behind it; on
+CPU it is over when it was launched.
 
 What the model raises (out of memory, a kernel's complaint) becomes EngineError; what `on_layer` raises
 passes.
@@ -18,12 +19,19 @@ import torch
 from torch import Tensor
 
 from baton.engine.contract import ChunkResult, EngineSpec
-from baton.engine.paged import PagedEngine, Row
+from baton.engine.cuda_graphs import DecodeGraphs, padded
+from baton.engine.cuda_memory import CudaMemory
+from baton.engine.paged import PagedEngine
+from baton.engine.step_inputs import StepInputs
+from baton.engine.steps import Row
 from baton.engine.torch_memory import TorchMemory
 from baton.errors import BatonError, EngineError
 from baton.model.attention import AttentionBatch, KvCache, select
+from baton.model.attention.flash_backend import FlashAttention
 from baton.model.load import LoadedModel
-from baton.model.sampler import SamplerBatch, token_infos
+from baton.model.sampled import token_infos
+from baton.model.sampler import SamplerBatch
+from baton.model.upload import upload
 from baton.request import SequenceState, TokenInfo
 
 _LOGITS_AT_ONCE = 1 << 24
@@ -34,15 +42,19 @@ class TorchEngine(PagedEngine):
     """See the module's text; made by `baton.engine.factory.build`."""
 
     def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec, host_kv_memory: int) -> None:
-        super().__init__(spec, TorchMemory(kv), host_kv_memory)
+        self._cuda = CudaMemory(kv) if model.device.type == "cuda" else None
+        super().__init__(spec, self._cuda or TorchMemory(kv), host_kv_memory)
         self._decoder = model.decoder
         self._device = model.device
         self._kv = kv
         # A backend that can't be loaded fails now, not in the first request.
-        select(model.device, model.dtype, kv.dtype, kv.page_size, kv.head_dim)
-        width = spec.pages_for(spec.max_model_len)
-        self._tables = torch.zeros(max(1, spec.slots), width, dtype=torch.int32, device=model.device)
-        self._filled: list[int] = []
+        backend = select(model.device, model.dtype, kv.dtype, kv.page_size, kv.head_dim)
+        # A sequence that has reached its length may be in one more step.
+        width = spec.pages_for(spec.max_model_len + spec.steps_ahead)
+        graphs = spec.slots > 0 and isinstance(backend, FlashAttention)
+        rows = padded(spec.slots) if graphs else max(1, spec.slots)
+        self._inputs = StepInputs(rows, width, spec.page_size, min(spec.pages, kv.num_pages - 1), model.device)
+        self._graphs = DecodeGraphs(self._run, self._inputs) if graphs else None
         self._sampler = self._new_sampler()
 
     def _prefill(
@@ -61,54 +73,81 @@ class TorchEngine(PagedEngine):
         from_caller: list[BaseException] = []
 
         def finished(layer: int) -> None:
+            if self._cuda is not None:
+                self._cuda.produced(layer)
             try:
                 on_layer(layer)
             except BaseException as error:
                 from_caller.append(error)
                 raise
 
-        with _as_engine_errors(from_caller):
-            hidden = self._decoder.forward(ids, batch.positions, batch, self._kv, finished)
+        with _as_engine_errors(from_caller), self._drained():
+            rows = None if prompt_logprobs is not None else int(bool(sample))
+            hidden = self._decoder.forward(ids, batch.positions, batch, self._kv, finished, rows)
             tokens = self._sample_first(hidden[-1:], sample) if sample else []
             successors = token_ids[start + 1 : end + 1]
             prompt = [] if prompt_logprobs is None else self._score(hidden, successors, prompt_logprobs, finished)
         return ChunkResult(tuple(tokens), tuple(prompt))
 
-    def _decode(self, rows: Sequence[Row]) -> list[TokenInfo]:
-        widest = self._fill_tables(rows)
-        contexts = [row.position + 1 for row in rows]
-        last = [row.output_ids[-1] if row.output_ids else row.state.prompt_ids[-1] for row in rows]
-        with _as_engine_errors():
-            batch = AttentionBatch.build(
-                [1] * len(rows), contexts, self._tables[: len(rows), :widest], self.spec.page_size
-            )
-            ids = self._tensor(last, torch.int64)
-            hidden = self._decoder.forward(ids, batch.positions, batch, self._kv)
-            infos = self._sampler.sample(self._decoder.logits(hidden))
-        self._sampler.accept([info.token_id for info in infos])
-        return infos
+    def _launch(self, rows: Sequence[Row]) -> Callable[[], list[TokenInfo]]:
+        with _as_engine_errors(), self._drained(on_error=True):
+            self._inputs.fill(rows)
+            sampled = self._sampler.launch(self._decoder.logits(self._forward(rows)))
+            with torch.inference_mode():
+                self._inputs.advance(sampled.tokens)
+            self._sampler.advance()
+
+        def wait() -> list[TokenInfo]:
+            with _as_engine_errors():
+                return sampled.read()
+
+        return wait
+
+    def _forward(self, rows: Sequence[Row]) -> Tensor:
+        """Hidden states `[n, hidden]` of the rows' last tokens."""
+        width = self._inputs.width(rows)
+        if self._graphs is not None and len(rows) <= self._graphs.rows:
+            return self._graphs.run(len(rows), width)
+        return self._run([row.position + 1 for row in rows], width)
+
+    def _run(self, contexts: Sequence[int], width: int) -> Tensor:
+        """Hidden states of the first rows; `contexts` as in `StepInputs.batch`."""
+        batch = self._inputs.batch(contexts, width)
+        return self._decoder.forward(self._inputs.ids[: len(contexts)], batch.positions, batch, self._kv)
+
+    def _must_read_first(self) -> bool:
+        # Penalties count tokens, on tables that the host lays out.
+        return self._sampler.counts
+
+    def _took(self, rows: Sequence[Row], tokens: Sequence[TokenInfo]) -> None:
+        if self._sampler.counts:
+            found = ((self._row_of.get(row.handle), info.token_id) for row, info in zip(rows, tokens, strict=True))
+            self._sampler.count([(index, token) for index, token in found if index is not None])
+
+    def _undone(self) -> None:
+        self._inputs.clear()
+        self._sampler = self._new_sampler()
+        for row in self._rows:
+            self._joined(row)
 
     def _joined(self, row: Row) -> None:
         self._sampler.add(row.handle.owner, row.state)
-        self._filled.append(0)
+        self._inputs.add(row)
 
     def _left(self, index: int) -> None:
-        last = len(self._filled) - 1
-        filled = self._filled.pop()
-        if index < last:
-            self._filled[index] = filled
-            self._tables[index] = self._tables[last]
+        self._inputs.remove(index)
         self._sampler.remove(index)
 
-    def _fill_tables(self, rows: Sequence[Row]) -> int:
-        """Enter pages that handles have gained; the width of the table that this step needs."""
-        for index, row in enumerate(rows):
-            filled, pages = self._filled[index], row.handle.pages
-            held = min(len(pages), self._tables.shape[1])
-            if held > filled:
-                self._tables[index, filled:held] = self._tensor(pages[filled:held], torch.int32)
-                self._filled[index] = held
-        return self.spec.pages_for(max(row.position for row in rows) + 1)
+    @contextmanager
+    def _drained(self, on_error: bool = False) -> Iterator[None]:
+        """Wait for a CUDA device in the end, or if this raises: afterwards pages may go to other owners."""
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if self._cuda is not None and not (on_error and done):
+                self._cuda.drain()
 
     def _sample_first(self, hidden: Tensor, states: Sequence[SequenceState]) -> list[TokenInfo]:
         sampler = self._new_sampler()
@@ -134,7 +173,7 @@ class TorchEngine(PagedEngine):
         return SamplerBatch(self.spec.vocab_size, self.spec.eos_token_ids, self._device)
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+        return upload(values, dtype, self._device)
 
 
 @contextmanager

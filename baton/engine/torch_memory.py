@@ -1,7 +1,6 @@
-"""KV pages as tensors: in and out as canonical bytes, copied, and saved to host memory.
+"""KV pages in host memory: in and out as canonical bytes, copied, and saved beside the pool.
 
 Safe from any thread beside a running step, because the pages that a transfer touches are not written by it.
-On CUDA all threads use the default stream, so copies are ordered with the engine's kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.kv.format import PartData
@@ -42,12 +43,15 @@ class TorchMemory:
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
         """See KvMemory."""
-        slots = self._slots(pages, tokens)
+        size = self.kv.page_size
+        first, last = tokens.start // size, -(-tokens.stop // size)
+        index, skipped = list(pages[first:last]), tokens.start - first * size
         found = []
         for name, part in self.kv.parts.items():
-            rows = part[layer].flatten(0, 1)[:, heads.start : heads.stop].index_select(0, slots).cpu()
-            data = rows.view(torch.uint8).flatten().numpy().data
-            found.append(PartData(name, dtype_name(rows.dtype), tuple(rows.shape), data))
+            taken = _bytes(part[layer])[index, :, heads.start : heads.stop]
+            rows = taken.reshape(-1, len(heads), taken.shape[-1])[skipped : skipped + len(tokens)]
+            shape = (len(tokens), len(heads), *part.shape[4:])
+            found.append(PartData(name, dtype_name(part.dtype), shape, rows.reshape(-1).data))
         return found
 
     def write(
@@ -55,11 +59,22 @@ class TorchMemory:
     ) -> None:
         """See KvMemory."""
         count, heads = parts[0].shape[:2]
-        slots = self._slots(pages, range(token_start, token_start + count))
+        size = self.kv.page_size
+        first, offset = divmod(token_start, size)
+        # The page that is begun already, the full ones after it, and the rest.
+        lead = min(size - offset, count) if offset else 0
+        full = (count - lead) // size
+        begun = first + bool(offset)
+        index, rest = list(pages[begun : begun + full]), lead + full * size
         for part in parts:
-            home = self.kv.parts[part.name][layer].flatten(0, 1)[:, head_start : head_start + heads]
-            rows = torch.frombuffer(part.data, dtype=DTYPES[part.dtype]).view(part.shape)
-            home.index_copy_(0, slots, rows.to(home.device, home.dtype))
+            home = _bytes(self.kv.parts[part.name][layer])[:, :, head_start : head_start + heads]
+            rows = self._stored(part)
+            if lead:
+                home[pages[first], offset : offset + lead] = rows[:lead]
+            if full:
+                home[index] = rows[lead:rest].reshape(full, size, heads, -1)
+            if rest < count:
+                home[pages[begun + full], : count - rest] = rows[rest:]
 
     def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
         """See KvMemory."""
@@ -72,6 +87,14 @@ class TorchMemory:
             slots = self._slots(pages, range(rows.shape[1]))
             self.kv.parts[name].flatten(1, 2).index_copy_(1, slots, rows.to(slots.device))
 
+    def _stored(self, part: PartData) -> NDArray[np.uint8]:
+        """The part as `[tokens, heads, bytes]` in the pages' element type."""
+        kept = self.kv.dtype
+        data = np.frombuffer(part.data, dtype=np.uint8)
+        if DTYPES[part.dtype] != kept:
+            data = _bytes(torch.frombuffer(part.data, dtype=DTYPES[part.dtype]).to(kept))
+        return data.reshape(*part.shape[:2], -1)
+
     def _slots(self, pages: Sequence[int], tokens: range) -> Tensor:
         """page * page_size + offset of each token, int64 on the pages' device."""
         size = self.kv.page_size
@@ -80,3 +103,11 @@ class TorchMemory:
         slots = (starts[:, None] + torch.arange(size)).flatten()
         slots = slots[tokens.start - first * size : tokens.stop - first * size]
         return slots.to(next(iter(self.kv.parts.values())).device)
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """A view of its memory: bytes in place of the last dimension's elements, which lie side by side."""
+    # By bytes, because what is received begins at any address, and numpy copies page-sized runs at memcpy's speed;
+    # torch moves elements of two bytes one by one, and takes ten times as long.
+    view: NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
+    return view

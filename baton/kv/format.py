@@ -10,10 +10,23 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 
 WIRE_VERSION = 1
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Element types of pages and cached blocks."""
+
+WIRE_DTYPE_BYTES = DTYPE_BYTES | {"int8": 1, "float8_e4m3fn": 1}
+"""Element types of parts in frames."""
+
+
+class KvCompression(StrEnum):
+    """How a frame's parts are encoded (`baton.transfer.compression`); NONE is as the exporter's pages hold them."""
+
+    NONE = "none"
+    INT8 = "int8"
+    FP8 = "fp8"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,31 +12,31 @@ pipeline stage calls only some of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, select
 from baton.model.config import ModelConfig
 from baton.model.layers import (
-    MergedColumnParallelLinear,
+    GatedLinear,
+    Linear,
     Parallel,
     ParallelLMHead,
-    Placement,
     QKVParallelLinear,
     RMSNorm,
     Rotary,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from baton.model.linear import Placement
 
 OnLayer = Callable[[int], None]
 """Called with a layer's index once its K and V are in the pages; what it raises ends the pass."""
 
-Loadable = MergedColumnParallelLinear | ParallelLMHead | RMSNorm | RowParallelLinear | VocabParallelEmbedding
+Loadable = GatedLinear | ParallelLMHead | QKVParallelLinear | RMSNorm | RowParallelLinear | VocabParallelEmbedding
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,16 @@ def _slots(module: Loadable, names: dict[str, str]) -> Iterator[TensorSlot]:
 def _linear(part: str, name: str) -> dict[str, str]:
     """Names of a linear's weight and bias; `part` is its name within a merged linear, or empty."""
     return {f"{part}weight": f"{name}.weight", f"{part}bias": f"{name}.bias"}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all layers of one forward pass share: rotary angles, the sequences, their pages, and the kernels."""
+
+    angles: tuple[Tensor, Tensor]
+    batch: AttentionBatch
+    kv: KvCache
+    backend: AttentionBackend
 
 
 class Attention(nn.Module):
@@ -84,23 +94,21 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if config.qk_norm else None
 
-    def forward(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        kv: KvCache,
-        backend: AttentionBackend,
-    ) -> Tensor:
-        """`[T, hidden]` to `[T, hidden]`."""
+    def append(self, x: Tensor, now: Pass) -> Tensor:
+        """Put K and V of `x` `[T, hidden]` into their pages; returns the queries `[T, heads, head_dim]`."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        q, k, v = heads.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+        qk, v = heads[:, : self._heads + self._kv_heads], heads[:, self._heads + self._kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
-        backend.append(kv, self._index, k, v, batch)
-        attended = backend.attend(kv, self._index, q, batch, self._window)
-        output: Tensor = self.o(attended.flatten(1))
+            qk = torch.cat((self.q_norm(qk[:, : self._heads]), self.k_norm(qk[:, self._heads :])), dim=1)
+        rotated = Rotary.rotate(qk, now.angles)
+        q, k = rotated[:, : self._heads], rotated[:, self._heads :]
+        now.backend.append(now.kv, self._index, k, v, now.batch)
+        return q
+
+    def attend(self, q: Tensor, residual: Tensor, now: Pass) -> Tensor:
+        """What the queries find, projected and added to `residual` `[T, hidden]`."""
+        found = now.backend.attend(now.kv, self._index, q, now.batch, self._window)
+        output: Tensor = self.o(found.flatten(1), residual)
         return output
 
 
@@ -114,24 +122,24 @@ class DecoderLayer(nn.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.attention = Attention(config, index, placement, parallel)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        inner = {"gate": config.intermediate_size, "up": config.intermediate_size}
-        self.gate_up = MergedColumnParallelLinear(config.hidden_size, inner, config.mlp_bias, placement, parallel)
+        self.gate_up = GatedLinear(config.hidden_size, config.intermediate_size, config.mlp_bias, placement, parallel)
         self.down = RowParallelLinear(
             config.intermediate_size, config.hidden_size, config.mlp_bias, placement, parallel
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        kv: KvCache,
-        backend: AttentionBackend,
-    ) -> Tensor:
+    def forward(self, x: Tensor, now: Pass) -> Tensor:
         """`[T, hidden]` to `[T, hidden]`."""
-        x = x + self.attention(self.attention_norm(x), angles, batch, kv, backend)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        output: Tensor = x + self.down(F.silu(gate) * up)
+        return self._rest(x, self.attention.append(self.attention_norm(x), now), now)
+
+    def tail(self, x: Tensor, now: Pass, rows: int) -> Tensor:
+        """As `forward`, but of one sequence's last `rows` tokens alone: what follows K and V is not done for others."""
+        q = self.attention.append(self.attention_norm(x), now)
+        first = x.shape[0] - rows
+        return self._rest(x[first:], q[first:], replace(now, batch=now.batch.tail(rows))) if rows else x[first:]
+
+    def _rest(self, x: Tensor, q: Tensor, now: Pass) -> Tensor:
+        x = self.attention.attend(q, x, now)
+        output: Tensor = self.down(self.gate_up(self.mlp_norm(x)), x)
         return output
 
     def checkpoint_tensors(self) -> Iterator[TensorSlot]:
@@ -178,14 +186,16 @@ class Decoder(nn.Module):
         batch: AttentionBatch,
         kv: KvCache,
         on_layer: OnLayer | None = None,
+        rows: int | None = None,
     ) -> Tensor:
         """Take `token_ids` and `positions` (int64 `[T]`, sequence by sequence) through all layers.
 
-        Returns hidden states `[T, hidden]` in the compute dtype, before the final norm: see `logits`.
-        `positions` are `batch.positions` unless the caller has reasons. Whatever `on_layer` raises passes
+        Returns hidden states `[T, hidden]` in the compute dtype, before the final norm: see `logits`; with `rows`,
+        of a batch of one sequence, those of its last `rows` tokens, 0 or more: the last layer does only what these
+        need. `positions` are `batch.positions` unless the caller has reasons. Whatever `on_layer` raises passes
         through. The result is an inference tensor: not to be changed in place outside inference mode.
         """
-        return self.run_layers(self.embed(token_ids), positions, batch, kv, on_layer)
+        return self.run_layers(self.embed(token_ids), positions, batch, kv, on_layer, rows)
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -201,12 +211,16 @@ class Decoder(nn.Module):
         batch: AttentionBatch,
         kv: KvCache,
         on_layer: OnLayer | None = None,
+        rows: int | None = None,
     ) -> Tensor:
-        """Hidden states `[T, hidden]` through this worker's layers; `on_layer` as in `forward`."""
-        angles = self.rotary.angles(positions)
+        """Hidden states `[T, hidden]` through this worker's layers; `on_layer` and `rows` as in `forward`."""
         backend = select(hidden.device, hidden.dtype, kv.dtype, kv.page_size, kv.head_dim)
+        now = Pass(self.rotary.angles(positions), batch, kv, backend)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, angles, batch, kv, backend)
+            if rows is not None and index == len(self.layers) - 1:
+                hidden = cast(DecoderLayer, layer).tail(hidden, now, rows)
+            else:
+                hidden = layer(hidden, now)
             if on_layer is not None:
                 on_layer(index)
         return hidden
@@ -216,6 +230,11 @@ class Decoder(nn.Module):
         """Final norm and output projection of chosen rows: `[n, hidden]` to float32 `[n, vocab_size]`."""
         logits: Tensor = self.head(self.norm(hidden))
         return logits
+
+    def ready(self) -> None:
+        """All is loaded: each linear takes the storage to compute with, and drops the loaded one."""
+        for linear in [module for module in self.modules() if isinstance(module, Linear)]:
+            linear.ready()
 
     def checkpoint_tensors(self) -> Iterator[TensorSlot]:
         """What must be loaded, in the order of computation; without the output projection (`head_tensor`)."""

@@ -6,57 +6,154 @@ last bits of logits, which depend on the shapes of matrix products, change the w
 are nearly tied. A running sum over the vocabulary has as many borders as tokens, and all of them move.
 
 A token's noise is -log(-log(1 - u)) with u = (z + 1/2) / 2**31, where z is 31 bits of a hash of token id and key:
-MurmurHash3's 32-bit finalizer (Appleby, public domain), twice, with a word of the key before each. It is found in
-float32 first, which tells the winner unless others come within MARGIN of it; then float64 decides.
+MurmurHash3's 32-bit finalizer (Appleby, public domain), twice, with a word of the key before each. Scores are
+compared in float64. The smallest z of a block of tokens, and its largest logit, bound all its scores: so on a CPU
+logarithms are taken once a block, and then for the tokens of the few blocks that may hold the winner.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from baton.model.blocks import Blocks
+
+SPAN = 26.0
+"""More than the largest noise less the smallest: log(32 ln 2) + 32 ln 2 = 25.3."""
+
 MARGIN = 1e-3
-"""Far more than the error of a float32 score, far less than the usual lead of a winner."""
+"""Far more than the error of a float32 score, but for noise below -2.5; far less than the usual lead of a winner."""
+
+_FIRST_READ = 32
+"""Blocks read to find a good score before the others are ruled out."""
+
+_SLACK = 1e-9
+"""More than the error of a float64 score."""
 
 _GOLDEN, _FIRST, _SECOND = (constant - 2**32 for constant in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
 _BELOW_ONE = 1 - 2**-24
 
-_CACHED = 1 << 16
-"""Logits taken together on a CPU: few enough for its cache, enough to outweigh the cost of an operation."""
+_CACHED = 1 << 18
+"""Tokens hashed together on a CPU: few enough for its cache, enough to outweigh the cost of an operation."""
 
 
-def draw(scaled: Tensor, token_ids: Tensor, keys: Tensor) -> Tensor:
-    """The column that wins in each row, int64 `[R]`.
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Rows of logits to draw from: `rows` int64 `[R]`, the largest logit and the temperature of each, float32
+    `[R, 1]`, and the words of `noise_key` as signed numbers, int32 `[R, 2]`."""
 
-    `scaled`: float32 logits `[R, n]`, -inf where a token must not win; each row has another one. `token_ids`: int32
-    `[R, n]` or `[1, n]`, what the noise is for. `keys`: int32 `[R, 2]`, the words of `noise_key` as signed numbers.
+    rows: Tensor
+    top: Tensor
+    temperature: Tensor
+    keys: Tensor
+
+    def take(self, index: Tensor) -> Draws:
+        """Some of them."""
+        return Draws(self.rows[index], self.top[index], self.temperature[index], self.keys[index])
+
+    def scale(self, values: Tensor) -> Tensor:
+        """Logits `[R, n]`, divided by the temperature; the largest becomes 0, so that no temperature overflows."""
+        return (values - self.top) / self.temperature
+
+
+class Race:
+    """Draws of which any token may win; what bounds a block's scores is found once."""
+
+    def __init__(self, blocks: Blocks, draws: Draws) -> None:
+        self._blocks = blocks
+        self._draws = draws
+        self._maxima = draws.scale(blocks.maxima[draws.rows])
+        self._bound = self._bounds() if self._maxima.device.type == "cpu" else None
+
+    def winners(self, index: Tensor, floor: Tensor) -> Tensor:
+        """The token ids that win among those with a scaled logit of at least `floor` (float32 `[Q, 1]`), int64 `[Q]`.
+
+        `index`: which of the draws, int64 `[Q]`. The likeliest token of each must reach the floor.
+        """
+        if self._bound is None:
+            return self._dense(self._draws.take(index), floor)
+        bound = self._bound[index].masked_fill_(self._maxima[index] < floor, -torch.inf)
+        first = bound.topk(min(_FIRST_READ, bound.shape[1]), sorted=False).indices
+        places = torch.arange(len(index)).repeat_interleave(first.shape[1])
+        scores, tokens = self._scores(index, places, first.flatten(), floor)
+        best = scores.view(len(index), -1).amax(-1, keepdim=True)
+        more, blocks = (bound >= best).scatter_(1, first, False).nonzero(as_tuple=True)
+        if len(more):
+            other_scores, other_tokens = self._scores(index, more, blocks, floor)
+            places, scores = torch.cat((places, more)), torch.cat((scores, other_scores))
+            tokens = torch.cat((tokens, other_tokens))
+            best = best[:, 0].scatter_reduce_(0, more, other_scores, "amax")[:, None]
+        tokens = tokens.masked_fill_(scores < best[places, 0], self._blocks.vocab)
+        return torch.full_like(index, self._blocks.vocab).scatter_reduce_(0, places, tokens, "amin")
+
+    def _scores(self, index: Tensor, places: Tensor, blocks: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+        """The best score of each pair of place in `index` and block, float64 `[P]`, and the token that has it."""
+        draws = self._draws.take(index[places])
+        values, first = self._blocks.read(draws.rows, blocks)
+        scaled = draws.scale(values)
+        ids = first[:, None].to(torch.int32) + torch.arange(self._blocks.width, dtype=torch.int32)
+        scores = scores_of(scaled, ids, draws.keys).masked_fill_(scaled < floor[places], -torch.inf)
+        best, lane = scores.max(-1)
+        return best, first + lane
+
+    def _bounds(self) -> Tensor:
+        """No score of a block is larger: float64 `[R, n]`, -inf where no token can win."""
+        rows, blocks = (self._maxima >= -SPAN).nonzero(as_tuple=True)
+        width = self._blocks.width
+        starts = (blocks * width).clamp_(max=self._blocks.vocab - width).to(torch.int32)
+        keys = self._draws.keys[rows]
+        starts = starts.mul_(_GOLDEN).add_(keys[:, 0])[:, None]
+        lanes = torch.arange(width, dtype=torch.int32).mul_(_GOLDEN)
+        lowest = torch.empty_like(rows, dtype=torch.int32)
+        count = _CACHED // width
+        bits, spare = torch.empty(2, min(count, len(rows)), width, dtype=torch.int32)
+        for part in range(0, len(rows), count):
+            chosen = slice(part, part + count)
+            size = len(lowest[chosen])
+            mixed = torch.add(starts[chosen], lanes, out=bits[:size])
+            torch.amin(_hash(mixed, keys[chosen, 1:], spare[:size]), -1, out=lowest[chosen])
+        bound = torch.full_like(self._maxima, -torch.inf, dtype=torch.float64)
+        bound[rows, blocks] = self._maxima[rows, blocks] + _noise(lowest) + _SLACK
+        return bound
+
+    def _dense(self, draws: Draws, floor: Tensor) -> Tensor:
+        """As `winners`, over the whole vocabulary, in float32 first, and without waiting for the device."""
+        scaled = draws.scale(self._blocks.logits[draws.rows])
+        scaled.masked_fill_(scaled < floor, -torch.inf)
+        bits = _bits(torch.arange(self._blocks.vocab, dtype=torch.int32, device=scaled.device)[None], draws.keys)
+        uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
+        score = scaled - uniform.neg_().log1p_().neg_().log_()
+        near = score >= score.amax(-1, keepdim=True) - MARGIN
+        return (scaled + _noise(bits)).masked_fill_(~near, -torch.inf).argmax(-1)
+
+
+def scores_of(scaled: Tensor, token_ids: Tensor, keys: Tensor) -> Tensor:
+    """Scaled logits with their noise, float64 `[R, n]`.
+
+    `scaled`: float32 `[R, n]`. `token_ids`: int32 `[R, n]` or `[1, n]`, what the noise is for. `keys`: int32 `[R, 2]`.
     """
-    if scaled.device.type != "cpu":
-        return _race(scaled, token_ids, keys)
-    rows = max(1, _CACHED // scaled.shape[1])
-    parts = (torch.split(whole, rows) for whole in (scaled, token_ids.expand(len(scaled), -1), keys))
-    return torch.cat([_race(*part) for part in zip(*parts, strict=True)])
+    return scaled + _noise(_bits(token_ids, keys))
 
 
-def _race(scaled: Tensor, token_ids: Tensor, keys: Tensor) -> Tensor:
-    bits = _bits(token_ids, keys)
-    uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
-    score = scaled - uniform.neg_().log1p_().neg_().log_()
-    near = score >= score.amax(-1, keepdim=True) - MARGIN
-    if int(near.sum()) == len(scaled):
-        return score.argmax(-1)
-    exact = scaled.double() - (bits.double().add_(0.5).mul_(-(2.0**-31))).log1p_().neg_().log_()
-    return exact.masked_fill_(~near, -torch.inf).argmax(-1)
+def _noise(bits: Tensor) -> Tensor:
+    return bits.double().add_(0.5).mul_(-(2.0**-31)).log1p_().neg_().log_().neg_()
 
 
 def _bits(token_ids: Tensor, keys: Tensor) -> Tensor:
     """31 hashed bits for each token id, int32; products wrap around, as int32 does in torch."""
-    mixed = _mix(token_ids * _GOLDEN + keys[:, :1])
-    return _mix(mixed.bitwise_xor_(keys[:, 1:])).bitwise_and_(0x7FFFFFFF)
+    mixed = token_ids * _GOLDEN + keys[:, :1]
+    return _hash(mixed, keys[:, 1:], torch.empty_like(mixed))
 
 
-def _mix(x: Tensor) -> Tensor:
+def _hash(mixed: Tensor, second: Tensor, spare: Tensor) -> Tensor:
+    """Two finalizers with the second word of the key between them, in place."""
+    return _mix(_mix(mixed, spare).bitwise_xor_(second), spare).bitwise_and_(0x7FFFFFFF)
+
+
+def _mix(x: Tensor, spare: Tensor) -> Tensor:
     """MurmurHash3's fmix32, in place; the masks make torch's arithmetic shifts logical ones."""
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
-    x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(_SECOND)
-    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+    x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF)).mul_(_FIRST)
+    x.bitwise_xor_(torch.bitwise_right_shift(x, 13, out=spare).bitwise_and_(0x7FFFF)).mul_(_SECOND)
+    return x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF))

@@ -1,11 +1,11 @@
 """The parts of a transformer block, for the forward pass only.
 
-Every linear knows which rows or columns of a checkpoint tensor are its own (`Parallel`), and fills its fused
-weight piece by piece while loading (`load_shard`). How a weight lies in memory and is multiplied is the
-affair of the linear's `storage`: `DenseStorage` here is the plain one; a quantized or pre-packed one replaces
-`linear.storage` and nothing else changes.
+Every linear knows which rows or columns of a checkpoint tensor are its own (`Parallel`), and fills its weight piece by
+piece while loading (`load_shard`). How a weight lies in memory and is multiplied is the affair of the linear's
+`storage` (`baton.model.linear`).
 
-Modules are built with uninitialised weights; `parts()` says what must be loaded, by name and full shape.
+Modules are built with uninitialised weights; `parts()` says what must be loaded, by name and full shape. After loading
+`ready()` lets each linear replace its storage by the one to compute with.
 Numerics follow transformers' modelling code, norms in float32, but for one thing: rotary embeddings are applied
 in float32 too, where transformers rounds cosines and sines to the compute dtype first.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from baton.errors import ModelError
 from baton.model.config import RopeConfig
+from baton.model.linear import DenseStorage, Placement, Storage
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -53,42 +55,25 @@ class Parallel:
         return tensor.narrow(dim, self.rank * width, width)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where and in which dtype weights are kept and computed with."""
+class Linear(nn.Module):
+    """A linear over one storage."""
 
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self, *shape: int) -> nn.Parameter:
-        """An uninitialised weight."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
-
-
-class DenseStorage(nn.Module):
-    """A weight `[rows, columns]` as the checkpoint has it, with an optional bias `[rows]`."""
-
-    def __init__(self, rows: int, columns: int, bias: bool, placement: Placement) -> None:
+    def __init__(self, storage: DenseStorage) -> None:
         super().__init__()
-        self.weight = placement.empty(rows, columns)
-        self.bias = placement.empty(rows) if bias else None
+        self.storage: Storage = storage
 
-    def load(self, row: int, weight: Tensor) -> None:
-        """Fill rows from `row` on, casting to the storage's dtype."""
-        self.weight[row : row + weight.shape[0]].copy_(weight)
+    def ready(self) -> None:
+        """All is loaded: take the storage to compute with."""
+        self.storage = self.storage.ready()
 
-    def load_bias(self, row: int, bias: Tensor) -> None:
-        """Fill the bias from `row` on."""
-        if self.bias is None:
-            raise ModelError("this linear has no bias to load")
-        self.bias[row : row + bias.shape[0]].copy_(bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, columns]` to `[tokens, rows]`."""
-        return F.linear(x, self.weight, self.bias)
+    @property
+    def _loading(self) -> DenseStorage:
+        if not isinstance(self.storage, DenseStorage):
+            raise ModelError("this linear was loaded already")
+        return self.storage
 
 
-class MergedColumnParallelLinear(nn.Module):
+class MergedColumnParallelLinear(Linear):
     """Several linears over the same input, computed as one; the output rows of each are split over the ranks.
 
     `outputs` gives the full number of rows of each, in order; the result is this rank's shares side by side.
@@ -97,14 +82,13 @@ class MergedColumnParallelLinear(nn.Module):
     def __init__(
         self, columns: int, outputs: Mapping[str, int], bias: bool, placement: Placement, parallel: Parallel
     ) -> None:
-        super().__init__()
+        widths = [parallel.share(name, rows) for name, rows in outputs.items()]
+        super().__init__(DenseStorage(sum(widths), columns, bias, placement))
         self._columns = columns
         self._outputs = dict(outputs)
         self._parallel = parallel
-        widths = [parallel.share(name, rows) for name, rows in outputs.items()]
         self._starts = dict(zip(outputs, accumulate(widths, initial=0), strict=False))
         self._bias = bias
-        self.storage = DenseStorage(sum(widths), columns, bias, placement)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """What must be loaded: part name to full checkpoint shape."""
@@ -118,7 +102,7 @@ class MergedColumnParallelLinear(nn.Module):
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of one full checkpoint tensor."""
         name, kind = part.rsplit(".", 1)
-        load = self.storage.load if kind == "weight" else self.storage.load_bias
+        load = self._loading.load if kind == "weight" else self._loading.load_bias
         load(self._starts[name], self._parallel.narrow(tensor, 0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,17 +130,41 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         super().__init__(columns, outputs, bias, placement, parallel)
 
 
-class RowParallelLinear(nn.Module):
-    """A linear whose input columns are split over the ranks; the ranks' partial results are summed."""
+class GatedLinear(nn.Module):
+    """SwiGLU's inner half, silu(gate(x)) * up(x) (Shazeer 2020, arXiv:2002.05202); rows are split over the ranks.
+
+    Two weights and not one: each of the two products then ends in what follows it, with no pass of its own.
+    """
 
     def __init__(self, columns: int, rows: int, bias: bool, placement: Placement, parallel: Parallel) -> None:
         super().__init__()
+        one = partial(MergedColumnParallelLinear, columns, bias=bias, placement=placement, parallel=parallel)
+        self._gate, self._up = one(outputs={"gate": rows}), one(outputs={"up": rows})
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """What must be loaded: part name to full checkpoint shape."""
+        return self._gate.parts() | self._up.parts()
+
+    def load_shard(self, part: str, tensor: Tensor) -> None:
+        """Keep this rank's rows of one full checkpoint tensor."""
+        half = self._gate if part.startswith("gate.") else self._up
+        half.load_shard(part, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, columns]` to `[tokens, this rank's rows]`."""
+        return self._up.storage.times(x, self._gate.storage.silu(x))
+
+
+class RowParallelLinear(Linear):
+    """A linear whose input columns are split over the ranks; the ranks' partial results are summed."""
+
+    def __init__(self, columns: int, rows: int, bias: bool, placement: Placement, parallel: Parallel) -> None:
+        # One rank alone adds the bias and the residual, or the sum would hold them once a rank.
+        self._adds = parallel.rank == 0
+        super().__init__(DenseStorage(rows, parallel.share("columns", columns), bias and self._adds, placement))
         self._shape = (rows, columns)
         self._parallel = parallel
         self._bias = bias
-        # One rank alone adds the bias, or the sum would hold it once a rank.
-        self._adds_bias = bias and parallel.rank == 0
-        self.storage = DenseStorage(rows, parallel.share("columns", columns), self._adds_bias, placement)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """What must be loaded: part name to full checkpoint shape."""
@@ -165,13 +173,14 @@ class RowParallelLinear(nn.Module):
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's columns of one full checkpoint tensor."""
         if part == "weight":
-            self.storage.load(0, self._parallel.narrow(tensor, 1))
-        elif self._adds_bias:
-            self.storage.load_bias(0, tensor)
+            self._loading.load(0, self._parallel.narrow(tensor, 1))
+        elif self._adds:
+            self._loading.load_bias(0, tensor)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, this rank's columns]` to `[tokens, rows]`, summed over the ranks."""
-        return self._parallel.all_reduce(self.storage(x))
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`[tokens, this rank's columns]` to `residual` plus `[tokens, rows]`, summed over the ranks."""
+        storage = self.storage
+        return self._parallel.all_reduce(storage.plus(x, residual) if self._adds else storage(x))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -204,20 +213,19 @@ class VocabParallelEmbedding(nn.Module):
         return self._parallel.all_reduce(embedded.masked_fill(foreign[:, None], 0))
 
 
-class ParallelLMHead(nn.Module):
+class ParallelLMHead(Linear):
     """The output projection, split over the vocabulary like the embedding, and gathered.
 
-    Its memory is taken by `load_shard`, since a tied one needs none.
+    Its memory is taken by `load_shard`, since a tied one has the embedding's until `ready`.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement, parallel: Parallel) -> None:
-        super().__init__()
+        share = math.ceil(vocab_size / parallel.size)
+        super().__init__(DenseStorage(share, hidden_size, False, Placement(placement.dtype, torch.device("meta"))))
         self._shape = (vocab_size, hidden_size)
         self._parallel = parallel
-        share = math.ceil(vocab_size / parallel.size)
         self._first = parallel.rank * share
         self._device = placement.device
-        self.storage = DenseStorage(share, hidden_size, False, Placement(placement.dtype, torch.device("meta")))
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """What must be loaded unless tied: part name to full checkpoint shape."""
@@ -225,12 +233,12 @@ class ParallelLMHead(nn.Module):
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of the full projection."""
-        self.storage.to_empty(device=self._device)
-        self.storage.load(0, tensor[self._first : self._first + self.storage.weight.shape[0]])
+        storage = self._loading.to_empty(device=self._device)
+        storage.load(0, tensor[self._first : self._first + storage.weight.shape[0]])
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Share the embedding's weight instead of holding one."""
-        self.storage.weight = embedding.weight
+        """Take the embedding's weight instead of a loaded one."""
+        self._loading.weight = embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[n, hidden]` to float32 `[n, vocab_size]` on every rank."""
@@ -240,13 +248,15 @@ class ParallelLMHead(nn.Module):
 class RMSNorm(nn.Module):
     """Root mean square normalisation over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-    As in transformers, mean square and scaling are float32, and the weight is applied in the input's dtype.
+    All of it is float32, the weight too; the result is rounded once.
     """
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         super().__init__()
-        self._eps = eps
-        self.weight = placement.empty(size)
+        wide = Placement(torch.float32, placement.device)
+        self.weight = wide.empty(size)
+        self._eps = torch.tensor(eps, device=placement.device)
+        self._share = 1.0 / size
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """What must be loaded: part name to shape."""
@@ -259,8 +269,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., size]` to the same shape and dtype."""
         wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
-        return self.weight * (wide * scale).to(x.dtype)
+        norm = torch.linalg.vector_norm(wide, 2, -1, True)
+        scale = torch.addcmul(self._eps, norm, norm, value=self._share).rsqrt_()
+        return (wide * scale).mul_(self.weight).to(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -291,13 +302,14 @@ class Rotary(nn.Module):
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float32 `[tokens, 1, head_dim / 2]` each; one forward's layers share them."""
+        """Cosines, and sines with the first half's negated: float32 `[tokens, 1, head_dim]`, for all layers."""
         angles = (positions.float()[:, None] * self._frequencies)[:, None]
-        return angles.cos(), angles.sin()
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     @staticmethod
     def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate `[tokens, heads, head_dim]`; computed in float32, returned in the dtype of `x`."""
         cos, sin = angles
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        wide = x.float()
+        return torch.addcmul(wide * cos, wide.roll(wide.shape[-1] // 2, -1), sin).to(x.dtype)

@@ -12,7 +12,8 @@ from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.fingerprint import model_fingerprint, weights_digest
-from baton.model.layers import Parallel, Placement
+from baton.model.layers import Parallel
+from baton.model.linear import Placement
 from baton.model.weights import load_weights
 
 

@@ -6,8 +6,10 @@ min_p, top_k and top_p, and draw. Log-probabilities are those of the raw logits.
 
 min_p, top_k and top_p each keep the tokens at or above some logit, so together they are one threshold a row;
 tokens as likely as the last one kept are kept too, and no sort order matters. The threshold and the draw are
-found among the 256 most likely tokens; a row whose nucleus is wider is done again with sixteen times as many,
-and so on.
+found among the 64 most likely tokens. A row whose nucleus is wider is drawn without top_p, and its token is
+kept if the mass of the likelier ones is below p. If not, neither that token nor a less likely one is in the
+nucleus, and the row is drawn again from the likelier ones: what is kept at last is what has most score within
+the nucleus, and no sort is needed.
 
 A draw adds to each logit a noise that depends on seed, choice index, output index and token id only, and takes
 the largest (`baton.model.gumbel`).
@@ -24,14 +26,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import threshold
 
-from baton.errors import EngineError
-from baton.model.gumbel import draw
+from baton.model.blocks import Blocks
+from baton.model.gumbel import Draws, Race, scores_of
 from baton.model.noise import noise_key
 from baton.model.penalties import PenaltyTable, has_penalties
+from baton.model.sampled import Sampled
+from baton.model.upload import upload
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
-WINDOW = 256
+WINDOW = 64
+
+_NO_WEIGHT = -80.0
+"""A scaled logit too low to change a sum of weights of which the largest is 1, and high enough for a quick exp."""
 
 _COLDEST = torch.finfo(torch.float32).tiny
 """The lowest temperature divided by: a lower one could become 0 in float32, and make NaN of 0 / 0."""
@@ -69,15 +77,13 @@ class _Limits:
 class _Plan:
     """What to do for the present batch; built once, kept until the batch or a min_tokens ban changes.
 
-    Row indices are int64. `free` and `limited` index `drawn`; an index of all rows is None, to spare the
-    copy.
+    Row indices are int64. `free` and `limited` index `drawn`.
     """
 
     allowed: tuple[Tensor, Tensor] | None
     bans: tuple[Tensor, Tensor] | None
     bias: tuple[Tensor, Tensor, Tensor] | None
     penalised: tuple[Tensor, Tensor] | None
-    greedy: Tensor | None
     drawn: Tensor
     temperature: Tensor
     free: Tensor
@@ -112,37 +118,54 @@ class SamplerBatch:
             self._table.remove(row.penalties)
         self._plan = None
 
-    @torch.inference_mode()
+    @property
+    def counts(self) -> bool:
+        """Whether some row's next token depends on which tokens came before, so that `count` must know them all."""
+        return any(row.penalties is not None for row in self._rows)
+
     def sample(self, logits: Tensor, mask: Tensor | None = None) -> list[TokenInfo]:
-        """The next token of each row; `accept` tells the batch that they were taken.
+        """The next token of each row, as `launch` and `Sampled.read`; `accept` tells the batch that they were taken."""
+        return self.launch(logits, mask).read()
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, mask: Tensor | None = None) -> Sampled:
+        """Choose the next token of each row on the device; `advance` tells the batch that they were taken.
 
         `logits`: float32 `[B, vocab]`, overwritten. `mask`: bool `[B, vocab]`, true where a token is allowed.
-        Raises EngineError, naming the rows, for logits that are not finite and for rows without an allowed
-        token.
+        Reading raises EngineError, naming the rows, for logits that are not finite and for rows without an
+        allowed token. On CUDA nothing here waits for the device, but for rows with top_k, top_p or min_p.
         """
-        self._check(logits.sum(-1).isfinite(), "logits are not finite")
         plan = self._plan = self._plan or self._build()
+        checks = [logits.sum(-1).isfinite()]
         raw = logits[self._index(plan.reported)] if plan.reported else None
         self._edit(logits, mask, plan)
-        tokens = self._choose(logits, plan).tolist()
-        infos = [TokenInfo(token) for token in tokens]
+        blocks = Blocks(logits)
+        if plan.allowed is not None or mask is not None or plan.bans is not None:
+            checks.append(blocks.maxima.amax(-1) > -math.inf)
+        sampled = Sampled(self._choose(blocks, plan), checks, [row.name for row in self._rows])
         if raw is not None:
-            wanted = [self._rows[i].params.logprobs for i in plan.reported]
-            found = token_infos(raw, [tokens[i] for i in plan.reported], [count or 0 for count in wanted])
-            for i, info in zip(plan.reported, found, strict=True):
-                infos[i] = info
-        return infos
+            wanted = [self._rows[i].params.logprobs or 0 for i in plan.reported]
+            sampled.report(plan.reported, raw, wanted)
+        return sampled
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Each row's sequence has grown by its entry of `tokens`."""
+    def advance(self) -> None:
+        """Each row's sequence has grown by a token; which one, `count` is told."""
         for row in self._rows:
             row.outputs += 1
             if row.outputs == row.params.min_tokens:
                 self._plan = None
-        counted = [(row.penalties, token) for row, token in zip(self._rows, tokens, strict=True)]
+
+    def count(self, tokens: Sequence[tuple[int, int]]) -> None:
+        """Rows, each at most once, and the tokens by which their sequences have grown."""
+        counted = [(self._rows[index].penalties, token) for index, token in tokens]
         entries = [(entry, token) for entry, token in counted if entry is not None]
         if entries:
             self._table.append(*zip(*entries, strict=True))
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Each row's sequence has grown by its entry of `tokens`."""
+        self.advance()
+        self.count(list(enumerate(tokens)))
 
     def _edit(self, logits: Tensor, mask: Tensor | None, plan: _Plan) -> None:
         if plan.allowed is not None:
@@ -157,38 +180,28 @@ class SamplerBatch:
             logits.index_put_((rows, ids), values, accumulate=True)
         if plan.penalised is not None:
             self._table.apply(logits, *plan.penalised)
-        if plan.allowed is not None or mask is not None or plan.bans is not None:
-            self._check(logits.amax(-1) > -math.inf, "no token is allowed")
 
-    def _choose(self, logits: Tensor, plan: _Plan) -> Tensor:
-        if plan.greedy is None:
-            return logits.argmax(-1)
-        tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        tokens[plan.greedy] = logits[plan.greedy].argmax(-1)
+    def _choose(self, blocks: Blocks, plan: _Plan) -> Tensor:
+        tokens = blocks.argmax()
+        if not len(plan.drawn):
+            return tokens
         words = [
             noise_key(row.params.seed or 0, row.state.choice_index, row.outputs)
             for row in self._rows
             if not row.params.greedy
         ]
-        keys = torch.tensor(words, device=logits.device).to(torch.int32)
-        drawn = logits if len(words) == len(self._rows) else logits[plan.drawn]
-        # The largest becomes 0, so that no temperature overflows.
-        scaled = (drawn - drawn.amax(-1, keepdim=True)) / plan.temperature
-        chosen = torch.empty_like(plan.drawn)
+        keys = upload(words, torch.int64, tokens.device).to(torch.int32)
+        top = blocks.maxima[plan.drawn].amax(-1, keepdim=True)
+        draws = Draws(plan.drawn, top, plan.temperature, keys)
         if len(plan.free):
-            part = scaled if len(plan.free) == len(chosen) else scaled[plan.free]
-            everything = torch.arange(self._vocab_size, dtype=torch.int32, device=logits.device)[None]
-            chosen[plan.free] = draw(part, everything, keys[plan.free])
+            free = draws.take(plan.free)
+            everything = torch.full_like(free.top, -math.inf)
+            winners = Race(blocks, free).winners(torch.arange(len(free.rows), device=tokens.device), everything)
+            tokens[free.rows] = winners
         if len(plan.limited):
-            part = scaled if len(plan.limited) == len(chosen) else scaled[plan.limited]
-            chosen[plan.limited] = draw_limited(part, plan.limits, keys[plan.limited])
-        tokens[plan.drawn] = chosen
+            limited = draws.take(plan.limited)
+            tokens[limited.rows] = draw_limited(blocks, limited, plan.limits)
         return tokens
-
-    def _check(self, good: Tensor, problem: str) -> None:
-        if not good.all():
-            bad = [row.name for row, fine in zip(self._rows, good.tolist(), strict=True) if not fine]
-            raise EngineError(f"{problem}: {', '.join(bad)}")
 
     def _build(self) -> _Plan:
         rows = list(enumerate(self._rows))
@@ -211,7 +224,6 @@ class SamplerBatch:
             penalised=(self._index([i for i, _ in penalised]), self._index([e for _, e in penalised]))
             if penalised
             else None,
-            greedy=self._index([i for i, row in rows if row.params.greedy]) if drawn else None,
             drawn=self._index([i for i, _ in drawn]),
             temperature=self._floats([max(params.temperature, _COLDEST) for _, params in drawn])[:, None],
             free=self._index([j for j, (_, params) in enumerate(drawn) if not self._is_limited(params)]),
@@ -240,60 +252,87 @@ class SamplerBatch:
         )
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return upload(values, torch.int64, self._device)
 
     def _floats(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+        return upload(values, dtype, self._device)
 
 
-def draw_limited(scaled: Tensor, limits: _Limits, keys: Tensor, window: int = WINDOW) -> Tensor:
-    """As `draw`, from the tokens that `limits` keep, to token ids; the logits' maximum must be 0.
+def draw_limited(blocks: Blocks, draws: Draws, limits: _Limits) -> Tensor:
+    """The token ids drawn from what `limits` keep, int64 `[R]`.
 
     top_p counts the mass of what min_p and top_k keep, and keeps a token if the mass of the likelier ones is
     below p.
     """
-    vocab_size = scaled.shape[1]
-    window = min(window, vocab_size)
-    values, ids = scaled.topk(window)
+    window = min(WINDOW, blocks.vocab)
+    logits, ids = blocks.top(draws.rows, window)
+    values = draws.scale(logits)
+    counted = limits.top_k < blocks.vocab
     kth = values.gather(1, limits.top_k.clamp(max=window) - 1)
-    floor = torch.maximum(torch.where(limits.top_k < vocab_size, kth, -math.inf), limits.log_min_p)
+    floor = torch.maximum(torch.where(counted, kth, -math.inf), limits.log_min_p)
     weights = torch.where(values >= floor, values.exp().double(), 0.0)
-    total = weights.sum(-1, keepdim=True)
-    beyond = values[:, -1:] >= floor
-    if window < vocab_size and beyond.any():
-        everything = torch.where(scaled >= floor, scaled.exp(), 0.0).sum(-1, keepdim=True, dtype=torch.float64)
-        total = torch.where(beyond, everything, total)
-    kept = (weights.cumsum(-1) - weights < limits.top_p * total) & (values >= floor)
-    threshold = values.gather(1, kept.sum(-1, keepdim=True) - 1)
-    column = draw(values.masked_fill(values < threshold, -math.inf), ids.to(torch.int32), keys)
-    tokens = ids.gather(1, column[:, None])[:, 0]
-    if window < vocab_size:
+    mass = limits.top_p * weights.sum(-1, keepdim=True)
+    if window < blocks.vocab:
+        beyond = ((values[:, -1:] >= floor) & (limits.top_p < math.inf))[:, 0].nonzero()[:, 0]
+        if len(beyond):
+            mass[beyond] = limits.top_p[beyond] * mass_above(blocks, draws.take(beyond), _below(floor[beyond]))
+    kept = (weights.cumsum(-1) - weights < mass) & (values >= floor)
+    # A row that is not finite keeps none.
+    threshold = values.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))
+    scores = scores_of(values, ids.to(torch.int32), draws.keys).masked_fill_(values < threshold, -math.inf)
+    tokens = ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+    if window < blocks.vocab:
         # Equal logits just beyond the window would be kept too.
-        again = ((values[:, -1:] >= threshold) | ((limits.top_k > window) & (limits.top_k < vocab_size)))[:, 0]
-        rows = again.nonzero()[:, 0]
-        if len(rows):
-            tokens[rows] = draw_limited(scaled[rows], limits.take(rows), keys[rows], 16 * window)
+        wide = ((values[:, -1:] >= threshold) | (counted & (limits.top_k > window)))[:, 0].nonzero()[:, 0]
+        if len(wide):
+            tokens[wide] = draw_wide(blocks, draws.take(wide), limits.take(wide), floor[wide], mass[wide])
     return tokens
 
 
-@torch.inference_mode()
-def token_infos(logits: Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenInfo]:
-    """Log-probabilities of one token a row, with its `top[i]` alternatives: from raw float32 `[n, vocab]` logits.
+def draw_wide(blocks: Blocks, draws: Draws, limits: _Limits, floor: Tensor, mass: Tensor) -> Tensor:
+    """As `draw_limited`, for rows that keep more than the window, or may.
 
-    Raises EngineError for logits that are not finite.
+    `floor` (float32 `[R, 1]`): the least scaled logit that min_p and top_k keep; `mass` (float64 `[R, 1]`): top_p of
+    what they keep. Both are found here for a top_k beyond the window.
     """
-    norms = logits.logsumexp(-1, keepdim=True)
-    if not norms.isfinite().all():
-        raise EngineError("logits are not finite")
-    chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
-    found = (chosen - norms)[:, 0].tolist()
-    count = min(max(top), logits.shape[1])
-    values, ids = logits.topk(count, dim=-1)
-    alternatives = [
-        tuple(zip(row_ids, row_values, strict=True))
-        for row_ids, row_values in zip(ids.tolist(), (values - norms).tolist(), strict=True)
-    ]
-    return [
-        TokenInfo(token, logprob, row[:wanted])
-        for token, logprob, row, wanted in zip(token_ids, found, alternatives, top, strict=True)
-    ]
+    deep = ((limits.top_k > WINDOW) & (limits.top_k < blocks.vocab))[:, 0].nonzero()[:, 0]
+    if len(deep):
+        part, bounds = draws.take(deep), limits.take(deep)
+        logits, _ = blocks.top(part.rows, int(bounds.top_k.max()))
+        floor[deep] = torch.maximum(part.scale(logits.gather(1, bounds.top_k - 1)), bounds.log_min_p)
+        mass[deep] = bounds.top_p * mass_above(blocks, part, _below(floor[deep]))
+    race = Race(blocks, draws)
+    tokens = torch.empty_like(draws.rows)
+    waiting = torch.arange(len(tokens), device=tokens.device)
+    while len(waiting):
+        part = draws.take(waiting)
+        found = tokens[waiting] = race.winners(waiting, floor[waiting])
+        scaled = part.scale(blocks.logits[part.rows, found][:, None])
+        doubtful = ((scaled < 0) & (limits.top_p[waiting] < math.inf))[:, 0].nonzero()[:, 0]
+        above = mass_above(blocks, part.take(doubtful), scaled[doubtful])
+        outside = doubtful[(above >= mass[waiting[doubtful]])[:, 0]]
+        waiting, least = waiting[outside], scaled[outside]
+        floor[waiting] = torch.nextafter(least, torch.full_like(least, math.inf))
+    return tokens
+
+
+def mass_above(blocks: Blocks, draws: Draws, level: Tensor) -> Tensor:
+    """The sum of exp(scaled logit) over the tokens whose scaled logit is above `level`: float64 `[R, 1]`.
+
+    Not for a level that the largest, 0, does not exceed.
+    """
+    level = level.clamp(min=_NO_WEIGHT)
+    if level.device.type != "cpu":
+        scaled = draws.scale(blocks.logits[draws.rows])
+        return torch.where(scaled > level, scaled, _NO_WEIGHT).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    # A row at a time stays in the cache.
+    sums = torch.empty_like(level, dtype=torch.float64)
+    spare = torch.empty(blocks.vocab)
+    for i, (row, least) in enumerate(zip(draws.rows.tolist(), level[:, 0].tolist(), strict=True)):
+        scaled = torch.sub(blocks.logits[row], draws.top[i], out=spare).div_(draws.temperature[i])
+        sums[i] = threshold(scaled, least, _NO_WEIGHT, inplace=True).exp_().sum(dtype=torch.float64)
+    return sums
+
+
+def _below(level: Tensor) -> Tensor:
+    return torch.nextafter(level, torch.full_like(level, -math.inf))

@@ -1,7 +1,8 @@
 """Filling a decoder from safetensors files.
 
 Files are memory-mapped and read one tensor at a time, each copied straight into its place and dtype, so
-loading never holds more than the final weights and one checkpoint tensor. The checkpoint must hold exactly
+loading never holds more than the final weights and one checkpoint tensor (the last step lays weights out for the
+processor, one after the other). The checkpoint must hold exactly
 what the model needs: a tensor that is missing, misshapen or unknown is an error that names it, because a
 model that ran without a bias it came with would be silently wrong.
 """
@@ -92,6 +93,7 @@ def load_weights(decoder: Decoder, directory: Path) -> None:
     _refuse_unknown(decoder, {head.name, *(slot.name for slot in slots)}, checkpoint)
     for slot in slots:
         slot.load(checkpoint.read(slot.name))
+    decoder.ready()
 
 
 def _refuse_unknown(decoder: Decoder, known: set[str], checkpoint: Checkpoint) -> None:

@@ -1,11 +1,21 @@
 from baton.pb import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class KvCompression(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_COMPRESSION_UNSPECIFIED: _ClassVar[KvCompression]
+    KV_COMPRESSION_INT8: _ClassVar[KvCompression]
+    KV_COMPRESSION_FP8: _ClassVar[KvCompression]
+KV_COMPRESSION_UNSPECIFIED: KvCompression
+KV_COMPRESSION_INT8: KvCompression
+KV_COMPRESSION_FP8: KvCompression
 
 class KvPartFormat(_message.Message):
     __slots__ = ("name", "dtype", "shape")
@@ -30,7 +40,7 @@ class KvFormat(_message.Message):
     def __init__(self, version: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[KvPartFormat, _Mapping]]] = ..., layers: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class FetchKvRequest(_message.Message):
-    __slots__ = ("transfer_id", "incarnation", "token_start", "token_end", "layer_start", "layer_end", "head_start", "head_end", "ticket", "consumer", "stream", "retry")
+    __slots__ = ("transfer_id", "incarnation", "token_start", "token_end", "layer_start", "layer_end", "head_start", "head_end", "ticket", "consumer", "stream", "retry", "compression")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_START_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +53,7 @@ class FetchKvRequest(_message.Message):
     CONSUMER_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RETRY_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     incarnation: str
     token_start: int
@@ -55,7 +66,8 @@ class FetchKvRequest(_message.Message):
     consumer: str
     stream: int
     retry: int
-    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., ticket: _Optional[bytes] = ..., consumer: _Optional[str] = ..., stream: _Optional[int] = ..., retry: _Optional[int] = ...) -> None: ...
+    compression: KvCompression
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., ticket: _Optional[bytes] = ..., consumer: _Optional[str] = ..., stream: _Optional[int] = ..., retry: _Optional[int] = ..., compression: _Optional[_Union[KvCompression, str]] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transfer_id", "incarnation", "consumer", "expires_unix_ms")
@@ -130,16 +142,18 @@ class KvManifest(_message.Message):
     def __init__(self, frames: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[KvRange, _Mapping]]] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class KvCommit(_message.Message):
-    __slots__ = ("length", "version", "handoff", "digest")
+    __slots__ = ("length", "version", "handoff", "digest", "prefix_digest")
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
     length: int
     version: int
     handoff: Handoff
     digest: bytes
-    def __init__(self, length: _Optional[int] = ..., version: _Optional[int] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    prefix_digest: bytes
+    def __init__(self, length: _Optional[int] = ..., version: _Optional[int] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., digest: _Optional[bytes] = ..., prefix_digest: _Optional[bytes] = ...) -> None: ...
 
 class Handoff(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "first_tokens", "cached_tokens", "prefill_ms")

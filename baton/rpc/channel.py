@@ -21,7 +21,7 @@ CONTROL_MESSAGE_BYTES = 64 << 20
 """Largest message that a control or inference listener, or a client, receives."""
 
 KV_MESSAGE_BYTES = 16 << 20
-"""Largest message on a KV connection: a frame of about 1 MiB, or the handoff of a very long prompt."""
+"""Largest message on a KV connection: a frame of about 4 MiB, or the handoff of a very long prompt."""
 
 KEEPALIVE_TIME_MS = 2000
 KEEPALIVE_TIMEOUT_MS = 5000

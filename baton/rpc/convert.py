@@ -7,6 +7,9 @@ raise InvalidRequest.
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat, KvPart
 from baton.pb import inference_pb2, kv_pb2
@@ -21,6 +24,9 @@ from baton.request import (
     TokenInfo,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 _FINISH_TO_PROTO = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -91,12 +97,26 @@ def token_to_proto(token: TokenInfo) -> inference_pb2.TokenInfo:
     return inference_pb2.TokenInfo(token_id=token.token_id, logprob=token.logprob, top=top)
 
 
+def add_token(tokens: RepeatedCompositeFieldContainer[inference_pb2.TokenInfo], token: TokenInfo) -> None:
+    """Append `token_to_proto(token)`; a plain one is made in its place, which is far cheaper."""
+    if token.logprob is None and not token.top:
+        tokens.add(token_id=token.token_id)
+    else:
+        tokens.append(token_to_proto(token))
+
+
 def token_from_proto(message: inference_pb2.TokenInfo) -> TokenInfo:
     """One token."""
     if not message.HasField("logprob") and not message.top:
-        return TokenInfo(message.token_id)
+        return _plain_token(message.token_id)
     logprob = message.logprob if message.HasField("logprob") else None
     return TokenInfo(message.token_id, logprob, tuple((entry.token_id, entry.logprob) for entry in message.top))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _plain_token(token_id: int) -> TokenInfo:
+    # Tokens are immutable, and the same ones come again and again.
+    return TokenInfo(token_id)
 
 
 def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:

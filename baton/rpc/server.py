@@ -46,8 +46,6 @@ _OPTIONS: Options = [
     ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES),
     ("grpc.max_metadata_size", METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", METADATA_MOST_BYTES),
-    # Two processes on one port would share its connections without a word.
-    ("grpc.so_reuseport", 0),
 ]
 
 
@@ -91,25 +89,32 @@ async def listen(
     keys: Mapping[str, str] = MappingProxyType({}),
     streams: int = MAX_STREAMS,
     guards: Sequence[grpc.aio.ServerInterceptor] = (),
+    shared: bool = False,
 ) -> AsyncIterator[Listener]:
     """Serve what `add` registers on `address` ("host:port"; port 0 picks a free one).
 
     `services` are full names, for health and reflection. At the end running calls have `grace` seconds;
     no handler runs after the block. `roles` are those that callers must have a certificate of, if there is `tls`;
     `keys` are the settings, by name, without which callers could not be told apart; `guards` are interceptors that
-    stand behind the error mapping. Raises ConfigError naming `field`,
-    the setting that the address comes from, and the address if it can't be bound, or lies beyond loopback without TLS
-    and keys and without `insecure`.
+    stand behind the error mapping; `shared` lets other processes listen on the same port. Raises ConfigError naming
+    `field`, the setting that the address comes from, and the address if it can't be bound, or lies beyond loopback
+    without TLS and keys and without `insecure`.
     """
     check_reach(address, insecure=insecure, tls=tls is not None, keys=keys, field=field)
     try:
         # gRPC logs a failure at length, and its error does not tell the reason.
-        bind(address).close()
+        bind(address, shared=shared).close()
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from None
     boundary = Boundary(partial(admit, roles=roles) if tls and roles else None)
     server = grpc.aio.server(
-        interceptors=[boundary, *guards], options=[*_OPTIONS, ("grpc.max_concurrent_streams", streams)]
+        interceptors=[boundary, *guards],
+        options=[
+            *_OPTIONS,
+            ("grpc.max_concurrent_streams", streams),
+            # Two processes on one port share its connections without a word, so it must be meant.
+            ("grpc.so_reuseport", int(shared)),
+        ],
     )
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

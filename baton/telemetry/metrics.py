@@ -35,6 +35,9 @@ SEQUENCES_PREEMPTED = Counter("baton_sequences_preempted_total", "Sequences give
 PAGES = Gauge("baton_pages", "Pages of the KV pool, by state.", ["role", "state"])
 
 REUSED_TOKENS = Counter("baton_decode_reused_tokens_total", "Context tokens that decode held and did not fetch.")
+UNSHARED_TOKENS = Counter(
+    "baton_decode_unshared_tokens_total", "Context tokens whose KV came compressed, and is not left for later prompts."
+)
 PREFIX_EXPORTS = Counter("baton_decode_prefix_exports_total", "Pinned prefixes opened for prefill workers to fetch.")
 TRANSFER_BYTES = Counter("baton_transfer_bytes_total", "KV bytes moved, by direction.", ["direction"])
 TRANSFER_FAULTS = Counter("baton_transfer_faults_total", "Faults caught in transfers, by kind.", ["kind"])

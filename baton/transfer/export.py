@@ -19,9 +19,11 @@ from collections.abc import AsyncGenerator, Callable
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, IncompleteTransfer, InvalidRequest, TransferError
+from baton.kv.format import KvCompression
 from baton.request import Handoff
 from baton.telemetry.metrics import LEASES_EXPIRED, TRANSFER_BYTES
 from baton.transfer import wire
+from baton.transfer.compression import compress
 from baton.transfer.coverage import Box, Coverage
 from baton.transfer.handoff import pack
 from baton.transfer.waiters import waiter_in, wake_all
@@ -64,6 +66,9 @@ class Export:
         self._waiting: set[asyncio.Future[None]] = set()
         self._committed = False
         self._handoff: Handoff | None = None
+        self.is_prefix = False
+        """Whether it hands nothing over: others will hold its KV under the names of blocks."""
+        self._prefix_digest = b""
         self._commit: bytes | None = None
         self._ended: TransferError | None = None
         self._reading = 0
@@ -110,8 +115,12 @@ class Export:
         """
         self._commit_with(handoff)
 
-    def commit_prefix(self) -> None:
-        """All KV was final when it was exported, and nothing is handed over with it; else as `commit`."""
+    def commit_prefix(self, digest: bytes) -> None:
+        """All KV was final when it was exported, and nothing is handed over with it; else as `commit`.
+
+        `digest` names its last full block.
+        """
+        self._prefix_digest, self.is_prefix = digest, True
         for layer in range(len(self._final)):
             self.advance(layer, self.tokens)
         self._commit_with(None)
@@ -154,7 +163,7 @@ class Export:
         self._wake_waiters()
         self._close_when_unread()
 
-    async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
+    async def frames(self, box: Box, compression: KvCompression = KvCompression.NONE) -> AsyncGenerator[bytes, None]:
         """The stream of one FetchKv: data as it becomes final, the manifest, and the commit when it is there.
 
         `box` lies within the export. Raises TransferError when the export ends before the stream does.
@@ -165,7 +174,7 @@ class Export:
         ahead = None
         told_at = self._loop.time()
         while ahead is not None or not pieces.done:
-            ahead = ahead or self._read_next(pieces, box)
+            ahead = ahead or self._read_next(pieces, box, compression)
             if ahead is None:
                 if self._loop.time() < told_at + PROGRESS_S:
                     await self._changed()
@@ -176,7 +185,7 @@ class Export:
             layer, tokens, frame, checksum, payload = await self._result(ahead)
             carried.add(layer, tokens, box.heads)
             digest, count = wire.extend_digest(digest, checksum), count + 1
-            ahead = self._read_next(pieces, box)
+            ahead = self._read_next(pieces, box, compression)
             yield frame
             TRANSFER_BYTES.labels("sent").inc(payload)
             self.renew()
@@ -195,7 +204,7 @@ class Export:
     def _encoded_commit(self) -> bytes:
         if self._commit is None:
             handoff = None if self._handoff is None else pack(self._handoff)
-            self._commit = wire.encode_commit(self.tokens, handoff)
+            self._commit = wire.encode_commit(self.tokens, handoff, prefix_digest=self._prefix_digest)
         return self._commit
 
     def _tokens_a_frame(self, box: Box) -> int:
@@ -203,19 +212,19 @@ class Export:
         layer_bytes = token_bytes * len(box.heads) // self.kv_format.heads
         return max(1, self._frame_bytes // layer_bytes)
 
-    def _read_next(self, pieces: _Pieces, box: Box) -> asyncio.Future[_Frame] | None:
+    def _read_next(self, pieces: _Pieces, box: Box, compression: KvCompression) -> asyncio.Future[_Frame] | None:
         """Start to read the next piece, if one is final."""
         self._check()
         piece = pieces.take(self._final)
         if piece is None:
             return None
         self._reading += 1
-        read = self._loop.run_in_executor(None, self._read, *piece, box.heads)
+        read = self._loop.run_in_executor(None, self._read, *piece, box.heads, compression)
         read.add_done_callback(self._read_done)
         return read
 
-    def _read(self, layer: int, tokens: range, heads: range) -> _Frame:
-        parts = self._engine.read_kv(self._handle, layer, tokens, heads)
+    def _read(self, layer: int, tokens: range, heads: range, compression: KvCompression) -> _Frame:
+        parts = compress(self._engine.read_kv(self._handle, layer, tokens, heads), compression)
         frame, checksum = wire.encode_data(layer, tokens, heads, parts, self._seed)
         return layer, tokens, frame, checksum, sum(memoryview(part.data).nbytes for part in parts)
 

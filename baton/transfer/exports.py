@@ -39,7 +39,7 @@ class Exports:
         *,
         lease_s: float = 10.0,
         unknown_wait_s: float = 2.0,
-        frame_bytes: int = 1 << 20,
+        frame_bytes: int = 4 << 20,
     ) -> None:
         self._engine = engine
         self.incarnation = incarnation

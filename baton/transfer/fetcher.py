@@ -19,7 +19,8 @@ from contextlib import aclosing, asynccontextmanager
 import grpc
 
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import CorruptFrame, IncompleteTransfer, TransferError
+from baton.errors import CorruptFrame, IncompleteTransfer, TransferError, WrongPrefix
+from baton.kv.format import KvCompression
 from baton.request import Handoff
 from baton.telemetry.metrics import TRANSFER_FAULTS
 from baton.transfer.coverage import Box
@@ -40,13 +41,15 @@ async def fetch(
     stall_timeout_s: float,
     ticket: bytes = b"",
     consumer: str = "",
+    compression: KvCompression = KvCompression.NONE,
 ) -> Handoff:
     """Pull an export of `tokens` tokens into the handle, from token `first` on, and release it whatever happens.
 
     The tokens before `first` are there already; if all are, the manifest and the commit alone are asked for.
     `timeout_s` bounds all; `stall_timeout_s` the silence of the exporter once the export is open. `ticket` is the
-    router's for this export and `consumer` whom it names; an exporter with ticket keys asks for both. Raises only
-    TransferError and its subclasses.
+    router's for this export and `consumer` whom it names; an exporter with ticket keys asks for both. KV that comes in
+    a `compression` is not what the exporter holds, and must not be published. Raises only TransferError and its
+    subclasses, EncodingRefused where the exporter does not know the compression.
     """
     source = GrpcSource(
         channel,
@@ -56,6 +59,7 @@ async def fetch(
         stall_timeout_s=stall_timeout_s,
         ticket=ticket,
         consumer=consumer,
+        compression=compression,
     )
     box = _box(engine, range(first, tokens))
     async with _released(source):
@@ -71,6 +75,7 @@ async def fetch_prefix(
     incarnation: str,
     tokens: range,
     length: int,
+    digest: bytes,
     timeout_s: float,
     stall_timeout_s: float,
     ticket: bytes = b"",
@@ -78,8 +83,8 @@ async def fetch_prefix(
 ) -> None:
     """Pull `tokens` of an export of `length` tokens that hands nothing over, and release it whatever happens.
 
-    All else is as with `fetch`. Whoever exports a prefix vouches for whose it is; what is checked here is that it
-    arrived as it was sent, and that it is as long as was said.
+    `digest` names the last full block of the export. It is never compressed. All else is as with `fetch`. Raises
+    WrongPrefix, too, if the exporter holds what it sent by another name.
     """
     source = GrpcSource(
         channel,
@@ -91,7 +96,9 @@ async def fetch_prefix(
         consumer=consumer,
     )
     async with _released(source), _bounded(timeout_s):
-        await _pull(source, engine, handle, _box(engine, tokens), length)
+        held = (await _pull(source, engine, handle, _box(engine, tokens), length)).prefix_digest
+        if held != digest:
+            raise WrongPrefix(f"the prefix's last block is {digest.hex()}, the exporter sent {held.hex() or 'none'}")
 
 
 async def pull(
@@ -139,9 +146,9 @@ async def _bounded(timeout_s: float) -> AsyncIterator[None]:
 
 async def _pull(source: KvSource, engine: Engine, handle: KvHandle, box: Box, length: int) -> Receiver:
     """The first receiver that saw the commit, once all gaps are filled."""
-    receivers = [Receiver(engine, handle, box, length, source.seed)]
+    receivers = [Receiver(engine, handle, box, length, source.seed, source.compression)]
     for gap in await _receive(source, receivers[0]):
-        again = Receiver(engine, handle, gap, length, source.seed)
+        again = Receiver(engine, handle, gap, length, source.seed, source.compression)
         await _receive(source, again)
         if again.bad:
             raise CorruptFrame(f"layer {gap.layers.start}, tokens {gap.tokens}: bad again when fetched again")

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import CorruptFrame, IncompleteTransfer, TransferError
-from baton.kv.format import PartData
+from baton.kv.format import KvCompression, PartData
 from baton.request import Handoff
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer import wire
+from baton.transfer.compression import expand
 from baton.transfer.coverage import Box, Coverage
 from baton.transfer.handoff import unpack
 
@@ -21,20 +22,31 @@ from baton.transfer.handoff import unpack
 class Receiver:
     """Receives the box of an export that is `length` tokens long into the handle's pages.
 
-    `seed` is that of the export's frames (`wire.seed_of`).
+    `seed` is that of the export's frames (`wire.seed_of`), `compression` what they were asked for in.
     """
 
-    def __init__(self, engine: Engine, handle: KvHandle, box: Box, length: int, seed: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        handle: KvHandle,
+        box: Box,
+        length: int,
+        seed: int,
+        compression: KvCompression = KvCompression.NONE,
+    ) -> None:
         self.box = box
         self.bad = 0
         """Frames that failed their check."""
         self.committed = False
         self.handoff: Handoff | None = None
         """Set by the commit, unless it is a prefix's."""
+        self.prefix_digest = b""
+        """Set by the commit of a prefix."""
         self._engine = engine
         self._handle = handle
         self._length = length
         self._seed = seed
+        self._compression = compression
         self._coverage = Coverage(box)
         self._frames = 0
         self._digest = 0
@@ -88,7 +100,8 @@ class Receiver:
 
     def _write(self, layer: int, token: int, head: int, parts: tuple[PartData, ...]) -> None:
         try:
-            self._engine.write_kv(self._handle, layer, token, head, parts)
+            expanded = expand(parts, self._engine.spec.kv_format, self._compression)
+            self._engine.write_kv(self._handle, layer, token, head, expanded)
         except TransferError:
             raise
         except Exception as error:
@@ -121,7 +134,7 @@ class Receiver:
             lengths.add(len(handoff.prompt_ids) + len(handoff.output_ids))
         if lengths != {self._length}:
             raise IncompleteTransfer(f"the commit covers {sorted(lengths)} tokens, {self._length} are wanted")
-        self.committed, self.handoff = True, handoff
+        self.committed, self.handoff, self.prefix_digest = True, handoff, commit.prefix_digest
 
 
 def _described(missing: list[Box]) -> str:

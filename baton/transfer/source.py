@@ -13,13 +13,28 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from baton.errors import IncompleteTransfer, SourceUnreachable, StaleIncarnation, TicketRefused, TransferError
+from baton.errors import (
+    EncodingRefused,
+    IncompleteTransfer,
+    SourceUnreachable,
+    StaleIncarnation,
+    TicketRefused,
+    TransferError,
+)
+from baton.kv.format import KvCompression
 from baton.pb import kv_pb2
 from baton.transfer import wire
 from baton.transfer.coverage import Box
 
 FAULT_METADATA = "kv-fault"
 """Trailing metadata of a failed FetchKv whose class its status does not tell."""
+
+COMPRESSIONS = {
+    KvCompression.NONE: kv_pb2.KV_COMPRESSION_UNSPECIFIED,
+    KvCompression.INT8: kv_pb2.KV_COMPRESSION_INT8,
+    KvCompression.FP8: kv_pb2.KV_COMPRESSION_FP8,
+}
+"""As FetchKvRequest has them."""
 
 _SERVICE = "/baton.v1.Kv"
 _RELEASE_TIMEOUT_S = 0.5
@@ -32,6 +47,10 @@ class KvSource(Protocol):
     @property
     def seed(self) -> int:
         """What the checksums of its frames begin with (`wire.seed_of`)."""
+
+    @property
+    def compression(self) -> KvCompression:
+        """What its frames are asked for in."""
 
     def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
         """Encoded frames of the box up to the commit, as they become final.
@@ -61,7 +80,9 @@ class GrpcSource:
         stall_timeout_s: float,
         ticket: bytes = b"",
         consumer: str = "",
+        compression: KvCompression = KvCompression.NONE,
     ) -> None:
+        self.compression = compression
         self.seed = wire.seed_of(transfer_id)
         self._transfer_id = transfer_id
         self._incarnation = incarnation
@@ -91,6 +112,7 @@ class GrpcSource:
             ticket=self._ticket,
             consumer=self._consumer,
             retry=next(self._retries),
+            compression=COMPRESSIONS[self.compression],
         )
         try:
             call = self._fetch(request, timeout=self._timeout_s)
@@ -141,6 +163,8 @@ class GrpcSource:
             raise SourceUnreachable(message) from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise IncompleteTransfer(message) from error
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            raise EncodingRefused(message) from error
         if code is grpc.StatusCode.PERMISSION_DENIED:
             raise TicketRefused(message) from error
         if (FAULT_METADATA, StaleIncarnation.__name__) in tuple(error.trailing_metadata() or ()):

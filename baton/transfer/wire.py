@@ -4,7 +4,7 @@ A stream is data frames, then one manifest, then one commit:
 
     data        0A <len> header   12 <len> payload        header: ... 3D <checksum>
     manifest    1A <len> KvManifest
-    commit      22 <len> KvCommit                        of a prefix: length and digest, without a handoff
+    commit      22 <len> KvCommit                        of a prefix: length and digests, without a handoff
 
 and, wherever a consumer would wait long for the next of them, PROGRESS: an empty message.
 
@@ -29,8 +29,8 @@ from itertools import islice
 
 import crc32c
 
-from baton.errors import CorruptFrame, shown
-from baton.kv.format import DTYPE_BYTES, PartData
+from baton.errors import CorruptFrame, EncodingRefused, shown
+from baton.kv.format import WIRE_DTYPE_BYTES, PartData
 
 HANDOFF_VERSION = 1
 
@@ -77,11 +77,15 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The end of a stream; `handoff` is a serialized Handoff whose SHA-256 was checked, None if it is a prefix's."""
+    """The end of a stream; `handoff` is a serialized Handoff whose SHA-256 was checked, None if it is a prefix's.
+
+    `prefix_digest` names the last full block of a prefix.
+    """
 
     length: int
     version: int
     handoff: bytes | None
+    prefix_digest: bytes = b""
 
 
 def seed_of(transfer_id: str) -> int:
@@ -120,11 +124,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return _bytes_field(3, _number_field(1, manifest.frames) + runs + digest)
 
 
-def encode_commit(length: int, handoff: bytes | None, version: int = HANDOFF_VERSION) -> bytes:
+def encode_commit(
+    length: int, handoff: bytes | None, version: int = HANDOFF_VERSION, prefix_digest: bytes = b""
+) -> bytes:
     """A commit frame for an export of `length` tokens and a serialized Handoff; None if it hands nothing over."""
     body = b"" if handoff is None else _number_field(2, version) + _bytes_field(3, handoff)
     digest = hashlib.sha256(handoff or b"").digest()
-    return _bytes_field(4, _number_field(1, length) + body + _bytes_field(4, digest))
+    prefix = _bytes_field(5, prefix_digest) if prefix_digest else b""
+    return _bytes_field(4, _number_field(1, length) + body + _bytes_field(4, digest) + prefix)
 
 
 def extend_digest(digest: int, checksum: int) -> int:
@@ -133,7 +140,10 @@ def extend_digest(digest: int, checksum: int) -> int:
 
 
 def decode(frame: bytes, seed: int = 0) -> KvData | Manifest | Commit:
-    """Read and check one frame of the export with that seed; the payload is not copied. Raises CorruptFrame."""
+    """Read and check one frame of the export with that seed; the payload is not copied.
+
+    Raises CorruptFrame; EncodingRefused for a sound frame with an element type that is not known.
+    """
     fields = list(islice(_fields(memoryview(frame)), _OUTER_FIELDS))
     match fields:
         case [(1, memoryview() as header), (2, memoryview() as payload)]:
@@ -181,7 +191,9 @@ def _parts(described: Iterable[memoryview], payload: memoryview, outer: tuple[in
                 raise CorruptFrame(f"a part is described by fields {list(fields)}")
         if more or part.shape[:2] != outer:
             raise CorruptFrame(f"part {shown(part.name)} has shape {part.shape}, the header says {outer}")
-        if DTYPE_BYTES.get(part.dtype, 0) * math.prod(part.shape) != length or len(part.data) != length:
+        if part.dtype not in WIRE_DTYPE_BYTES:
+            raise EncodingRefused(f"part {shown(part.name)} came as {shown(part.dtype)}, which is not known here")
+        if WIRE_DTYPE_BYTES[part.dtype] * math.prod(part.shape) != length or len(part.data) != length:
             raise CorruptFrame(f"part {shown(part.name)}: {length} bytes for {part.shape} {shown(part.dtype)}")
         offset += length
         yield part
@@ -203,11 +215,13 @@ def _manifest(body: memoryview, frame: bytes) -> Manifest:
 
 def _commit(body: memoryview, frame: bytes) -> Commit:
     fields = dict(_ascending(body))
-    length, version, handoff = fields.get(1, 0), fields.get(2, 0), fields.get(3)
-    if not isinstance(length, int) or not isinstance(version, int) or isinstance(handoff, int):
+    length, version, handoff, prefix = fields.get(1, 0), fields.get(2, 0), fields.get(3), fields.get(5, b"")
+    if not isinstance(length, int) or not isinstance(version, int):
         raise CorruptFrame("a commit has fields of the wrong type")
-    commit = Commit(length, version, None if handoff is None else bytes(handoff))
-    if encode_commit(length, commit.handoff, version) != frame:
+    if isinstance(handoff, int) or isinstance(prefix, int):
+        raise CorruptFrame("a commit has fields of the wrong type")
+    commit = Commit(length, version, None if handoff is None else bytes(handoff), bytes(prefix))
+    if encode_commit(length, commit.handoff, version, commit.prefix_digest) != frame:
         raise CorruptFrame("a commit's digest is not that of its handoff")
     return commit
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton import bundled
 from baton.config import option, parse_address
+from baton.engine.process import parse_cpus
 from baton.errors import ConfigError
 from baton.kv.prefix import check_url
 
@@ -38,6 +39,7 @@ class WorkerConfig:
     page_size: int = option(0, help="Tokens in a page; 0: 16 on CPU, 256 on CUDA.", minimum=0)
     block_size: int = option(16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1)
     threads: int = option(0, help="Compute threads; 0: one per core.", minimum=0)
+    cpus: str = option("", help="Cores that the worker keeps to, such as 0-3,8; empty: all that it is given.")
     control: str = option("127.0.0.1:0", help="Listener for routers; port 0: any free one.", unit="address")
     kv: str = option("127.0.0.1:0", help="Listener for KV transfers.", unit="address")
     ops: str = option("127.0.0.1:0", help="HTTP listener for live, ready and metrics.", unit="address")
@@ -51,7 +53,9 @@ class WorkerConfig:
     ticket_keys: str = option("", help="PEM file with the routers' public keys; KV then needs their tickets.")
     insecure: bool = option(False, help="Bind control and kv beyond loopback without TLS and ticket keys.")
     redis: str = option(
-        "none", help="Prefix cache: redis://, rediss://, unix://, redis+cluster:// or redis+sentinel:// URL, or none."
+        "none",
+        help="Prefix cache: redis://, rediss://, unix://, redis+cluster:// or redis+sentinel:// URL, or none.",
+        shown=False,
     )
     fleet_secret: str = option(
         "", help="Secret that authenticates cached blocks, the same in all workers and routers.", secret=True
@@ -72,6 +76,7 @@ class WorkerConfig:
             except ConfigError as error:
                 raise ConfigError(f"{each.name}: {error}") from None
         check_url(self.redis)
+        parse_cpus(self.cpus)
         if self.kv_advertise:
             try:
                 parse_address(self.kv_advertise)

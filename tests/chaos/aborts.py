@@ -19,8 +19,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.bench.stats import percentile
 from baton.client import AsyncClient
-from bench.common import percentile
 from tests.chaos import report
 from tests.chaos.fleet import Fleet, Shape
 from tests.chaos.load import Mix, Spec, ask_until_cancelled

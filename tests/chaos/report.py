@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from bench.common import RESULTS, commit, machine
+from baton.bench.provenance import commit, machine
+from bench.common import RESULTS
 from tests.chaos.cases import MATRIX
 from tests.chaos.fleet import Shape
 

@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from bench.common import percentile
+from baton.bench.stats import percentile
 from tests.chaos import report
 from tests.chaos.fleet import Fleet, Shape
 from tests.chaos.load import Load, Mix

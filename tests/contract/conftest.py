@@ -28,7 +28,7 @@ def make_fake(**sizes: Any) -> PagedEngine:
     return FakeEngine(**{**SIZES, **sizes})
 
 
-def make_torch(checkpoint: Path, **sizes: Any) -> PagedEngine:
+def make_torch(checkpoint: Path, steps_ahead: int = 0, **sizes: Any) -> PagedEngine:
     """A torch engine on CPU of the contract's usual sizes; one thread, as its matrices are tiny."""
     from baton.engine.config import EngineConfig
     from baton.engine.factory import build
@@ -39,7 +39,7 @@ def make_torch(checkpoint: Path, **sizes: Any) -> PagedEngine:
     model = ModelConfig.from_pretrained(checkpoint)
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[chosen["kv_dtype"]]
     kv_memory = token_bytes * chosen["page_size"] * chosen.pop("pages")
-    return build(EngineConfig(str(checkpoint), device="cpu", threads=1, kv_memory=kv_memory, **chosen))
+    return build(EngineConfig(str(checkpoint), device="cpu", threads=1, kv_memory=kv_memory, **chosen), steps_ahead)
 
 
 @pytest.fixture(params=["fake", "torch"])

@@ -162,16 +162,16 @@ def test_free_in_the_midst_of_a_step_waits_for_it(rig: Rig, monkeypatch: pytest.
     engine = rig.engine()
     handle, _ = start(engine, "a/1", state(rig.prompt(10)))
     other, _ = start(engine, "b/1", state(rig.prompt(10)))
-    decode = engine._decode
+    launch = engine._launch
     seen = []
 
     def freed_meanwhile(rows: Any) -> Any:
         engine.free(handle)
         assert not handle.alive
         seen.append(engine.audit())
-        return decode(rows)
+        return launch(rows)
 
-    monkeypatch.setattr(engine, "_decode", freed_meanwhile)
+    monkeypatch.setattr(engine, "_launch", freed_meanwhile)
     assert set(step(engine)) == {other}
     assert seen == [{"a/1 (draining)": 4, "b/1": 4}]
     assert engine.audit() == {"b/1": 4}

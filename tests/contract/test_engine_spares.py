@@ -68,14 +68,14 @@ def test_every_return_of_pages_is_told_once_they_can_be_had(rig: Rig, monkeypatc
     step(engine)
     engine.pause(other)
     assert seen == [13]
-    decode = engine._decode
+    launch = engine._launch
 
     def freed_meanwhile(rows: Any) -> Any:
         engine.free(handle)
         assert seen == [13]
-        return decode(rows)
+        return launch(rows)
 
-    monkeypatch.setattr(engine, "_decode", freed_meanwhile)
+    monkeypatch.setattr(engine, "_launch", freed_meanwhile)
     step(engine)
     assert seen == [13, 16]
     engine.reserve("c/1", 20)

@@ -14,8 +14,8 @@ from typing import Any
 import crc32c
 import pytest
 
-from baton.errors import CorruptFrame, TransferError
-from baton.kv.format import DTYPE_BYTES, PartData
+from baton.errors import TransferError
+from baton.kv.format import DTYPE_BYTES, WIRE_DTYPE_BYTES, KvCompression, PartData
 from baton.pb import kv_pb2
 from baton.request import Handoff
 from baton.transfer import wire
@@ -90,6 +90,7 @@ class Streams:
 
 class _Source:
     seed = SEED
+    compression = KvCompression.NONE
 
     def __init__(self, of: dict[Box, list[bytes]], mangle: Callable[[list[bytes]], list[bytes]]) -> None:
         self._of, self._mangle = of, mangle
@@ -112,7 +113,7 @@ def streams() -> Iterator[Streams]:
 def decoded(frame: bytes) -> wire.KvData | wire.Manifest | wire.Commit | None:
     try:
         return wire.decode(frame, SEED)
-    except CorruptFrame:
+    except TransferError:
         return None
 
 
@@ -131,7 +132,7 @@ def test_a_damaged_frame_is_noticed(rng: random.Random, streams: Streams) -> Non
     elif isinstance(found, wire.Manifest):
         assert wire.encode_manifest(found) == damaged
     elif isinstance(found, wire.Commit):
-        assert wire.encode_commit(found.length, found.handoff, found.version) == damaged
+        assert wire.encode_commit(found.length, found.handoff, found.version, found.prefix_digest) == damaged
 
 
 @fuzz("frames: damaged header, checksum made anew", 2000)
@@ -149,7 +150,7 @@ def test_a_header_that_lies_is_consistent_or_refused(rng: random.Random, streams
         assert found.payload_bytes == len(payload)
         for part in found.parts:
             assert part.shape[:2] == (len(found.tokens), len(found.heads))
-            assert len(part.data) == DTYPE_BYTES[part.dtype] * math.prod(part.shape)
+            assert len(part.data) == WIRE_DTYPE_BYTES[part.dtype] * math.prod(part.shape)
 
 
 @fuzz("streams: damaged", 600)

@@ -24,7 +24,9 @@ def _half_precision() -> list[tuple[AttentionBackend, Case]]:
     ]
     if flash_backend.available():
         flash = FlashAttention(FlashKernels.load())
-        pairs += [(flash, case) for case in in_dtypes(cases((256,)), torch.bfloat16, torch.bfloat16)]
+        # A build may be limited to the head sizes that models have.
+        wanted = [case for case in cases((256,)) if case.head_dim in (64, 128)]
+        pairs += [(flash, case) for case in in_dtypes(wanted, torch.bfloat16, torch.bfloat16)]
     return pairs
 
 

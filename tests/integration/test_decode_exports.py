@@ -31,7 +31,8 @@ async def fetched(all_: Rig, transfer_id: str, **change: Any) -> tuple[FakeEngin
     """Fetch a pinned prefix as a prefill worker does, into an engine of its own."""
     engine = FakeEngine(page_size=8, pages=32)
     handle = engine.reserve("peer", len(PROMPT))
-    asked = {"tokens": range(PINNED), "length": PINNED, "consumer": "peer", **change}
+    name = digests(all_.engine, PROMPT[:PINNED])[-1]
+    asked = {"tokens": range(PINNED), "length": PINNED, "digest": name, "consumer": "peer", **change}
     async with kv_channel(all_.app.addresses.kv) as channel:
         await fetch_prefix(
             channel,
@@ -212,6 +213,7 @@ async def test_a_peer_that_asks_another_incarnation_is_refused() -> None:
                 incarnation="earlier",
                 tokens=range(PINNED),
                 length=PINNED,
+                digest=b"",
                 timeout_s=WAIT_S,
                 stall_timeout_s=WAIT_S,
             )

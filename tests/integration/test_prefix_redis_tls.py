@@ -4,7 +4,7 @@ import asyncio
 import os
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from baton.kv.format import KvFormat, KvPart
 from baton.kv.prefix.redis import RedisPrefixCache
 from tests import certificates
 from tests.prefix_redis import fill, hits, open_cache
-from tests.redis_server import Server, running
+from tests.redis_server import Server, agreed, cluster, running
 
 
 @asynccontextmanager
@@ -69,6 +69,33 @@ async def test_large_blocks_over_tls(server: Server) -> None:
         await cache.flush()
         assert [bytes(payload) for payload in await cache.fetch(digests)] == blocks
         await cache.close()
+
+
+async def test_a_cluster_over_tls(tmp_path: Path) -> None:
+    """Each node announces its TLS end, so that whatever a client learns of the cluster leads there."""
+    with cluster(tmp_path) as servers:
+        async with AsyncExitStack() as stack:
+            ports = [await stack.enter_async_context(tls_end(server)) for server in servers]
+            for server, port in zip(servers, ports, strict=True):
+                with server.client() as client:
+                    client.config_set("cluster-announce-port", port)
+
+            def announced(server: Server) -> set[int]:
+                with server.client() as client:
+                    return {int(slots[2][1]) for slots in client.execute_command("CLUSTER", "SLOTS")}
+
+            agreed(lambda: all(announced(server) == set(ports) for server in servers))
+            options = f"ssl_ca_certs={certificates.fleet()}/ca.crt"
+            cache = open_cache(f"rediss+cluster://127.0.0.1:{ports[0]}?{options}", budget_s=5.0)
+            await fill(cache)
+            assert await hits(cache) == (6, 6)
+            await cache.close()
+        held = []
+        for server in servers:
+            with server.client() as client:
+                held.append(client.dbsize())
+        assert sum(held) == 6
+        assert min(held) > 0
 
 
 async def test_a_server_that_we_do_not_trust_is_out_of_reach(server: Server) -> None:

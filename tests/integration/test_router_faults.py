@@ -65,6 +65,24 @@ async def test_failed_attempt_goes_on_elsewhere_without_a_seam(tmp_path: Path, k
         assert (replay.context_tokens, replay.max_new_tokens) == (3 + 3, 3)
 
 
+async def test_a_fault_may_overtake_the_first_token(tmp_path: Path) -> None:
+    async def answers_only_the_replay(asked: prefill_pb2.PrefillRequest) -> None:
+        if not asked.attempt:
+            await asyncio.get_running_loop().create_future()
+
+    async with bench(tmp_path) as b:
+        b.prefill[0].script = answers_only_the_replay
+        answering = asyncio.create_task(b.answer(max_tokens=4))
+        await b.prefill[0].log.until(lambda: bool(b.prefill[0].requests))
+        await b.decode[0].log.until(lambda: bool(b.decode[0].starts))
+        b.decode[0].sessions[0].fail(b.decode[0].starts[0].key, Kind.KIND_ENGINE)
+        assert (await answering).text() == text(0, 4)
+        await b.prefill[0].log.until(lambda: b.prefill[0].cancelled == 1)
+        assert [(asked.attempt, list(asked.output_token_ids)) for asked in b.prefill[0].requests] == [(0, []), (1, [])]
+        # Decode ended the first attempt itself.
+        assert not b.decode[0].cancels
+
+
 async def test_choices_are_replayed_one_by_one(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
 

@@ -182,6 +182,21 @@ async def test_decode_is_told_what_it_may_hold_and_prefill_where_to_fetch_it(tmp
         assert not b.prefill[0].requests[2].HasField("prefix_source")
 
 
+@pytest.mark.parametrize(("more_blocks", "offered"), [(1, True), (0, False)])
+async def test_decode_is_offered_from_one_block_more_than_prefill_has(
+    tmp_path: Path, more_blocks: int, offered: bool
+) -> None:
+    # An offer costs an open export and no more: prefill fetches only what it computes more slowly, by measured rates.
+    has = 2 * KV.block_size
+    async with bench(tmp_path, change=longer) as b:
+        b.decode[0].answer = pins(has + more_blocks * KV.block_size)
+        await hold(b, b.prefill[0], PROMPT[:has])
+        await hold(b, b.decode[0], PROMPT)
+        await ask(b, PROMPT)
+        assert b.prefill[0].requests[0].HasField("prefix_source") == offered
+        assert bool(b.decode[0].starts[0].prefix_transfer_id) == offered
+
+
 @pytest.mark.parametrize("known", [True, False])
 async def test_a_source_needs_a_ticket_where_decode_asks_for_one(tmp_path: Path, known: bool) -> None:
     path = tmp_path / "ticket.pem"

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from baton.errors import (
     BatonError,
     IncompleteTransfer,
+    WrongPrefix,
 )
 from baton.kv.format import PartData
 from baton.pb import kv_pb2, kv_pb2_grpc
 from baton.rpc.errors import from_rpc_error
-from baton.telemetry.metrics import TRANSFER_BYTES
+from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer.coverage import Box
 from baton.transfer.exports import Exports
 from baton.transfer.fetcher import pull
@@ -159,7 +160,7 @@ async def test_a_fetch_may_begin_anywhere(pair: Pair, first: int) -> None:
 async def test_a_prefix_is_fetched_and_released(pair: Pair, tokens: range) -> None:
     ends: list[str] = []
     export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: ends.append("t"))
-    export.commit_prefix()
+    export.commit_prefix(b"name")
     await pair.fetch_prefix(tokens)
     pair.assert_equal(Box(tokens, range(LAYERS), range(HEADS)))
     assert ends == ["t"]
@@ -167,10 +168,22 @@ async def test_a_prefix_is_fetched_and_released(pair: Pair, tokens: range) -> No
 
 async def test_a_prefix_of_another_length_is_not_what_was_meant(pair: Pair) -> None:
     export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
-    export.commit_prefix()
+    export.commit_prefix(b"name")
     with pytest.raises(IncompleteTransfer, match=r"covers \[40\] tokens, 24 are wanted"):
         await pair.fetch_prefix(range(8, 24), length=24)
     assert export.ended
+
+
+@pytest.mark.parametrize("held", [b"", b"another"])
+async def test_a_prefix_by_another_name_is_not_what_was_meant(pair: Pair, held: bytes) -> None:
+    faults = TRANSFER_FAULTS.labels("wrong_prefix")
+    before = faults._value.get()
+    export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
+    export.commit_prefix(held)
+    with pytest.raises(WrongPrefix, match=b"name".hex()):
+        await pair.fetch_prefix(range(8, 24))
+    assert export.ended
+    assert faults._value.get() == before + 1
 
 
 @given(

@@ -86,7 +86,7 @@ class Pair:
         return await fetch(self.channel, self.engine, self.handle, transfer_id=transfer_id, **(options | changes))
 
     async def fetch_prefix(self, tokens: range, **changes: Any) -> None:
-        options: dict[str, Any] = {"transfer_id": "t", "incarnation": INCARNATION, "length": TOKENS}
+        options: dict[str, Any] = {"transfer_id": "t", "incarnation": INCARNATION, "length": TOKENS, "digest": b"name"}
         options |= {"timeout_s": 30.0, "stall_timeout_s": 20.0}
         await fetch_prefix(self.channel, self.engine, self.handle, tokens=tokens, **(options | changes))
 

@@ -162,7 +162,8 @@ async def test_hits_of_any_length_from_any_tier_keep_the_tokens(
                 await settled(client)
                 client.app.engine.drop_cached()
                 await client.done([*shared[: 2 * BLOCK], 1], params=PARAMS, cache=CachePolicy.WRITE)
-            source = there.offer(handle, SHARED) if tier in ("peer", "all") else None
+            named = min(length, SHARED) // BLOCK * BLOCK
+            source = there.offer(handle, named, shared) if tier in ("peer", "all") and named else None
             prompt = shared[:length]
             tokens, logprobs, done = await completed(models, client, prompt, f"{length}", source=source)
             assert tokens == expected[length][0], f"prompt of {length}"

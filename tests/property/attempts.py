@@ -173,7 +173,8 @@ async def read_prefix(exports: Exports, engine: Engine, ours: Try) -> bool:
     assert expected is not None
     *data, manifest, commit = frames
     assert isinstance(manifest, wire.Manifest)
-    assert commit == wire.Commit(ours.cached, 0, None)
+    last = digests(engine, ours.named[: ours.cached])[-1]
+    assert commit == wire.Commit(ours.cached, 0, None, last)
     for frame in data:
         assert isinstance(frame, wire.KvData)
         whole = expected.layers[frame.layer]

@@ -54,6 +54,8 @@ IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf"
 
 EDGES = (
     "baton.admin",
+    "baton.bench.router_clients",
+    "baton.bench.router_workers",
     "baton.client",
     "baton.rpc",
     "baton.transfer.handoff",

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.traces import CHAT, MOONCAKE_LIKE, Arrival, TraceError, conversations, read, write
+from baton.bench.traces import Arrival, TraceError, read, write
+from bench.traces import CHAT, MOONCAKE_LIKE, conversations
 
 GOOD = {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": list(range(46, 60))}
 

@@ -44,6 +44,21 @@ class AttentionBatch:
                 raise ValueError(f"query length {query} and context length {context} with {room}")
         return cls(queries, contexts, page_tables, page_size)
 
+    def tail(self, rows: int) -> AttentionBatch:
+        """The last `rows` tokens alone, of a batch of one sequence."""
+        if len(self.query_lens) != 1:
+            raise ValueError(f"a tail is that of one sequence, the batch has {len(self.query_lens)}")
+        return self.build([rows], self.context_lens, self.page_tables, self.page_size)
+
+    @classmethod
+    def step(
+        cls, context_lens: Sequence[int], positions: Tensor, page_tables: Tensor, page_size: int
+    ) -> AttentionBatch:
+        """One new token for each sequence, at `positions` (int64 `[B]`, on the tables' device): the last of each."""
+        batch = cls.build([1] * len(context_lens), context_lens, page_tables, page_size)
+        batch.__dict__["positions"] = positions
+        return batch
+
     @property
     def device(self) -> torch.device:
         """Where page tables and derived tensors lie."""
@@ -53,6 +68,11 @@ class AttentionBatch:
     def num_tokens(self) -> int:
         """New tokens of all sequences."""
         return sum(self.query_lens)
+
+    @cached_property
+    def is_step(self) -> bool:
+        """Whether each sequence has one new token."""
+        return max(self.query_lens) == 1
 
     @cached_property
     def query_starts(self) -> tuple[int, ...]:
@@ -72,6 +92,8 @@ class AttentionBatch:
     @cached_property
     def context_lens_tensor(self) -> Tensor:
         """`context_lens` as int32 `[B]`."""
+        if self.is_step:
+            return (self.positions + 1).to(torch.int32)
         return torch.tensor(self.context_lens, dtype=torch.int32).to(self.device)
 
     @cached_property
@@ -84,6 +106,9 @@ class AttentionBatch:
     @cached_property
     def slots(self) -> Tensor:
         """Where each new token's K and V go: page * page_size + offset in the page, int64 `[T]`."""
+        if self.is_step:
+            pages = self.page_tables.gather(1, (self.positions // self.page_size)[:, None])[:, 0].long()
+            return pages * self.page_size + self.positions % self.page_size
         sequences = torch.repeat_interleave(torch.arange(len(self.query_lens)), torch.tensor(self.query_lens))
         pages = self.page_tables[sequences.to(self.device), self.positions // self.page_size].long()
         return pages * self.page_size + self.positions % self.page_size

@@ -33,12 +33,15 @@ class Case:
     lengths: tuple[tuple[int, int], ...] = MIXED
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
+    sharpness: float = 1  # what queries are multiplied by
 
     def __str__(self) -> str:
         kind = "mixed" if self.lengths == MIXED else f"{len(self.lengths)}seq"
         dtypes = f"{self.dtype}-{self.kv_dtype}".replace("torch.", "")
         shape = f"page{self.page_size}-heads{self.heads}:{self.kv_heads}x{self.head_dim}"
-        return f"{kind}-{shape}-window{self.window}-{dtypes}"
+        longest = max(context for _, context in self.lengths)
+        sharp = "" if self.sharpness == 1 else f"-sharp{self.sharpness:g}"
+        return f"{kind}{longest}-{shape}-window{self.window}-{dtypes}{sharp}"
 
 
 def cases(page_sizes: tuple[int, ...] = (16, 256)) -> list[Case]:
@@ -61,6 +64,42 @@ def cases(page_sizes: tuple[int, ...] = (16, 256)) -> list[Case]:
         for window in (None, 100)
     ]
     return grid + windows + others + long
+
+
+def block_cases() -> list[Case]:
+    """Chunks around the borders of blocks of queries, with and without a past, and windows around them."""
+    chunks = (
+        ((127, 127), (128, 128), (129, 129)),
+        ((63, 300), (257, 300), (129, 400), (2, 400)),
+        ((511, 1030), (512, 1024), (513, 1100)),
+        ((600, 700), (1, 700), (130, 642)),
+    )
+    return [
+        Case(heads=heads, kv_heads=kv_heads, window=window, lengths=lengths)
+        for heads, kv_heads in ((7, 1), (4, 4))
+        for window in (None, 1, 5, 100, 128, 129, 511, 513, 650)
+        for lengths in chunks
+    ]
+
+
+def decode_cases() -> list[Case]:
+    """Steps of many ragged sequences: more slots than one fused call takes, and lengths around its padding."""
+    many = tuple((1, context) for context in (415, 416, 417, 447, 448, 449, 600, 601, 512, 1, 33, 480, 470))
+    few = tuple((1, context) for context in (31, 32, 33, 63, 64, 65, 1))
+    same = ((1, 480),) * 10
+    apart = tuple((1, context) for context in (3000, 2900, 40, 50, 3, 700))
+    return [
+        Case(heads=heads, kv_heads=2, window=window, lengths=lengths)
+        for heads in (2, 14)
+        for window in (None, 32, 450)
+        for lengths in (many, few, same, apart, (*many, (20, 500)))
+    ]
+
+
+def sharp_cases() -> list[Case]:
+    """Scores of hundreds, so that one part of the context outweighs the rest by more than a float can hold."""
+    lengths = ((200, 1000), (130, 130), (1, 900), (1, 30), (600, 1200))
+    return [Case(window=window, lengths=lengths, sharpness=100) for window in (None, 300)]
 
 
 def in_dtypes(listed: list[Case], dtype: torch.dtype, kv_dtype: torch.dtype) -> list[Case]:
@@ -95,7 +134,7 @@ def check(backend: AttentionBackend, case: Case, device: torch.device, tolerance
 
     queries = [query for query, _ in case.lengths]
     batch = AttentionBatch.build(queries, [total for _, total in case.lengths], tables, case.page_size)
-    q = torch.randn(sum(queries), case.heads, case.head_dim, device=device).to(case.dtype)
+    q = torch.randn(sum(queries), case.heads, case.head_dim, device=device).mul(case.sharpness).to(case.dtype)
     new_k = torch.cat([k[-query:] for k, query in zip(k_of, queries, strict=True)]).to(case.dtype)
     new_v = torch.cat([v[-query:] for v, query in zip(v_of, queries, strict=True)]).to(case.dtype)
     backend.append(kv, LAYER, new_k, new_v, batch)

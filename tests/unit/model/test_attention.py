@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, flash_backend, select
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.attention.reference import ReferenceAttention
-from baton.model.attention.torch_backend import TorchAttention, group_by_length
-from tests.unit.model.attention_contract import Case, cases, check, in_dtypes
+from baton.model.attention.scratch import Scratch
+from baton.model.attention.torch_backend import TorchAttention
+from baton.model.attention.torch_decode import group_by_length
+from tests.unit.model.attention_contract import (
+    Case,
+    block_cases,
+    cases,
+    check,
+    decode_cases,
+    in_dtypes,
+    sharp_cases,
+)
 from tests.unit.model.flash_standin import KERNELS
 
 CPU = torch.device("cpu")
@@ -70,11 +82,67 @@ def test_what_flash_attention_can_serve(
     assert flash_backend.supports(dtype, kv_dtype, page_size, head_dim) is fits
 
 
-def test_groups_waste_less_than_half() -> None:
-    spans = [5, 100, 60, 49, 1, 25, 24]
-    groups = group_by_length(range(7), spans)
-    assert groups == [[1, 2], [3, 5], [6], [0], [4]]
-    assert group_by_length([], spans) == []
+@pytest.mark.parametrize("case", block_cases(), ids=str)
+def test_blocks_of_queries_equal_dense_attention(case: Case) -> None:
+    check(TorchAttention(), case, CPU, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("case", decode_cases(), ids=str)
+def test_ragged_steps_equal_dense_attention(case: Case) -> None:
+    check(TorchAttention(), case, CPU, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("case", sharp_cases(), ids=str)
+def test_merged_parts_may_differ_by_any_weight(case: Case) -> None:
+    check(TorchAttention(), case, CPU, tolerance=2e-4)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16, 2e-5), (torch.bfloat16, torch.bfloat16, 3e-2)])
+def test_blocks_and_steps_in_other_dtypes(dtypes: tuple[torch.dtype, torch.dtype, float]) -> None:
+    for case in in_dtypes([*block_cases()[:12], *decode_cases()[:5]], *dtypes[:2]):
+        check(TorchAttention(), case, CPU, tolerance=dtypes[2])
+
+
+@pytest.mark.parametrize("case", [SMALL[0], decode_cases()[0], block_cases()[2]], ids=str)
+def test_nothing_is_left_from_the_call_before(case: Case) -> None:
+    backend = TorchAttention()
+    check(backend, case, CPU, tolerance=2e-5)
+    kv = KvCache.allocate(
+        num_layers=1, num_pages=300, page_size=16, kv_heads=2, head_dim=16, dtype=torch.float32, device=CPU
+    )
+    for part in kv.parts.values():
+        part.fill_(float("nan"))
+    lengths = [(1, 2000), (1, 2000), (1, 2000), (600, 1200)]
+    tables = torch.arange(4 * 125, dtype=torch.int32).remainder(300).view(4, 125)
+    batch = AttentionBatch.build(*zip(*lengths, strict=True), tables, 16)
+    assert backend.attend(kv, 0, torch.ones(603, 4, 16), batch, None).isnan().all()
+    check(backend, case, CPU, tolerance=2e-5)
+
+
+def test_one_backend_serves_several_threads() -> None:
+    backend = TorchAttention()
+    listed = [SMALL[0], decode_cases()[0], block_cases()[3], decode_cases()[4]] * 3
+    # `check` seeds torch's one generator: what it draws differs between runs, what must hold does not.
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(check, backend, case, CPU, 2e-5) for case in listed]:
+            done.result()
+
+
+def test_scratch_made_in_inference_mode_serves_outside_of_it() -> None:
+    scratch = Scratch()
+    with torch.inference_mode():
+        inside = scratch.take("a", (4, 3), torch.empty(0))
+    outside = scratch.take("a", (2, 3), torch.empty(0)).fill_(1)
+    assert outside.data_ptr() == inside.data_ptr()
+    assert scratch.take("b", (2, 3), torch.empty(0)).data_ptr() != inside.data_ptr()
+    assert scratch.take("a", (2,), torch.empty(0, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_groups_are_split_where_padding_costs_more_than_a_group() -> None:
+    assert group_by_length(range(5), [5, 4000, 60, 3990, 1]) == [[1, 3], [2, 0, 4]]
+    assert group_by_length(range(4), [30000, 30000, 30000, 29000]) == [[0, 1], [2, 3]]
+    assert group_by_length(range(3), [1000, 300, 100]) == [[0, 1, 2]]
+    assert group_by_length([], [5]) == []
 
 
 def test_batch_derives_positions_and_slots() -> None:

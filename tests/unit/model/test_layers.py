@@ -14,7 +14,8 @@ from torch import Tensor
 
 from baton.errors import ModelError
 from baton.model.config import RopeConfig
-from baton.model.layers import Parallel, Placement, RowParallelLinear, inverse_frequencies
+from baton.model.layers import Parallel, RowParallelLinear, inverse_frequencies
+from baton.model.linear import DenseStorage, PackedStorage, Placement
 from baton.model.load import load_model
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.unit.model.runner import chunked_logits
@@ -74,16 +75,49 @@ def test_what_does_not_divide_is_refused(tmp_path: Path) -> None:
         load_model(path, dtype=torch.float32, parallel=Parallel(0, 4))
 
 
-def test_one_rank_adds_the_bias() -> None:
+def test_one_rank_adds_bias_and_residual() -> None:
     placement = Placement(torch.float32, torch.device("cpu"))
     ranks = [RowParallelLinear(6, 3, True, placement, Parallel(rank, 2)) for rank in range(2)]
-    weight, bias, x = torch.randn(3, 6), torch.randn(3), torch.randn(2, 6)
+    weight, bias, x, residual = torch.randn(3, 6), torch.randn(3), torch.randn(2, 6), torch.randn(2, 3)
     for linear in ranks:
         assert linear.parts() == {"weight": (3, 6), "bias": (3,)}
         linear.load_shard("weight", weight)
         linear.load_shard("bias", bias)
-    together = ranks[0](x[:, :3]) + ranks[1](x[:, 3:])
-    torch.testing.assert_close(together, x @ weight.T + bias)
+    together = ranks[0](x[:, :3], residual) + ranks[1](x[:, 3:].contiguous(), residual)
+    torch.testing.assert_close(together, x @ weight.T + bias + residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_ready_storage_multiplies_as_the_loaded_one(dtype: torch.dtype, bias: bool, tokens: int) -> None:
+    """With all that is fused into the product; both against float64, within the rounding of the dtype."""
+    dense = DenseStorage(24, 40, bias, Placement(dtype, torch.device("cpu")))
+    dense.load(0, torch.randn(24, 40) / 40**0.5)
+    if bias:
+        dense.load_bias(0, torch.randn(24))
+    ready = dense.ready()
+    assert isinstance(ready, PackedStorage), "this machine's torch has no oneDNN kernels for the dtype"
+    x, other = torch.randn(tokens, 40).to(dtype), torch.randn(tokens, 24).to(dtype)
+    given = (x.clone(), other.clone())
+    product = x.double() @ dense.weight.double().T + (dense.bias.double() if dense.bias is not None else 0.0)
+    expected = [product, torch.nn.functional.silu(product), product * other.double(), product + other.double()]
+    tolerance = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for storage in (dense, ready):
+        found = [storage(x), storage.silu(x), storage.times(x, other), storage.plus(x, other)]
+        for one, wanted in zip(found, expected, strict=True):
+            assert one.dtype == dtype
+            torch.testing.assert_close(one.double(), wanted, **tolerance)
+        assert torch.equal(x, given[0])
+        assert torch.equal(other, given[1])
+
+
+def test_a_ready_linear_is_not_loaded_again() -> None:
+    linear = RowParallelLinear(6, 3, False, Placement(torch.float32, torch.device("cpu")), Parallel())
+    linear.load_shard("weight", torch.randn(3, 6))
+    linear.ready()
+    with pytest.raises(ModelError, match="loaded already"):
+        linear.load_shard("weight", torch.randn(3, 6))
 
 
 def test_llama3_frequencies_by_hand() -> None:

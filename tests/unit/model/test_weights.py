@@ -17,10 +17,11 @@ from baton.errors import ModelError
 from baton.model.checkpoint import INDEX_NAME, SINGLE_NAME, resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
-from baton.model.layers import Parallel, Placement
+from baton.model.layers import Parallel
+from baton.model.linear import Placement
 from baton.model.load import load_model
 from tests.checkpoints import load_reference, make_checkpoint, prompt_ids
-from tests.unit.model.runner import chunked_logits
+from tests.unit.model.runner import Sequence, chunked_logits, forward
 
 Tensors = dict[str, Tensor]
 
@@ -51,7 +52,9 @@ def test_tied_checkpoint_has_no_projection(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, tied=True)
     assert "lm_head.weight" not in load_file(tmp_path / SINGLE_NAME)
     decoder = load_model(tmp_path, dtype=torch.float32).decoder
-    assert decoder.head.storage.weight is decoder.embedding.weight
+    hidden = torch.randn(2, 64)
+    expected = decoder.norm(hidden) @ decoder.embedding.weight.T
+    torch.testing.assert_close(decoder.logits(hidden), expected, rtol=0, atol=1e-4)
 
 
 def test_an_output_projection_takes_memory_only_when_loaded(checkpoint: Path) -> None:
@@ -65,8 +68,6 @@ def test_tied_checkpoint_may_repeat_the_embedding(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, tied=True)
     expected = logits(tmp_path)
     edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    decoder = load_model(tmp_path, dtype=torch.float32).decoder
-    assert decoder.head.storage.weight is decoder.embedding.weight
     assert torch.equal(logits(tmp_path), expected)
 
 
@@ -80,7 +81,12 @@ def test_a_projection_that_differs_counts_though_tied(tmp_path: Path) -> None:
 
 def test_weights_are_cast_at_load(checkpoint: Path) -> None:
     model = load_model(checkpoint, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in model.decoder.parameters()} == {torch.bfloat16}
+    kinds = {name.rsplit(".", 2)[-2]: parameter.dtype for name, parameter in model.decoder.named_parameters()}
+    assert kinds.pop("embedding") == torch.bfloat16
+    assert kinds, "norms"
+    assert set(kinds.values()) == {torch.float32}, "norms are float32 whatever the model is"
+    kv = model.new_kv_cache(1, 16)
+    assert forward(model, kv, [(Sequence(kv, 1), [1])]).dtype == torch.bfloat16
     assert model.new_kv_cache(2, 16).dtype == torch.bfloat16
     assert model.new_kv_cache(2, 16, torch.float32).dtype == torch.float32
 
@@ -181,7 +187,8 @@ import sys, torch
 from pathlib import Path
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
-from baton.model.layers import Parallel, Placement
+from baton.model.layers import Parallel
+from baton.model.linear import Placement
 from baton.model.weights import load_weights
 
 def status(field):
@@ -190,14 +197,14 @@ def status(field):
 def load(path):
     placement = Placement(torch.float32, torch.device('cpu'))
     decoder = Decoder(ModelConfig.from_pretrained(path), placement, Parallel())
+    weights = sum(parameter.nbytes for parameter in decoder.parameters())
+    layer = sum(parameter.nbytes for parameter in decoder.layers[0].parameters())
     load_weights(decoder, path)
-    return decoder
+    return decoder, weights, layer
 
 warm = load(Path(sys.argv[1]))
 before = status('VmRSS')
-decoder = load(Path(sys.argv[2]))
-weights = sum(parameter.nbytes for parameter in decoder.parameters())
-layer = sum(parameter.nbytes for parameter in decoder.layers[0].parameters())
+decoder, weights, layer = load(Path(sys.argv[2]))
 print(status('VmHWM') - before, weights, layer)
 """
 

@@ -41,7 +41,13 @@ def test_automatic_chunks_are_capped_by_the_rate() -> None:
     assert chunk_size(10_000, 0, 1_000.0) == 500
     assert chunk_size(600_000, 0, 10_000.0) == 4_096
     assert chunk_size(600_000, 0, 8_000.0) == 4_000
-    assert chunk_size(10, 0, 0.001) == 1
+    assert chunk_size(10, 0, 0.001) == 10
+
+
+def test_automatic_chunks_are_never_too_short_to_be_quick_or_to_tell_the_rate() -> None:
+    assert chunk_size(10_000, 0, 60.0) == 256
+    assert chunk_size(10_000, 0, 20.0) == 100, "256 tokens would take 13 s"
+    assert chunk_size(10_000, 0, 0.001) == 64
 
 
 def test_rate_forgets() -> None:
@@ -81,7 +87,21 @@ def test_chunks_do_not_dwindle_where_one_alone_takes_longer_than_its_share() -> 
     s = scheduler(chunk=0)
     for _ in range(5):
         sizes = compute(s, 2_000, overhead=0.6)
-    assert min(sizes[:-1]) > 30
+    assert min(sizes[:-1]) >= 256
+
+
+@pytest.mark.parametrize("overhead", [0.05, 0.4, 1.0])
+def test_chunks_recover_from_a_slow_spell(overhead: float) -> None:
+    """However slow it was, and also where a chunk takes longer than its share by its overhead alone."""
+    fresh = scheduler(chunk=0)
+    usual = [compute(fresh, 4_000, overhead=overhead) for _ in range(5)][-1][0]
+    s = scheduler(chunk=0)
+    for slow in (3.0, 30.0, 300.0):
+        compute(s, 4_000, overhead=slow)
+    assert s.rate.value < 1
+    sizes = [size for _ in range(5) for size in compute(s, 4_000, overhead=overhead)[:-1]]
+    assert sizes[0] == 64
+    assert sizes[-1] >= 0.9 * usual >= 230
 
 
 def test_a_chunk_that_was_slow_once_is_forgotten() -> None:

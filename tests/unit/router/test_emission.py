@@ -66,7 +66,7 @@ async def test_tokens_come_out_once_and_in_order(text: str, cuts: list[tuple[int
     for at, piece in pieces:
         end = at + len(piece) == len(text)
         e.output(Output(0, at, infos(piece), FinishReason.LENGTH if end else None))
-        e.outbox._ready.set()
+        e.outbox._tell()
         for delta in (await taken(e)).deltas.values():
             seen += delta.text
             assert [token.token_id for token in delta.tokens] == [ord(char) for char in delta.text]

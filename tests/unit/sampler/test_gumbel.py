@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.model.gumbel import _bits, draw
+from baton.model import gumbel as noise
+from baton.model.blocks import WIDTH, Blocks
+from baton.model.gumbel import Draws, Race, _bits, scores_of
 from baton.model.noise import noise_key
 from tests.unit.sampler.plain_noise import bits, fmix32, gumbel
 
@@ -19,6 +21,18 @@ def keys_of(rows: list[tuple[int, int, int]]) -> Tensor:
 
 def ids_to(count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32)[None]
+
+
+def draw(scaled: Tensor, token_ids: Tensor, keys: Tensor) -> Tensor:
+    return scores_of(scaled, token_ids, keys).argmax(-1)
+
+
+def race(logits: Tensor, keys: Tensor, temperature: float = 1.0) -> tuple[Race, Tensor]:
+    """A race of all rows, and the scaled logits."""
+    blocks, rows = Blocks(logits), len(logits)
+    heat = torch.full((rows, 1), temperature)
+    draws = Draws(torch.arange(rows), logits.amax(-1, keepdim=True), heat, keys)
+    return Race(blocks, draws), draws.scale(logits)
 
 
 def test_the_finalizer_is_murmurs() -> None:
@@ -41,6 +55,38 @@ def test_the_winner_is_the_plain_one() -> None:
         for line, row in zip(scaled, rows, strict=True)
     ]
     assert draw(scaled, ids_to(999), keys_of(rows)).tolist() == expected
+
+
+@pytest.mark.parametrize("vocab", [5, WIDTH, 300, 40 * WIDTH, 300 * WIDTH + 1])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 12.0])
+def test_a_race_by_blocks_is_won_by_the_best_score_of_all(vocab: int, spread: float) -> None:
+    rows = 60
+    keys = keys_of([(seed, 0, 1) for seed in range(rows)])
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+    runners, scaled = race(logits, keys, 0.9)
+    scores = scores_of(scaled, ids_to(vocab), keys)
+    everything = torch.full((rows, 1), -math.inf)
+    assert torch.equal(runners.winners(torch.arange(rows), everything), scores.argmax(-1))
+    # Among fewer tokens, and of some rows only.
+    index = torch.arange(rows - 1, 0, -3)
+    floor = scaled[index].quantile(0.9, dim=1, keepdim=True)
+    among = scores[index].masked_fill(scaled[index] < floor, -math.inf)
+    assert torch.equal(runners.winners(index, floor), among.argmax(-1))
+
+
+def test_a_whole_vocabulary_at_once_gives_the_same_winners() -> None:
+    """What other devices do, here on a CPU."""
+    rows, vocab = 200, 3 * WIDTH + 7
+    keys = keys_of([(seed, 0, 1) for seed in range(rows)])
+    runners, _ = race(torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3)) * 2, keys)
+    index, floor = torch.arange(rows), torch.full((rows, 1), -5.0)
+    assert torch.equal(runners._dense(runners._draws.take(index), floor), runners.winners(index, floor))
+
+
+def test_no_noise_leaves_the_span() -> None:
+    lowest, highest = noise._noise(torch.tensor([2**31 - 1, 0], dtype=torch.int32)).tolist()
+    assert lowest == pytest.approx(-math.log(32 * math.log(2)))
+    assert highest - lowest < noise.SPAN
 
 
 def test_noise_belongs_to_the_token_and_not_to_the_column() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from baton.errors import EngineError
 from baton.model.penalties import PenaltyTable, has_penalties
-from baton.model.sampler import WINDOW, SamplerBatch, token_infos
+from baton.model.sampled import token_infos
+from baton.model.sampler import WINDOW, SamplerBatch
 from baton.request import MIN_REPETITION_PENALTY, SamplingParams, SequenceState
 from tests.unit.sampler.plain_noise import gumbel
 
@@ -119,7 +120,7 @@ def test_each_row_equals_the_plain_sampler(vocab: int, seed: int) -> None:
 
 
 def test_a_nucleus_wider_than_the_window_is_exact() -> None:
-    vocab = 24 * WINDOW
+    vocab = 96 * WINDOW
     wide = [
         SamplingParams(seed=1, top_p=0.9),
         SamplingParams(seed=2, top_k=3 * WINDOW),
@@ -128,6 +129,9 @@ def test_a_nucleus_wider_than_the_window_is_exact() -> None:
         SamplingParams(seed=4, min_p=0.3),
         SamplingParams(seed=5, top_k=2 * WINDOW, top_p=0.99),
         SamplingParams(seed=6, top_p=0.001),
+        *(SamplingParams(seed=seed, top_p=0.2) for seed in range(20, 28)),
+        SamplingParams(seed=8, top_k=1000, top_p=0.3),
+        SamplingParams(seed=9, min_p=0.4, top_p=0.5),
     ]
     for seed in range(3):
         states = states_of(wide, vocab, seed)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
-from baton.kv.format import PartData
+from baton.kv.format import KvCompression, PartData
 from baton.request import FirstToken, Handoff, SamplingParams, TokenInfo
 from baton.transfer import wire
 from baton.transfer.coverage import Box
@@ -124,9 +124,9 @@ def contents(engine: Engine, handle: KvHandle, box: Box) -> list[list[bytes]]:
     return [[bytes(part.data) for part in engine.read_kv(handle, layer, box.tokens, box.heads)] for layer in box.layers]
 
 
-async def collect(export: Export, box: Box) -> list[bytes]:
+async def collect(export: Export, box: Box, compression: KvCompression = KvCompression.NONE) -> list[bytes]:
     """All frames of a stream."""
-    async with aclosing(export.frames(box)) as frames:
+    async with aclosing(export.frames(box, compression)) as frames:
         return [frame async for frame in frames]
 
 
@@ -138,15 +138,21 @@ def decoded(frame: bytes) -> wire.KvData | wire.Manifest | wire.Commit:
 class MemorySource:
     """A KvSource without a network: each stream is what `mangle(number of the stream, frames)` makes of it."""
 
-    def __init__(self, export: Export, mangle: Callable[[int, list[bytes]], list[bytes]]) -> None:
+    def __init__(
+        self,
+        export: Export,
+        mangle: Callable[[int, list[bytes]], list[bytes]],
+        compression: KvCompression = KvCompression.NONE,
+    ) -> None:
         self.seed = wire.seed_of(export.transfer_id)
+        self.compression = compression
         self.boxes: list[Box] = []
         self._export = export
         self._mangle = mangle
 
     async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
         self.boxes.append(box)
-        for frame in self._mangle(len(self.boxes) - 1, await collect(self._export, box)):
+        for frame in self._mangle(len(self.boxes) - 1, await collect(self._export, box, self.compression)):
             yield frame
 
     async def release(self) -> None:

@@ -35,6 +35,7 @@ from tests.unit.transfer.support import (
 )
 
 TOKENS = 12
+NAME = bytes(range(32))
 REST = Box(range(8, TOKENS), range(LAYERS), range(HEADS))
 NOTHING = Box(range(TOKENS, TOKENS), range(LAYERS), range(HEADS))
 
@@ -54,21 +55,21 @@ async def exports(engine: Engine) -> AsyncIterator[Exports]:
 
 async def test_a_prefix_is_final_and_leased_at_once_and_hands_nothing_over(exports: Exports, engine: Engine) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
-    export.commit_prefix()
+    export.commit_prefix(NAME)
     assert export.lease_left <= 30.0
     *data, manifest, commit = [decoded(frame) for frame in await collect(export, whole(TOKENS))]
     assert [(each.layer, each.tokens) for each in data if isinstance(each, wire.KvData)] == [
         (layer, range(TOKENS)) for layer in range(LAYERS)
     ]
     assert isinstance(manifest, wire.Manifest)
-    assert commit == wire.Commit(TOKENS, 0, None)
+    assert commit == wire.Commit(TOKENS, 0, None, NAME)
     with pytest.raises(InvalidRequest, match="was committed already"):
-        export.commit_prefix()
+        export.commit_prefix(NAME)
 
 
 async def test_who_takes_a_request_over_insists_on_the_handoff(exports: Exports, engine: Engine) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
-    export.commit_prefix()
+    export.commit_prefix(NAME)
     consumer = Engine(page_size=4)
     handle = consumer.reserve("decode", TOKENS)
     with pytest.raises(IncompleteTransfer, match="hands nothing over"):
@@ -81,7 +82,7 @@ async def test_a_read_that_finds_its_handle_freed_after_the_end_tells_of_the_end
     handle = prefilled(engine, TOKENS)
     gate = engine.before_read = Gate()
     export = exports.open("t", handle, TOKENS, on_closed=lambda: None)
-    export.commit_prefix()
+    export.commit_prefix(NAME)
     collecting = asyncio.create_task(collect(export, whole(TOKENS)))
     await asyncio.to_thread(gate.reached.wait, 20)
     export.end("ended with its attempt")

@@ -89,6 +89,15 @@ def test_commits_are_what_the_generated_class_makes(length: int, version: int, i
     assert wire.decode(frame) == wire.Commit(length, version, handoff)
 
 
+@given(UINT32, st.binary())
+def test_a_commit_names_its_prefix(length: int, name: bytes) -> None:
+    frame = wire.encode_commit(length, None, prefix_digest=name)
+    message = kv_pb2.KvFrame.FromString(frame)
+    assert message.commit.prefix_digest == name
+    assert message.SerializeToString() == frame
+    assert wire.decode(frame) == wire.Commit(length, 0, None, name)
+
+
 @given(UINT32)
 def test_a_commit_that_hands_nothing_over_is_no_empty_handoff(length: int) -> None:
     frame = wire.encode_commit(length, None)
@@ -127,6 +136,7 @@ def test_flipped_bits_of_a_large_frame_are_caught() -> None:
         wire.encode_manifest(wire.Manifest(3, ((0, 0, 5), (2, 7, 300)), 0xDEADBEEF)),
         wire.encode_commit(300, b"handoff"),
         wire.encode_commit(300, None),
+        wire.encode_commit(300, None, prefix_digest=b"name"),
     ],
 )
 def test_a_flipped_bit_of_manifest_or_commit_changes_or_breaks_it(frame: bytes) -> None:

@@ -55,6 +55,10 @@ def test_the_model_is_named_after_its_directory_unless_told_otherwise() -> None:
     assert Path(WorkerConfig().checkpoint).name == "bundled"
 
 
+def test_the_password_of_redis_is_not_shown() -> None:
+    assert "hush" not in repr(WorkerConfig(redis="redis://user:hush@cache:6379/0"))
+
+
 def test_each_start_is_another_incarnation() -> None:
     first, second = (new_identity(WorkerConfig(), WorkerRole.DECODE, SPEC, "d") for _ in range(2))
     assert first.incarnation != second.incarnation

@@ -1,0 +1,1 @@
+"""Measurements that ship: what `baton bench` runs."""

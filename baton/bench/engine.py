@@ -1,0 +1,196 @@
+"""Timed prefills and decode steps through the engine contract, as workers ask for them.
+
+Prompts are random token ids, outputs greedy. A batch for decode is filled by copying the KV of one prefilled prompt
+into pages of each sequence's own: speed depends on where KV lies, not on what it holds, and filling 32 sequences of
+1,024 tokens by prefill would take longer than what is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine.config import EngineConfig
+from baton.engine.contract import Engine, KvHandle, StepHandle
+from baton.engine.factory import build
+from baton.errors import ConfigError
+from baton.kv.format import DTYPE_BYTES, PartData
+from baton.model.checkpoint import resolve
+from baton.model.config import ModelConfig
+from baton.request import SamplingParams, SequenceState
+
+CHUNK_TOKENS = 2048
+WARM_STEPS = 2
+_GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=True, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured: prompt lengths in tokens, and steps of every batch at every context.
+
+    Raises ConfigError naming the field and the value seen.
+    """
+
+    prefill: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
+    batches: tuple[int, ...] = (1, 8, 32)
+    contexts: tuple[int, ...] = (128, 1024)
+    steps: int = 16
+    rounds: int = 3
+    chunk_size: int = CHUNK_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "batches", "contexts"):
+            for value in getattr(self, name):
+                if value < 1:
+                    raise ConfigError(f"{name}: must be 1 or more, got {value}")
+        for name in ("steps", "rounds", "chunk_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be 1 or more, got {getattr(self, name)}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max((*self.prefill, *(self._grown(context) for context in self.contexts)), default=1)
+
+    def tokens(self, page_size: int) -> int:
+        """Tokens that the pool must hold at a time."""
+
+        def paged(tokens: int) -> int:
+            return -(-tokens // page_size) * page_size
+
+        batches = max(self.batches, default=0) * max((paged(self._grown(each)) for each in self.contexts), default=0)
+        return max(batches, paged(self.longest))
+
+    def _grown(self, context: int) -> int:
+        return context + WARM_STEPS + self.steps + 2
+
+
+def engine_for(plan: Plan, config: EngineConfig) -> Engine:
+    """Load the model of `config` with a pool, slots and a length as the plan needs them."""
+    model = ModelConfig.from_pretrained(resolve(config.model))
+    if plan.longest > model.max_position_embeddings:
+        raise ConfigError(f"{plan.longest} tokens are asked for, the model has {model.max_position_embeddings}")
+    page_size = config.page_size or 256
+    named = [name for name in (config.kv_dtype, config.dtype) if name != "auto"]
+    # A checkpoint's float16 becomes float32 on CPU, as does what it does not say.
+    width = DTYPE_BYTES[named[0]] if named else 2 if model.dtype == "bfloat16" else 4
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
+    return build(
+        EngineConfig(
+            model=config.model,
+            device=config.device,
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            page_size=config.page_size,
+            threads=config.threads,
+            max_model_len=plan.longest,
+            slots=max(plan.batches, default=1),
+            kv_memory=token_bytes * plan.tokens(page_size),
+        )
+    )
+
+
+class EngineRuns:
+    """Runs on one engine; each gives back what it took."""
+
+    def __init__(self, engine: Engine, chunk_size: int = CHUNK_TOKENS, seed: int = 0) -> None:
+        self._engine = engine
+        self._chunk_size = chunk_size
+        self._random = random.Random(seed)
+        self._contexts: dict[int, list[list[PartData]]] = {}
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds from the first chunk of a prompt of `tokens` to its sampled first token."""
+        prompt = self._prompt(tokens)
+        handle = self._engine.reserve("bench", tokens)
+        try:
+            began = time.perf_counter()
+            self._fill(handle, prompt)
+            return time.perf_counter() - began
+        finally:
+            self._engine.free(handle)
+
+    def decode(self, batch: int, context: int, steps: int) -> float:
+        """Seconds of `steps` steps of `batch` sequences that each hold `context` tokens, after some to warm up."""
+        with self.batch(batch, context, WARM_STEPS + steps):
+            self.steps(WARM_STEPS)
+            began = time.perf_counter()
+            self.steps(steps)
+            return time.perf_counter() - began
+
+    def overhead(self, batch: int, context: int, steps: int) -> float:
+        """Seconds of each step in which no kernel of torch runs, by torch's profiler, whose own cost is in it."""
+        cuda = torch.cuda.is_available()
+        kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+        with self.batch(batch, context, 2 * WARM_STEPS + steps):
+            with torch.profiler.profile(activities=kinds):
+                self.steps(2 * WARM_STEPS)
+            with torch.profiler.profile(activities=kinds) as profile:
+                began = time.perf_counter()
+                self.steps(steps)
+                took = time.perf_counter() - began
+        times = profile.key_averages()
+        spent: float = sum(each.self_device_time_total if cuda else each.self_cpu_time_total for each in times)
+        return max(0.0, took - 1e-6 * spent) / steps
+
+    def steps(self, count: int) -> None:
+        """Steps, as many in flight as the engine takes, until the tokens of the last are there."""
+        unread: deque[StepHandle] = deque()
+        for _ in range(count):
+            unread.append(self._engine.step())
+            if len(unread) > self._engine.spec.steps_ahead:
+                unread.popleft().result()
+        for step in unread:
+            step.result()
+
+    @contextlib.contextmanager
+    def batch(self, batch: int, context: int, steps: int) -> Iterator[None]:
+        """A running batch of sequences of `context` tokens, with room for `steps` steps."""
+        handles: list[KvHandle] = []
+        try:
+            filled = self._filled(context)
+            for index in range(batch):
+                handle = self._engine.reserve(f"bench/{index}", context + steps + 1)
+                handles.append(handle)
+                for layer, parts in enumerate(filled):
+                    self._engine.write_kv(handle, layer, 0, 0, parts)
+                self._engine.insert(handle, SequenceState(_GREEDY, self._prompt(context + 1)))
+            yield
+        finally:
+            for handle in handles:
+                self._engine.free(handle)
+
+    def _filled(self, context: int) -> list[list[PartData]]:
+        """Parts of each layer of a prompt of `context` tokens."""
+        if context not in self._contexts:
+            kv = self._engine.spec.kv_format
+            handle = self._engine.reserve("bench", context)
+            try:
+                self._fill(handle, self._prompt(context))
+                heads = range(kv.heads)
+                layers = range(kv.layers)
+                self._contexts[context] = [
+                    self._engine.read_kv(handle, layer, range(context), heads) for layer in layers
+                ]
+            finally:
+                self._engine.free(handle)
+        return self._contexts[context]
+
+    def _fill(self, handle: KvHandle, prompt: Sequence[int]) -> None:
+        for start in range(0, len(prompt), self._chunk_size):
+            end = min(start + self._chunk_size, len(prompt))
+            sample = [SequenceState(_GREEDY, prompt)] if end == len(prompt) else []
+            self._engine.prefill_chunk(handle, prompt, start, end, on_layer=_ignore, sample=sample)
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return self._random.choices(range(self._engine.spec.vocab_size), k=tokens)
+
+
+def _ignore(layer: int) -> None:
+    """Nobody waits for single layers here."""

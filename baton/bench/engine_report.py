@@ -1,0 +1,171 @@
+"""`baton bench engine`: an engine's rates beside what the machine gave in the same moments.
+
+The GEMM probe runs between the prefills and the bandwidth probe between the decodes. MFU is a prefill's operations
+a second (causal ones only) over the mean of the probes before and after it; MBU a step's bytes a second over the
+mean of the bandwidth before and after. Of all rounds the median is told.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.bench.engine import WARM_STEPS, EngineRuns, Plan, engine_for
+from baton.bench.probes import Probes
+from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops
+from baton.engine.config import EngineConfig
+from baton.kv.format import DTYPE_BYTES, KvFormat
+from baton.model.checkpoint import resolve
+from baton.model.config import ModelConfig
+
+OVERHEAD_BATCH, OVERHEAD_STEPS = 32, 8
+_FIRST_TOKENS = 16
+
+Tell = Callable[[str], object]
+"""Is told what is measured next."""
+
+
+def measure(config: EngineConfig, plan: Plan, tell: Tell) -> dict[str, Any]:
+    """Everything in one run. Loads the model: call it once, early in a process, whose age is the start-up's time."""
+    tell("loading")
+    engine = engine_for(plan, config)
+    loaded = process_age()
+    runs = EngineRuns(engine, plan.chunk_size)
+    runs.prefill(min(_FIRST_TOKENS, plan.longest))
+    startup = {"loaded_s": loaded, "first_token_s": process_age()}
+    gc.collect()
+    memory = {"steady_bytes": _status("VmRSS"), "peak_bytes": _status("VmHWM")}
+    dtype, device = engine.spec.kv_format.parts[0].dtype, _device(config.device)
+    about = {
+        "model": config.model,
+        "device": str(device),
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "page_size": engine.spec.page_size,
+        "chunk_size": plan.chunk_size,
+        "rounds": plan.rounds,
+        "steps": plan.steps,
+    }
+    shape = ModelShape.of(ModelConfig.from_pretrained(resolve(config.model)))
+    probes = Probes(shape, getattr(torch, dtype), device)
+    try:
+        rates = _Rates(runs, probes, shape, plan, engine.spec.kv_format, tell).report()
+    finally:
+        engine.close()
+    return {"engine": about, "startup": startup, "memory": memory, **rates}
+
+
+class _Rates:
+    """What one engine does, in numbers."""
+
+    def __init__(
+        self, runs: EngineRuns, probes: Probes, shape: ModelShape, plan: Plan, kv_format: KvFormat, tell: Tell
+    ) -> None:
+        self._runs = runs
+        self._probes = probes
+        self._shape = shape
+        self._plan = plan
+        self._element = DTYPE_BYTES[kv_format.parts[0].dtype]
+        self._token = kv_format.token_bytes
+        self._tell = tell
+
+    def report(self) -> dict[str, Any]:
+        """All rates."""
+        plan = self._plan
+        report: dict[str, Any] = {
+            "prefill": [self._prefill(tokens) for tokens in plan.prefill],
+            "decode": [self._decode(batch, context) for context in plan.contexts for batch in plan.batches],
+        }
+        if report["decode"]:
+            self._tell("step overhead")
+            batch, context = min(OVERHEAD_BATCH, max(plan.batches)), plan.contexts[0]
+            steps = max(1, min(OVERHEAD_STEPS, plan.steps - WARM_STEPS))
+            took = [self._runs.overhead(batch, context, steps) for _ in range(plan.rounds)]
+            report["overhead"] = {"batch": batch, "context": context, "step_ms": 1e3 * statistics.median(took)}
+        return report
+
+    def _prefill(self, tokens: int) -> dict[str, Any]:
+        self._tell(f"prefill of {tokens} tokens")
+        # What is made at a shape's first use is not the rate's.
+        self._runs.prefill(min(tokens, self._plan.chunk_size))
+        took, peaks = _interleaved(self._plan.rounds, lambda: self._runs.prefill(tokens), self._probes.flops)
+        flops, seconds = prefill_flops(self._shape, tokens), statistics.median(took)
+        return {
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_s": tokens / seconds,
+            "flops": flops,
+            "bytes": self._prefill_bytes(tokens),
+            "peak_flops_per_s": statistics.median(peaks),
+            "mfu": statistics.median(flops / each / peak for each, peak in zip(took, peaks, strict=True)),
+        }
+
+    def _prefill_bytes(self, tokens: int) -> int:
+        """What the chunks of a prompt move at least: each the layers' weights and the KV so far, the last the head."""
+        starts = range(0, tokens, self._plan.chunk_size)
+        weights = len(starts) * self._shape.num_layers * self._shape.layer_weights + self._shape.head_weights
+        return weights * self._element + (tokens + sum(starts)) * self._token
+
+    def _decode(self, batch: int, context: int) -> dict[str, Any]:
+        self._tell(f"decode of {batch} at {context} tokens")
+        count = self._plan.steps
+        took, peaks = _interleaved(
+            self._plan.rounds, lambda: self._runs.decode(batch, context, count), self._probes.bandwidth
+        )
+        at = context + WARM_STEPS + (count + 1) // 2
+        moved = decode_bytes(self._shape, batch, at, self._shape.step_weights * self._element, self._token)
+        steps = [each / count for each in took]
+        return {
+            "batch": batch,
+            "context": context,
+            "step_ms": 1e3 * statistics.median(steps),
+            "tokens_per_s": batch / statistics.median(steps),
+            "flops": decode_flops(self._shape, batch, at),
+            "bytes": moved,
+            "peak_bytes_per_s": statistics.median(peaks),
+            "mbu": statistics.median(moved / each / peak for each, peak in zip(steps, peaks, strict=True)),
+        }
+
+
+def _interleaved(rounds: int, run: Callable[[], float], probe: Callable[[], float]) -> tuple[list[float], list[float]]:
+    """What each run took, and the mean of the probes before and after it."""
+    took, peaks = [], [probe()]
+    for _ in range(rounds):
+        took.append(run())
+        peaks.append(probe())
+    return took, [(before + after) / 2 for before, after in pairwise(peaks)]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def process_age() -> float | None:
+    """Seconds since this process began, to a hundredth; None where Linux's /proc is not."""
+    try:
+        stat = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    # Fields are counted from behind the name, which may hold spaces: the 22nd is the start, in ticks since the boot.
+    ticks = int(stat.rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _status(name: str) -> int | None:
+    """A size in bytes from /proc/self/status: VmRSS now, VmHWM at most."""
+    try:
+        found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None

@@ -1,0 +1,185 @@
+"""Any server with OpenAI's `/v1/completions`: vLLM, llama.cpp, and whatever else streams as they do.
+
+aiohttp reads the stream: of the well-kept clients it costs the least per event, so that the generator does not become
+what is measured (docs/bench.md has the numbers).
+
+How many tokens an event brings: its `token_ids`, which vLLM sends when `return_token_ids` asks for them; else it counts
+as one. How many the output has: the `usage` of the last event, else what was asked for if the server says that it ended
+by `length`, else the sum over events.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from baton.bench.load.outcome import Ending, Outcome, RequestFailed
+from baton.bench.load.sse import Events, EventTooLong
+from baton.bench.load.targets import Place
+from baton.bench.load.workload import Job
+from baton.errors import ConfigError, shown
+
+KEEP_ALIVE_S = 2.0
+"""Less than servers keep a connection that is idle (uvicorn: 5 s), or a request would meet one as it closes."""
+_CONNECT_S = 10.0
+_DONE = b"[DONE]"
+_SHOWN_BYTES = 500
+
+
+@asynccontextmanager
+async def http_target(place: Place) -> AsyncIterator[HttpTarget]:
+    """The server at `place`, with as many connections as requests are open."""
+    secure = _tls(place.reach) if place.url.startswith("https:") else None
+    key = place.reach.get("api_key")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=secure or True)
+    # The runner bounds the whole request.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+        yield HttpTarget(session, place)
+
+
+class HttpTarget:
+    """The server at `place`."""
+
+    def __init__(self, session: aiohttp.ClientSession, place: Place) -> None:
+        self._session = session
+        self._url = place.url
+        self._fields = {"model": place.model} if place.model else {}
+        self._body = place.body
+        self._server_name = place.reach.get("server_name")
+        self._tokenizer = _tokenizer(place.tokenizer) if place.tokenizer else None
+
+    async def send(self, job: Job, outcome: Outcome) -> None:
+        """See Target."""
+        reader = _Reader(job, outcome)
+        try:
+            async with self._session.post(
+                self._url, data=self._request(job), headers=_JSON, server_hostname=self._server_name
+            ) as response:
+                if response.status != 200:
+                    raise await _refusal(response)
+                async for piece in response.content.iter_any():
+                    reader.take(piece)
+        except aiohttp.ClientConnectorError as error:
+            raise RequestFailed("connection", str(error)) from None
+        except (aiohttp.ClientError, OSError) as error:
+            if not reader.done:
+                raise RequestFailed("connection lost", f"{type(error).__name__}: {error}") from None
+        reader.end()
+
+    async def vocab_size(self) -> int | None:
+        """See Target."""
+        return self._tokenizer.get_vocab_size() if self._tokenizer else None
+
+    def _request(self, job: Job) -> bytes:
+        prompt = self._tokenizer.decode(job.prompt) if self._tokenizer else job.prompt
+        body = {"prompt": prompt, "max_tokens": job.output_tokens, **self._fields, **_FIELDS, **self._body}
+        return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+
+
+_JSON = {"Content-Type": "application/json"}
+_FIELDS = {
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "return_token_ids": True,
+}
+
+
+class _Reader:
+    """Reads one response's events into an outcome."""
+
+    def __init__(self, job: Job, outcome: Outcome) -> None:
+        self._asked = job.output_tokens
+        self._outcome = outcome
+        self._events = Events()
+        self._finish = ""
+        self._usage: int | None = None
+        self.done = False
+        self._exact = True
+
+    def take(self, piece: bytes) -> None:
+        """Note the events that a piece of the stream completes."""
+        try:
+            for data in self._events.feed(piece):
+                if data == _DONE:
+                    self.done = True
+                else:
+                    self._event(data)
+        except EventTooLong as error:
+            raise RequestFailed("bad event", str(error)) from None
+
+    def end(self) -> None:
+        """The stream is over: all that was asked for has come, or RequestFailed is raised."""
+        outcome = self._outcome
+        if not (self.done or self._finish):
+            raise RequestFailed("cut short", f"the stream ended after {outcome.tokens} tokens without saying so")
+        if not self._exact:
+            if self._usage is not None:
+                outcome.tokens = self._usage
+            elif self._finish == "length":
+                outcome.tokens = self._asked
+        if not outcome.times or outcome.tokens < self._asked:
+            told = f"{outcome.tokens} tokens instead of {self._asked}, finish_reason {self._finish or None!r}"
+            raise RequestFailed("short output", told)
+
+    def _event(self, data: bytes) -> None:
+        try:
+            event = json.loads(data)
+            if "error" in event:
+                raise RequestFailed("error event", shown(event["error"]))
+            if usage := event.get("usage"):
+                self._usage = int(usage["completion_tokens"])
+                self._outcome.input_tokens = int(usage.get("prompt_tokens", self._outcome.input_tokens))
+            for choice in event.get("choices", ()):
+                self._choice(choice)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RequestFailed("bad event", f"{type(error).__name__}: {error}: {shown(data)}") from None
+
+    def _choice(self, choice: Mapping[str, Any]) -> None:
+        self._finish = choice.get("finish_reason") or self._finish
+        if (ids := choice.get("token_ids")) is not None:
+            if ids:
+                self._outcome.event(len(ids))
+        else:
+            self._exact = False
+            # A token whose bytes are no whole character has an empty text; so has a last event without a token.
+            if choice.get("text") or not choice.get("finish_reason") or not self._outcome.times:
+                self._outcome.event()
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> RequestFailed:
+    text = (await response.content.read(_SHOWN_BYTES)).decode(errors="replace")
+    ending = Ending.REFUSED if response.status == 429 else Ending.FAILED
+    return RequestFailed(f"http {response.status}", text, ending)
+
+
+def _tls(reach: Mapping[str, Any]) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=reach.get("ca"))
+        if reach.get("cert"):
+            context.load_cert_chain(reach["cert"], reach.get("key"))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"ca: {error}") from None
+    return context
+
+
+def _tokenizer(path: str) -> Any:
+    from tokenizers import Tokenizer
+
+    file = Path(path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    from_file: Callable[[str], Any] = Tokenizer.from_file
+    try:
+        return from_file(str(file))
+    except Exception as error:
+        # The library raises bare exceptions.
+        raise ConfigError(f"tokenizer: {str(file)!r} can't be used: {error}") from None

@@ -1,0 +1,87 @@
+"""What became of one request, as its client saw it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from baton.bench.load.workload import Job
+
+
+class Ending(StrEnum):
+    """How a request ended."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    REFUSED = "refused"
+    """The server said at once that it has no room."""
+    INTERRUPTED = "interrupted"
+    """The run was ended before it."""
+
+
+class RequestFailed(Exception):
+    """A request that did not get what it asked for; `kind` is a few words that many failures share."""
+
+    def __init__(self, kind: str, message: str = "", ending: Ending = Ending.FAILED) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.ending = ending
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request; times are seconds of `time.perf_counter`.
+
+    `times` has one entry for each event that brought tokens, `counts` how many it brought as far as the server tells
+    (else 1). `tokens` is the length of the output: as the server counts it, or the sum of `counts`.
+    """
+
+    due: float
+    sent: float
+    asked_tokens: int
+    input_tokens: int
+    ended: float = 0.0
+    ending: Ending = Ending.INTERRUPTED
+    kind: str = ""
+    message: str = ""
+    tokens: int = 0
+    times: array[float] = field(default_factory=lambda: array("d"))
+    counts: array[int] = field(default_factory=lambda: array("I"))
+
+    @classmethod
+    def of(cls, job: Job, due: float) -> Outcome:
+        """The outcome of a request that is sent now."""
+        return cls(due, time.perf_counter(), job.output_tokens, len(job.prompt))
+
+    def event(self, tokens: int = 1) -> None:
+        """An event with tokens has come."""
+        self.times.append(time.perf_counter())
+        self.counts.append(tokens)
+        self.tokens += tokens
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from sending to the first event with tokens."""
+        return self.times[0] - self.sent if self.times else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """ITL: seconds between events that follow each other, however many tokens they bring."""
+        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after the first event's; None for outputs that came as one event.
+
+        The field divides by tokens - 1, since a first event has one token; one that brings several is counted so.
+        """
+        after = self.tokens - self.counts[0] if self.counts else 0
+        return (self.times[-1] - self.times[0]) / after if len(self.times) > 1 and after > 0 else None
+
+    def good(self, ttft_slo_s: float, itl_slo_s: float) -> bool:
+        """Whether it finished with its first token, and its mean time between tokens, within the objectives."""
+        if self.ending is not Ending.FINISHED or self.ttft is None or self.ttft > ttft_slo_s:
+            return False
+        return self.tpot is None or self.tpot <= itl_slo_s

@@ -1,0 +1,104 @@
+"""Outcomes in numbers, and in a table.
+
+    ttft_ms       from sending a request to its first event with tokens
+    itl_ms        between events of a request that follow each other, each counted once however many tokens it brings,
+                  as `vllm bench serve` counts (its `itl`); all requests together
+    tpot_ms       a request's time after its first event over the tokens that came after it: its mean ITL per token
+    e2e_ms        from sending to the last event with tokens
+    lateness_ms   from when a request was due to when it was sent: the generator's own; no latency includes it
+    seconds       from the begin to the end of the last request; rates are over it
+    goodput       requests per second that finished with TTFT and TPOT within their objectives
+
+TTFT, ITL and TPOT count what every request has shown, finished or not, refused ones have none; E2E only finished ones.
+Percentiles are nearest ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.bench.load.outcome import Ending, Outcome
+from baton.bench.load.runner import Run
+from baton.bench.stats import percentile, summary
+
+LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "lateness_ms")
+_BINS = 100
+"""Into which ITL over time is cut."""
+_MESSAGE = 300
+_EXAMPLES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What a request must keep to count as good, in ms: its first token, and its mean time between tokens."""
+
+    ttft_ms: float = 2000.0
+    itl_ms: float = 50.0
+
+
+def report(run: Run, target: str, workload: Mapping[str, Any], objectives: Objectives) -> dict[str, Any]:
+    """A run as JSON; `workload` says what was asked."""
+    outcomes = run.outcomes
+    seconds = max(run.ended - run.began, 1e-9)
+    finished = [each for each in outcomes if each.ending is Ending.FINISHED]
+    good = sum(each.good(objectives.ttft_ms / 1e3, objectives.itl_ms / 1e3) for each in outcomes)
+    return {
+        "target": target,
+        "workload": {**workload, "slo_ttft_ms": objectives.ttft_ms, "slo_itl_ms": objectives.itl_ms},
+        "seconds": round(seconds, 3),
+        "interrupted": run.interrupted,
+        "requests": {"sent": len(outcomes), **{ending: run.endings[ending] for ending in Ending}},
+        "output_tokens": sum(each.tokens for each in outcomes),
+        "input_tokens": sum(each.input_tokens for each in outcomes if each.times),
+        "output_tokens_per_s": round(sum(each.tokens for each in outcomes) / seconds, 3),
+        "input_tokens_per_s": round(sum(each.input_tokens for each in outcomes if each.times) / seconds, 3),
+        "requests_per_s": round(len(finished) / seconds, 4),
+        "goodput_per_s": round(good / seconds, 4),
+        "ttft_ms": summary(each.ttft for each in outcomes if each.ttft is not None),
+        "itl_ms": summary(gap for each in outcomes for gap in each.gaps),
+        "tpot_ms": summary(each.tpot for each in outcomes if each.tpot is not None),
+        "e2e_ms": summary(each.times[-1] - each.sent for each in finished),
+        "lateness_ms": summary(each.sent - each.due for each in outcomes),
+        "generator_cpu": round(run.cpu_s / seconds, 3),
+        "failures": _failures(outcomes),
+        "itl_over_time": _over_time(outcomes, run.began, seconds),
+    }
+
+
+def _failures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What went wrong by kind, the most frequent first: how often, and what one of them said."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for each in outcomes:
+        if each.kind:
+            found[each.kind].append(each.message)
+    ordered = sorted(found.items(), key=lambda item: -len(item[1]))[:_EXAMPLES]
+    return {kind: {"count": len(said), "example": said[0][:_MESSAGE]} for kind, said in ordered}
+
+
+def _over_time(outcomes: Sequence[Outcome], began: float, seconds: float) -> dict[str, Any]:
+    """Gaps by when they ended, in equal bins: their begin, median, 99th percentile (None without a gap), tokens."""
+    bin_s = seconds / _BINS
+    gaps: dict[int, list[float]] = defaultdict(list)
+    tokens: dict[int, int] = defaultdict(int)
+    for each in outcomes:
+        for at, count, gap in zip(each.times, each.counts, itertools.chain((None,), each.gaps), strict=False):
+            place = min(int((at - began) / bin_s), _BINS - 1)
+            tokens[place] += count
+            if gap is not None:
+                gaps[place].append(gap)
+    places = sorted(tokens)
+    return {
+        "bin_s": round(bin_s, 4),
+        "at_s": [round(place * bin_s, 3) for place in places],
+        "p50_ms": [_in_ms(gaps[place], 0.5) for place in places],
+        "p99_ms": [_in_ms(gaps[place], 0.99) for place in places],
+        "tokens": [tokens[place] for place in places],
+    }
+
+
+def _in_ms(gaps: Sequence[float], share: float) -> float | None:
+    return round(1e3 * percentile(gaps, share), 3) if gaps else None

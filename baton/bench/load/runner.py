@@ -1,0 +1,131 @@
+"""Sends requests, notes every event, counts its own lateness; ends in bounded time, whatever the server does.
+
+An open loop sends each request when it is due, whether or not earlier ones have ended. A closed loop has `concurrency`
+users, each of whom sends the next request when its last one has ended. Every request is ended by the server or by
+`timeout_s`, and a run waits for those that are open when its time is over: it takes that much longer at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from baton.bench.load.outcome import Ending, Outcome, RequestFailed
+from baton.bench.load.targets import Target
+from baton.bench.load.workload import Job
+
+MAX_OPEN = 16384
+"""Requests open at a time; an open loop counts those due beyond it as failed, a server that far behind is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long to send: until `requests` are sent or `seconds` have passed, whichever comes first, if not None.
+
+    `concurrency` is that of a closed loop, None for an open one, whose jobs have times.
+    """
+
+    concurrency: int | None = None
+    requests: int | None = None
+    seconds: float | None = None
+    timeout_s: float = 300.0
+
+
+@dataclass(slots=True)
+class Run:
+    """What has come of a run so far; `began` and `ended` are seconds of `time.perf_counter`."""
+
+    plan: Plan
+    began: float = 0.0
+    ended: float = 0.0
+    cpu_s: float = 0.0
+    interrupted: bool = False
+    outcomes: list[Outcome] = field(default_factory=list)
+    endings: dict[Ending, int] = field(default_factory=lambda: dict.fromkeys(Ending, 0))
+    _task: asyncio.Task[None] | None = None
+
+    @property
+    def open(self) -> int:
+        """Requests that are under way."""
+        return len(self.outcomes) - sum(self.endings.values())
+
+    @property
+    def share(self) -> float:
+        """How much of the plan is done, in [0, 1]; 0 for a plan without end."""
+        done = [0.0]
+        if self.plan.requests:
+            done.append((len(self.outcomes) - self.open) / self.plan.requests)
+        if self.plan.seconds and self.began:
+            done.append((time.perf_counter() - self.began) / self.plan.seconds)
+        return min(1.0, max(done))
+
+    def interrupt(self) -> None:
+        """End the run now; requests that are open count as interrupted."""
+        self.interrupted = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def go(self, target: Target, jobs: Iterator[Job]) -> None:
+        """Send `jobs` as planned; returns when all have ended, or soon after `interrupt`."""
+        self.began, cpu = time.perf_counter(), time.process_time()
+        self._task = asyncio.create_task(self._send(target, self._allowed(jobs)))
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            if not self.interrupted:
+                raise
+        finally:
+            self.ended = time.perf_counter()
+            self.cpu_s = time.process_time() - cpu
+
+    async def _send(self, target: Target, jobs: Iterator[Job]) -> None:
+        async with asyncio.TaskGroup() as group:
+            if self.plan.concurrency is None:
+                await self._open_loop(target, jobs, group)
+            else:
+                for _ in range(self.plan.concurrency):
+                    group.create_task(self._user(target, jobs))
+
+    async def _open_loop(self, target: Target, jobs: Iterator[Job], group: asyncio.TaskGroup) -> None:
+        for job in jobs:
+            due = self.began + (job.at_s or 0.0)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            group.create_task(self._ask(target, job, due))
+
+    async def _user(self, target: Target, jobs: Iterator[Job]) -> None:
+        due = self.began
+        for job in jobs:
+            await self._ask(target, job, due)
+            due = time.perf_counter()
+
+    def _allowed(self, jobs: Iterator[Job]) -> Iterator[Job]:
+        """The jobs up to the end of the plan."""
+        plan = self.plan
+        for number, job in enumerate(jobs):
+            if number == plan.requests:
+                return
+            at_s = time.perf_counter() - self.began if job.at_s is None else job.at_s
+            if plan.seconds is not None and at_s >= plan.seconds:
+                return
+            yield job
+
+    async def _ask(self, target: Target, job: Job, due: float) -> None:
+        full = self.open >= MAX_OPEN
+        outcome = Outcome.of(job, due)
+        self.outcomes.append(outcome)
+        try:
+            if full:
+                raise RequestFailed("not sent", f"{MAX_OPEN} requests were open")
+            async with asyncio.timeout(self.plan.timeout_s):
+                await target.send(job, outcome)
+            outcome.ending = Ending.FINISHED
+        except RequestFailed as error:
+            outcome.ending, outcome.kind, outcome.message = error.ending, error.kind, str(error)
+        except TimeoutError:
+            outcome.ending, outcome.kind = Ending.FAILED, "timeout"
+            outcome.message = f"not ended within {self.plan.timeout_s:g} s, after {outcome.tokens} tokens"
+        finally:
+            outcome.ended = time.perf_counter()
+            self.endings[outcome.ending] += 1

@@ -1,0 +1,137 @@
+"""A whole measurement: reach the server, warm it, then one run for each load."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from baton.bench.load.arrivals import poisson
+from baton.bench.load.lengths import Lengths, lengths
+from baton.bench.load.report import Objectives, report
+from baton.bench.load.runner import Plan, Run
+from baton.bench.load.show import bar
+from baton.bench.load.targets import Place, Target, connected, reached
+from baton.bench.load.workload import Job, Prompts, Shared, drawn, traced
+from baton.bench.traces import Arrival
+
+DEFAULT_VOCAB = 1000
+"""Where the server does not tell: every model has that many ids."""
+_WARMUP_USERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One of: `rate` (requests per second, Poisson), `concurrency` (closed loop), `trace` (a name)."""
+
+    rate: float | None = None
+    concurrency: int | None = None
+    trace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is measured; `arrivals` are those of a trace, `speed` is what its gaps were divided by."""
+
+    place: Place
+    loads: Sequence[Load]
+    requests: int | None = None
+    seconds: float | None = None
+    inputs: Lengths = field(default_factory=lambda: lengths("256"))
+    outputs: Lengths = field(default_factory=lambda: lengths("64"))
+    shared: Shared | None = None
+    arrivals: Sequence[Arrival] = ()
+    speed: float = 1.0
+    vocab_size: int | None = None
+    seed: int = 0
+    warmup: int = 0
+    timeout_s: float = 300.0
+    wait_s: float = 0.0
+    objectives: Objectives = field(default_factory=Objectives)
+
+
+async def measured(settings: Settings, console: Console) -> AsyncIterator[dict[str, Any]]:
+    """A report for each load, as it is done; the last one tells if Ctrl-C ended the measurement.
+
+    Raises RequestFailed if the server does not serve even a small request, ConfigError for settings that can't be used.
+    """
+    async with connected(settings.place) as target:
+        with console.status(f"waiting for {settings.place.url}"):
+            await reached(target, settings.wait_s, settings.timeout_s)
+        vocab_size = settings.vocab_size or await target.vocab_size() or DEFAULT_VOCAB
+        if settings.warmup:
+            with console.status(f"warming up: {settings.warmup} requests"):
+                await _warmed(target, settings, vocab_size)
+        for number, load in enumerate(settings.loads):
+            seed = f"{settings.seed}/{number}"
+            plan = Plan(load.concurrency, settings.requests, settings.seconds, settings.timeout_s)
+            run = Run(plan)
+            async with bar(run, console):
+                with _interrupting(run):
+                    await run.go(target, _jobs(settings, load, seed, vocab_size))
+            workload = _workload(settings, load, vocab_size)
+            yield report(run, settings.place.url, workload, settings.objectives)
+            if run.interrupted:
+                return
+
+
+async def _warmed(target: Target, settings: Settings, vocab_size: int) -> None:
+    prompts = Prompts(f"{settings.seed}/warmup", vocab_size, settings.shared)
+    plan = Plan(_WARMUP_USERS, settings.warmup, None, settings.timeout_s)
+    await Run(plan).go(target, drawn(prompts, f"{settings.seed}/warmup", settings.inputs, settings.outputs))
+
+
+def _jobs(settings: Settings, load: Load, seed: str, vocab_size: int) -> Iterator[Job]:
+    prompts = Prompts(seed, vocab_size, settings.shared)
+    if load.trace is not None:
+        return traced(prompts, settings.arrivals)
+    due = None if load.rate is None else poisson(load.rate, random.Random(f"{seed}/arrivals"))
+    return drawn(prompts, seed, settings.inputs, settings.outputs, due)
+
+
+def _workload(settings: Settings, load: Load, vocab_size: int) -> dict[str, Any]:
+    """What was asked, with all that is needed to ask it again."""
+    own: dict[str, Any] = {"trace": load.trace, "speed": settings.speed}
+    if load.trace is None:
+        own = {"input_tokens": settings.inputs.text, "output_tokens": settings.outputs.text}
+        shared = settings.shared
+        own["shared_prefix"] = f"{shared.tokens}:{shared.groups}" if shared else None
+    return {
+        "model": settings.place.model,
+        "rate": load.rate,
+        "concurrency": load.concurrency,
+        **own,
+        "requests": settings.requests,
+        "seconds": settings.seconds,
+        "vocab_size": vocab_size,
+        "seed": settings.seed,
+        "warmup": settings.warmup,
+        "timeout_s": settings.timeout_s,
+    }
+
+
+@contextmanager
+def _interrupting(run: Run) -> Iterator[None]:
+    """Let Ctrl-C end the run, so that what was measured is reported; a second one ends the process."""
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        run.interrupt()
+
+    try:
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+    except (NotImplementedError, RuntimeError):
+        # No handlers on this platform, or outside the main thread: Ctrl-C ends the process at once.
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)

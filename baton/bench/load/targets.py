@@ -1,0 +1,95 @@
+"""Who is asked: `grpc://host:port` is Baton, `http(s)://…/v1/completions` any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from baton.bench.load.outcome import Ending, Outcome, RequestFailed
+from baton.bench.load.workload import Job
+from baton.config import parse_address
+from baton.errors import ConfigError
+
+AGAIN_S = 0.2
+"""Between two tries to reach a server that is still starting."""
+_PROBE = Job([1, 2, 3, 4], 1)
+_NOT_THERE = frozenset({"connection", "Unavailable", "http 503"})
+"""Failures that pass while a server starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A target and what it takes to talk to it; `reach` are API key and TLS, as `baton.client` names them.
+
+    `body` is merged into each HTTP request; a value of None takes a field out. `text_of` turns a prompt into text for
+    servers that take no token ids.
+    """
+
+    url: str
+    model: str = ""
+    reach: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: str = ""
+
+
+class Target(Protocol):
+    """A server that streams completions."""
+
+    async def send(self, job: Job, outcome: Outcome) -> None:
+        """Ask for exactly `job.output_tokens` tokens and note each event in `outcome`, and the tokens in the end.
+
+        Returns when all of them have come; else raises RequestFailed. May be cancelled at any time.
+        """
+
+    async def vocab_size(self) -> int | None:
+        """Token ids that the model knows, None if the server does not tell."""
+
+
+def is_grpc(url: str) -> bool:
+    """Whether `url` names a Baton router; raises ValueError if it is no target at all."""
+    parts = urlsplit(url)
+    if parts.scheme == "grpc" and not parts.path.strip("/"):
+        try:
+            parse_address(parts.netloc)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return True
+    if parts.scheme in ("http", "https") and parts.netloc and parts.path.endswith("/completions"):
+        if parts.path.endswith("/chat/completions"):
+            raise ValueError("chat takes no token ids; name the server's /v1/completions")
+        return False
+    raise ValueError(f"must be grpc://HOST:PORT or http://HOST:PORT/v1/completions, got {url!r}")
+
+
+def connected(place: Place) -> AbstractAsyncContextManager[Target]:
+    """A target as a context that ends its connections. Raises ConfigError, naming a setting that can't be used."""
+    if is_grpc(place.url):
+        from baton.bench.load.grpc_target import GrpcTarget
+
+        return GrpcTarget(place)
+    from baton.bench.load.http_target import http_target
+
+    return http_target(place)
+
+
+async def reached(target: Target, wait_s: float, timeout_s: float) -> None:
+    """Return once a request of one token has succeeded; while the server is not there, for `wait_s` at most.
+
+    Raises RequestFailed with the last failure, at once if it is of a kind that does not pass.
+    """
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await target.send(_PROBE, Outcome.of(_PROBE, time.perf_counter()))
+        except TimeoutError:
+            raise RequestFailed("timeout", f"no answer to a small request within {timeout_s:g} s") from None
+        except RequestFailed as error:
+            if (error.kind not in _NOT_THERE and error.ending is not Ending.REFUSED) or time.monotonic() >= end:
+                raise
+        await asyncio.sleep(AGAIN_S)

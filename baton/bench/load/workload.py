@@ -1,0 +1,76 @@
+"""The requests of a run: prompts of random token ids, drawn from a seed.
+
+Prompts of the same workload and seed are the same whatever server they go to and however they arrive: arrivals,
+lengths and ids have a source of their own each. A server with a prefix cache knows them when a run is repeated; another
+seed is another set of prompts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from baton.bench.load.lengths import Lengths
+from baton.bench.traces import MOONCAKE_BLOCK, Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request; `at_s` is when it is due after the begin of the run, None where the loop is closed."""
+
+    prompt: list[int]
+    output_tokens: int
+    at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Prefixes that prompts share: `groups` of them, each of `tokens` tokens, before what is a prompt's own."""
+
+    tokens: int
+    groups: int = 1
+
+
+class Prompts:
+    """Prompts of ids below `vocab_size`, each with a prefix of one of the groups if `shared`."""
+
+    def __init__(self, seed: str, vocab_size: int, shared: Shared | None = None) -> None:
+        self._draw = random.Random(f"{seed}/prompts")
+        self._seed = seed
+        self._vocabulary = range(vocab_size)
+        self._prefixes = (
+            [self._named(f"group/{group}", shared.tokens) for group in range(shared.groups)] if shared else []
+        )
+
+    def of(self, tokens: int) -> list[int]:
+        """A prompt whose own part has `tokens` ids."""
+        own = self._draw.choices(self._vocabulary, k=tokens)
+        return [*self._draw.choice(self._prefixes), *own] if self._prefixes else own
+
+    def of_blocks(self, arrival: Arrival) -> list[int]:
+        """The prompt of a request of a trace: equal blocks have equal ids, what is cut at the end is drawn anew."""
+        ids = list(
+            itertools.chain.from_iterable(self._named(f"block/{each}", MOONCAKE_BLOCK) for each in arrival.blocks)
+        )
+        return ids + self._draw.choices(self._vocabulary, k=arrival.input_tokens - len(ids))
+
+    def _named(self, name: str, tokens: int) -> list[int]:
+        return random.Random(f"{self._seed}/{name}").choices(self._vocabulary, k=tokens)
+
+
+def drawn(
+    prompts: Prompts, seed: str, inputs: Lengths, outputs: Lengths, due: Iterable[float] | None = None
+) -> Iterator[Job]:
+    """Requests of random lengths, due at the times of `due`, without end if that has none."""
+    draw = random.Random(f"{seed}/lengths")
+    for at_s in itertools.repeat(None) if due is None else due:
+        own, output = inputs.draw(draw), outputs.draw(draw)
+        yield Job(prompts.of(own), output, at_s)
+
+
+def traced(prompts: Prompts, arrivals: Iterable[Arrival]) -> Iterator[Job]:
+    """The requests of a trace; an output has at least one token."""
+    for each in arrivals:
+        yield Job(prompts.of_blocks(each), max(1, each.output_tokens), each.at_s)

@@ -1,0 +1,121 @@
+"""The floating-point operations and bytes that a forward pass needs at least: what MFU and MBU are counted with.
+
+A multiplication and an addition are two operations. Of attention only the scores that the causal mask, and a sliding
+window, leave are counted; of the output projection only the rows that are asked for, and of the last layer, for all
+other tokens, only what their K and V need. Norms, rotary embeddings, activations and sampling are left out: they are
+below one percent, and leaving them out makes both ratios smaller. A decode step reads each weight once (the embedding
+table only where it is the output projection too) and each sequence's KV once, and writes the KV of its new token;
+activations are taken to stay in caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes that the arithmetic depends on; `windows` has one entry a layer, None for full attention."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> ModelShape:
+        """The shape of a model."""
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            windows=config.windows,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.windows)
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of one layer's matrices: q, k, v and o, gate, up and down."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def kv_weights(self) -> int:
+        """Elements of one layer's k and v."""
+        return self.hidden_size * self.head_dim * 2 * self.num_kv_heads
+
+    @property
+    def head_weights(self) -> int:
+        """Elements of the output projection."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def step_weights(self) -> int:
+        """Elements of all matrices that a decode step reads: times the bytes of one, the `weight_bytes` below."""
+        return self.num_layers * self.layer_weights + self.head_weights
+
+    def kv_token_bytes(self, element_bytes: int) -> int:
+        """Bytes of one token's K and V over all layers, as `KvFormat.token_bytes` has them."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+
+
+def prefill_flops(shape: ModelShape, tokens: int, past: int = 0, logits: int = 1) -> int:
+    """Operations of `tokens` new tokens of one sequence after `past` others, and `logits` rows of the projection."""
+    *others, last = shape.windows
+    weights = len(others) * shape.layer_weights * tokens
+    weights += shape.kv_weights * tokens + (shape.layer_weights - shape.kv_weights + shape.head_weights) * logits
+    pairs = sum(_pairs(tokens, past, window) for window in others) + _pairs(logits, past + tokens - logits, last)
+    return 2 * weights + _pair_flops(shape) * pairs
+
+
+def decode_flops(shape: ModelShape, batch: int, contexts: int | Sequence[int]) -> int:
+    """Operations of one step over `batch` sequences; `contexts` count the new token, one for all or one for each."""
+    seen = sum(_pairs(1, context - 1, window) for context in _each(batch, contexts) for window in shape.windows)
+    return 2 * shape.step_weights * batch + _pair_flops(shape) * seen
+
+
+def decode_bytes(
+    shape: ModelShape, batch: int, contexts: int | Sequence[int], weight_bytes: int, kv_token_bytes: int
+) -> int:
+    """Bytes that one step over `batch` sequences moves.
+
+    `contexts` as in `decode_flops`. `weight_bytes`: of all weights that a step reads (`step_weights` times the
+    bytes of an element). `kv_token_bytes`: of one token's KV over all layers.
+    """
+    seen = sum(_pairs(1, context - 1, window) for context in _each(batch, contexts) for window in shape.windows)
+    return weight_bytes + kv_token_bytes * seen // shape.num_layers + kv_token_bytes * batch
+
+
+def _pair_flops(shape: ModelShape) -> int:
+    """Of one query token and one key token in one layer: the score and its share of the weighted sum."""
+    return 4 * shape.num_heads * shape.head_dim
+
+
+def _pairs(tokens: int, past: int, window: int | None) -> int:
+    """How many (query, key) pairs the causal mask and the window leave, for `tokens` queries after `past`."""
+    if window is None:
+        return tokens * past + tokens * (tokens + 1) // 2
+    # Queries that see fewer keys than the window holds come first.
+    growing = min(tokens, max(0, window - past))
+    return growing * past + growing * (growing + 1) // 2 + (tokens - growing) * window
+
+
+def _each(batch: int, contexts: int | Sequence[int]) -> Sequence[int]:
+    if isinstance(contexts, int):
+        return [contexts] * batch
+    if len(contexts) != batch:
+        raise ValueError(f"{len(contexts)} contexts for a batch of {batch}")
+    return contexts

@@ -1,0 +1,278 @@
+"""What the router adds to a token's way, and what a token costs it.
+
+    stand-in workers ──one message a step──▶ router (a core of its own) ──a message a token──▶ clients
+        emission time of each step                  CPU seconds                     arrival time of each token
+
+All are real processes on this machine and speak real gRPC. Emission and arrival are read from CLOCK_MONOTONIC, which
+all processes of a Linux machine share, so they may be compared: the time from a step's emission to a token's arrival is
+two hops and the router. The same clients then take the same steps from the workers directly, which is one hop; the
+difference is what the router adds, its second hop included. Router and the rest are pinned to different cores, where
+there are two.
+
+Four runs a round: few streams, through the router and directly; as many streams as a large batch has, whose tokens of
+one step leave the router together; and few streams beside a client that has stopped reading.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton import bundled
+from baton.bench.provenance import provenance
+from baton.bench.router_workers import TOKENS, token_of
+from baton.errors import Unavailable
+from baton.launcher import bound_to_me
+
+_SETTLE_S = 0.5
+_MAX_TOKENS = 1 << 19
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RouterBench:
+    """What is measured: numbers of streams, milliseconds a step, seconds that each run of a round counts."""
+
+    streams: int = 8
+    burst_streams: int = 256
+    step_ms: float = 30.0
+    seconds: float = 3.0
+    rounds: int = 3
+    processes: int = 1
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What came of one run; times in nanoseconds, the window is what counts."""
+
+    steps: Sequence[tuple[int, int]]
+    streams: Sequence[Sequence[tuple[int, Sequence[int]]]]
+    begin: int
+    end: int
+    cpu_s: float
+    slow_most_tokens: int
+
+    def deliveries(self, *, skip: int) -> Iterator[tuple[int, int]]:
+        """Step and arrival of each token in the window; `skip` leading tokens of a stream are of no step."""
+        times = [at for at, _ in self.steps]
+        for stream in self.streams:
+            seen = 0
+            for at, tokens in stream:
+                for token in tokens:
+                    seen += 1
+                    if seen > skip and self.begin <= at < self.end:
+                        yield _step_of(token, bisect.bisect_right(times, at) - 1), at
+
+
+def measure(bench: RouterBench, say: Say = lambda what: None) -> dict[str, Any]:
+    """All rounds; `say` is told which one begins. Every number is the median of the rounds'.
+
+    Raises Unavailable when a process does not start.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    rounds = []
+    with _pinned(set(cores[-1:])):
+        for number in range(bench.rounds):
+            say(f"round {number + 1} of {bench.rounds}")
+            rounds.append(_round(bench, cores))
+    return {
+        **provenance(),
+        "pinned": {"router": cores[:-1] or cores, "workers_and_clients": cores[-1:]},
+        "step_ms": bench.step_ms,
+        "processes": bench.processes,
+        "rounds": bench.rounds,
+        **_medians(rounds),
+    }
+
+
+def _round(bench: RouterBench, cores: Sequence[int]) -> dict[str, Any]:
+    few = _through(bench, cores, bench.streams)
+    direct = _direct(bench, bench.streams)
+    beside = _through(bench, cores, bench.streams, slow=1)
+    burst = _through(bench, cores, bench.burst_streams)
+    via, hop = _shares(_latencies(few, skip=1)), _shares(_latencies(direct, skip=0))
+    return {
+        "few": {
+            "streams": bench.streams,
+            "through_ms": via,
+            "direct_ms": hop,
+            "added_ms": {name: via[name] - hop[name] for name in ("p50", "p99")},
+            "tokens_per_cpu_s": _per_cpu_s(few),
+        },
+        "slow_client": {
+            "streams": bench.streams,
+            "itl_alone_ms": _shares(_gaps(few)),
+            "itl_beside_ms": _shares(_gaps(beside)),
+            "tokens_in_its_longest_message": beside.slow_most_tokens,
+        },
+        "burst": {
+            "streams": bench.burst_streams,
+            "first_to_last_ms": _shares(_spreads(burst, bench.burst_streams)),
+            "emission_to_last_ms": _shares(_spreads(burst, bench.burst_streams, from_emission=True)),
+            "tokens_per_s": _tokens(burst) / (burst.end - burst.begin) * 1e9,
+            "tokens_per_cpu_s": _per_cpu_s(burst),
+            "messages_per_token": _messages(burst) / _tokens(burst),
+        },
+    }
+
+
+def _medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each number, wherever it stands."""
+    found: dict[str, Any] = {}
+    for name, value in rounds[0].items():
+        values = [each[name] for each in rounds]
+        found[name] = _medians(values) if isinstance(value, dict) else round(statistics.median(values), 3)
+    return found
+
+
+def _through(bench: RouterBench, cores: Sequence[int], streams: int, *, slow: int = 0) -> _Run:
+    model = f"--model={bundled.path()}"
+    with _workers(bench.step_ms) as (where, workers), contextlib.ExitStack() as stack:
+        flags = [model, f"--prefill={where['prefill']}", f"--decode={where['decode']}", "--log-level=error"]
+        flags += [f"--prefill-limit={streams}"] + ([f"--processes={bench.processes}"] if bench.processes > 1 else [])
+        with _pinned(set(cores[:-1] or cores)):
+            router = stack.enter_context(_started(["-m", "router", *flags]))
+        addresses = _listening(router)
+        return _count(bench, [addresses["grpc"]], streams, slow, workers, router.pid)
+
+
+def _direct(bench: RouterBench, streams: int) -> _Run:
+    with _workers(bench.step_ms) as (where, workers):
+        return _count(bench, [where["decode"]], streams, 0, workers, workers.pid)
+
+
+def _count(
+    bench: RouterBench, targets: Sequence[str], streams: int, slow: int, workers: subprocess.Popen[str], pid: int
+) -> _Run:
+    """Run clients for the bench's time; `pid` is the process whose CPU time counts."""
+    numbers = [f"--streams={streams}", f"--slow={slow}", f"--max-tokens={_MAX_TOKENS}"]
+    with _started(["-m", "baton.bench.router_clients", *targets, *numbers]) as clients:
+        if _line(clients) != "streaming\n":
+            raise Unavailable("the clients did not get their tokens")
+        time.sleep(_SETTLE_S)
+        begin, before = time.monotonic_ns(), _cpu_s(pid)
+        time.sleep(bench.seconds)
+        end, after = time.monotonic_ns(), _cpu_s(pid)
+        came = json.loads(_rest(clients))
+    steps = json.loads(_rest(workers))
+    return _Run(
+        steps=steps,
+        streams=came["streams"],
+        begin=begin,
+        end=end,
+        cpu_s=after - before,
+        slow_most_tokens=max(came["slow_most_tokens_in_a_message"], default=0),
+    )
+
+
+@contextlib.contextmanager
+def _workers(step_ms: float) -> Iterator[tuple[dict[str, str], subprocess.Popen[str]]]:
+    with _started(["-m", "baton.bench.router_workers", f"--step-ms={step_ms}"]) as process:
+        yield _listening(process), process
+
+
+@contextlib.contextmanager
+def _started(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    command = bound_to_me([sys.executable, *arguments])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def _pinned(cores: set[int]) -> Iterator[None]:
+    """Processes that are started in the block, and this thread, run on `cores` alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _listening(process: subprocess.Popen[str]) -> dict[str, str]:
+    line = _line(process)
+    if not line.startswith("listening "):
+        raise Unavailable(f"{process.args!r} does not listen")
+    return dict(re.findall(r"(\w+)=(\S+)", line))
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    return process.stdout.readline() if process.stdout else ""
+
+
+def _rest(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate()
+    return said
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of a process and of its children that live."""
+    tasks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    total = 0.0
+    for each in (str(pid), *tasks):
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return total
+
+
+def _step_of(token: int, latest: int) -> int:
+    """The last step up to `latest` that had this token."""
+    return latest - (token_of(latest) - token) % TOKENS
+
+
+def _latencies(run: _Run, *, skip: int) -> list[float]:
+    """Milliseconds from emission to arrival."""
+    return [(at - run.steps[step][0]) / 1e6 for step, at in run.deliveries(skip=skip)]
+
+
+def _gaps(run: _Run) -> list[float]:
+    """Milliseconds between two messages of a stream."""
+    times = [[at for at, _ in stream if run.begin <= at < run.end] for stream in run.streams]
+    return [(later - at) / 1e6 for stream in times for at, later in itertools.pairwise(stream)]
+
+
+def _spreads(run: _Run, streams: int, *, from_emission: bool = False) -> list[float]:
+    """Milliseconds from a step's first token at the clients, or from its emission, to its last."""
+    arrivals: dict[int, list[int]] = {}
+    for step, at in run.deliveries(skip=1):
+        arrivals.setdefault(step, []).append(at)
+    return [
+        (max(times) - (run.steps[step][0] if from_emission else min(times))) / 1e6
+        for step, times in arrivals.items()
+        if len(times) == streams
+    ]
+
+
+def _tokens(run: _Run) -> int:
+    return sum(1 for _ in run.deliveries(skip=1))
+
+
+def _messages(run: _Run) -> int:
+    return sum(1 for stream in run.streams for at, _ in stream if run.begin <= at < run.end)
+
+
+def _per_cpu_s(run: _Run) -> float:
+    return _tokens(run) / run.cpu_s
+
+
+def _shares(values: Sequence[float]) -> dict[str, float]:
+    """Percentiles by nearest rank."""
+    ordered = sorted(values)
+    return {f"p{share}": ordered[-(-share * len(ordered) // 100) - 1] for share in (50, 90, 99, 100)}

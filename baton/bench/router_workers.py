@@ -1,0 +1,248 @@
+"""Workers that cost nothing: what stands behind the router while the router is measured.
+
+One process that speaks the protos of a prefill and of a decode worker and computes nothing. Prefill answers at once.
+Decode has all its sequences in one batch, takes a step every `--step-ms` milliseconds, and sends each router one
+message a step, as a real decode worker does; the token of step `n` is `FIRST_TOKEN + n % TOKENS`, so that a client's
+tokens tell of which step they are. The same steps are served to `Inference` calls on the decode listener, without a
+router between: what a hop costs by itself.
+
+    listening prefill=HOST:PORT decode=HOST:PORT      on standard output; at the end of standard input it writes
+    [[time, sequences], ...]                          for each step, time by CLOCK_MONOTONIC in nanoseconds, and ends
+
+Nothing else measured a worker so that its emission times are known to the microsecond and it does not compete with the
+clients for its core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from baton import bundled
+from baton.digest import tokenizer_digest
+from baton.kv.format import KvFormat, KvPart
+from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.pb.worker_pb2_grpc import add_WorkerServicer_to_server
+from baton.rpc.server import listen
+from baton.worker.servicer import WorkerServicer
+from baton.worker.status import Shard, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
+
+FIRST_TOKEN, TOKENS = 300, 200
+"""Tokens of the bundled model that steps are told by: ordinary ones."""
+
+MAX_MODEL_LEN = 1 << 20
+_SEQUENCES = 1024
+_HEARTBEAT_S = 1.0
+
+
+def token_of(step: int) -> int:
+    """The token that every sequence has from a step."""
+    return FIRST_TOKEN + step % TOKENS
+
+
+class Prefill(prefill_pb2_grpc.PrefillServicer):
+    """Answers at once."""
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        """A first token for each choice."""
+        done = prefill_pb2.PrefillDone()
+        for choice in request.choice_indexes:
+            done.first_tokens.add(choice_index=choice).token.token_id = FIRST_TOKEN
+        yield prefill_pb2.PrefillEvent(done=done)
+
+    async def Abandon(
+        self, request: prefill_pb2.AbandonRequest, context: grpc.aio.ServicerContext
+    ) -> prefill_pb2.AbandonResponse:
+        """Nothing is held."""
+        return prefill_pb2.AbandonResponse()
+
+
+class _Sequence:
+    """One sequence of the batch; `left` tokens are to come."""
+
+    def __init__(self, output: decode_pb2.SequenceOutput, left: int) -> None:
+        self.output = output
+        self.left = left
+
+
+class Decode(decode_pb2_grpc.DecodeServicer, inference_pb2_grpc.InferenceServicer):
+    """The batch; each session and each direct call has a queue that a step's message is put into."""
+
+    def __init__(self, step_s: float) -> None:
+        self.steps: list[tuple[int, int]] = []
+        """Time and number of sequences of each step."""
+        self._step_s = step_s
+        self._batches: dict[asyncio.Queue[decode_pb2.SessionDown], dict[str, _Sequence]] = {}
+        self._direct: dict[str, asyncio.Event] = {}
+
+    async def run(self) -> None:
+        """Take steps until cancelled; one that is late does not make the next one early."""
+        now = asyncio.get_running_loop().time
+        due = now()
+        while True:
+            due = max(due + self._step_s, now())
+            await asyncio.sleep(due - now())
+            self._step(len(self.steps))
+
+    def _step(self, number: int) -> None:
+        token, sequences = token_of(number), len(self._direct)
+        messages = [(queue, _message(batch, token)) for queue, batch in self._batches.items() if batch]
+        sequences += sum(len(message.outputs) for _, message in messages)
+        self.steps.append((time.monotonic_ns(), sequences))
+        for queue, message in messages:
+            queue.put_nowait(message)
+        for stepped in self._direct.values():
+            stepped.set()
+
+    async def Session(
+        self, requests: AsyncIterator[decode_pb2.SessionUp], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[decode_pb2.SessionDown]:
+        """One router."""
+        queue: asyncio.Queue[decode_pb2.SessionDown] = asyncio.Queue()
+        batch = self._batches[queue] = {}
+        reading = asyncio.create_task(_read(requests, queue, batch))
+        try:
+            while True:
+                yield await queue.get()
+        finally:
+            del self._batches[queue]
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """One sequence, told directly."""
+        name = f"{id(context):x}"
+        stepped = self._direct[name] = asyncio.Event()
+        try:
+            while True:
+                await stepped.wait()
+                stepped.clear()
+                delta = inference_pb2.ChoiceDelta(text="text")
+                delta.tokens.add(token_id=token_of(len(self.steps) - 1))
+                yield inference_pb2.GenerateResponse(request_id=name, choices=[delta])
+        finally:
+            del self._direct[name]
+
+
+def _message(batch: dict[str, _Sequence], token: int) -> decode_pb2.SessionDown:
+    """What a step yields for one router's sequences."""
+    down = decode_pb2.SessionDown()
+    for name, sequence in list(batch.items()):
+        sequence.left -= 1
+        output = sequence.output
+        output.tokens[0].token_id = token
+        if not sequence.left:
+            output.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+            del batch[name]
+        down.outputs.append(output)
+        output.output_index += 1
+        output.ClearField("timings")
+    return down
+
+
+async def _read(
+    requests: AsyncIterator[decode_pb2.SessionUp],
+    queue: asyncio.Queue[decode_pb2.SessionDown],
+    batch: dict[str, _Sequence],
+) -> None:
+    reserved: dict[str, decode_pb2.Reserve] = {}
+    async for up in requests:
+        down = decode_pb2.SessionDown()
+        match up.WhichOneof("message"):
+            case "reserve":
+                reserved[up.reserve.key.request_id] = up.reserve
+                down.reserved.add(key=up.reserve.key, granted=True)
+            case "start":
+                name = up.start.key.request_id
+                output = decode_pb2.SequenceOutput(key=up.start.key, output_index=1)
+                output.tokens.add()
+                output.timings.fetch_ms = 0.0
+                batch[name] = _Sequence(output, reserved[name].max_new_tokens - 1)
+                continue
+            case "cancel":
+                reserved.pop(up.cancel.key.request_id, None)
+                batch.pop(up.cancel.key.request_id, None)
+                continue
+            case "heartbeat":
+                down.heartbeat.live.extend(up.heartbeat.live)
+            case _:
+                continue
+        queue.put_nowait(down)
+
+
+def _identity(role: WorkerRole) -> WorkerIdentity:
+    folder = bundled.path()
+    parts = (KvPart("k", "float32", (1, 8)), KvPart("v", "float32", (1, 8)))
+    return WorkerIdentity(
+        worker_id=f"{role.value}-0",
+        role=role,
+        incarnation=f"of-{role.value}",
+        model=folder.name,
+        fingerprint="0" * 64,
+        kv_format=KvFormat(parts, layers=1, block_size=16),
+        converts_kv=False,
+        tokenizer_digest=tokenizer_digest(folder),
+        max_model_len=MAX_MODEL_LEN,
+        shards=(Shard(":1", 0, 1, 0, 1),),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _listening(role: WorkerRole, add: Callable[[grpc.aio.Server], None]) -> AsyncIterator[str]:
+    load = WorkerLoad(
+        pages_total=1 << 24,
+        page_size=16,
+        slots_total=_SEQUENCES if role is WorkerRole.DECODE else 0,
+        tokens_per_second=1e6,
+    )
+    status = StatusHub(_identity(role), lambda: load)
+
+    def add_all(server: grpc.aio.Server) -> None:
+        add_WorkerServicer_to_server(WorkerServicer(status), server)
+        add(server)
+
+    async with listen("127.0.0.1:0", insecure=False, add=add_all, services=[], grace=0) as listener:
+        try:
+            yield listener.address
+        finally:
+            status.close()
+
+
+async def _serve(step_s: float) -> None:
+    decode = Decode(step_s)
+
+    def add_decode(server: grpc.aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(decode, server)
+
+    def add_prefill(server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(Prefill(), server)
+
+    async with _listening(WorkerRole.PREFILL, add_prefill) as prefill, _listening(WorkerRole.DECODE, add_decode) as at:
+        stepping = asyncio.create_task(decode.run())
+        print(f"listening prefill={prefill} decode={at}", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        stepping.cancel()
+        print(json.dumps(decode.steps), flush=True)
+
+
+def main() -> None:
+    """Serve until the end of standard input."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--step-ms", type=float, required=True)
+    asyncio.run(_serve(parser.parse_args().step_ms / 1e3))
+
+
+if __name__ == "__main__":
+    main()

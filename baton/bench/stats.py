@@ -1,0 +1,29 @@
+"""Percentiles as all benches count them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+SHARES = (50, 90, 99)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of `values`, not empty, that at least `share` (in [0, 1]) of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[_rank(share, len(ordered))]
+
+
+def summary(values: Iterable[float], scale: float = 1e3, digits: int = 3) -> dict[str, float | None]:
+    """`{"p50", "p90", "p99", "mean", "max"}` of values times `scale` (seconds to ms); all None without a value."""
+    ordered = sorted(values)
+    if not ordered:
+        return dict.fromkeys((*(f"p{share}" for share in SHARES), "mean", "max"))
+    found = {f"p{share}": ordered[_rank(share / 100, len(ordered))] for share in SHARES}
+    found |= {"mean": math.fsum(ordered) / len(ordered), "max": ordered[-1]}
+    return {name: round(value * scale, digits) for name, value in found.items()}
+
+
+def _rank(share: float, count: int) -> int:
+    # Rounded first: 0.07 * 100 is a little more than 7.
+    return max(0, math.ceil(round(share * count, 9)) - 1)

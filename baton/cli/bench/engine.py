@@ -1,0 +1,148 @@
+"""`baton bench engine`: an engine's speed beside what the machine gives."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from baton.cli.failures import fail
+from baton.cli.tables import output, size, table
+from baton.errors import BatonError
+
+
+class Counts(click.ParamType[tuple[int, ...]]):
+    """Positive integers with commas between them; none for an empty value."""
+
+    name = "N[,N...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers."""
+        texts = [text.strip() for text in str(value).split(",") if text.strip()]
+        for text in texts:
+            if not text.isdecimal() or int(text) < 1:
+                self.fail(f"must be integers of at least 1, got {text!r}", param, ctx)
+        return tuple(int(text) for text in texts)
+
+
+@click.command()
+@click.argument("model")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Element type of weights and KV.",
+)
+@click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads of torch; 0: torch's choice.")
+@click.option("--cpus", default="", help="Cores to keep to, such as 0-3,8; empty: all.")
+@click.option(
+    "--prefill", type=Counts(), default="128,256,512,1024,2048,4096,8192", show_default=True, help="Prompt lengths."
+)
+@click.option("--batch", "batches", type=Counts(), default="1,8,32", show_default=True, help="Batches of decode.")
+@click.option(
+    "--context",
+    "contexts",
+    type=Counts(),
+    default="128,1024",
+    show_default=True,
+    help="Tokens that each sequence of a batch holds.",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=16, show_default=True, help="Steps that are timed.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each kind.")
+@click.option(
+    "--chunk-size",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    help="Most tokens of a forward pass in prefill.",
+)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report to a file.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Write a roofline picture (.png or .svg).")
+def engine(
+    model: str,
+    device: str,
+    dtype: str,
+    threads: int,
+    cpus: str,
+    json_path: Path | None,
+    plot: Path | None,
+    **plan: Any,
+) -> None:
+    """Measure prefill and decode of the checkpoint MODEL.
+
+    Each run has probes of the machine's bandwidth and arithmetic beside it; MFU and MBU are shares of these.
+    """
+    if plot is not None and not (plan["prefill"] and plan["batches"] and plan["contexts"]):
+        raise click.UsageError("--plot needs both prefill and decode")
+    # Torch's profiler would say on standard error when it starts and stops; it looks when it is loaded.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    from baton.engine.process import prepare
+
+    try:
+        # What a worker's process does for its engine too, before torch is loaded.
+        prepare(cpus)
+        from baton.bench.engine import Plan
+        from baton.bench.engine_report import measure
+        from baton.engine.config import EngineConfig
+
+        config = EngineConfig(model, device=device, dtype=dtype, threads=threads)
+        with Console(stderr=True).status("") as status:
+            report = measure(config, Plan(**plan), status.update)
+    except BatonError as error:
+        fail(error)
+    _print(report)
+    if json_path is not None:
+        json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if plot is not None:
+        from baton.bench.roofline_plot import draw
+
+        draw(report, plot)
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = output()
+    prefill = table(
+        ("prompt", "tokens/s", "ms", "MFU", "peak GFLOP/s"), ("prompt", "tokens/s", "ms", "MFU", "peak GFLOP/s")
+    )
+    for row in report["prefill"]:
+        prefill.add_row(
+            str(row["tokens"]),
+            f"{row['tokens_per_s']:.1f}",
+            f"{1e3 * row['seconds']:.1f}",
+            f"{row['mfu']:.0%}",
+            f"{row['peak_flops_per_s'] / 1e9:.0f}",
+        )
+    columns = ("batch", "context", "tokens/s", "step ms", "MBU", "peak GB/s")
+    decode = table(columns, columns)
+    for row in report["decode"]:
+        decode.add_row(
+            str(row["batch"]),
+            str(row["context"]),
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['step_ms']:.2f}",
+            f"{row['mbu']:.0%}",
+            f"{row['peak_bytes_per_s'] / 1e9:.1f}",
+        )
+    for made in (prefill, decode):
+        if made.row_count:
+            console.print(made)
+            console.print()
+    console.print(_facts(report))
+
+
+def _facts(report: dict[str, Any]) -> str:
+    facts = []
+    if overhead := report.get("overhead"):
+        facts.append(f"outside kernels: {overhead['step_ms']:.2f} ms of a step of {overhead['batch']}")
+    if (seconds := report["startup"]["first_token_s"]) is not None:
+        facts.append(f"start to first token: {seconds:.1f} s")
+    memory = report["memory"]
+    if memory["peak_bytes"] is not None:
+        facts.append(f"memory: {size(memory['steady_bytes'])} steady, {size(memory['peak_bytes'])} peak")
+    return "\n".join(facts)

@@ -1,0 +1,270 @@
+"""`baton bench serve`: load on a server, and how it bears it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from baton.cli.failures import FAILED, INTERRUPTED, usage_of_connection
+from baton.cli.options import Seconds, connection, connection_options
+
+if TYPE_CHECKING:
+    from baton.bench.load.session import Load, Settings
+
+_EPILOG = (
+    "TARGET is grpc://HOST:PORT for Baton, or http://HOST:PORT/v1/completions for any OpenAI-compatible server. A DIST "
+    "of lengths is N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA[:MOST] or file:PATH. Exit status: 0 measured, 1 no "
+    "request finished or the server can't be reached, 2 bad usage, 130 Ctrl-C."
+)
+
+
+class _Numbers(click.ParamType[list[float]]):
+    """Numbers above 0 with commas between them."""
+
+    name = "N[,N...]"
+
+    def __init__(self, *, whole: bool) -> None:
+        self._whole = whole
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
+        """The numbers, at least one."""
+        try:
+            numbers = [int(text) if self._whole else float(text) for text in str(value).split(",")]
+        except ValueError:
+            numbers = [0]
+        if not all(0 < number < 1e6 for number in numbers):
+            kind = "whole numbers" if self._whole else "numbers"
+            self.fail(f"must be {kind} above 0 with commas between them, got {value!r}", param, ctx)
+        return numbers
+
+
+class _Body(click.ParamType[dict[str, Any]]):
+    """A JSON object."""
+
+    name = "JSON"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        """The object."""
+        try:
+            body = value if isinstance(value, dict) else json.loads(value)
+        except ValueError as error:
+            self.fail(f"is not JSON: {error}", param, ctx)
+        if not isinstance(body, dict):
+            self.fail(f"must be an object, got {value!r}", param, ctx)
+        return body
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("target")
+@click.option("--model", default="", help="Name of the served model.  [default: the only one of a Baton fleet]")
+@click.option(
+    "--rate", "--rates", "rates", type=_Numbers(whole=False), help="Poisson arrivals per second; R,R: a sweep."
+)
+@click.option("--concurrency", type=_Numbers(whole=True), help="Requests open at a time; N,N: a sweep.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Arrivals and lengths of a trace in Mooncake's format.")
+@click.option(
+    "--speed", type=click.FloatRange(min=0, min_open=True), default=1.0, help="Replay the trace so much faster."
+)
+@click.option("--requests", type=click.IntRange(min=1), help="Requests to send, for each load.")
+@click.option("--seconds", type=Seconds(), help="Time to send requests, for each load.")
+@click.option("--input-tokens", metavar="DIST", help="Length of prompts.  [default: 256]")
+@click.option("--output-tokens", metavar="DIST", help="Length of outputs.  [default: 64]")
+@click.option("--shared-prefix", metavar="TOKENS[:GROUPS]", help="Tokens before each prompt, the same in its group.")
+@click.option(
+    "--vocab-size", type=click.IntRange(min=8), help="Prompts have ids below.  [default: the model's, or 1000]"
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of arrivals, lengths and prompts.")
+@click.option("--warmup", type=click.IntRange(min=0), default=0, help="Requests sent before, and not counted.")
+@click.option("--timeout", type=Seconds(), default=300.0, show_default=True, help="Seconds for each request.")
+@click.option("--wait", type=Seconds(), help="Seconds to wait for a server that is not there yet.  [default: none]")
+@click.option(
+    "--slo-ttft-ms",
+    type=click.FloatRange(min=0),
+    default=2000.0,
+    show_default=True,
+    help="First token of good requests.",
+)
+@click.option(
+    "--slo-itl-ms",
+    type=click.FloatRange(min=0),
+    default=50.0,
+    show_default=True,
+    help="Mean time between their tokens.",
+)
+@click.option("--tokenizer", default="", metavar="FILE", help="Send prompts as text of this tokenizer.json; HTTP only.")
+@click.option("--body", type=_Body(), default="{}", help="More fields of each HTTP request; null takes one out.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="File for the report; -: standard output.")
+@click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder for pictures.")
+@connection_options
+def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) -> None:
+    """Put load on the server at TARGET and report how it bears it.
+
+    Prompts are random token ids; outputs are greedy and exactly as long as asked. Latencies are the client's:
+    TTFT, ITL (between events), TPOT (a request's mean per token), end to end.
+    """
+    import gc
+
+    from rich.console import Console
+
+    from baton.bench.load.outcome import RequestFailed
+    from baton.cli.tables import output
+
+    settings = _settings(target, flags)
+    if plot is not None and find_spec("matplotlib") is None:
+        raise click.ClickException(_missing("matplotlib"))
+    console = Console(stderr=True, highlight=False, markup=False)
+    # What is loaded by now stays: collections need not look at it while requests are timed.
+    gc.freeze()
+    try:
+        with usage_of_connection():
+            table = None if json_file == Path("-") else output()
+            reports = asyncio.run(_measured(settings, console, table))
+    except RequestFailed as error:
+        click.echo(f"error: {target} does not serve: {error.kind}: {error}", err=True)
+        sys.exit(FAILED)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(_missing(error.name)) from None
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    _write(reports, many=len(settings.loads) > 1, json_file=json_file, plot=plot)
+    if any(each["interrupted"] for each in reports):
+        sys.exit(INTERRUPTED)
+    sys.exit(0 if any(each["requests"]["finished"] for each in reports) else FAILED)
+
+
+async def _measured(settings: Settings, console: Any, table: Any) -> list[dict[str, Any]]:
+    from baton.bench.load.session import measured
+    from baton.bench.load.show import print_report, warnings
+
+    reports = []
+    async for each in measured(settings, console):
+        reports.append(each)
+        if table is not None:
+            print_report(each, table)
+        for warning in warnings(each):
+            click.echo(f"warning: {warning}", err=True)
+    return reports
+
+
+def _write(reports: list[dict[str, Any]], *, many: bool, json_file: Path | None, plot: Path | None) -> None:
+    from baton.bench.load.plots import PlotError, itl_over_time, latency_against_load
+
+    text = json.dumps(reports if many else reports[0])
+    try:
+        if json_file == Path("-"):
+            click.echo(text)
+        elif json_file is not None:
+            json_file.write_text(text + "\n", encoding="utf-8")
+        if plot is not None:
+            plot.mkdir(parents=True, exist_ok=True)
+            itl_over_time(reports, plot / "itl.png")
+            if many:
+                latency_against_load(reports, plot / "latency.png")
+    except (OSError, PlotError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _missing(name: str | None) -> str:
+    return f"{name} is missing: pip install 'baton[bench]'"
+
+
+def _settings(target: str, flags: dict[str, Any]) -> Settings:
+    """Settings of the flags; raises click.UsageError for those that do not go together."""
+    from baton.bench.load.report import Objectives
+    from baton.bench.load.session import Settings
+    from baton.bench.load.targets import Place, is_grpc
+
+    try:
+        grpc = is_grpc(target)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="'TARGET'") from None
+    if grpc and (flags["tokenizer"] or flags["body"]):
+        raise click.UsageError("--tokenizer and --body are for http:// targets")
+    reach = connection(flags)
+    if not grpc and _from_environment("api_key"):
+        # BATON_API_KEY is for Baton alone.
+        reach["api_key"] = None
+    place = Place(target, flags["model"], reach, flags["body"], flags["tokenizer"])
+    more: dict[str, Any] = {"shared": _shared(flags["shared_prefix"])}
+    for name, field in (("input_tokens", "inputs"), ("output_tokens", "outputs")):
+        if flags[name] is not None:
+            more[field] = _lengths(name, flags[name])
+    return Settings(
+        place,
+        _loads(flags),
+        requests=flags["requests"],
+        seconds=flags["seconds"],
+        arrivals=_arrivals(flags["trace"], flags["speed"]),
+        speed=flags["speed"],
+        vocab_size=flags["vocab_size"],
+        seed=flags["seed"],
+        warmup=flags["warmup"],
+        timeout_s=flags["timeout"],
+        wait_s=flags["wait"] or 0.0,
+        objectives=Objectives(flags["slo_ttft_ms"], flags["slo_itl_ms"]),
+        **more,
+    )
+
+
+def _from_environment(parameter: str) -> bool:
+    return click.get_current_context().get_parameter_source(parameter) is ParameterSource.ENVIRONMENT
+
+
+def _loads(flags: dict[str, Any]) -> list[Load]:
+    from baton.bench.load.session import Load
+
+    rates, concurrency, trace = flags["rates"], flags["concurrency"], flags["trace"]
+    if sum(given is not None for given in (rates, concurrency, trace)) != 1:
+        raise click.UsageError("give one of --rate, --concurrency, --trace")
+    if trace is not None:
+        for name in ("input_tokens", "output_tokens", "shared_prefix"):
+            if flags[name] is not None:
+                raise click.UsageError(
+                    f"--{name.replace('_', '-')} does not go with --trace, which has its own lengths"
+                )
+        return [Load(trace=trace.name)]
+    if (flags["requests"] is None) == (flags["seconds"] is None):
+        raise click.UsageError("give one of --requests, --seconds")
+    return [Load(rate=rate) for rate in rates or ()] + [Load(concurrency=int(each)) for each in concurrency or ()]
+
+
+def _arrivals(trace: Path | None, speed: float) -> Any:
+    from baton.bench.load.arrivals import replayed
+    from baton.bench.traces import TraceError, read
+
+    if trace is None:
+        return ()
+    try:
+        arrivals = replayed(read(trace), speed)
+    except (OSError, UnicodeDecodeError, TraceError) as error:
+        raise click.BadParameter(f"{str(trace)!r}: {error}", param_hint="'--trace'") from None
+    if not arrivals:
+        raise click.BadParameter(f"{str(trace)!r} has no requests", param_hint="'--trace'")
+    return arrivals
+
+
+def _lengths(name: str, text: str) -> Any:
+    from baton.bench.load.lengths import lengths
+
+    try:
+        return lengths(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=f"'--{name.replace('_', '-')}'") from None
+
+
+def _shared(text: str | None) -> Any:
+    from baton.bench.load.workload import Shared
+
+    if text is None:
+        return None
+    numbers = text.split(":")
+    if len(numbers) > 2 or not all(each.isdecimal() and 0 < int(each) < 2**31 for each in numbers):
+        raise click.BadParameter(f"must be TOKENS[:GROUPS], got {text!r}", param_hint="'--shared-prefix'")
+    return Shared(*map(int, numbers))

@@ -1,0 +1,66 @@
+"""`baton bench transfer`: how fast KV moves between two processes, beside raw TCP."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.option("--tokens", type=click.IntRange(64, 65536), default=4096, show_default=True, help="Tokens of a sequence.")
+@click.option(
+    "--streams",
+    type=click.IntRange(1, 64),
+    multiple=True,
+    default=(1, 2, 4),
+    show_default=True,
+    help="Sequences that are fetched at a time; may be given several times.",
+)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=7, show_default=True, help="Measurements of each.")
+@click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Write the numbers here.")
+def transfer(tokens: int, streams: tuple[int, ...], repeats: int, file: Path | None) -> None:
+    """Measure FetchKv, checksums on and into paged KV, against raw TCP over loopback.
+
+    No model is needed: the KV has the shapes of known ones, and random content.
+    """
+    from baton.bench.provenance import provenance
+    from baton.bench.transfer import measure
+    from baton.errors import BatonError
+
+    try:
+        found = measure(streams=streams, tokens=tokens, repeats=repeats)
+    except BatonError as error:
+        raise click.ClickException(str(error)) from None
+    if file is not None:
+        report = {**provenance(), "shapes": found}
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    _print(found)
+
+
+def _print(found: dict[str, Any]) -> None:
+    from baton.cli.tables import output, table
+
+    columns = ("streams", "FetchKv GB/s", "raw TCP GB/s", "ratio", "FetchKv CPU s/GB", "raw TCP CPU s/GB")
+    out = output()
+    for shape, measured in found.items():
+        shown = table(columns, columns)
+        for streams, run in measured["streams"].items():
+            fetch, raw = run["fetch_kv"], run["raw_tcp"]
+            shown.add_row(
+                streams,
+                f"{fetch['gb_per_s']:.2f}",
+                f"{raw['gb_per_s']:.2f}",
+                f"{run['ratio']:.2f}",
+                f"{_cpu(fetch):.2f}",
+                f"{_cpu(raw):.2f}",
+            )
+        out.print(f"{shape}, {measured['bytes_a_stream'] / 1e6:.0f} MB a stream")
+        out.print(shown)
+
+
+def _cpu(run: dict[str, float]) -> float:
+    """Of both ends."""
+    return run["sender_cpu_s_per_gb"] + run["receiver_cpu_s_per_gb"]

@@ -1,0 +1,117 @@
+"""Decode steps as CUDA graphs: one launch instead of some hundred, so that small batches do not wait for Python.
+
+A graph is captured for a number of rows and a width of the page tables, each a power of two, when a step first needs
+them; a step runs in the smallest that holds it. All graphs read the same tensors (`baton.engine.step_inputs`), which
+steps and joining rows keep up to date, so nothing is copied in. Rows beyond the batch compute a token that nobody
+reads, on a page that nobody owns. The width bounds how far flash-attn spreads a context over the device: it shares
+out the widest context that the tables could hold, so wide tables would leave a short one to few blocks.
+
+A capture first runs the step twice, so that libraries have chosen kernels and taken workspaces; this writes KV that the
+step itself writes again, with the same values. A step that makes the host wait can't be captured (flash-attn after
+2.8.3 asks for the longest context in every layer); then all steps run eagerly, and a warning says so. Graphs share one
+memory pool: a replay may overwrite what another one left, but for its hidden states, which are used before the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.engine.step_inputs import StepInputs
+
+MAX_ROWS = 256
+"""More rows than this run eagerly: their kernels take longer than their launches."""
+
+_log = logging.getLogger(__name__)
+
+
+def padded(count: int) -> int:
+    """The number of rows, or of pages, of the smallest graph that holds `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    hidden: Tensor
+
+
+class DecodeGraphs:
+    """See the module's text. Belongs to the engine thread."""
+
+    def __init__(self, run: Callable[[Sequence[int], int], Tensor], inputs: StepInputs) -> None:
+        """`run(contexts, width)` computes the hidden states of the first rows of `inputs`, whose attention must follow
+        tensors alone: neither lengths nor pages may be read on the host. `inputs` has rows for the largest graph."""
+        self._run = run
+        self._inputs = inputs
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self.rows = min(MAX_ROWS, len(inputs.ids))
+
+    def run(self, count: int, width: int) -> Tensor:
+        """Hidden states `[count, hidden]` of the first rows, whose contexts fit in `width` pages.
+
+        They are overwritten by the next run.
+        """
+        shape = padded(count), min(padded(width), self._inputs.tables.shape[1])
+        captured = self._captured.get(shape) or self._capture(*shape)
+        if captured is None:
+            return self._run(self._contexts(count, width), width)
+        self._captured[shape] = captured
+        captured.graph.replay()
+        return captured.hidden[:count]
+
+    def _contexts(self, rows: int, width: int) -> list[int]:
+        """Lengths that pass all checks; nobody else reads them."""
+        return [width * self._inputs.page_size] * rows
+
+    @torch.inference_mode()
+    def _capture(self, rows: int, width: int) -> _Captured | None:
+        """None if it can't be captured; then `rows` is 0."""
+        began, device = time.monotonic(), self._inputs.ids.device
+        free, _ = torch.cuda.mem_get_info(device)
+        contexts = self._contexts(rows, width)
+        side = self._warm(contexts, width)
+        if side is None:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy KV meanwhile; their calls are none of this capture's business.
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            hidden = self._run(contexts, width)
+        taken = free - torch.cuda.mem_get_info(device)[0]
+        _log.info(
+            "captured the decode graph of %d rows and %d pages in %.2f s; graph %d, %.1f MiB more device memory",
+            rows,
+            width,
+            time.monotonic() - began,
+            len(self._captured) + 1,
+            max(0, taken) / 2**20,
+        )
+        return _Captured(graph, hidden)
+
+    def _warm(self, contexts: Sequence[int], width: int) -> torch.cuda.Stream | None:
+        """Run the step as it will be captured; the stream for it, None if the step makes the host wait."""
+        device = self._inputs.ids.device
+        main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        side.wait_stream(main)
+        try:
+            with torch.cuda.stream(side):
+                self._run(contexts, width)
+                if not self._captured:
+                    torch.cuda.set_sync_debug_mode("error")
+                self._run(contexts, width)
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            _log.warning("decode runs without CUDA graphs, because a step makes the host wait: %s", error)
+            self.rows = 0
+            return None
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            main.wait_stream(side)
+        return side

@@ -1,0 +1,118 @@
+"""KV pages on a CUDA device: in and out beside the engine's kernels, on streams of their own.
+
+    a chunk's layer ── `produced` ── event ──▶ reads of that layer
+    write ── host waits ──▶ insert, and the steps after it
+
+The host counts a chunk and a step as over only when the device is done with them, and their pages are pinned until
+then, so a copy never meets a kernel of an earlier owner of its pages. Frames go through pinned memory, which torch's
+caching allocator keeps for reuse: what `read` returns lies in it until nobody holds it any more. Calls return when
+their copy is complete; callers are threads of the transfer, and waiting takes no processor time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from baton.engine.torch_memory import DTYPES, dtype_name
+from baton.kv.format import PartData
+from baton.model.attention import KvCache
+from baton.model.upload import upload
+
+LAYERS_AHEAD = 2
+"""Layers of a chunk that may be queued behind the one that the device computes: enough to keep it busy, and few enough
+that a chunk that is called off ends soon."""
+
+
+class CudaMemory:
+    """See `baton.engine.paged.KvMemory`; `produced` and `drain` are for the engine thread."""
+
+    def __init__(self, kv: KvCache) -> None:
+        self._kv = kv
+        self._device = next(iter(kv.parts.values())).device
+        self._in, self._out = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._produced: dict[int, torch.cuda.Event] = {}
+
+    def produced(self, layer: int) -> None:
+        """The kernels that write a chunk's KV of `layer` are queued; waits until the device is not far behind."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._produced[layer] = event
+        if (earlier := self._produced.get(layer - LAYERS_AHEAD)) is not None:
+            earlier.synchronize()
+
+    def drain(self) -> None:
+        """Wait until the engine's stream is empty."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        event.synchronize()
+
+    def copy_page(self, source: int, target: int, tokens: int) -> None:
+        """See KvMemory."""
+        with torch.cuda.stream(self._in):
+            for part in self._kv.parts.values():
+                part[:, target, :tokens] = part[:, source, :tokens]
+            self._wait()
+
+    def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
+        """See KvMemory."""
+        found = []
+        with torch.inference_mode(), torch.cuda.stream(self._out):
+            if (event := self._produced.get(layer)) is not None:
+                self._out.wait_event(event)
+            slots = self._slots(pages, tokens)
+            for name, part in self._kv.parts.items():
+                rows = part[layer].flatten(0, 1)[:, heads.start : heads.stop].index_select(0, slots)
+                data = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+                found.append((name, data))
+            self._wait()
+        return [
+            PartData(name, dtype_name(data.dtype), tuple(data.shape), data.view(torch.uint8).flatten().numpy().data)
+            for name, data in found
+        ]
+
+    def write(
+        self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+    ) -> None:
+        """See KvMemory."""
+        count, heads = parts[0].shape[:2]
+        with torch.inference_mode(), torch.cuda.stream(self._in):
+            slots = self._slots(pages, range(token_start, token_start + count))
+            for part in parts:
+                home = self._kv.parts[part.name][layer].flatten(0, 1)[:, head_start : head_start + heads]
+                # By bytes, since what is received begins at any address.
+                data = torch.frombuffer(part.data, dtype=torch.uint8)
+                staged = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True).copy_(data)
+                rows = staged.to(self._device, non_blocking=True).view(DTYPES[part.dtype]).view(part.shape)
+                home.index_copy_(0, slots, rows.to(home.dtype))
+            self._wait()
+
+    def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
+        """See KvMemory."""
+        with torch.inference_mode(), torch.cuda.stream(self._out):
+            slots = self._slots(pages, range(tokens))
+            return {name: part.flatten(1, 2).index_select(1, slots).cpu() for name, part in self._kv.parts.items()}
+
+    def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
+        """See KvMemory."""
+        with torch.inference_mode(), torch.cuda.stream(self._in):
+            for name, rows in saved.items():
+                slots = self._slots(pages, range(rows.shape[1]))
+                self._kv.parts[name].flatten(1, 2).index_copy_(1, slots, rows.to(self._device))
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until the current stream has done what this thread has queued."""
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        event.synchronize()
+
+    def _slots(self, pages: Sequence[int], tokens: range) -> Tensor:
+        """page * page_size + offset of each token, int64 on the device."""
+        size = self._kv.page_size
+        first, last = tokens.start // size, -(-tokens.stop // size)
+        starts = upload(pages[first:last], torch.int64, self._device) * size
+        slots = (starts[:, None] + torch.arange(size, device=self._device)).flatten()
+        return slots[tokens.start - first * size : tokens.stop - first * size]

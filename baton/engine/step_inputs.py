@@ -1,0 +1,80 @@
+"""What a step reads of each row, in tensors on the device that live as long as the engine.
+
+Rows `[0, n)` are the batch. The others are at position 0 of a page that nobody owns: a step over more rows than
+the batch has (`baton.engine.cuda_graphs`) writes there and attends to one token. Each step leaves its tokens and the
+next positions where the next step looks for them, so that it needs no word from the host; page tables grow by the
+pages that a handle has gained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from baton.engine.steps import Row
+from baton.model.attention import AttentionBatch
+from baton.model.upload import upload
+
+
+class StepInputs:
+    """See the module's text. `ids`, `positions`: int64 `[slots]`; `tables`: int32 `[slots, width]`."""
+
+    def __init__(self, slots: int, width: int, page_size: int, scratch: int, device: torch.device) -> None:
+        """`scratch` is the page of rows that nobody has."""
+        self.page_size = page_size
+        self.ids = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.tables = torch.full((slots, width), scratch, dtype=torch.int32, device=device)
+        self._scratch = scratch
+        self._device = device
+        self._filled: list[int] = []
+
+    def width(self, rows: Sequence[Row]) -> int:
+        """Pages that the longest of `rows` needs in this step."""
+        return max(row.position for row in rows) // self.page_size + 1
+
+    def add(self, row: Row) -> None:
+        """`row` is the last one now."""
+        index = len(self._filled)
+        last = row.output_ids[-1] if row.output_ids else row.state.prompt_ids[-1]
+        entry = upload([last, row.position], torch.int64, self._device)
+        self.ids[index], self.positions[index] = entry[0], entry[1]
+        self._filled.append(0)
+
+    def remove(self, index: int) -> None:
+        """Row `index` left, and the last one takes its place."""
+        last = len(self._filled) - 1
+        filled = self._filled.pop()
+        for part in (self.ids, self.positions, self.tables):
+            if index < last:
+                part[index] = part[last]
+        if index < last:
+            self._filled[index] = filled
+        self.positions[last] = 0
+        self.tables[last] = self._scratch
+
+    def clear(self) -> None:
+        """No row is left."""
+        while self._filled:
+            self.remove(len(self._filled) - 1)
+
+    def fill(self, rows: Sequence[Row]) -> None:
+        """Enter pages that handles have gained."""
+        for index, row in enumerate(rows):
+            filled, pages = self._filled[index], row.handle.pages
+            held = min(len(pages), self.tables.shape[1])
+            if held > filled:
+                self.tables[index, filled:held] = upload(pages[filled:held], torch.int32, self._device)
+                self._filled[index] = held
+
+    def batch(self, contexts: Sequence[int], width: int) -> AttentionBatch:
+        """The first rows as attention sees them; `contexts` count the new token, and need `width` pages at most."""
+        count = len(contexts)
+        return AttentionBatch.step(contexts, self.positions[:count], self.tables[:count, :width], self.page_size)
+
+    def advance(self, tokens: Tensor) -> None:
+        """A step over the first rows has chosen `tokens`, int64 `[n]`."""
+        self.ids[: len(tokens)] = tokens
+        self.positions[: len(tokens)] += 1

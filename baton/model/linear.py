@@ -1,0 +1,128 @@
+"""How a linear's weight lies in memory, and how it is multiplied.
+
+A weight is filled as the checkpoint has it (`DenseStorage`), and then asked for the storage to compute with: on a CPU
+with oneDNN a `PackedStorage`, elsewhere itself. A quantized one would be a third. All of them multiply, and can put
+what surrounds a product in a decoder into the same pass: an activation, a product, a residual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton.errors import ModelError
+
+_ROWS = 32
+"""The number of rows for which oneDNN is asked to lay out a weight. Its choices for 8, 16, 32, 64 and 256 were equally
+quick at 1 to 1,024 rows, that for 1 slower at more than 128 (bench/results/engine.json tells of the machine)."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and in which dtype weights are kept and computed with."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """An uninitialised weight."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+
+class DenseStorage(nn.Module):
+    """A weight `[rows, columns]` as the checkpoint has it, with an optional bias `[rows]`."""
+
+    def __init__(self, rows: int, columns: int, bias: bool, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(rows, columns)
+        self.bias = placement.empty(rows) if bias else None
+
+    def load(self, row: int, weight: Tensor) -> None:
+        """Fill rows from `row` on, casting to the storage's dtype."""
+        self.weight[row : row + weight.shape[0]].copy_(weight)
+
+    def load_bias(self, row: int, bias: Tensor) -> None:
+        """Fill the bias from `row` on."""
+        if self.bias is None:
+            raise ModelError("this linear has no bias to load")
+        self.bias[row : row + bias.shape[0]].copy_(bias)
+
+    def ready(self) -> Storage:
+        """The storage to compute with, now that all is loaded; this one is then to be dropped."""
+        return PackedStorage(self) if _packs(self.weight) else self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, columns]` to `[tokens, rows]`."""
+        return F.linear(x, self.weight, self.bias)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the product."""
+        return F.silu(self(x), inplace=True)
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """The product times `factor` `[tokens, rows]`, element by element."""
+        product: Tensor = self(x)
+        return product.mul_(factor)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The product plus `residual` `[tokens, rows]`."""
+        product: Tensor = self(x)
+        return product.add_(residual)
+
+
+class PackedStorage(nn.Module):
+    """A weight in the blocked layout that oneDNN's kernels read, reordered once; for CPUs.
+
+    oneDNN's post-operations apply what is fused to the float32 accumulators, so that bfloat16 rounds once
+    (https://uxlfoundation.github.io/oneDNN/dev_guide_attributes_post_ops.html). The operators are those that torch's
+    own compiler calls for linears with constant weights.
+    """
+
+    def __init__(self, dense: DenseStorage) -> None:
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), _ROWS)
+        self.bias = dense.bias
+
+    def ready(self) -> Storage:
+        """Itself."""
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See DenseStorage."""
+        return self._unary(x, "none")
+
+    def silu(self, x: Tensor) -> Tensor:
+        """See DenseStorage."""
+        return self._unary(x, "swish")
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """See DenseStorage."""
+        return self._binary(x, factor, "mul")
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See DenseStorage."""
+        return self._binary(x, residual, "add")
+
+    def _unary(self, x: Tensor, operation: str) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, operation, [], "")
+        return product
+
+    def _binary(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, operation)
+        return product
+
+
+Storage = DenseStorage | PackedStorage
+
+
+def _packs(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return weight.dtype == torch.float32

@@ -1,0 +1,108 @@
+"""What a sampler chose on the device, on its way to the host: queued behind the choice, waited for when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.errors import EngineError
+from baton.model.upload import download, upload
+from baton.request import TokenInfo
+
+_PROBLEMS = ("logits are not finite", "no token is allowed")
+
+
+class Sampled:
+    """A token for each row of a batch. `tokens`: int64 `[B]`, on the device.
+
+    On CUDA tokens and checks travel in one copy, log-probabilities in a second where some are asked for.
+    """
+
+    def __init__(self, tokens: Tensor, checks: Sequence[Tensor], names: Sequence[str]) -> None:
+        """`checks`: bool `[B]` each, where False means: not finite, and no token allowed. `names` are for errors."""
+        self.tokens = tokens
+        self._names = names
+        self._found = download(torch.stack([tokens, *checks]))
+        self._rows: Sequence[int] = ()
+        self._scores: Scores | None = None
+        self._there = _mark(tokens.device)
+
+    def report(self, rows: Sequence[int], logits: Tensor, tops: Sequence[int]) -> None:
+        """Add log-probabilities for some rows, from their raw `logits`; `tops` as in `Scores.of`."""
+        self._rows = rows
+        chosen = self.tokens[upload(rows, torch.int64, self.tokens.device)]
+        self._scores = Scores.of(logits, chosen, tops)
+        self._there = _mark(self.tokens.device)
+
+    def read(self) -> list[TokenInfo]:
+        """Wait for the device. Raises EngineError, naming the rows whose checks failed."""
+        if self._there is not None:
+            self._there.synchronize()
+        tokens, *checks = self._found.tolist()
+        for problem, check in zip(_PROBLEMS, checks, strict=False):
+            if not all(check):
+                bad = [name for name, good in zip(self._names, check, strict=True) if not good]
+                raise EngineError(f"{problem}: {', '.join(bad)}")
+        infos = [TokenInfo(token) for token in tokens]
+        if self._scores is not None:
+            for row, info in zip(self._rows, self._scores.infos([tokens[row] for row in self._rows]), strict=True):
+                infos[row] = info
+        return infos
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities of one token a row, beside its normaliser (`[n, 2]`), and of the likeliest with their ids
+    (`[n, k]` each); in host memory."""
+
+    chosen: Tensor
+    values: Tensor
+    ids: Tensor
+    tops: Sequence[int]
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> Scores:
+        """From raw float32 `[n, vocab]` logits, of `tokens` (int64 `[n]`) and the `tops[i]` likeliest of each row."""
+        norms = logits.logsumexp(-1, keepdim=True)
+        values, ids = logits.topk(min(max(tops), logits.shape[1]), dim=-1)
+        chosen = torch.cat([logits.gather(1, tokens[:, None]) - norms, norms], 1)
+        return cls(download(chosen), download(values - norms), download(ids), tops)
+
+    def infos(self, token_ids: Sequence[int]) -> list[TokenInfo]:
+        """As they were asked for; only once the device has come so far. Raises EngineError where one is not finite."""
+        if not self.chosen[:, 1].isfinite().all():
+            raise EngineError(_PROBLEMS[0])
+        alternatives = [
+            tuple(zip(row_ids, row_values, strict=True))
+            for row_ids, row_values in zip(self.ids.tolist(), self.values.tolist(), strict=True)
+        ]
+        return [
+            TokenInfo(token, logprob, row[:wanted])
+            for token, (logprob, _), row, wanted in zip(
+                token_ids, self.chosen.tolist(), alternatives, self.tops, strict=True
+            )
+        ]
+
+
+@torch.inference_mode()
+def token_infos(logits: Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenInfo]:
+    """Log-probabilities of one token a row, with its `top[i]` alternatives: from raw float32 `[n, vocab]` logits.
+
+    Raises EngineError for logits that are not finite.
+    """
+    scores = Scores.of(logits, upload(token_ids, torch.int64, logits.device), top)
+    if (there := _mark(logits.device)) is not None:
+        there.synchronize()
+    return scores.infos(token_ids)
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """What is reached when all that is queued now is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,28 @@
+"""Small host values to a device without waiting for what is queued there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def upload(
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A new tensor of `values` on `device`.
+
+    A copy from pageable memory makes the host wait for the whole stream; one from pinned memory is only queued, and
+    torch's allocator gives the pinned memory to nobody else before it is through.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def download(tensor: Tensor) -> Tensor:
+    """Its copy in host memory, there once the device has come to this point; of a CPU tensor, itself."""
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

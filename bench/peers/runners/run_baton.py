@@ -1,0 +1,55 @@
+"""Baton's engine as a runner: CHECKPOINT [--threads N] [--small]."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from protocol import Command, serve
+
+LONGEST, BATCHES, CONTEXTS, STEPS = (8192,), (1, 8, 32), (128, 288, 1024), 64
+
+
+def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Command]]:
+    """Build the engine; commands: prefill, decode, and probe, which tells the machine's peaks."""
+    from baton.engine.process import prepare
+
+    # Before torch is loaded, as in a worker's process.
+    prepare()
+    import torch
+
+    from baton.bench.engine import EngineRuns, Plan, engine_for
+    from baton.bench.probes import Probes
+    from baton.bench.roofline import ModelShape
+    from baton.engine.config import EngineConfig
+    from baton.model.config import ModelConfig
+
+    plan = Plan((64,), (1, 2), (16,), steps=4) if arguments.small else Plan(LONGEST, BATCHES, CONTEXTS, steps=STEPS)
+    engine = engine_for(plan, EngineConfig(arguments.model, device="cpu", threads=arguments.threads))
+    runs = EngineRuns(engine)
+    dtype = getattr(torch, engine.spec.kv_format.parts[0].dtype)
+    shape = ModelShape.of(ModelConfig.from_pretrained(arguments.model))
+    sizes = {"buffer_bytes": 1 << 20, "square": 64} if arguments.small else {}
+    probes = Probes(shape, dtype, torch.device("cpu"), **sizes)
+
+    def prefill(tokens: int) -> dict[str, Any]:
+        return {"seconds": runs.prefill(tokens)}
+
+    def decode(batch: int, context: int, steps: int) -> dict[str, Any]:
+        return {"seconds": runs.decode(batch, context, steps)}
+
+    def probe() -> dict[str, Any]:
+        return {"bytes_per_s": probes.bandwidth(), "flops_per_s": probes.flops()}
+
+    about = {"version": version("baton"), "dtype": str(dtype).removeprefix("torch.")}
+    return about, {"prefill": prefill, "decode": decode, "probe": probe}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--small", action="store_true", help="for checkpoints of tests")
+    serve(partial(load, parser.parse_args()))

@@ -1,0 +1,147 @@
+"""The engine contract on CUDA: over torch's kernels in float32, the same tests that the CPU passes; then what only
+flash-attn's kernels have: graphs, whose tokens are those of eager steps, and copies beside a running batch."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.config import EngineConfig
+from baton.engine.factory import build
+from baton.engine.torch_engine import TorchEngine
+from baton.model.attention import flash_backend
+from tests.checkpoints import make_checkpoint
+from tests.contract.conftest import SIZES
+from tests.contract.engines import MIXED, Rig, generate, prefill, start, state, whole_kv
+
+CONTRACT = ("test_engine", "test_engine_ahead", "test_engine_pages", "test_engine_prefix", "test_engine_spares")
+
+for _module in CONTRACT:
+    _tests = vars(importlib.import_module(f"tests.contract.{_module}"))
+    # Fixtures and helpers come along; names that begin with two underscores are the module's own.
+    globals().update({name: value for name, value in _tests.items() if not name.startswith("__")})
+
+flash = pytest.mark.skipif(not flash_backend.available(), reason="flash-attn is not installed")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2"))
+
+
+@pytest.fixture
+def rig(checkpoint: Path) -> Iterator[Rig]:
+    """The torch engine on CUDA with a step ahead; afterwards all that it made audit clean."""
+    made = Rig("cuda", lambda **sizes: make(checkpoint, **sizes), vocab=256, exact=False)
+    yield made
+    for engine in made.made:
+        engine.audit()
+        engine.close()
+        assert engine.audit() == {}
+        assert engine.stats().free == engine.stats().total
+
+
+def make(checkpoint: Path, **sizes: Any) -> TorchEngine:
+    """An engine of the contract's sizes, or those given."""
+    chosen = {**SIZES, "kv_dtype": "float32", **sizes}
+    probe = build(EngineConfig(str(checkpoint), device="cpu", kv_memory=1 << 22, kv_dtype=chosen["kv_dtype"]))
+    kv_memory = probe.spec.kv_format.token_bytes * chosen["page_size"] * chosen.pop("pages")
+    ahead = chosen.pop("steps_ahead", 1)
+    return build(EngineConfig(str(checkpoint), device="cuda", kv_memory=kv_memory, **chosen), ahead)
+
+
+def made_for_flash(tmp_path: Path, **sizes: Any) -> TorchEngine:
+    """bfloat16, pages of 256, heads of 64."""
+    path = make_checkpoint("llama", tmp_path, head_dim=64)
+    return make(path, dtype="bfloat16", kv_dtype="bfloat16", page_size=256, pages=24, **sizes)
+
+
+@flash
+def test_graphs_yield_the_tokens_of_eager_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine, eager = made_for_flash(tmp_path), made_for_flash(tmp_path)
+    eager._graphs = None
+    wanted = [state(list(range(i, i + 20 + 90 * i)), params) for i, params in enumerate(MIXED)]
+    found: dict[str, list[list[int]]] = {}
+    with caplog.at_level(logging.INFO):
+        for name, each in (("graphs", engine), ("eager", eager)):
+            running = [start(each, f"{i}", one, 30) for i, one in enumerate(wanted)]
+            for turn in range(24):
+                results = each.step().result()
+                for handle, outputs in running:
+                    outputs += [info.token_id for own, infos in results if own is handle for info in infos]
+                if turn == 9:
+                    each.free(running[1][0])
+            found[name] = [outputs for _, outputs in running]
+    assert engine._graphs is not None
+    if engine._graphs.rows:
+        assert "captured the decode graph of 8 rows" in caplog.text
+        assert "captured the decode graph of 4 rows" in caplog.text
+    assert found["graphs"] == found["eager"]
+
+
+@flash
+def test_copies_beside_a_running_batch_change_nothing(tmp_path: Path) -> None:
+    engine = made_for_flash(tmp_path)
+    prompt = list(range(200)) * 3
+    donor = engine.reserve("donor", 600)
+    prefill(engine, donor, state(prompt), 128)
+    before = [bytes(part.data) for part in whole_kv(engine, donor, 600)]
+    expected = generate(engine, state([5, 6, 7]), 40)
+    handle, outputs = start(engine, "a/1", state([5, 6, 7]))
+
+    def transfer(number: int) -> list[bytes]:
+        home = engine.reserve(f"t{number}", 600)
+        heads = range(engine.spec.kv_format.heads)
+        for layer in range(engine.spec.kv_format.layers):
+            engine.write_kv(home, layer, 0, 0, engine.read_kv(donor, layer, range(600), heads))
+        found = [bytes(part.data) for part in whole_kv(engine, home, 600)]
+        engine.free(home)
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        copies = [threads.submit(transfer, number) for number in range(6)]
+        unread = engine.step()
+        while len(outputs) < 40:
+            following = engine.step()
+            outputs += [info.token_id for own, infos in unread.result() if own is handle for info in infos]
+            unread = following
+        unread.result()
+        assert all(copy.result(60) == before for copy in copies)
+    assert outputs[:40] == expected
+
+
+@flash
+def test_a_chunk_that_is_called_off_leaves_its_pages_to_others(tmp_path: Path) -> None:
+    engine = made_for_flash(tmp_path)
+    prompt = list(range(250)) * 4
+    expected = generate(engine, state(prompt[:300]), 6)
+
+    def call_off(layer: int) -> None:
+        raise RuntimeError("called off")
+
+    for _ in range(5):
+        handle = engine.reserve("off", 1000)
+        with pytest.raises(RuntimeError, match="called off"):
+            engine.prefill_chunk(handle, prompt, 0, 1000, on_layer=call_off)
+        engine.free(handle)
+        assert generate(engine, state(prompt[:300]), 6) == expected
+
+
+@flash
+def test_log_probabilities_come_with_a_step_ahead(tmp_path: Path) -> None:
+    engine = made_for_flash(tmp_path)
+    wanted = state([1, 2, 3], replace(MIXED[0], logprobs=2))
+    handle, _ = start(engine, "a", wanted)
+    first, second = engine.step(), engine.step()
+    for one in (first, second):
+        ((own, (info,)),) = one.result()
+        assert own is handle
+        assert len(info.top) == 2
+        assert info.logprob == info.top[0][1]

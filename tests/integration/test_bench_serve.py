@@ -1,0 +1,293 @@
+"""`baton bench serve` against a real fleet, and against an OpenAI-shaped server that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from baton.bench.load.lengths import lengths
+from baton.bench.load.outcome import RequestFailed
+from baton.bench.load.session import Load, Settings, measured
+from baton.bench.load.targets import Place
+from baton.bench.load.workload import Shared
+from baton.bench.traces import Arrival
+from baton.bundled import path as bundled_path
+from tests import openai_server as behaviour
+from tests.fleet import Fleet
+from tests.openai_server import openai_server
+
+BATON = [sys.executable, "-m", "baton", "bench"]
+QUIET = Console(quiet=True)
+FIRST = behaviour.with_ids
+"""What the small request before a run gets."""
+
+
+def settings(url: str, **more: Any) -> Settings:
+    made = Settings(
+        Place(url, model="m"),
+        [Load(concurrency=2)],
+        requests=6,
+        inputs=lengths("5"),
+        outputs=lengths("4"),
+        timeout_s=20.0,
+    )
+    return replace(made, **more)
+
+
+async def one(wanted: Settings) -> dict[str, Any]:
+    found = [each async for each in measured(wanted, QUIET)]
+    assert len(found) == 1
+    return found[0]
+
+
+async def command(*arguments: str, interrupt: asyncio.Event | None = None) -> tuple[int, str, str]:
+    """Run `baton bench`, with a Ctrl-C when `interrupt` is set: exit status, standard output and error."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*BATON, *arguments, stdout=pipe, stderr=pipe)
+    try:
+        if interrupt is not None:
+            await asyncio.wait_for(interrupt.wait(), 60)
+            process.send_signal(signal.SIGINT)
+        out, err = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_a_fleet_under_load(tmp_path: Path) -> None:
+    async with Fleet(bundled_path(), dtype="float32") as fleet:
+        app = await fleet.start_router([await fleet.prefill()], [await fleet.decode()])
+        flags = ["--rates=20,40", "--requests=6", "--input-tokens=uniform:8:24", "--output-tokens=5", "--warmup=2"]
+        more = ["--shared-prefix=16:2", f"--json={tmp_path / 'a.json'}", f"--plot={tmp_path}", "--wait=60"]
+        status, out, err = await command("serve", f"grpc://{app.address}", *flags, *more)
+    assert status == 0, err
+    assert "6 sent, 6 finished" in out
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert [each["workload"]["rate"] for each in found] == [20.0, 40.0]
+    for each in found:
+        assert each["requests"] == {"sent": 6, "finished": 6, "failed": 0, "refused": 0, "interrupted": 0}
+        assert each["output_tokens"] == 30
+        assert 6 * (16 + 8) <= each["input_tokens"] <= 6 * (16 + 24)
+        assert each["workload"]["vocab_size"] == 4096
+        assert 0 < each["ttft_ms"]["p50"] <= each["e2e_ms"]["p50"] <= each["e2e_ms"]["max"] < 1e3 * each["seconds"]
+    for name in ("itl.png", "latency.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+async def test_refusals_and_bad_requests_of_a_fleet_have_the_names_of_its_errors() -> None:
+    async with Fleet(bundled_path(), dtype="float32") as fleet:
+        app = await fleet.start_router([await fleet.prefill()], [await fleet.decode()])
+        url = f"grpc://{app.address}"
+        found = await one(settings(url, inputs=lengths("9000"), wait_s=60.0))
+        assert found["requests"]["failed"] == 6
+        assert found["failures"]["InvalidRequest"]["count"] == 6
+        with pytest.raises(RequestFailed, match="no such model") as refused:
+            await one(settings(url, place=Place(url, model="no such model")))
+        assert refused.value.kind == "NotFound"
+
+
+@pytest.mark.parametrize(
+    ("stream", "events"),
+    [
+        (behaviour.with_ids, 4),
+        (behaviour.in_pairs, 2),
+        (behaviour.as_text, 4),
+        (behaviour.merged, 2),
+        (behaviour.no_text, 1),
+    ],
+)
+async def test_tokens_are_counted_as_each_kind_of_server_tells(stream: behaviour.Stream, events: int) -> None:
+    # The small request asks for one token, which no pair can be.
+    async with openai_server(*[FIRST, *[stream] * 6]) as server:
+        found = await one(settings(server.url))
+    assert found["requests"]["finished"] == 6, found["failures"]
+    assert found["output_tokens"] == 24
+    assert found["ttft_ms"]["max"] > 0
+    # Tokens over time are those of the events.
+    assert sum(found["itl_over_time"]["tokens"]) == 6 * events * (2 if stream is behaviour.in_pairs else 1)
+    assert server.most_open <= 2
+    body = server.bodies[1]
+    assert (body["model"], body["max_tokens"], len(body["prompt"])) == ("m", 4, 5)
+    assert (body["stream"], body["ignore_eos"], body["temperature"]) == (True, True, 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "words"),
+    [
+        (behaviour.malformed, "bad event", "JSONDecodeError"),
+        (behaviour.of_another_shape, "bad event", "[1, 2]"),
+        (behaviour.says_error, "error event", "the engine died"),
+        (behaviour.cut, "cut short", "after 1 tokens"),
+        (behaviour.dies, "connection lost", ""),
+        (behaviour.stops_early, "short output", "1 tokens instead of 4, finish_reason 'stop'"),
+        (500, "http 500", "status 500"),
+        (429, "http 429", "status 429"),
+    ],
+)
+async def test_each_failure_is_counted_by_its_kind(wrong: behaviour.Stream | int, kind: str, words: str) -> None:
+    async with openai_server(FIRST, wrong, FIRST) as server:
+        found = await one(settings(server.url, requests=7))
+    requests, name = found["requests"], "refused" if wrong == 429 else "failed"
+    assert (requests["sent"], requests["finished"], requests[name]) == (7, 4, 3)
+    assert found["failures"][kind]["count"] == 3
+    assert words in found["failures"][kind]["example"]
+
+
+async def test_a_server_that_hangs_ends_at_the_timeout() -> None:
+    async with openai_server(FIRST, behaviour.hangs) as server:
+        found = await one(settings(server.url, requests=2, timeout_s=0.5))
+        assert found["failures"]["timeout"] == {"count": 1, "example": "not ended within 0.5 s, after 1 tokens"}
+        assert found["requests"]["finished"] == 1
+
+
+async def test_a_server_that_dies_fails_what_is_open_and_what_comes_after() -> None:
+    async with openai_server(FIRST, behaviour.hangs) as server:
+        running = asyncio.create_task(one(settings(server.url, requests=20)))
+        await server.has_open(1)
+    found = await running
+    assert found["requests"]["sent"] == 20
+    assert found["failures"]["connection"]["count"] + found["failures"]["connection lost"]["count"] >= 10
+
+
+async def test_a_slow_start_is_waited_for_and_no_start_is_an_error() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with pytest.raises(RequestFailed) as error:
+        await one(settings(url, wait_s=0.3))
+    assert error.value.kind == "connection"
+    running = asyncio.create_task(one(settings(url, wait_s=30.0)))
+    await asyncio.sleep(0.3)
+    # Loading, as vLLM's frontends say 503 while they do.
+    async with openai_server(503, 503, FIRST, FIRST, FIRST, FIRST, FIRST, FIRST, FIRST, FIRST, port=port):
+        assert (await running)["requests"]["finished"] >= 4
+
+
+async def test_an_open_loop_does_not_wait_for_answers() -> None:
+    async with openai_server(*[FIRST, *[behaviour.hangs] * 40]) as server:
+        wanted = settings(server.url, loads=[Load(rate=200.0)], requests=None, seconds=0.1, timeout_s=1.0)
+        found = await one(wanted)
+        assert found["requests"]["sent"] == found["failures"]["timeout"]["count"] == server.most_open > 5
+        assert found["seconds"] < 5
+
+
+async def test_a_trace_is_replayed() -> None:
+    trace = [Arrival(0.0, 6, 3, ()), Arrival(0.1, 520, 2, (5,)), Arrival(0.2, 530, 4, (5,))]
+    async with openai_server(FIRST) as server:
+        found = await one(settings(server.url, loads=[Load(trace="t")], requests=None, arrivals=trace))
+    assert [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies[1:]] == [(6, 3), (520, 2), (530, 4)]
+    assert server.bodies[2]["prompt"][:512] == server.bodies[3]["prompt"][:512]
+    assert found["output_tokens"] == 9
+
+
+async def test_the_same_seed_sends_the_same_prompts() -> None:
+    sent: list[Sequence[Any]] = []
+    for seed in (1, 1, 2):
+        async with openai_server(FIRST) as server:
+            await one(settings(server.url, seed=seed, loads=[Load(concurrency=1)], shared=Shared(3)))
+        sent.append([body["prompt"] for body in server.bodies[1:]])
+    assert sent[0] == sent[1] != sent[2]
+    assert len({tuple(prompt[:3]) for prompt in sent[0]}) == 1
+
+
+async def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
+    begun, hanging = asyncio.Event(), []
+
+    async def hangs(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        hanging.append(body)
+        if len(hanging) == 2:
+            begun.set()
+        async for piece in behaviour.hangs(body):
+            yield piece
+
+    async with openai_server(*[FIRST] * 5, *[hangs] * 50) as server:
+        flags = ["--concurrency=2", "--seconds=600", f"--json={tmp_path / 'a'}"]
+        status, out, err = await command("serve", server.url, *flags, interrupt=begun)
+    assert status == 130, err
+    found = json.loads((tmp_path / "a").read_text())
+    assert found["interrupted"]
+    assert found["requests"] == {"sent": 6, "finished": 4, "failed": 0, "refused": 0, "interrupted": 2}
+    assert "4 finished, 2 interrupted" in out
+
+
+async def test_what_the_server_is_sent_can_be_changed(tmp_path: Path) -> None:
+    body = '{"ignore_eos": null, "min_tokens": 4}'
+    flags = ["--concurrency=1", "--requests=2", f"--body={body}", f"--tokenizer={bundled_path()}", "--api-key=sesame"]
+    async with openai_server(FIRST) as server:
+        status, out, err = await command("serve", server.url, *flags, "--json=-")
+    assert status == 0, err
+    assert json.loads(out)["requests"]["finished"] == 2
+    assert isinstance(server.bodies[-1]["prompt"], str)
+    assert server.bodies[-1]["min_tokens"] == 4
+    assert "ignore_eos" not in server.bodies[-1]
+    assert server.headers[-1]["authorization"] == "Bearer sesame"
+
+
+async def test_the_key_of_the_environment_is_for_baton_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_API_KEY", "sesame")
+    async with openai_server(FIRST) as server:
+        status, _, err = await command("serve", server.url, "--concurrency=1", "--requests=1")
+    assert status == 0, err
+    assert not any("authorization" in headers for headers in server.headers)
+
+
+async def test_a_picture_from_several_reports(tmp_path: Path) -> None:
+    async with openai_server(FIRST) as server:
+        for concurrency in (1, 2):
+            found = await one(settings(server.url, loads=[Load(concurrency=concurrency)]))
+            (tmp_path / f"{concurrency}.json").write_text(json.dumps(found))
+    files = [f"some={tmp_path / '1.json'}", f"some={tmp_path / '2.json'}"]
+    status, _, err = await command("plot", *files, f"--to={tmp_path / 'a.svg'}")
+    assert status == 0, err
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    (tmp_path / "bad").write_text("{}")
+    status, _, err = await command("plot", str(tmp_path / "bad"), f"--to={tmp_path / 'b.svg'}")
+    assert status == 1
+    assert "error" in err.lower()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["http://a/v1/completions"], "give one of --rate, --concurrency, --trace"),
+        (["http://a/v1/completions", "--rate=1", "--concurrency=2", "--requests=1"], "give one of --rate"),
+        (["http://a/v1/completions", "--rate=1"], "give one of --requests, --seconds"),
+        (["http://a/v1/completions", "--rate=-1", "--requests=1"], "--rate"),
+        (["http://a/v1/completions", "--concurrency=1.5", "--requests=1"], "whole numbers"),
+        (["http://a/v1/chat/completions", "--rate=1", "--requests=1"], "name the server's /v1/completions"),
+        (["grpc://a", "--rate=1", "--requests=1"], "TARGET"),
+        (["a:1", "--rate=1", "--requests=1"], "must be grpc://HOST:PORT or http"),
+        (["grpc://a:1", "--rate=1", "--requests=1", '--body={"a": 1}'], "--tokenizer and --body are for http://"),
+        (["http://a/v1/completions", "--rate=1", "--requests=1", "--input-tokens=x"], "--input-tokens"),
+        (["http://a/v1/completions", "--rate=1", "--requests=1", "--shared-prefix=1:2:3"], "TOKENS[:GROUPS]"),
+        (["http://a/v1/completions", "--trace=/nowhere"], "--trace"),
+    ],
+)
+def test_bad_usage_is_refused_by_flag_and_value(flags: list[str], words: str) -> None:
+    from click.testing import CliRunner
+
+    from baton.cli.bench.serve import serve
+
+    done = CliRunner().invoke(serve, flags)
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+async def test_what_does_not_serve_is_said_in_a_line() -> None:
+    async with openai_server(404) as server:
+        status, out, err = await command("serve", server.url, "--rate=1", "--requests=1")
+    assert (status, out) == (1, "")
+    assert err.startswith(f"error: {server.url} does not serve: http 404:")

@@ -1,0 +1,49 @@
+"""`baton bench transfer` with two real processes: what it reports, and that it compares what arrived."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from baton.bench import transfer
+from baton.bench.transfer_ends import SHAPES
+from baton.cli.main import main
+from baton.errors import EngineError
+
+
+def test_the_report_has_rates_and_cpu_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = next(iter(SHAPES))
+    monkeypatch.setattr(transfer, "measure", partial(transfer.measure, (shape,)))
+    file = tmp_path / "report.json"
+    flags = ["--tokens", "130", "--streams", "1", "--streams", "2", "--repeats", "1", "--json", str(file)]
+    result = CliRunner().invoke(main, ["bench", "transfer", *flags])
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert report["machine"]["cores"]
+    found = report["shapes"][shape]
+    assert found["bytes_a_stream"] == 130 * 24 * 2 * 2 * 64 * 2
+    assert list(found["streams"]) == ["1", "2"]
+    for run in found["streams"].values():
+        assert len(run["ratios"]) == 1
+        for kind in ("fetch_kv", "raw_tcp"):
+            assert run[kind]["gb_per_s"] > 0
+            assert run[kind]["sender_cpu_s_per_gb"] >= 0
+            assert run[kind]["receiver_cpu_s_per_gb"] >= 0
+
+
+def test_other_bytes_are_noticed() -> None:
+    shape = next(iter(SHAPES))
+    with (
+        transfer._started("producer", shape, 64, 2) as producer,
+        transfer._started("consumer", shape, 64, 2) as consumer,
+    ):
+        pair = transfer.Pair(producer, consumer, 64 * SHAPES[shape].token_bytes)
+        pair.fetch(1)
+        with pytest.raises(EngineError, match="is not what was exported"):
+            pair.check()
+        pair.fetch(2)
+        pair.check()

@@ -1,0 +1,156 @@
+"""Several routers on one port, as processes, before stand-in workers: spread, a death, a drain, bad settings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton import bundled
+from baton.launcher import bound_to_me
+from baton.pb import inference_pb2, inference_pb2_grpc
+
+STEP_MS = 10
+
+
+@dataclass
+class Routers:
+    """The parent, the port, and where each router tells its metrics."""
+
+    parent: subprocess.Popen[str]
+    address: str
+    ops: list[str]
+
+    def children(self) -> list[int]:
+        pid = self.parent.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def served(self, number: int) -> float:
+        """Requests that one router has served."""
+        with urllib.request.urlopen(f"http://{self.ops[number]}/metrics", timeout=10) as answer:
+            found = re.search(r'^baton_requests_total{status="OK"} (\S+)$', answer.read().decode(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+
+def process(*arguments: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = bound_to_me([sys.executable, "-m", *arguments])
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def listening(started: subprocess.Popen[str]) -> dict[str, str]:
+    assert started.stdout is not None
+    return dict(re.findall(r"(\w+)=(\S+)", started.stdout.readline()))
+
+
+@contextlib.contextmanager
+def routers(*flags: str) -> Iterator[Routers]:
+    with process("baton.bench.router_workers", f"--step-ms={STEP_MS}") as workers:
+        where = listening(workers)
+        places = [f"--prefill={where['prefill']}", f"--decode={where['decode']}", f"--model={bundled.path()}"]
+        with process("router", *places, "--processes=2", "--log-level=warning", *flags) as parent:
+            try:
+                found = listening(parent)
+                yield Routers(parent, found["grpc"], found["ops"].split(","))
+            finally:
+                parent.kill()
+                workers.kill()
+
+
+@contextlib.contextmanager
+def stream(address: str, tokens: int) -> Iterator[Iterator[inference_pb2.GenerateResponse]]:
+    """One request on a connection of its own."""
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=[300] * 4),
+            sampling=inference_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
+        )
+        yield inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=20, wait_for_ready=True)
+
+
+def ask(address: str, tokens: int = 3) -> int:
+    """Tokens of one answer."""
+    with stream(address, tokens) as events:
+        return sum(len(delta.tokens) for event in events for delta in event.choices)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_requests_are_spread_and_a_death_leaves_the_other_serving() -> None:
+    with routers() as found:
+        assert found.parent.stderr is not None
+        assert [ask(found.address) for _ in range(16)] == [3] * 16
+        served = [found.served(number) for number in range(2)]
+        assert sum(served) == 16
+        assert all(served)
+        dead, lives = found.children()
+        os.kill(dead, signal.SIGKILL)
+        assert "router 0" in (line := found.parent.stderr.readline())
+        assert f"(pid {dead}) ended with status -9, and is started again" in line
+        assert [ask(found.address) for _ in range(8)] == [3] * 8
+        limit = time.monotonic() + 20
+        while len(found.children()) < 2 and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert found.children()[0] == lives
+
+
+def test_sigterm_drains_all_and_leaves_nothing_behind() -> None:
+    with routers() as found, contextlib.ExitStack() as stack:
+        calls = [stack.enter_context(stream(found.address, 50)) for _ in range(8)]
+        firsts = [next(call) for call in calls]
+        children = found.children()
+        found.parent.send_signal(signal.SIGTERM)
+        for first, call in zip(firsts, calls, strict=True):
+            events = [first, *call]
+            assert sum(len(delta.tokens) for event in events for delta in event.choices) == 50
+        assert found.parent.wait(20) == 0
+        assert all(map(gone, children))
+
+
+def test_the_parents_death_ends_all() -> None:
+    with routers() as found:
+        children = found.children()
+        assert len(set(found.ops)) == 2
+        found.parent.kill()
+        found.parent.wait(10)
+        limit = time.monotonic() + 10
+        while not all(map(gone, children)) and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert all(map(gone, children))
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--grpc=TAKEN", "grpc: TAKEN is already in use"),
+        ("--processes=0", "--processes: must be at least 1, got '0'"),
+        ("--model=/no/such/place", "/no/such/place"),
+    ],
+)
+def test_bad_settings_are_named(flag: str, words: str) -> None:
+    several = [] if flag.startswith("--processes") else ["--processes=2"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = ["--prefill=127.0.0.1:1", "--decode=127.0.0.1:1", *several, flag.replace("TAKEN", address)]
+        with process("router", *flags) as refused:
+            _, log = refused.communicate(timeout=20)
+    assert refused.returncode == 2
+    assert words.replace("TAKEN", address) in log

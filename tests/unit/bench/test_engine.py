@@ -1,0 +1,156 @@
+"""`baton bench engine`: runs through the contract on a tiny checkpoint, the arithmetic of shares, the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from baton.bench import engine_report
+from baton.bench.engine import EngineRuns, Plan, engine_for
+from baton.bench.probes import Probes
+from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
+from baton.cli.main import main
+from baton.engine.config import EngineConfig
+from baton.engine.contract import Engine
+from baton.errors import ConfigError
+from baton.model.config import ModelConfig
+from tests.checkpoints import make_checkpoint
+
+SMALL = {"buffer_bytes": 1 << 20, "square": 64}
+PLAN = Plan((16, 40), (1, 4), (20,), steps=3, rounds=1, chunk_size=16)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def engine(checkpoint: Path) -> Iterator[Engine]:
+    made = engine_for(PLAN, EngineConfig(str(checkpoint), device="cpu", threads=1))
+    yield made
+    made.close()
+
+
+def test_runs_give_back_all_that_they_took(engine: Engine) -> None:
+    runs = EngineRuns(engine, PLAN.chunk_size)
+    for tokens in PLAN.prefill:
+        assert runs.prefill(tokens) > 0
+    for batch in PLAN.batches:
+        assert runs.decode(batch, 20, PLAN.steps) > 0
+    assert runs.overhead(4, 20, 1) >= 0
+    assert engine.stats().used == 0
+
+
+def test_sequences_of_a_batch_have_pages_of_their_own(engine: Engine) -> None:
+    with EngineRuns(engine).batch(4, 20, 3):
+        assert engine.stats().used == 4 * engine.spec.pages_for(20 + 3 + 1)
+
+
+def test_a_run_that_fails_gives_back_its_pages(engine: Engine) -> None:
+    with pytest.raises(Exception, match="slot"):
+        EngineRuns(engine).decode(5, 1, 1)
+    assert engine.stats().used == 0
+
+
+def test_the_pool_is_as_large_as_the_plan_needs() -> None:
+    plan = Plan((100,), (1, 4), (10, 20), steps=4)
+    assert plan.longest == 100
+    # 20 tokens, the steps and their warm-up make two pages of 16 each.
+    assert plan.tokens(16) == max(4 * 32, 112)
+
+
+@pytest.mark.parametrize(("field", "value"), [("prefill", (0,)), ("batches", (-1,)), ("steps", 0), ("rounds", 0)])
+def test_plans_that_measure_nothing_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: must be 1 or more"):
+        Plan(**{field: value})  # type: ignore[arg-type]
+
+
+def test_more_than_the_model_takes_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="4096 tokens are asked for, the model has 1024"):
+        engine_for(Plan((4096,), (), ()), EngineConfig(str(checkpoint)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probes_measure_something(checkpoint: Path, dtype: torch.dtype) -> None:
+    shape = ModelShape.of(ModelConfig.from_pretrained(checkpoint))
+    probes = Probes(shape, dtype, torch.device("cpu"), **SMALL)
+    assert probes.bandwidth() > 0
+    assert probes.flops() > 0
+
+
+def test_shares_are_of_the_probes_around_each_run() -> None:
+    peaks = iter([100.0, 200.0, 400.0])
+    took, means = engine_report._interleaved(2, lambda: 1.0, lambda: next(peaks))
+    assert (took, means) == ([1.0, 1.0], [150.0, 300.0])
+
+
+class Paced:
+    """Runs that take a second a prompt and a second a step; probes that are always the same."""
+
+    def prefill(self, tokens: int) -> float:
+        return 1.0
+
+    def decode(self, batch: int, context: int, steps: int) -> float:
+        return float(steps)
+
+    def bandwidth(self) -> float:
+        return 1e6
+
+    def flops(self) -> float:
+        return 1e6
+
+
+def test_rates_are_by_token_and_step(engine: Engine) -> None:
+    paced: Any = Paced()
+    kv_format = engine.spec.kv_format
+    shape = ModelShape(64, 112, 4, 2, 32, 264, (None, None, None))
+    rates = engine_report._Rates(paced, paced, shape, PLAN, kv_format, lambda _: None)
+    decode, prefill = rates._decode(4, 20), rates._prefill(40)
+    assert (decode["step_ms"], decode["tokens_per_s"]) == (1000.0, 4.0)
+    assert decode["bytes"] == decode_bytes(shape, 4, 24, 4 * shape.step_weights, kv_format.token_bytes)
+    assert decode["mbu"] == decode["bytes"] / 1e6
+    assert (prefill["tokens_per_s"], prefill["mfu"]) == (40.0, prefill_flops(shape, 40) / 1e6)
+    # Chunks of 16, 16 and 8 tokens read the layers three times, and 0, 16 and 32 tokens of KV.
+    weights = 3 * shape.num_layers * shape.layer_weights + shape.head_weights
+    assert prefill["bytes"] == 4 * weights + (40 + 48) * kv_format.token_bytes
+
+
+def test_the_command_prints_tables_and_writes_report_and_picture(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_report, "Probes", partial(Probes, **SMALL))
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    files = [f"--json={tmp_path / 'report.json'}", f"--plot={tmp_path / 'roofline.svg'}"]
+    sizes = ["--prefill=16,40", "--batch=1,4", "--context=20", "--steps=3", "--rounds=1", "--chunk-size=16"]
+    result = CliRunner().invoke(main, ["bench", "engine", str(checkpoint), *sizes, *files])
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["tokens"] for row in report["prefill"]] == [16, 40]
+    assert [(row["batch"], row["context"]) for row in report["decode"]] == [(1, 20), (4, 20)]
+    assert 0 < report["startup"]["loaded_s"] < report["startup"]["first_token_s"]
+    assert 0 < report["memory"]["steady_bytes"] <= report["memory"]["peak_bytes"]
+    for row in report["prefill"]:
+        assert row["mfu"] == pytest.approx(row["flops"] / row["seconds"] / row["peak_flops_per_s"])
+    for row in report["decode"]:
+        assert row["mbu"] == pytest.approx(1e3 * row["bytes"] / row["step_ms"] / row["peak_bytes_per_s"])
+    assert "outside kernels" in result.stdout
+    assert "<svg" in (tmp_path / "roofline.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(["--batch=1,x"], "'x'"), (["--prefill=0"], "'0'"), (["--prefill=", "--plot=a.png"], "both prefill and decode")],
+)
+def test_bad_flags_are_refused_by_value(flags: list[str], said: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "engine", "anything", *flags])
+    assert result.exit_code == 2
+    assert said in result.output

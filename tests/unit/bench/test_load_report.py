@@ -1,0 +1,165 @@
+"""The arithmetic of reports, against requests written by hand; percentiles; pictures."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from baton.bench.load.outcome import Ending, Outcome
+from baton.bench.load.plots import PlotError, itl_over_time, latency_against_load
+from baton.bench.load.report import Objectives, report
+from baton.bench.load.runner import Plan, Run
+from baton.bench.load.sse import MAX_EVENT_BYTES, Events, EventTooLong
+from baton.bench.stats import percentile, summary
+
+
+def outcome(
+    sent: float, *times: float, counts: tuple[int, ...] = (), ending: Ending = Ending.FINISHED, **more: Any
+) -> Outcome:
+    counts = counts or (1,) * len(times)
+    values = {
+        "asked_tokens": sum(counts),
+        "input_tokens": 10,
+        "tokens": sum(counts),
+        "ended": max((sent, *times)),
+        **more,
+    }
+    return Outcome(
+        values.pop("due", sent), sent, ending=ending, times=array("d", times), counts=array("I", counts), **values
+    )
+
+
+def run(*outcomes: Outcome, began: float = 100.0, ended: float = 110.0) -> Run:
+    made = Run(Plan(requests=len(outcomes)), began=began, ended=ended, cpu_s=1.0, outcomes=list(outcomes))
+    for each in outcomes:
+        made.endings[each.ending] += 1
+    return made
+
+
+def told(*outcomes: Outcome, slo: Objectives | None = None, **more: Any) -> dict[str, Any]:
+    return report(run(*outcomes, **more), "t", {"rate": 2.0}, slo or Objectives())
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    values = list(range(1, 101))
+    assert [percentile(values, share) for share in (0.0, 0.01, 0.07, 0.5, 0.9, 0.99, 1.0)] == [1, 1, 7, 50, 90, 99, 100]
+    assert percentile([3, 1, 2], 0.5) == 2
+    assert summary([0.004, 0.001, 0.002, 0.003]) == {"p50": 2.0, "p90": 4.0, "p99": 4.0, "mean": 2.5, "max": 4.0}
+    assert summary([]) == dict.fromkeys(("p50", "p90", "p99", "mean", "max"))
+
+
+def test_every_number_of_a_report() -> None:
+    found = told(
+        outcome(101.0, 101.5, 101.6, 101.8, due=100.75),
+        # Speculative decoding: three events, seven tokens.
+        outcome(102.0, 104.0, 104.1, 104.5, counts=(1, 2, 4)),
+        outcome(103.0, 103.5, ending=Ending.FAILED, kind="timeout", message="late", tokens=1),
+        outcome(104.0, ending=Ending.REFUSED, kind="http 429", message="full"),
+        outcome(105.0, ending=Ending.REFUSED, kind="http 429", message="still full"),
+    )
+    assert found["requests"] == {"sent": 5, "finished": 2, "failed": 1, "refused": 2, "interrupted": 0}
+    assert found["seconds"] == 10.0
+    assert found["output_tokens"] == 11
+    assert found["output_tokens_per_s"] == 1.1
+    # Refused prompts were not read.
+    assert found["input_tokens_per_s"] == 3.0
+    assert found["requests_per_s"] == 0.2
+    assert found["ttft_ms"] == {"p50": 500.0, "p90": 2000.0, "p99": 2000.0, "mean": 1000.0, "max": 2000.0}
+    assert found["itl_ms"] == {"p50": 100.0, "p90": 400.0, "p99": 400.0, "mean": 200.0, "max": 400.0}
+    assert found["tpot_ms"]["p50"] == pytest.approx(83.333)
+    assert found["tpot_ms"]["max"] == 150.0
+    assert found["e2e_ms"] == {"p50": 800.0, "p90": 2500.0, "p99": 2500.0, "mean": 1650.0, "max": 2500.0}
+    assert found["lateness_ms"]["max"] == 250.0
+    assert found["generator_cpu"] == 0.1
+    assert found["failures"] == {
+        "http 429": {"count": 2, "example": "full"},
+        "timeout": {"count": 1, "example": "late"},
+    }
+    course = found["itl_over_time"]
+    assert course["bin_s"] == 0.1
+    assert sum(course["tokens"]) == 11
+    assert course["p99_ms"][-1] == 400.0
+    # The failed request's only event ends no gap.
+    assert None in course["p50_ms"]
+
+
+def test_goodput_counts_what_finished_within_both_objectives() -> None:
+    good = outcome(100.0, 100.5, 100.51, 100.52)
+    slow_start = outcome(100.0, 102.5, 102.51)
+    slow_rhythm = outcome(100.0, 100.5, 100.6, 100.7)
+    one_long_gap = outcome(100.0, 100.5, 100.51, 100.52, 100.53, 100.6)
+    one_token = outcome(100.0, 100.5)
+    failed = outcome(100.0, 100.5, 100.51, ending=Ending.FAILED, kind="timeout")
+    assert told(good)["goodput_per_s"] == 0.1
+    assert told(slow_start)["goodput_per_s"] == 0.0
+    assert told(slow_start, slo=Objectives(ttft_ms=3000.0))["goodput_per_s"] == 0.1
+    assert told(slow_rhythm)["goodput_per_s"] == 0.0
+    assert told(slow_rhythm, slo=Objectives(itl_ms=101.0))["goodput_per_s"] == 0.1
+    # The mean counts, so that one hiccup in a good rhythm is forgiven.
+    assert told(one_long_gap)["goodput_per_s"] == 0.1
+    assert told(one_token)["goodput_per_s"] == 0.1
+    assert told(failed)["goodput_per_s"] == 0.0
+    assert told(good, slow_start, slow_rhythm, one_token)["goodput_per_s"] == 0.2
+
+
+def test_a_run_without_any_answer_still_reports() -> None:
+    found = told(outcome(100.0, ending=Ending.FAILED, kind="connection", message="refused"))
+    assert found["requests"]["failed"] == 1
+    assert found["ttft_ms"]["p99"] is None
+    assert found["itl_over_time"]["at_s"] == []
+    assert told()["requests"]["sent"] == 0
+
+
+def test_events_however_the_stream_is_cut() -> None:
+    stream = (
+        b": ping\r\n\r\ndata: {1}\n\ndata:{2}\n\nevent: x\ndata: {3}\ndata: {4}\n\nid: 7\n\ndata: [DONE]\n\ndata: cut"
+    )
+    whole = [b"{1}", b"{2}", b"{3}\n{4}", b"[DONE]"]
+    assert Events().feed(stream) == whole
+    for step in (1, 3, 7):
+        events, found = Events(), []
+        for at in range(0, len(stream), step):
+            found += events.feed(stream[at : at + step])
+        assert found == whole
+    events = Events()
+    assert events.feed(b"x" * MAX_EVENT_BYTES) == []
+    with pytest.raises(EventTooLong):
+        events.feed(b"x")
+
+
+def sweep(target: str, *rates: float) -> list[dict[str, Any]]:
+    made = [told(outcome(100.0, 100.0 + rate / 10, 100.1 + rate / 5, 100.2 + rate / 4)) for rate in rates]
+    return [{**each, "target": target, "workload": {"rate": rate}} for each, rate in zip(made, rates, strict=True)]
+
+
+def test_pictures_are_of_the_kind_that_their_names_end_in(tmp_path: Path) -> None:
+    reports = [*sweep("one", 4.0, 1.0, 2.0), *sweep("other", 1.0, 2.0), told() | {"target": "nothing came"}]
+    for draw in (latency_against_load, itl_over_time):
+        draw(reports, tmp_path / "a.png")
+        head = (tmp_path / "a.png").read_bytes()[:24]
+        assert head[:8] == b"\x89PNG\r\n\x1a\n"
+        width, height = struct.unpack(">II", head[16:24])
+        assert width > 600
+        assert height > 400
+        draw(reports, tmp_path / "a.svg")
+        assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+        with pytest.raises(PlotError, match=r"must end in \.png"):
+            draw(reports, tmp_path / "a.txt")
+    with pytest.raises(PlotError, match="no load in common"):
+        latency_against_load([{**reports[0], "workload": {"concurrency": 4}}, reports[1]], tmp_path / "b.png")
+
+
+def test_lines_of_a_picture_are_the_numbers_of_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    seen: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, file: seen.append(self))
+    latency_against_load(sweep("one", 4.0, 1.0, 2.0), tmp_path / "a.png")
+    p50 = seen[0].axes[0].get_lines()[0]
+    assert list(p50.get_xdata()) == [1.0, 2.0, 4.0]
+    assert list(p50.get_ydata()) == pytest.approx([100.0, 200.0, 400.0])
