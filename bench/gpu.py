@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import statistics
 import subprocess
 import sys
@@ -296,12 +297,14 @@ def measure(bench: Bench, peer: bool = True) -> dict[str, Any]:
     results["overlap"] = bench.overlap(engine, max(plan.batches))
     engine.close()
     for name, (ahead, graphs) in VARIANTS.items():
-        # One at a time: each has pages of its own.
+        # One at a time: each has pages of its own, and cycles that hold them.
         del engine
+        gc.collect()
         engine = bench.engine(ahead, graphs)
         decode[name] = {str(batch): bench.decode(engine, batch, before) for batch in plan.batches}
         engine.close()
     del engine
+    gc.collect()
     results["peaks_after"] = bench.peaks()
     if peer:
         results["transformers"] = bench.transformers()

@@ -65,9 +65,13 @@ class _Child:
                 pid = self._process.pid
                 _logger.error("router %d (pid %d) ended with status %d, and is started again", self.number, pid, status)
             await asyncio.sleep(RESTART_S)
-            # What failed has said so, and is tried again.
-            with contextlib.suppress(ConfigError):
+            try:
                 await self.start()
+            except ConfigError:
+                # It has said why, and is tried again.
+                pass
+            except OSError as error:
+                _logger.error("router %d can't be started: %s", self.number, error)
 
     async def stop(self) -> None:
         """Ask it to drain, or to cut that short, and wait until it has ended."""
@@ -129,9 +133,12 @@ async def several(config: RouterConfig) -> AsyncIterator[Several]:
             try:
                 yield app
             finally:
-                async with asyncio.timeout(_STOP_S):
-                    await app.drain()
                 app.failed.cancel()
+                try:
+                    async with asyncio.timeout(_STOP_S):
+                        await app.drain()
+                except TimeoutError:
+                    _logger.error("not all routers have ended within %g s; they are killed", _STOP_S)
         finally:
             for child in children:
                 child.kill()

@@ -11,6 +11,7 @@ import grpc
 from baton.errors import BatonError, Unavailable
 from baton.pb import inference_pb2, inference_pb2_grpc
 from baton.rpc.convert import add_token, finish_to_proto, timings_to_proto, usage_to_proto
+from baton.rpc.errors import write
 from baton.telemetry.metrics import REQUESTS
 from router.dispatcher import Dispatcher
 from router.emission import Delta, Emission, News, Outbox
@@ -57,10 +58,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async with self._accepted(request, context) as (accepted, outbox):
                 while True:
                     news = await outbox.take()
-                    large = len(news.prompt_tokens) > LARGE_REPORT
-                    await context.write(
-                        await asyncio.to_thread(_response, accepted.id, news) if large else _response(accepted.id, news)
-                    )
+                    if len(news.prompt_tokens) > LARGE_REPORT:
+                        response = await asyncio.to_thread(_response, accepted.id, news)
+                    else:
+                        response = _response(accepted.id, news)
+                    await write(context, response)
                     if news.usage is not None:
                         break
             status = "OK"

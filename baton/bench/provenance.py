@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "grpcio", "transformers")},
+        **{name: _version(name) for name in ("torch", "grpcio", "transformers")},
     }
 
 
@@ -38,6 +38,14 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return name + ("+changes" if changed else "")
+
+
+def _version(package: str) -> str | None:
+    """None where it is not installed: a router needs no torch."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _git(here: Path, *arguments: str) -> str:

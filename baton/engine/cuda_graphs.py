@@ -51,6 +51,9 @@ class DecodeGraphs:
         self._inputs = inputs
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures: torch hands out its 32 streams in turn, so that a new one for each would in time be that
+        # of another thread's copies, which the capture would swallow; and each has a workspace of its own.
+        self._side = torch.cuda.Stream(inputs.ids.device)
         self.rows = min(MAX_ROWS, len(inputs.ids))
 
     def run(self, count: int, width: int) -> Tensor:
@@ -61,7 +64,8 @@ class DecodeGraphs:
         shape = padded(count), min(padded(width), self._inputs.tables.shape[1])
         captured = self._captured.get(shape) or self._capture(*shape)
         if captured is None:
-            return self._run(self._contexts(count, width), width)
+            rows, pages = shape
+            return self._run(self._contexts(rows, pages), pages)[:count]
         self._captured[shape] = captured
         captured.graph.replay()
         return captured.hidden[:count]
@@ -76,12 +80,11 @@ class DecodeGraphs:
         began, device = time.monotonic(), self._inputs.ids.device
         free, _ = torch.cuda.mem_get_info(device)
         contexts = self._contexts(rows, width)
-        side = self._warm(contexts, width)
-        if side is None:
+        if not self._warm(contexts, width):
             return None
         graph = torch.cuda.CUDAGraph()
         # Other threads copy KV meanwhile; their calls are none of this capture's business.
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             hidden = self._run(contexts, width)
         taken = free - torch.cuda.mem_get_info(device)[0]
         _log.info(
@@ -94,10 +97,9 @@ class DecodeGraphs:
         )
         return _Captured(graph, hidden)
 
-    def _warm(self, contexts: Sequence[int], width: int) -> torch.cuda.Stream | None:
-        """Run the step as it will be captured; the stream for it, None if the step makes the host wait."""
-        device = self._inputs.ids.device
-        main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    def _warm(self, contexts: Sequence[int], width: int) -> bool:
+        """Run the step as it will be captured; False if it makes the host wait."""
+        main, side = torch.cuda.current_stream(self._inputs.ids.device), self._side
         side.wait_stream(main)
         try:
             with torch.cuda.stream(side):
@@ -110,8 +112,8 @@ class DecodeGraphs:
                 raise
             _log.warning("decode runs without CUDA graphs, because a step makes the host wait: %s", error)
             self.rows = 0
-            return None
+            return False
         finally:
             torch.cuda.set_sync_debug_mode("default")
             main.wait_stream(side)
-        return side
+        return True

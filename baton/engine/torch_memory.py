@@ -48,8 +48,10 @@ class TorchMemory:
         index, skipped = list(pages[first:last]), tokens.start - first * size
         found = []
         for name, part in self.kv.parts.items():
-            taken = _bytes(part[layer])[index, :, heads.start : heads.stop]
-            rows = taken.reshape(-1, len(heads), taken.shape[-1])[skipped : skipped + len(tokens)]
+            kept = _bytes(part[layer])
+            whole = len(heads) == kept.shape[2]
+            taken = _pages(part[layer])[index] if whole else kept[index, :, heads.start : heads.stop]
+            rows = taken.reshape(-1, len(heads), kept.shape[-1])[skipped : skipped + len(tokens)]
             shape = (len(tokens), len(heads), *part.shape[4:])
             found.append(PartData(name, dtype_name(part.dtype), shape, rows.reshape(-1).data))
         return found
@@ -67,11 +69,14 @@ class TorchMemory:
         begun = first + bool(offset)
         index, rest = list(pages[begun : begun + full]), lead + full * size
         for part in parts:
-            home = _bytes(self.kv.parts[part.name][layer])[:, :, head_start : head_start + heads]
+            kept = self.kv.parts[part.name][layer]
+            home = _bytes(kept)[:, :, head_start : head_start + heads]
             rows = self._stored(part)
             if lead:
                 home[pages[first], offset : offset + lead] = rows[:lead]
-            if full:
+            if full and heads == kept.shape[2]:
+                _pages(kept)[index] = rows[lead:rest].reshape(full, -1)
+            elif full:
                 home[index] = rows[lead:rest].reshape(full, size, heads, -1)
             if rest < count:
                 home[pages[begun + full], : count - rest] = rows[rest:]
@@ -111,3 +116,9 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
     # torch moves elements of two bytes one by one, and takes ten times as long.
     view: NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
     return view
+
+
+def _pages(layer: Tensor) -> NDArray[np.uint8]:
+    """A view of a layer's part, `[pages, ...]`: one row of bytes a page, which is one run to copy, not one a token."""
+    # torch's `view` raises where numpy's `reshape` would copy, and what is then written would be lost.
+    return _bytes(layer.view(len(layer), -1))

@@ -104,5 +104,6 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
-    event.record()
+    # Not the stream of the current device, which may be another one.
+    event.record(torch.cuda.current_stream(device))
     return event

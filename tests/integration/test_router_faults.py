@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from baton.errors import EngineError
 from baton.pb import decode_pb2, prefill_pb2
+from baton.request import TokenInfo
+from router import emission
 from tests.integration.router_bench import Answer, bench, refused, until, whole
 from tests.integration.router_stubs import (
     LENGTH,
@@ -63,6 +66,36 @@ async def test_failed_attempt_goes_on_elsewhere_without_a_seam(tmp_path: Path, k
             assert used != [["decode-0"], [2, 0]]
         replay = next(r for stub in b.decode for r in stub.reserves if r.key.attempt == 1)
         assert (replay.context_tokens, replay.max_new_tokens) == (3 + 3, 3)
+
+
+async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, told, emit = letter(25), asyncio.Event(), emission._Choice._emit
+
+    def breaks(self: emission._Choice, token: TokenInfo, *rest: Any) -> None:
+        if token.token_id == bad:
+            raise ValueError("it has no text")
+        emit(self, token, *rest)
+
+    async def speaks(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+        down.send(start.key, 0, 1, [letter(1)])
+        await told.wait()
+        if asked.sampling.max_tokens == 9:
+            down.send(start.key, 0, 2, [bad])
+        else:
+            down.send(start.key, 0, 2, [letter(2)], LENGTH)
+
+    monkeypatch.setattr(emission._Choice, "_emit", breaks)
+    async with bench(tmp_path) as b:
+        b.decode[0].script = speaks
+        broken, fine = b.call(max_tokens=9), b.call(max_tokens=3)
+        while "b" not in Answer([await broken.read()]).text():
+            pass
+        told.set()
+        assert (await refused(broken)).code() is grpc.StatusCode.INTERNAL
+        assert (await whole(fine)).text() == text(0, 3)
+        assert len(b.decode[0].sessions) == 1
 
 
 async def test_a_fault_may_overtake_the_first_token(tmp_path: Path) -> None:

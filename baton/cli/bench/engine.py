@@ -82,7 +82,7 @@ def engine(
         raise click.UsageError("--plot needs both prefill and decode")
     # Torch's profiler would say on standard error when it starts and stops; it looks when it is loaded.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-    from baton.engine.process import prepare
+    from baton.engine.process import pin_compute_threads, prepare
 
     try:
         # What a worker's process does for its engine too, before torch is loaded.
@@ -92,6 +92,8 @@ def engine(
         from baton.engine.config import EngineConfig
 
         config = EngineConfig(model, device=device, dtype=dtype, threads=threads)
+        if cpus:
+            pin_compute_threads()
         with Console(stderr=True).status("") as status:
             report = measure(config, Plan(**plan), status.update)
     except BatonError as error:

@@ -14,10 +14,10 @@ LONGEST, BATCHES, CONTEXTS, STEPS = (8192,), (1, 8, 32), (128, 288, 1024), 64
 
 def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Command]]:
     """Build the engine; commands: prefill, decode, and probe, which tells the machine's peaks."""
-    from baton.engine.process import prepare
+    from baton.engine.process import pin_compute_threads, prepare
 
     # Before torch is loaded, as in a worker's process.
-    prepare()
+    prepare(f"0-{arguments.threads - 1}")
     import torch
 
     from baton.bench.engine import EngineRuns, Plan, engine_for
@@ -28,6 +28,7 @@ def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Comma
 
     plan = Plan((64,), (1, 2), (16,), steps=4) if arguments.small else Plan(LONGEST, BATCHES, CONTEXTS, steps=STEPS)
     engine = engine_for(plan, EngineConfig(arguments.model, device="cpu", threads=arguments.threads))
+    pin_compute_threads()
     runs = EngineRuns(engine)
     dtype = getattr(torch, engine.spec.kv_format.parts[0].dtype)
     shape = ModelShape.of(ModelConfig.from_pretrained(arguments.model))

@@ -150,19 +150,32 @@ def test_the_fleets_prediction_adds_prefill_and_the_share_of_steps() -> None:
     assert fleet.prediction(0.5, 0.1, 8, 64) == pytest.approx(64 / (0.5 + 63 * 0.1 / 8))
 
 
-def served(rate: float, ttft: float, itl: float) -> dict[str, Any]:
-    requests = {"sent": 10, "finished": 9}
+def served(rate: float, ttft: float, itl: float, finished: int = 10) -> dict[str, Any]:
+    requests = {"sent": 10, "finished": finished}
     return {"output_tokens_per_s": rate, "ttft_ms": {"p99": ttft}, "itl_ms": {"p99": itl}, "requests": requests}
 
 
 def test_fleets_are_compared_round_by_round() -> None:
-    found = {"baton": [served(90, 10, 5), served(80, 20, 6)], "vllm": [served(60, 20, 50), served(40, 20, 30)]}
+    found = {"baton": [served(90, 10, 5), served(80, 20, 6, 9)], "vllm": [served(60, 20, 50), served(40, 20, 30)]}
     summary = fleet.summary(found, [100.0, 100.0])
     assert summary["ratios"]["tokens_per_s"] == pytest.approx((1.5 + 2.0) / 2)
     assert summary["ratios"]["itl_p99_ms"] == pytest.approx((0.1 + 0.2) / 2)
     assert summary["of_predicted"] == pytest.approx(0.85)
     assert summary["servers"]["vllm"]["tokens_per_s"] == 50
-    assert summary["unfinished"] == {"baton": 2, "vllm": 2}
+    assert summary["unfinished"] == {"baton": 1, "vllm": 0}
+
+
+def test_a_fleet_that_lost_requests_meets_no_bar() -> None:
+    found = fleet.summary({"baton": [served(90, 10, 1, 9)], "vllm": [served(60, 20, 20)]}, [95.0])
+    told = list(report.verdicts({"fleet": {"c32": found}}))
+    assert len(told) == 4
+    assert not any(each.met for each in told)
+    assert told[0].row().endswith("| not met: 1 unfinished |")
+
+
+def test_no_prompts_of_a_fleet_come_twice() -> None:
+    seeds = [fleet.seed(number, concurrency) for number in range(5) for concurrency in fleet.CONCURRENCY]
+    assert len(set(seeds)) == len(seeds)
 
 
 def outcome(*times: float) -> Outcome:
@@ -186,12 +199,12 @@ class Disturbed:
         self.free.set()
 
     async def send(self, job: Job, outcome: Outcome) -> None:
-        if job.output_tokens == 1:
+        if job.output_tokens == interference.ANSWER_TOKENS:
             self.prompts += 1
             self.free.clear()
             await asyncio.sleep(0.05)
             self.free.set()
-            outcome.event()
+            outcome.event(job.output_tokens)
             return
         for _ in range(job.output_tokens):
             await self.free.wait()

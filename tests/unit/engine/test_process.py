@@ -36,6 +36,21 @@ print(sorted(os.sched_getaffinity(0)), torch.get_num_threads())
 """
 
 
+PINNED = """
+import os, threading
+from baton.engine.process import pin_compute_threads, prepare
+prepare(",".join(map(str, sorted(os.sched_getaffinity(0)))))
+import torch
+done, end = threading.Event(), threading.Event()
+threading.Thread(target=lambda: (pin_compute_threads(), done.set(), end.wait())).start()
+done.wait()
+names = {task: open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
+print(sorted(sorted(os.sched_getaffinity(int(task))) for task in names if names[task] == "baton-compute"))
+print(len(os.sched_getaffinity(0)))
+end.set()
+"""
+
+
 def run(program: str, argument: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.run([sys.executable, "-c", program, argument], capture_output=True, text=True, env=environ)
@@ -57,6 +72,14 @@ def test_no_list_of_cores(text: str) -> None:
 def test_pinned_to_a_core() -> None:
     core = max(os.sched_getaffinity(0))
     assert run(CORES, str(core)).stdout.strip() == f"[{core}] 1"
+
+
+def test_each_compute_thread_has_a_core() -> None:
+    """Those of the thread that computes, and only those."""
+    cores = sorted(os.sched_getaffinity(0))
+    team, free = run(PINNED, "").stdout.splitlines()
+    assert team == str([[core] for core in cores])
+    assert int(free) == len(cores)
 
 
 def test_a_core_that_is_not_there_is_named() -> None:

@@ -121,6 +121,27 @@ async def test_the_unexpected_is_logged_and_not_shown(stream: bool, caplog: pyte
     assert "Traceback" in caplog.text
 
 
+async def test_clients_that_leave_unread_what_they_were_sent_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    class Endless(Service):
+        async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+            while True:
+                yield pb.GenerateResponse(request_id="r" * 20_000)
+
+    async def leave(address: str, after_s: float) -> None:
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(address, options=own) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="x"))
+            await call.read()
+            await asyncio.sleep(after_s)
+            call.cancel()
+
+    with caplog.at_level(logging.ERROR, "baton.rpc.errors"):
+        async with serving(Endless()) as listener:
+            # Whether gRPC fails the write first or cancels the handler is chance: many leave, and not all at once.
+            await asyncio.gather(*(leave(listener.address, 0.006 * number) for number in range(50)))
+    assert not caplog.records
+
+
 async def test_a_very_long_message_keeps_its_status() -> None:
     failed = await failure(Service(errors.NotFound("ü" * 100_000)), stream=False)
     assert failed.code() is grpc.StatusCode.NOT_FOUND

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from baton.errors import EngineError
+from baton.model import sampler
+from baton.model.blocks import Blocks
+from baton.model.gumbel import Draws
 from baton.model.penalties import PenaltyTable, has_penalties
 from baton.model.sampled import token_infos
 from baton.model.sampler import WINDOW, SamplerBatch
@@ -257,6 +260,33 @@ def test_rows_that_are_not_finite_are_named(value: float) -> None:
         batch_of(states_of([GREEDY] * 3, 10), 10).sample(logits)
     with pytest.raises(EngineError, match="not finite"):
         token_infos(logits.masked_fill(logits == -math.inf, math.nan), [1, 2, 3], [0, 0, 0])
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["row by row", "at once"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_drawing_from_a_row_that_is_not_finite_ends(
+    value: float, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if at_once:
+        monkeypatch.setattr(sampler, "mass_above", sampler._mass_at_once)
+    params = [SamplingParams(seed=1, top_p=0.9), SamplingParams(seed=2, min_p=0.1), SamplingParams(seed=3, top_k=200)]
+    logits = some_logits(3, 1000)
+    logits[:, 500] = value
+    with pytest.raises(EngineError, match="not finite: row 0, row 1, row 2"):
+        batch_of(states_of(params, 1000), 1000).sample(logits)
+
+
+def test_sums_at_once_are_those_row_by_row() -> None:
+    logits = some_logits(5, 1000)
+    blocks = Blocks(logits)
+    words = torch.zeros(5, 2, dtype=torch.int32)
+    draws = Draws(
+        torch.arange(5), logits.amax(-1, keepdim=True), torch.tensor([[0.3], [0.7], [1.0], [2.0], [9.0]]), words
+    )
+    level = torch.tensor([[-0.1], [-1.0], [-2.0], [-math.inf], [-0.5]])
+    torch.testing.assert_close(
+        sampler._mass_at_once(blocks, draws, level), sampler.mass_above(blocks, draws, level), rtol=1e-12, atol=0.0
+    )
 
 
 def test_min_tokens_ends_when_enough_are_there() -> None:

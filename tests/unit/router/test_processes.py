@@ -1,0 +1,28 @@
+"""Several routers: what the parent does when one can't be started again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.errors import ConfigError
+from router import processes
+
+
+@pytest.mark.parametrize("error", [OSError("no memory"), ConfigError("processes: router 0 ended with status 2")])
+async def test_a_router_that_does_not_start_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "RESTART_S", 0)
+    tried, again = [error], asyncio.Event()
+
+    async def start() -> None:
+        if tried:
+            raise tried.pop()
+        again.set()
+        await asyncio.Event().wait()
+
+    child = processes._Child(0, [])
+    monkeypatch.setattr(child, "start", start)
+    keeping = asyncio.create_task(child.keep())
+    await asyncio.wait_for(again.wait(), 5)
+    keeping.cancel()
