@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from baton.engine.fake import FakeEngine
+from baton.kv.format import KvCompression
 from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.ledger import LedgerEntry
 from baton.pb import kv_pb2, prefill_pb2
@@ -289,9 +290,9 @@ async def test_pages_with_a_read_in_flight_are_listed_as_draining_until_it_ends(
 async def test_the_stream_of_a_cancelled_consumer_ends(big: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     ended, frames = asyncio.Event(), Export.frames
 
-    async def watched(self: Export, box: Box) -> AsyncGenerator[bytes, None]:
+    async def watched(self: Export, box: Box, compression: KvCompression) -> AsyncGenerator[bytes, None]:
         try:
-            async with contextlib.aclosing(frames(self, box)) as stream:
+            async with contextlib.aclosing(frames(self, box, compression)) as stream:
                 async for frame in stream:
                     yield frame
         finally:
