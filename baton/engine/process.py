@@ -22,7 +22,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 
-_CORES = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_CORES = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _COMPUTE = "baton-compute"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of mallopt, from malloc.h."""
