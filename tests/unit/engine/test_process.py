@@ -83,9 +83,9 @@ def test_each_compute_thread_has_a_core() -> None:
 
 
 def test_a_core_that_is_not_there_is_named() -> None:
-    found = run(CORES, "100000")
+    found = run(CORES, "99999")
     assert found.returncode != 0
-    assert "cpus: core 100000 is not there for this process" in found.stderr
+    assert "cpus: core 99999 is not there for this process" in found.stderr
 
 
 def test_freed_memory_is_used_again() -> None:
