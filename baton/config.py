@@ -37,7 +37,8 @@ _ROLE_FIELDS = """
 model served_model_name device dtype kv_dtype max_model_len kv_memory page_size block_size threads cpus control kv
 ops kv_advertise worker_id insecure log_level chunk_size max_waiting redis fleet_secret
 cache_memory cache_budget_s cache_ttl_s cache_writes lease_s slots
-convert_kv kv_compression reserve_tokens host_kv_memory stall_s drain_s fetch_timeout_s fetch_stall_s start_timeout_s
+convert_kv kv_compression reserve_tokens host_kv_memory resident_kv_memory stall_s drain_s
+fetch_timeout_s fetch_stall_s start_timeout_s
 prefill decode grpc processes line_capacity line_wait_s prefill_limit max_attempts reserve_timeout_s worker_wait_s
 resolve_s
 request_timeout_s prefill_silence_s isolation_wait_s

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,32 +193,33 @@ class Bench:
 
     def overlap(self, engine: TorchEngine, batch: int) -> dict[str, float]:
         """The step's time while another thread copies KV out of pages and into others, over its time alone."""
-        tokens = min(self.plan.context, 1024)
-        source, target = (engine.reserve(name, tokens) for name in ("source", "target"))
-        heads, stop, copied = range(self.config.num_kv_heads), threading.Event(), 0
+        stop = threading.Event()
+        with running(engine, batch, self.plan) as turn:
+            alone = self.seconds(lambda: turn(self.plan.steps)) / self.plan.steps
+        with running(engine, batch, self.plan) as turn, ThreadPoolExecutor(1) as threads:
+            copied = threads.submit(self._copy, engine, stop)
+            try:
+                beside = self.seconds(lambda: turn(self.plan.steps)) / self.plan.steps
+            finally:
+                stop.set()
+            rate = copied.result() / 1e9
+        return {"step_ms": alone * 1e3, "beside_ms": beside * 1e3, "ratio": beside / alone, "gb_per_s_each_way": rate}
 
-        def copy() -> None:
-            nonlocal copied
+    def _copy(self, engine: TorchEngine, stop: threading.Event) -> float:
+        """Copy KV out of pages and into others until told to stop: bytes a second."""
+        tokens, heads, copied = min(self.plan.context, 1024), range(self.config.num_kv_heads), 0
+        source, target = (engine.reserve(name, tokens) for name in ("source", "target"))
+        began = time.perf_counter()
+        try:
             while not stop.is_set():
                 for layer in range(self.config.num_layers):
                     parts = engine.read_kv(source, layer, range(tokens), heads)
                     engine.write_kv(target, layer, 0, 0, parts)
                     copied += sum(memoryview(part.data).nbytes for part in parts)
-
-        with running(engine, batch, self.plan) as turn:
-            alone = self.seconds(lambda: turn(self.plan.steps)) / self.plan.steps
-        with running(engine, batch, self.plan) as turn:
-            thread = threading.Thread(target=copy)
-            began = time.perf_counter()
-            thread.start()
-            beside = self.seconds(lambda: turn(self.plan.steps)) / self.plan.steps
-            stop.set()
-            thread.join()
-            took = time.perf_counter() - began
-        engine.free(source)
-        engine.free(target)
-        rate = copied / took / 1e9
-        return {"step_ms": alone * 1e3, "beside_ms": beside * 1e3, "ratio": beside / alone, "gb_per_s_each_way": rate}
+            return copied / (time.perf_counter() - began)
+        finally:
+            engine.free(source)
+            engine.free(target)
 
     def transformers(self) -> dict[str, float]:
         """`generate` of transformers at the plan's batch and context: tokens/s of its steps after the first."""

@@ -6,10 +6,15 @@
 Real processes: two fleets of one prefill and one decode worker, of which only one serves at a time, one with all tiers
 of the cache and one with none. All in one run, in turns, on the client's clock:
 
-    cold    a new prompt: on the fleet without a cache, with the cache told off, and with the cache on
+    cold    a new prompt: on the fleet without a cache, with the cache on, and with the cache told off
     pool    the same prompt again
     redis   after pages and host memory were dropped (Admin.ClearCache), on prefill and on decode
     host    after another prompt took the pages: the pool has room for one
+
+A machine's speed may change by half within a minute. So cold prompts go in the order none, on, off, off, on, none, and
+each is compared with its neighbour alone: two pairs a round of each comparison, one in either order. What counts is the
+median of the pairs' ratios. Beside the clock stands the CPU time of the fleet's processes, and of Redis: until the
+first token, and from then on until everything was written.
 
 A sample counts for a tier only if the request's own usage says that nine tenths of its tokens came from there. Every
 warm prompt is a whole-prompt hit, of which the last token is computed.
@@ -36,17 +41,17 @@ import numpy
 from redis import Redis
 
 from baton import AsyncClient
-from baton.bench.stats import percentile
 from baton.kv.embedded import embedded_valkey
 from baton.request import CachedTokens
 from bench.common import save
+from bench.prefix_cold import COLD, NONE, OFF, ON, Cold, ms, ratios, spread, way_taken
+from bench.prefix_cold import lines as cold_lines
 from bench.prefix_redis import Throughput, kv_format
 from bench.prefix_redis import table as redis_table
-from bench.services import Services, Worker
+from bench.services import Services, Worker, cpu_seconds
 
 TIERS = ("pool", "host", "redis")
 BARS = {"pool": 80.0, "redis": 40.0}
-MOST_OFF = 1.01
 FLOOR_AIM = 2.0
 FROM_TIER = 0.9
 STEP_TOKENS = 12
@@ -61,12 +66,17 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Fleets:
-    """Clients of the fleet with the cache and of the one without, and the workers of the first."""
+    """Clients of the fleet with the cache and of the one without, the workers of the first, and processes of both."""
 
     on: AsyncClient
-    off: AsyncClient
+    none: AsyncClient
     workers: list[Worker]
     redis: Redis
+    pids: dict[str, dict[str, int]]
+
+    def of(self, way: str) -> tuple[AsyncClient, dict[str, int]]:
+        """The client to ask for a cold prompt, and its fleet's processes by role."""
+        return (self.none, self.pids["none"]) if way == NONE else (self.on, self.pids["on"])
 
 
 @dataclass
@@ -74,6 +84,7 @@ class Samples:
     """Seconds to the first token, by what was asked; `strays` are warm ones that came from elsewhere."""
 
     ttft: dict[str, list[float]] = field(default_factory=dict)
+    cold: list[Cold] = field(default_factory=list)
     strays: list[str] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     copies: list[float] = field(default_factory=list)
@@ -109,15 +120,17 @@ class Run:
 
     async def warm_up(self) -> None:
         """Everything once, and the prompt that takes the pages from others."""
-        for client in (self._fleets.off, self._fleets.on):
-            await ask(client, self._fresh(256), tokens=4)
         self._other = self._fresh(self._length)
-        await ask(self._fleets.on, self._other)
+        for client in (self._fleets.none, self._fleets.on):
+            await ask(client, self._fresh(256), tokens=4)
+            # At full length in both: kernels and working memory are made for each new shape.
+            await ask(client, self._other)
         await self._settled()
 
-    async def round(self, number: int, repeats: int) -> None:
-        """One sample of each cold way, and `repeats` from each tier."""
-        prompt = await self._cold(number)
+    async def round(self, repeats: int) -> None:
+        """Two samples of each cold way, and `repeats` from each tier."""
+        prompts = {way: await self._cold(way) for way in COLD}
+        prompt = prompts[ON]
         for _ in range(repeats):
             await self._warm("pool", prompt)
         for _ in range(repeats):
@@ -136,20 +149,18 @@ class Run:
         await self._steps(prompt, repeats)
         self.samples.copies += [copy_seconds(self._bytes()) for _ in range(repeats)]
 
-    async def _cold(self, number: int) -> list[int]:
-        """Cold in three ways, in another order each round; returns the prompt that is cached now."""
-        ways = [("cold, no cache", "read_write"), ("cold, cache off", "off"), ("cold, cache on", "read_write")]
-        prompts = {}
-        for turn in range(3):
-            name, policy = ways[(turn + number) % 3]
-            prompts[name] = self._fresh(self._length)
-            client = self._fleets.off if name == "cold, no cache" else self._fleets.on
-            arrivals, cached = await ask(client, prompts[name], policy)
-            if cached.total:
-                raise RuntimeError(f"{name}: {cached.total} tokens were cached")
-            self.samples.add(name, arrivals[0])
-            await self._settled()
-        return prompts["cold, cache on"]
+    async def _cold(self, way: str) -> list[int]:
+        """One new prompt; returns it."""
+        client, pids = self._fleets.of(way)
+        prompt = self._fresh(self._length)
+        before = _cpu(pids)
+        arrivals, cached = await ask(client, prompt, "off" if way == OFF else "read_write")
+        first = _cpu(pids)
+        if cached.total:
+            raise RuntimeError(f"{way}: {cached.total} tokens were cached")
+        await self._settled()
+        self.samples.cold.append(Cold(way, arrivals[0], _minus(first, before), _minus(_cpu(pids), first)))
+        return prompt
 
     async def _warm(self, tier: str, prompt: list[int]) -> None:
         arrivals, cached = await ask(self._fleets.on, prompt)
@@ -189,6 +200,14 @@ class Run:
         return self._length * kv_format().token_bytes
 
 
+def _cpu(pids: dict[str, int]) -> dict[str, float]:
+    return {role: cpu_seconds(pid) for role, pid in pids.items()}
+
+
+def _minus(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    return {role: value - before[role] for role, value in now.items()}
+
+
 def copy_seconds(size: int) -> float:
     """Seconds in which one thread copies `size` bytes in memory."""
     source = numpy.ones(size, dtype=numpy.uint8)
@@ -202,95 +221,68 @@ def report(run: Run, length: int, redis_seconds: float) -> dict[str, Any]:
     """Medians in ms, floors and ratios; `redis_seconds` is what a plain client takes for the prefix."""
     samples = run.samples
     ttft = {name: statistics.median(values) for name, values in samples.ttft.items()}
-    cold, step = ttft["cold, cache on"], statistics.median(samples.steps)
+    cold, step = (
+        statistics.median(each.ttft for each in samples.cold if each.way == ON),
+        statistics.median(samples.steps),
+    )
     moving = {"pool": 0.0, "host": statistics.median(samples.copies), "redis": redis_seconds}
     warm = {}
     for tier in (tier for tier in TIERS if tier in ttft):
         floor = moving[tier] + step
         warm[tier] = {
-            **_spread(samples.ttft[tier]),
-            "floor_ms": _ms(floor),
-            "moving_ms": _ms(moving[tier]),
+            **spread(samples.ttft[tier]),
+            "floor_ms": ms(floor),
+            "moving_ms": ms(moving[tier]),
             "cold_over_warm": round(cold / ttft[tier], 1),
             "warm_over_floor": round(ttft[tier] / floor, 2),
             **({"bar": BARS[tier], "reached": cold / ttft[tier] >= BARS[tier]} if tier in BARS else {}),
         }
-    cold_names = [name for name in ttft if name.startswith("cold")]
     return {
         "prompt_tokens": length,
         "prefix_bytes": length * kv_format().token_bytes,
-        "cold": {name.partition(", ")[2]: _spread(samples.ttft[name]) for name in cold_names},
+        "cold": {way: way_taken(samples.cold, way) for way in dict.fromkeys(COLD)},
         "cold_tokens_per_s": round(length / cold, 1),
-        "cold_on_over_no_cache": _ratios(samples, "cold, cache on", "cold, no cache"),
-        "cold_on_over_cache_off": _ratios(samples, "cold, cache on", "cold, cache off"),
+        "cold_on_over_no_cache": ratios(samples.cold, ON, NONE),
+        "cold_on_over_cache_off": ratios(samples.cold, ON, OFF),
         "warm": warm,
         "strays": samples.strays,
-        "one_step_ms": _ms(step),
-        "short_prompt": _spread(samples.ttft["short prompt"]),
+        "one_step_ms": ms(step),
+        "short_prompt": spread(samples.ttft["short prompt"]),
         "copy_gb_per_s": round(length * kv_format().token_bytes / moving["host"] / 1e9, 2),
     }
 
 
-def _ratios(samples: Samples, above: str, below: str) -> dict[str, Any]:
-    """Of the pairs of each round."""
-    pairs = zip(samples.ttft[above], samples.ttft[below], strict=True)
-    ratios = [one / other for one, other in pairs]
-    median = statistics.median(ratios)
-    return {
-        "median": round(median, 4),
-        "each": [round(ratio, 4) for ratio in ratios],
-        "of_medians": round(statistics.median(samples.ttft[above]) / statistics.median(samples.ttft[below]), 4),
-        "bar": MOST_OFF,
-        "reached": median <= MOST_OFF,
-    }
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {
-        "ttft_ms": _ms(statistics.median(values)),
-        "least_ms": _ms(min(values)),
-        "p90_ms": _ms(percentile(values, 0.9)),
-        "samples": len(values),
-    }
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 2)
-
-
 @contextlib.contextmanager
-def fleets(arguments: argparse.Namespace) -> Iterator[tuple[str, str, list[Worker], str]]:
-    """Addresses of the routers with and without a cache, the workers of the first, and the server."""
+def fleets(arguments: argparse.Namespace) -> Iterator[tuple[Fleets, str]]:
+    """The fleet with a cache and the one without, and the URL of the server."""
     page_bytes = (arguments.tokens + SPARE_TOKENS) * kv_format().token_bytes
     common = {"dtype": "bfloat16", "threads": THREADS, "max_model_len": 2 * arguments.tokens, "stall_s": PATIENCE_S}
     with embedded_valkey(2 << 30) as server, Services(model=arguments.model, **common) as services:
-        on = {"redis": server, "cache_memory": "1GiB"}
-        none = {"redis": "none", "cache_memory": 0}
-        decode = {"slots": 2, "kv_memory": 2 * page_bytes}
-        workers = [
-            services.worker("prefill", kv_memory=page_bytes, chunk_size=CHUNK_TOKENS, **on),
-            services.worker("decode", **decode, **on),
-        ]
-        without = [
-            services.worker("prefill", kv_memory=page_bytes, chunk_size=CHUNK_TOKENS, **none),
-            services.worker("decode", **decode, **none),
-        ]
-        routers = [
-            services.router([prefill], [decode], prefill_silence_s=PATIENCE_S) for prefill, decode in (workers, without)
-        ]
-        yield routers[0], routers[1], workers, server
+        redis = Redis.from_url(server, protocol=2)
+        routers, pids, workers = {}, {}, {}
+        for name, cache in (
+            ("on", {"redis": server, "cache_memory": "1GiB"}),
+            ("none", {"redis": "none", "cache_memory": 0}),
+        ):
+            prefill = services.worker("prefill", kv_memory=page_bytes, chunk_size=CHUNK_TOKENS, **cache)
+            decode = services.worker("decode", slots=2, kv_memory=2 * page_bytes, **cache)
+            routers[name] = services.router([prefill], [decode], prefill_silence_s=PATIENCE_S)
+            workers[name] = [prefill, decode]
+            places = {"prefill": prefill.control, "decode": decode.control, "router": routers[name]}
+            pids[name] = {role: services.pid(address) for role, address in places.items()}
+        pids["on"]["redis"] = int(redis.info("server")["process_id"])
+        yield Fleets(AsyncClient(routers["on"]), AsyncClient(routers["none"]), workers["on"], redis, pids), server
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    with fleets(arguments) as (on, off, workers, server):
+    with fleets(arguments) as (found, server):
         throughput = Throughput(server, arguments.tokens // kv_format().block_size)
-        async with AsyncClient(on) as with_cache, AsyncClient(off) as without:
-            vocabulary = (await with_cache.get_model()).vocab_size
-            found = Fleets(with_cache, without, workers, Redis.from_url(server, protocol=2))
+        async with found.on, found.none:
+            vocabulary = (await found.on.get_model()).vocab_size
             run = Run(found, arguments.tokens, vocabulary, arguments.seed)
             await run.warm_up()
-            for number in range(arguments.rounds):
-                await run.round(number, arguments.repeats)
+            for _ in range(arguments.rounds):
+                await run.round(arguments.repeats)
                 for _ in range(2):
                     await throughput.round()
         results = report(run, arguments.tokens, throughput.best_seconds("get"))
@@ -301,9 +293,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """The whole on one screen."""
     lines = [f"{results['prompt_tokens']} tokens, {results['prefix_bytes'] / 1e6:.1f} MB of KV"]
-    lines += [f"cold, {name:10} {cold['ttft_ms']:9.1f} ms" for name, cold in results["cold"].items()]
-    for name in ("cold_on_over_no_cache", "cold_on_over_cache_off"):
-        lines += [f"{name:24} {results[name]['median']:.4f} (bar {MOST_OFF}) of {results[name]['each']}"]
+    lines += cold_lines(results)
     for tier, warm in results["warm"].items():
         bar = f" (bar {warm['bar']:g})" if "bar" in warm else ""
         lines.append(

@@ -229,8 +229,7 @@ class Attempts:
         attempt.cancelled.add(choice)
         if (going := attempt.choices.get(choice)) is None:
             return []
-        self._publish(attempt, going)
-        self._engine.free(going.handle)
+        self._release(attempt, going)
         self.sequence_ended(going.sequence, now)
         return [going.sequence]
 
@@ -258,7 +257,7 @@ class Attempts:
         dropped = [choice.sequence for choice in attempt.choices.values()]
         if sound:
             for choice in attempt.choices.values():
-                self._publish(attempt, choice)
+                self._release(attempt, choice)
         self._free([choice.handle for choice in attempt.choices.values()])
         for sequence in dropped:
             del self._owners[sequence]
@@ -307,12 +306,15 @@ class Attempts:
         rest = context_ids(handoff)[len(digests) * spec.kv_format.block_size :]
         return Chain(spec, attempt.request.cache_salt, digests, rest)
 
-    def _publish(self, attempt: Attempt, choice: Choice) -> None:
-        """Leave what is final of a sequence's KV to others; of one that has ended already, the engine thread has."""
-        if choice.chain is not None and choice.handle.alive:
-            digests = tuple(choice.chain.digests)
-            self._engine.publish(choice.handle, digests)
-            self._leave(attempt, choice, digests)
+    def _release(self, attempt: Attempt, choice: Choice) -> None:
+        """Free a sequence, and leave what is final of its KV to others; of one that has ended, the engine thread has.
+
+        In one go: a step in between would find its last page published.
+        """
+        chain = choice.chain if choice.handle.alive else None
+        digests = tuple(chain.digests) if chain is not None else ()
+        self._engine.free(choice.handle, digests)
+        self._leave(attempt, choice, digests)
 
     def _leave(self, attempt: Attempt, choice: Choice, digests: Sequence[bytes]) -> None:
         """Tell of what a sequence has published at its end."""

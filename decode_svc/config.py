@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from baton.config import option
-from baton.engine.config import EngineConfig
+from baton.engine.config import RESIDENT_KV_MEMORY, EngineConfig
 from baton.kv.format import KvCompression
 from baton.worker.config import WorkerConfig
 
@@ -24,6 +24,12 @@ class DecodeConfig(WorkerConfig):
     )
     host_kv_memory: int = option(
         512 << 20, help="Host memory for the KV of sequences paused for want of pages.", unit="bytes", minimum=0
+    )
+    resident_kv_memory: int = option(
+        RESIDENT_KV_MEMORY,
+        help="Memory, on CPU, for copies of running sequences' KV that steps read; at most the pool's, 0 for none.",
+        unit="bytes",
+        minimum=0,
     )
     convert_kv: bool = option(False, help="Accept KV of another element type and convert it.")
     kv_compression: str = option(
@@ -49,4 +55,9 @@ class DecodeConfig(WorkerConfig):
 
     def engine_config(self) -> EngineConfig:
         """The engine's share of the settings."""
-        return replace(super().engine_config(), slots=self.slots, host_kv_memory=self.host_kv_memory)
+        return replace(
+            super().engine_config(),
+            slots=self.slots,
+            host_kv_memory=self.host_kv_memory,
+            resident_kv_memory=self.resident_kv_memory,
+        )

@@ -257,7 +257,7 @@ class DecodeLoop:
             message = f"no page is left, and host memory is full: {error}"
             _log.warning("%s", message)
             self._gave_back = True
-            self._publish(sequence.handle, sequence.digests)
+            self._engine.free(sequence.handle, sequence.digests)
             self._fail([sequence.id], FailureKind.PREEMPTED, message, report)
         except Exception as error:
             self._lose(sequence, error, report)
@@ -308,18 +308,13 @@ class DecodeLoop:
             if output is not None:
                 report.outputs.append(output)
                 if output.finish is not None:
-                    self._publish(handle, output.digests)
-                    self._engine.free(handle)
+                    self._engine.free(handle, output.digests)
 
     def _abandon(self) -> None:
         """Wait for what is unread, which nobody wants."""
         while self._unread:
             with contextlib.suppress(Exception):
                 self._unread.popleft().step.result()
-
-    def _publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
-        if digests:
-            self._engine.publish(handle, digests)
 
     def _free_pages(self) -> int:
         """Pages that could be had, as far as anybody is in need of some."""

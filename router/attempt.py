@@ -78,7 +78,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class _Emitted:
-    """Tokens were emitted as they came, and ended a choice by a stop string, or failed to be emitted."""
+    """Tokens were emitted as they came, and ended a choice by a stop string; or what came can't be handled."""
 
     error: Exception | None = None
 
@@ -192,9 +192,8 @@ class Attempt:
 
     async def _prefill(self, place: Place, transfer_id: str, source: PrefixSource | None) -> None:
         request = self._request
-        await prefill(
-            place.seat,
-            message(
+        try:
+            asked = message(
                 request_id=request.id,
                 attempt=self._number,
                 transfer_id=transfer_id,
@@ -205,11 +204,12 @@ class Attempt:
                 cache_salt=request.salt,
                 cache=request.cache,
                 source=source,
-            ),
-            timeout=self._remaining(),
-            silence_s=self._means.config.prefill_silence_s,
-            deliver=self._deliver,
-        )
+            )
+            silence_s = self._means.config.prefill_silence_s
+            await prefill(place.seat, asked, timeout=self._remaining(), silence_s=silence_s, deliver=self._deliver)
+        except Exception as error:
+            # Nobody waits for this task, and the attempt would wait until its deadline.
+            self._inbox.put_nowait(_Emitted(error))
 
     def _start(self, place: Place, transfer_id: str, source: PrefixSource | None) -> None:
         """Tell decode where to fetch the KV."""

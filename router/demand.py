@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from router.breaker import Shut
 from router.fleet import DecodeView, PrefillView
+from router.prefixes import Found
 
 
 class Hits(Protocol):
@@ -21,24 +22,7 @@ class Hits(Protocol):
         """Leading tokens that the worker holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """Hits by worker."""
-
-    by_worker: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def levels(self) -> Sequence[tuple[int, Collection[str]]]:
-        """One for each number of tokens."""
-        numbers = sorted({tokens for tokens in self.by_worker.values() if tokens}, reverse=True)
-        return [(least, [name for name, held in self.by_worker.items() if held >= least]) for least in numbers]
-
-    def tokens(self, worker: str) -> int:
-        """Leading tokens that the worker holds."""
-        return self.by_worker.get(worker, 0)
-
-
-NO_HITS = Listed()
+NO_HITS: Hits = Found([])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,11 @@ of a chain is therefore found by search and not by walking along it, and no work
 Memory is bounded: when more than `most` blocks are known, only every second name counts from then on, then every
 fourth, and so on, by bits of the name itself, so that the same ones are left out for all workers. Chains are then known
 to within a few blocks, and all of them equally well.
+
+It stays so when fewer blocks are held again. A name that was left out is not here any more, and a search over names of
+which some chains lack some would take these for short; so all workers would have to tell all that they hold, as they do
+when a router starts, for half of `granularity` blocks a prompt that placement reckons with and workers find anyway.
+Starting the router anew is the same, and `baton cache stats` shows where it would help.
 """
 
 from __future__ import annotations

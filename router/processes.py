@@ -31,23 +31,24 @@ from router.config import RouterConfig
 
 RESTART_S = 1.0
 _STOP_S = 10.0
+_LAST_PORT = 65535
 _OWN = ("processes", "grpc", "ops")
 
 _logger = logging.getLogger(__name__)
 
 
 class _Child:
-    """One router; `flags` are its settings."""
+    """One router; `flags` are its settings but for `ops`, its address for metrics, which it keeps for good."""
 
-    def __init__(self, number: int, flags: list[str]) -> None:
+    def __init__(self, number: int, flags: list[str], ops: str) -> None:
         self.number = number
-        self.ops = ""
+        self.ops = ops
         self._flags = flags
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Run it until it listens. Raises ConfigError when it ends before; it has said why."""
-        command = bound_to_me([sys.executable, "-m", __name__, *self._flags])
+        command = bound_to_me([sys.executable, "-m", __name__, *self._flags, f"--ops={self.ops}"])
         # A signal of the terminal goes to the parent alone, which passes it on once.
         process = self._process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, start_new_session=True
@@ -112,10 +113,12 @@ class Several:
 async def several(config: RouterConfig) -> AsyncIterator[Several]:
     """Start `config.processes` routers on one port; the end of the block ends them.
 
-    Raises ConfigError for an address that is refused or taken, and when a router does not start.
+    Raises ConfigError for an address that is refused or taken, for one of --ops that leaves too few ports, and when a
+    router does not start.
     """
     keys = {"api_keys": config.api_keys}
     check_reach(config.grpc, insecure=config.insecure, tls=bool(config.tls_cert), keys=keys, field="grpc")
+    ops = [_ops(config, number) for number in range(config.processes)]
     try:
         # Whoever has the port without sharing it is found by a bind that does not share it either.
         bind(config.grpc).close()
@@ -124,7 +127,8 @@ async def several(config: RouterConfig) -> AsyncIterator[Several]:
         raise ConfigError(f"grpc: {error}") from None
     host, port = _host(config.grpc), held.getsockname()[1]
     address = f"{host}:{port}"
-    children = [_Child(number, _flags(config, address, number)) for number in range(config.processes)]
+    flags = [f"--grpc={address}", *_flags(config)]
+    children = [_Child(number, flags, each) for number, each in enumerate(ops)]
     with contextlib.closing(held):
         try:
             for child in children:
@@ -144,16 +148,23 @@ async def several(config: RouterConfig) -> AsyncIterator[Several]:
                 child.kill()
 
 
-def _flags(config: RouterConfig, address: str, number: int) -> list[str]:
-    """The settings of one router; secrets stay in the environment."""
-    ops = parse_address(config.ops)[1]
-    flags = [f"--grpc={address}", f"--ops={_host(config.ops)}:{ops + number if ops else 0}"]
+def _flags(config: RouterConfig) -> list[str]:
+    """The settings that all routers have; secrets stay in the environment."""
+    flags = []
     for field in dataclasses.fields(config):
         if field.name not in _OWN and not field.metadata.get("secret"):
             value = getattr(config, field.name)
             text = ",".join(value) if isinstance(value, tuple) else str(value)
             flags.append(f"--{field.name.replace('_', '-')}={text}")
     return flags
+
+
+def _ops(config: RouterConfig, number: int) -> str:
+    """Where a router is to tell its metrics; port 0: anywhere, when it starts for the first time."""
+    port = parse_address(config.ops)[1]
+    if port + number > _LAST_PORT:
+        raise ConfigError(f"ops: {config.ops} leaves no port for router {number}")
+    return f"{_host(config.ops)}:{port + number if port else 0}"
 
 
 def _host(address: str) -> str:

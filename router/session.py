@@ -15,6 +15,7 @@ worker has freed all that it owned, so every attempt on it fails, and a new sess
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ _FAULTS: dict[int, tuple[Callable[[str], BatonError], Blame, Cause]] = {
     _Kind.KIND_PREEMPTED: (partial(Overloaded, retry_after=PREEMPTED_RETRY_S), Blame.DECODE, Cause.PREEMPTED),
 }
 _UNKNOWN = (EngineError, Blame.DECODE, Cause.FAULT)
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +258,10 @@ class DecodeSession:
             task = asyncio.current_task()
             if not silence.fell or (task is not None and task.cancelling()):
                 raise
+        except Exception as error:
+            # The next session may fare better; without one the worker would stand idle.
+            _logger.exception("a message of decode worker %s can't be handled", self._worker)
+            reason = f"sent what can't be handled: {type(error).__name__}: {error}"
         finally:
             if silence.fell:
                 reason = f"was silent for {SILENCE_S:g} s"

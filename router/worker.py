@@ -252,6 +252,10 @@ class WorkerLink:
             if not silence.fell or (task is not None and task.cancelling()):
                 raise
             return f"was silent for {SILENCE_S:g} s"
+        except Exception as error:
+            # It is dialled again; a watch that nobody keeps would leave the worker out for good.
+            _logger.exception("a status of %s worker %s can't be handled", self.role.value, self.name)
+            return f"sent a status that can't be handled: {type(error).__name__}: {error}"
         finally:
             call.cancel()
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,8 +155,10 @@ class OpenAiServer:
 
 
 @contextlib.asynccontextmanager
-async def openai_server(*behaviours: Stream | int, port: int = 0) -> AsyncIterator[OpenAiServer]:
-    """A server that listens until the block ends."""
+async def openai_server(
+    *behaviours: Stream | int, port: int = 0, tls: dict[str, str] | None = None
+) -> AsyncIterator[OpenAiServer]:
+    """A server that listens until the block ends; with `tls`, settings of a service, it wants certificates."""
     made = OpenAiServer(behaviours)
     app = Starlette(routes=[Route("/v1/completions", made.completions, methods=["POST"])])
     with socket.socket() as listener:
@@ -163,8 +166,10 @@ async def openai_server(*behaviours: Stream | int, port: int = 0) -> AsyncIterat
         listener.bind(("127.0.0.1", port))
         # From here on connections wait for the server, instead of being refused.
         listener.listen(128)
-        made.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
-        config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        made.url = f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+        config = uvicorn.Config(
+            app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1, **_secured(tls) if tls else {}
+        )
         server = _Guest(config)
         serving = asyncio.create_task(server.serve([listener]))
         try:
@@ -172,3 +177,8 @@ async def openai_server(*behaviours: Stream | int, port: int = 0) -> AsyncIterat
         finally:
             server.should_exit = True
             await serving
+
+
+def _secured(tls: dict[str, str]) -> dict[str, Any]:
+    files = {"ssl_certfile": tls["tls_cert"], "ssl_keyfile": tls["tls_key"], "ssl_ca_certs": tls["tls_ca"]}
+    return {**files, "ssl_cert_reqs": ssl.CERT_REQUIRED}

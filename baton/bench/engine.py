@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from baton.engine.config import EngineConfig
 from baton.engine.contract import Engine, KvHandle, StepHandle
 from baton.engine.factory import build
@@ -99,10 +97,10 @@ def engine_for(plan: Plan, config: EngineConfig) -> Engine:
 class EngineRuns:
     """Runs on one engine; each gives back what it took."""
 
-    def __init__(self, engine: Engine, chunk_size: int = CHUNK_TOKENS, seed: int = 0) -> None:
+    def __init__(self, engine: Engine, chunk_size: int = CHUNK_TOKENS) -> None:
         self._engine = engine
         self._chunk_size = chunk_size
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._contexts: dict[int, list[list[PartData]]] = {}
 
     def prefill(self, tokens: int) -> float:
@@ -123,21 +121,6 @@ class EngineRuns:
             began = time.perf_counter()
             self.steps(steps)
             return time.perf_counter() - began
-
-    def overhead(self, batch: int, context: int, steps: int) -> float:
-        """Seconds of each step in which no kernel of torch runs, by torch's profiler, whose own cost is in it."""
-        cuda = torch.cuda.is_available()
-        kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
-        with self.batch(batch, context, 2 * WARM_STEPS + steps):
-            with torch.profiler.profile(activities=kinds):
-                self.steps(2 * WARM_STEPS)
-            with torch.profiler.profile(activities=kinds) as profile:
-                began = time.perf_counter()
-                self.steps(steps)
-                took = time.perf_counter() - began
-        times = profile.key_averages()
-        spent: float = sum(each.self_device_time_total if cuda else each.self_cpu_time_total for each in times)
-        return max(0.0, took - 1e-6 * spent) / steps
 
     def steps(self, count: int) -> None:
         """Steps, as many in flight as the engine takes, until the tokens of the last are there."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from baton.bench.engine import WARM_STEPS, EngineRuns, Plan, engine_for
+from baton.bench.overhead import step_overhead
 from baton.bench.probes import Probes
 from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops
 from baton.engine.config import EngineConfig
@@ -27,7 +28,7 @@ from baton.kv.format import DTYPE_BYTES, KvFormat
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 
-OVERHEAD_BATCH, OVERHEAD_STEPS = 32, 8
+OVERHEAD_BATCH, OVERHEAD_STEPS = 32, 32
 _FIRST_TOKENS = 16
 
 Tell = Callable[[str], object]
@@ -39,12 +40,13 @@ def measure(config: EngineConfig, plan: Plan, tell: Tell) -> dict[str, Any]:
     tell("loading")
     engine = engine_for(plan, config)
     loaded = process_age()
+    device = _device(config.device)
     runs = EngineRuns(engine, plan.chunk_size)
     runs.prefill(min(_FIRST_TOKENS, plan.longest))
     startup = {"loaded_s": loaded, "first_token_s": process_age()}
     gc.collect()
     memory = {"steady_bytes": _status("VmRSS"), "peak_bytes": _status("VmHWM")}
-    dtype, device = engine.spec.kv_format.parts[0].dtype, _device(config.device)
+    dtype = engine.spec.kv_format.parts[0].dtype
     about = {
         "model": config.model,
         "device": str(device),
@@ -61,6 +63,11 @@ def measure(config: EngineConfig, plan: Plan, tell: Tell) -> dict[str, Any]:
         rates = _Rates(runs, probes, shape, plan, engine.spec.kv_format, tell).report()
     finally:
         engine.close()
+    if rates["decode"] and device.type == "cpu":
+        tell("step overhead")
+        batch, context = min(OVERHEAD_BATCH, max(plan.batches)), plan.contexts[0]
+        found = step_overhead(resolve(config.model), batch, context, OVERHEAD_STEPS, dtype)
+        rates["overhead"] = {"batch": batch, "context": context, **found}
     return {"engine": about, "startup": startup, "memory": memory, **rates}
 
 
@@ -81,17 +88,10 @@ class _Rates:
     def report(self) -> dict[str, Any]:
         """All rates."""
         plan = self._plan
-        report: dict[str, Any] = {
+        return {
             "prefill": [self._prefill(tokens) for tokens in plan.prefill],
             "decode": [self._decode(batch, context) for context in plan.contexts for batch in plan.batches],
         }
-        if report["decode"]:
-            self._tell("step overhead")
-            batch, context = min(OVERHEAD_BATCH, max(plan.batches)), plan.contexts[0]
-            steps = max(1, min(OVERHEAD_STEPS, plan.steps - WARM_STEPS))
-            took = [self._runs.overhead(batch, context, steps) for _ in range(plan.rounds)]
-            report["overhead"] = {"batch": batch, "context": context, "step_ms": 1e3 * statistics.median(took)}
-        return report
 
     def _prefill(self, tokens: int) -> dict[str, Any]:
         self._tell(f"prefill of {tokens} tokens")

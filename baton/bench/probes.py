@@ -8,7 +8,7 @@ be none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ BUFFER_BYTES = 1 << 29
 """Read by each probe of the bandwidth: so much that it is not the caches' (of which a host's machines share some)."""
 GEMM_ROWS = (256, 1024)
 SQUARE = 4096
+_ON_CUDA = 8
+"""How much more a GPU reads, and how many more rows it multiplies: to launch and to wait are then no part of it."""
 _REPEATS = 2
 _COLUMNS = 4096
 
@@ -40,21 +42,45 @@ class Probes:
         square: int = SQUARE,
     ) -> None:
         self._device = device
-        self._reads = _reads(dtype, device, buffer_bytes)
+        scale = _ON_CUDA if device.type == "cuda" else 1
+        self._reads = _reads(dtype, device, scale * buffer_bytes)
         widths = [
             (shape.hidden_size, 2 * shape.intermediate_size),
             (shape.intermediate_size, shape.hidden_size),
             (square, square),
         ]
-        self._products = [_product(rows, *width, dtype, device) for width in widths for rows in GEMM_ROWS]
+        self._products = [
+            (rows, _product(scale * rows, *width, dtype, device)) for width in widths for rows in GEMM_ROWS
+        ]
 
     def bandwidth(self) -> float:
         """Bytes a second: the best of summing, of a matrix by a vector, and of copying, which reads and writes."""
-        return max(count / self._best(run) for count, run in self._reads)
+        return max(self._rate(each) for each in self._reads.values())
 
     def flops(self) -> float:
         """Floating-point operations a second: the best product of matrices in the engine's dtype."""
-        return max(count / self._best(run) for count, run in self._products)
+        return max(self._rate(each) for _, each in self._products)
+
+    def state(self) -> dict[str, float]:
+        """What the machine gives now, of every kind and at best, in bytes and operations a second.
+
+        `sum` and `packed` are bytes of summing, and of a linear of one row in the engine's layout; `flops_256` is the
+        best product of 256 rows. A processor's cores may have a matrix unit each at one time and share one at another,
+        which moves `packed` and `flops_256` and leaves `sum` as it is.
+        """
+        reads = {name: self._rate(each) for name, each in self._reads.items()}
+        products = [(rows, self._rate(each)) for rows, each in self._products]
+        return {
+            "bytes_per_s": max(reads.values()),
+            "flops_per_s": max(rate for _, rate in products),
+            "sum_bytes_per_s": reads["sum"],
+            "packed_bytes_per_s": reads["packed"],
+            "flops_256_per_s": max(rate for rows, rate in products if rows == GEMM_ROWS[0]),
+        }
+
+    def _rate(self, timed: Timed) -> float:
+        count, run = timed
+        return count / self._best(run)
 
     def _best(self, run: Callable[[], object]) -> float:
         took = []
@@ -71,19 +97,18 @@ Timed = tuple[int, Callable[[], object]]
 """What one call moves or computes, and the call."""
 
 
-def _reads(dtype: torch.dtype, device: torch.device, size: int) -> Sequence[Timed]:
+def _reads(dtype: torch.dtype, device: torch.device, size: int) -> dict[str, Timed]:
     columns = min(_COLUMNS, size // 32)
     floats = torch.ones(size // 4 // columns, columns, device=device)
     half, target = floats.view(-1).chunk(2)
     vector = torch.ones(columns, device=device)
-    reads: list[Timed] = [
-        (size, floats.view(torch.int64).sum),
-        (size, lambda: torch.mv(floats, vector)),
-        (size, lambda: target.copy_(half)),
-    ]
     weight = torch.ones(size // 4 // columns, columns, dtype=dtype, device=device)
-    reads.append((weight.numel() * dtype.itemsize, _linear(weight, 1)))
-    return reads
+    return {
+        "sum": (size, floats.view(torch.int64).sum),
+        "matvec": (size, lambda: torch.mv(floats, vector)),
+        "copy": (size, lambda: target.copy_(half)),
+        "packed": (weight.numel() * dtype.itemsize, _linear(weight, 1)),
+    }
 
 
 def _product(rows: int, columns: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Timed:

@@ -5,9 +5,10 @@
 
 All are real processes on this machine and speak real gRPC. Emission and arrival are read from CLOCK_MONOTONIC, which
 all processes of a Linux machine share, so they may be compared: the time from a step's emission to a token's arrival is
-two hops and the router. The same clients then take the same steps from the workers directly, which is one hop; the
-difference is what the router adds, its second hop included. Router and the rest are pinned to different cores, where
-there are two.
+two hops and the router. The same clients then take the same steps from the workers directly, which is one hop. What the
+router adds to a token is that token's own time through the router less the median time of the direct hop. So its
+percentiles are over tokens, and their tail has the whole tail of workers and clients in it, never less than the
+router's. Router and the rest are pinned to different cores, where there are two.
 
 Four runs a round: few streams, through the router and directly; as many streams as a large batch has, whose tokens of
 one step leave the router together; and few streams beside a client that has stopped reading.
@@ -104,13 +105,13 @@ def _round(bench: RouterBench, cores: Sequence[int]) -> dict[str, Any]:
     direct = _direct(bench, bench.streams)
     beside = _through(bench, cores, bench.streams, slow=1)
     burst = _through(bench, cores, bench.burst_streams)
-    via, hop = _shares(_latencies(few, skip=1)), _shares(_latencies(direct, skip=0))
+    via, hop = _latencies(few, skip=1), _latencies(direct, skip=0)
     return {
         "few": {
             "streams": bench.streams,
-            "through_ms": via,
-            "direct_ms": hop,
-            "added_ms": {name: via[name] - hop[name] for name in ("p50", "p99")},
+            "through_ms": _shares(via),
+            "direct_ms": _shares(hop),
+            "added_ms": _shares(added(via, hop)),
             "tokens_per_cpu_s": _per_cpu_s(few),
         },
         "slow_client": {
@@ -240,6 +241,12 @@ def _step_of(token: int, latest: int) -> int:
 def _latencies(run: _Run, *, skip: int) -> list[float]:
     """Milliseconds from emission to arrival."""
     return [(at - run.steps[step][0]) / 1e6 for step, at in run.deliveries(skip=skip)]
+
+
+def added(through: Sequence[float], direct: Sequence[float]) -> list[float]:
+    """What the router adds to each token, in the unit of the arguments: see the module's text."""
+    hop = statistics.median_low(direct)
+    return [each - hop for each in through]
 
 
 def _gaps(run: _Run) -> list[float]:

@@ -56,7 +56,10 @@ class Prefill(prefill_pb2_grpc.PrefillServicer):
         """A first token for each choice."""
         done = prefill_pb2.PrefillDone()
         for choice in request.choice_indexes:
-            done.first_tokens.add(choice_index=choice).token.token_id = FIRST_TOKEN
+            first = done.first_tokens.add(choice_index=choice)
+            first.token.token_id = FIRST_TOKEN
+            if request.sampling.max_tokens == 1:
+                first.finish_reason = inference_pb2.FINISH_REASON_LENGTH
         yield prefill_pb2.PrefillEvent(done=done)
 
     async def Abandon(

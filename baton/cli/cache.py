@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from baton.client import Client
 _COLUMNS = ("tier", "blocks", "held", "capacity", "hits", "misses", "fetching", "state")
 _NUMBERS = ("blocks", "held", "capacity", "hits", "misses", "fetching")
 _DROPPED = ("tier", "blocks", "dropped", "state")
+_PROGRESS_S = 1.0
 
 
 @click.group()
@@ -69,11 +71,14 @@ def stats(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags: 
 )
 @click.option("--redis", is_flag=True, help="Drop what is in Redis too: all blocks of the fleet's KV format.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--timeout", type=Seconds(), default=60.0, help="Seconds for each process.")
+@click.option("--timeout", type=Seconds(), default=5.0, help="Seconds without an answer after which to give up.")
 @click.option("--json", "as_list", is_flag=True, help="Print a JSON list with an object for each process.")
 @connection_options
 def clear(targets: Sequence[list[str]], redis: bool, yes: bool, timeout: float, as_list: bool, **flags: Any) -> None:
-    """Drop the cached KV of workers; slower prompts are all that comes of it."""
+    """Drop the cached KV of workers; slower prompts are all that comes of it.
+
+    A full Redis takes a while, so how far it has come is told on stderr. Fails if something could not be dropped.
+    """
     addresses = _flat(targets)
     if not yes:
         what = f"{', '.join(addresses)}{' and all of its kind in Redis' if redis else ''}"
@@ -85,6 +90,10 @@ def clear(targets: Sequence[list[str]], redis: bool, yes: bool, timeout: float, 
         console = output()
         for each in found.answers:
             _print_dropped(each, console)
+    for each in found.answers:
+        for tier in each.tiers:
+            if tier.state:
+                found.fault(f"{each.role} {each.process}: {tier.name}: {tier.state}")
     found.end()
 
 
@@ -92,9 +101,19 @@ cache.add_command(warm)
 
 
 def _clear(client: Client, *, redis: bool, timeout: float) -> CacheReport:
-    """Who was cleared, with what was dropped."""
+    """Who was cleared, with what was dropped; goes on for as long as the process says how far it has come."""
     who = client.cache(timeout=timeout)
-    return CacheReport(who.process, who.role, client.clear_cache(redis=redis, timeout=timeout))
+    with ThreadPoolExecutor(1) as beside:
+        clearing = beside.submit(client.clear_cache, redis=redis)
+        try:
+            while not wait((clearing,), _PROGRESS_S).done:
+                for tier in client.cache(timeout=timeout).tiers:
+                    if tier.state:
+                        click.echo(f"{who.role} {who.process}: {tier.name}: {tier.state}", err=True)
+        except BaseException:
+            client.close()  # which ends the call beside
+            raise
+        return CacheReport(who.process, who.role, clearing.result())
 
 
 def _flat(targets: Sequence[list[str]]) -> list[str]:

@@ -47,6 +47,15 @@ def usage_of_connection() -> Iterator[None]:
         raise click.BadParameter(problem, param_hint=f"'--{name.replace('_', '-')}'") from None
 
 
+@contextmanager
+def extra_installed(extra: str) -> Iterator[None]:
+    """Say which extra of the package a module that is not there belongs to."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install 'baton[{extra}]'") from None
+
+
 def fail(error: BatonError) -> NoReturn:
     """Say what failed and end the process."""
     click.echo(f"error: {in_words(error)}", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,6 +95,25 @@ class Size(click.ParamType[int]):
             return parse_bytes(str(value))
         except ConfigError as error:
             self.fail(str(error), param, ctx)
+
+
+class ReportFile(click.Path):
+    """A file that a command writes at its end; where it could not, the command is refused before it begins.
+
+    With `dash`, - stands for standard output.
+    """
+
+    def __init__(self, *, dash: bool = False) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True, allow_dash=dash)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path, in a folder that is there."""
+        file = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if self.allow_dash and file == Path("-"):
+            return file
+        if not os.access(file.parent, os.W_OK | os.X_OK):
+            self.fail(f"{str(file)!r} can't be written: is its folder there, and yours to write to?", param, ctx)
+        return file
 
 
 class TokenIds(click.ParamType[list[int]]):

@@ -71,6 +71,7 @@ class UpOptions:
     chunk_size: int | None
     slots: int | None
     threads: int
+    processes: int | None
     insecure: bool
     log_level: str
     start_timeout: float
@@ -112,6 +113,7 @@ def _option(flag: str, *, env: bool = True, **keywords: Any) -> Callable[[F], F]
 @_option("--page-size", type=click.IntRange(min=0), help="Tokens in a page; 0: automatic.")
 @_option("--chunk-size", type=click.IntRange(min=0), help="Tokens in a prefill chunk; 0: automatic.")
 @_option("--threads", type=click.IntRange(min=0), default=0, help="Compute threads per worker; 0: cores / workers.")
+@_option("--processes", type=click.IntRange(min=1), help="Routers, each a process, that share --grpc.  [default: 1]")
 @_option(
     "--secure",
     env=False,
@@ -132,6 +134,9 @@ def up(**flags: Any) -> None:
 
     A worker that dies is started again at the same addresses; standard error says which and why. When the router dies,
     or a worker before all is ready, everything ends with status 1. Bad flags and variables end with status 2.
+
+    Settings that have no flag here, such as BATON_CPUS, BATON_KV_COMPRESSION and BATON_PROCESSES, are taken from
+    variables, by all processes that know them: python -m prefill_svc, decode_svc or router --help lists them.
     """
     options = _checked(UpOptions(**flags))
     sys.exit(run(options))
@@ -325,7 +330,7 @@ async def _start_workers(
 
 def _router_flags(options: UpOptions) -> list[str]:
     insecure = ["--insecure"] if options.insecure else []
-    return [f"--grpc={options.grpc}", "--ops=127.0.0.1:0", *insecure, *_flags(options, _SHARED_FLAGS)]
+    return [f"--grpc={options.grpc}", "--ops=127.0.0.1:0", *insecure, *_flags(options, (*_SHARED_FLAGS, "processes"))]
 
 
 def _flags(options: UpOptions, names: Sequence[str]) -> list[str]:

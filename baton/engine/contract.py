@@ -206,8 +206,12 @@ class Engine(Protocol):
     def resume(self, handle: KvHandle) -> None:
         """Undo `pause`; raises OutOfPages or Overloaded, changing nothing, without pages or a slot."""
 
-    def free(self, handle: KvHandle) -> None:
-        """Give up the handle in whatever state it is; idempotent."""
+    def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
+        """Give up the handle in whatever state it is; idempotent.
+
+        It leaves the blocks that `digests` name, as if they were published: also those that don't fill a unit of pages,
+        since nothing is written behind them any more. `reserve` gives copies of these.
+        """
 
     def stats(self) -> PoolStats:
         """Count pages."""

@@ -8,8 +8,9 @@ out the widest context that the tables could hold, so wide tables would leave a 
 
 A capture first runs the step twice, so that libraries have chosen kernels and taken workspaces; this writes KV that the
 step itself writes again, with the same values. A step that makes the host wait can't be captured (flash-attn after
-2.8.3 asks for the longest context in every layer); then all steps run eagerly, and a warning says so. Graphs share one
-memory pool: a replay may overwrite what another one left, but for its hidden states, which are used before the next.
+2.8.3 asks for the longest context in every layer); then all steps run eagerly, and a warning says so. Where the capture
+itself fails, for want of memory above all, steps of that shape run eagerly from then on. Graphs share one memory pool:
+a replay may overwrite what another one left, but for its hidden states, which are used before the next.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class DecodeGraphs:
         tensors alone: neither lengths nor pages may be read on the host. `inputs` has rows for the largest graph."""
         self._run = run
         self._inputs = inputs
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int], _Captured | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         # One for all captures: torch hands out its 32 streams in turn, so that a new one for each would in time be that
         # of another thread's copies, which the capture would swallow; and each has a workspace of its own.
@@ -62,11 +63,12 @@ class DecodeGraphs:
         They are overwritten by the next run.
         """
         shape = padded(count), min(padded(width), self._inputs.tables.shape[1])
-        captured = self._captured.get(shape) or self._capture(*shape)
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(*shape)
+        captured = self._captured[shape]
         if captured is None:
             rows, pages = shape
             return self._run(self._contexts(rows, pages), pages)[:count]
-        self._captured[shape] = captured
         captured.graph.replay()
         return captured.hidden[:count]
 
@@ -76,7 +78,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, rows: int, width: int) -> _Captured | None:
-        """None if it can't be captured; then `rows` is 0."""
+        """None if it can't be captured; `self.rows` is 0 where no other shape can be either."""
         began, device = time.monotonic(), self._inputs.ids.device
         free, _ = torch.cuda.mem_get_info(device)
         contexts = self._contexts(rows, width)
@@ -84,15 +86,21 @@ class DecodeGraphs:
             return None
         graph = torch.cuda.CUDAGraph()
         # Other threads copy KV meanwhile; their calls are none of this capture's business.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
-            hidden = self._run(contexts, width)
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
+        try:
+            # On the side stream already: a capture whose end fails does not put back the stream that was current.
+            with torch.cuda.stream(self._side), capture:
+                hidden = self._run(contexts, width)
+        except RuntimeError as error:
+            _log.warning("steps of %d rows and %d pages run without a CUDA graph: %s", rows, width, error)
+            return None
         taken = free - torch.cuda.mem_get_info(device)[0]
         _log.info(
             "captured the decode graph of %d rows and %d pages in %.2f s; graph %d, %.1f MiB more device memory",
             rows,
             width,
             time.monotonic() - began,
-            len(self._captured) + 1,
+            1 + sum(each is not None for each in self._captured.values()),
             max(0, taken) / 2**20,
         )
         return _Captured(graph, hidden)

@@ -11,7 +11,8 @@ their copy is complete; callers are threads of the transfer, and waiting takes n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -51,15 +52,14 @@ class CudaMemory:
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
         """See KvMemory."""
-        with torch.cuda.stream(self._in):
+        with self._copying(self._in):
             for part in self._kv.parts.values():
                 part[:, target, :tokens] = part[:, source, :tokens]
-            self._wait()
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
         """See KvMemory."""
         found = []
-        with torch.inference_mode(), torch.cuda.stream(self._out):
+        with self._copying(self._out):
             if (event := self._produced.get(layer)) is not None:
                 self._out.wait_event(event)
             slots = self._slots(pages, tokens)
@@ -67,7 +67,6 @@ class CudaMemory:
                 rows = part[layer].flatten(0, 1)[:, heads.start : heads.stop].index_select(0, slots)
                 data = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
                 found.append((name, data))
-            self._wait()
         return [
             PartData(name, dtype_name(data.dtype), tuple(data.shape), data.view(torch.uint8).flatten().numpy().data)
             for name, data in found
@@ -78,7 +77,7 @@ class CudaMemory:
     ) -> None:
         """See KvMemory."""
         count, heads = parts[0].shape[:2]
-        with torch.inference_mode(), torch.cuda.stream(self._in):
+        with self._copying(self._in):
             slots = self._slots(pages, range(token_start, token_start + count))
             for part in parts:
                 home = self._kv.parts[part.name][layer].flatten(0, 1)[:, head_start : head_start + heads]
@@ -87,27 +86,30 @@ class CudaMemory:
                 staged = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True).copy_(data)
                 rows = staged.to(self._device, non_blocking=True).view(DTYPES[part.dtype]).view(part.shape)
                 home.index_copy_(0, slots, rows.to(home.dtype))
-            self._wait()
 
     def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
         """See KvMemory."""
-        with torch.inference_mode(), torch.cuda.stream(self._out):
+        with self._copying(self._out):
             slots = self._slots(pages, range(tokens))
             return {name: part.flatten(1, 2).index_select(1, slots).cpu() for name, part in self._kv.parts.items()}
 
     def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
         """See KvMemory."""
-        with torch.inference_mode(), torch.cuda.stream(self._in):
+        with self._copying(self._in):
             for name, rows in saved.items():
                 slots = self._slots(pages, range(rows.shape[1]))
                 self._kv.parts[name].flatten(1, 2).index_copy_(1, slots, rows.to(self._device))
-            self._wait()
 
-    def _wait(self) -> None:
-        """Until the current stream has done what this thread has queued."""
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        event.synchronize()
+    @contextmanager
+    def _copying(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Queue copies on `stream`, and wait for them, also when one of several fails: the caller's pin ends then."""
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                event = torch.cuda.Event(blocking=True)
+                event.record(stream)
+                event.synchronize()
 
     def _slots(self, pages: Sequence[int], tokens: range) -> Tensor:
         """page * page_size + offset of each token, int64 on the device."""

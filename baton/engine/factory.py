@@ -61,7 +61,8 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> TorchEngine:
     )
     # On CUDA a page more, which the rows of a graph write to that no sequence has.
     kv = model.new_kv_cache(pages + int(device.type == "cuda"), page_size, kv_dtype)
-    engine = TorchEngine(model, kv, spec, config.host_kv_memory)
+    # Copies of what the pages hold need not be larger.
+    engine = TorchEngine(model, kv, spec, config.host_kv_memory, min(config.resident_kv_memory, pages * kv.page_bytes))
     _log.info(
         "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "
         "max_model_len %d, slots %d, threads %d",

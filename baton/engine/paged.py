@@ -269,10 +269,10 @@ class PagedEngine(ABC):
         self._join(paused.row)
         self._forget_paused(own)
 
-    def free(self, handle: KvHandle) -> None:
-        """See `Engine.free`."""
+    def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
+        """See `Engine.free`. A paused sequence leaves nothing, until `resume` has put back all of its KV."""
         own = _own(handle)
-        self._pool.free(own)
+        self._pool.free(own, digests, but=self._paused)
         self._forget_paused(own)
 
     def stats(self) -> PoolStats:

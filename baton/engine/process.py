@@ -41,7 +41,9 @@ def prepare(cpus: str = "") -> None:
     # Another C library has no such function, and habits of its own.
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_MMAP_THRESHOLD, 1 << 30)
+        if not mallopt(_MMAP_THRESHOLD, 1 << 30):
+            # The most that an older glibc takes.
+            mallopt(_MMAP_THRESHOLD, 1 << 25)
         mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
         mallopt(_ARENA_MAX, 1)
 

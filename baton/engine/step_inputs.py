@@ -8,28 +8,38 @@ pages that a handle has gained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from baton.engine.steps import Row
-from baton.model.attention import AttentionBatch
+from baton.model.attention import AttentionBatch, ResidentKv
 from baton.model.upload import upload
 
 
 class StepInputs:
     """See the module's text. `ids`, `positions`: int64 `[slots]`; `tables`: int32 `[slots, width]`."""
 
-    def __init__(self, slots: int, width: int, page_size: int, scratch: int, device: torch.device) -> None:
-        """`scratch` is the page of rows that nobody has."""
+    def __init__(
+        self,
+        slots: int,
+        width: int,
+        page_size: int,
+        scratch: int,
+        device: torch.device,
+        resident: ResidentKv | None = None,
+    ) -> None:
+        """`scratch` is the page of rows that nobody has; `resident` what steps may read in place of pages."""
         self.page_size = page_size
         self.ids = torch.zeros(slots, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
         self.tables = torch.full((slots, width), scratch, dtype=torch.int32, device=device)
         self._scratch = scratch
         self._device = device
+        self._resident = resident
         self._filled: list[int] = []
+        self._owners: list[Hashable] = []
 
     def width(self, rows: Sequence[Row]) -> int:
         """Pages that the longest of `rows` needs in this step."""
@@ -42,21 +52,24 @@ class StepInputs:
         entry = upload([last, row.position], torch.int64, self._device)
         self.ids[index], self.positions[index] = entry[0], entry[1]
         self._filled.append(0)
+        self._owners.append(row.handle)
 
     def remove(self, index: int) -> None:
         """Row `index` left, and the last one takes its place."""
         last = len(self._filled) - 1
-        filled = self._filled.pop()
+        filled, owner = self._filled.pop(), self._owners.pop()
         for part in (self.ids, self.positions, self.tables):
             if index < last:
                 part[index] = part[last]
         if index < last:
-            self._filled[index] = filled
+            self._filled[index], self._owners[index] = filled, owner
         self.positions[last] = 0
         self.tables[last] = self._scratch
 
     def clear(self) -> None:
-        """No row is left."""
+        """No row is left, and what steps have read counts for nothing."""
+        if self._resident is not None:
+            self._resident.clear()
         while self._filled:
             self.remove(len(self._filled) - 1)
 
@@ -72,7 +85,14 @@ class StepInputs:
     def batch(self, contexts: Sequence[int], width: int) -> AttentionBatch:
         """The first rows as attention sees them; `contexts` count the new token, and need `width` pages at most."""
         count = len(contexts)
-        return AttentionBatch.step(contexts, self.positions[:count], self.tables[:count, :width], self.page_size)
+        return AttentionBatch.step(
+            contexts,
+            self.positions[:count],
+            self.tables[:count, :width],
+            self.page_size,
+            self._owners[:count],
+            self._resident,
+        )
 
     def advance(self, tokens: Tensor) -> None:
         """A step over the first rows has chosen `tokens`, int64 `[n]`."""

@@ -26,7 +26,7 @@ from baton.engine.step_inputs import StepInputs
 from baton.engine.steps import Row
 from baton.engine.torch_memory import TorchMemory
 from baton.errors import BatonError, EngineError
-from baton.model.attention import AttentionBatch, KvCache, select
+from baton.model.attention import AttentionBatch, KvCache, ResidentKv, select
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.load import LoadedModel
 from baton.model.sampled import token_infos
@@ -41,7 +41,9 @@ _LOGITS_AT_ONCE = 1 << 24
 class TorchEngine(PagedEngine):
     """See the module's text; made by `baton.engine.factory.build`."""
 
-    def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec, host_kv_memory: int) -> None:
+    def __init__(
+        self, model: LoadedModel, kv: KvCache, spec: EngineSpec, host_kv_memory: int, resident_kv_memory: int = 0
+    ) -> None:
         self._cuda = CudaMemory(kv) if model.device.type == "cuda" else None
         super().__init__(spec, self._cuda or TorchMemory(kv), host_kv_memory)
         self._decoder = model.decoder
@@ -53,7 +55,9 @@ class TorchEngine(PagedEngine):
         width = spec.pages_for(spec.max_model_len + spec.steps_ahead)
         graphs = spec.slots > 0 and isinstance(backend, FlashAttention)
         rows = padded(spec.slots) if graphs else max(1, spec.slots)
-        self._inputs = StepInputs(rows, width, spec.page_size, min(spec.pages, kv.num_pages - 1), model.device)
+        resident = ResidentKv(kv, resident_kv_memory) if resident_kv_memory and self._cuda is None else None
+        scratch = min(spec.pages, kv.num_pages - 1)
+        self._inputs = StepInputs(rows, width, spec.page_size, scratch, model.device, resident)
         self._graphs = DecodeGraphs(self._run, self._inputs) if graphs else None
         self._sampler = self._new_sampler()
 

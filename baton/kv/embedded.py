@@ -93,5 +93,5 @@ def _follow(
     status = process.wait()
     if started.is_set() and not stopping.is_set():
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-        _log.warning("the embedded Valkey %s: requests go on without the prefix cache", how)
+        _log.warning("the embedded Valkey %s: requests go on without it", how)
     started.set()

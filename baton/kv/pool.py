@@ -20,7 +20,7 @@ called from any thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -258,10 +258,11 @@ class PagePool:
                 self._give_up(lease)
             return handle.alive
 
-    def free(self, handle: PageHandle) -> None:
-        """Kill the handle; its pages return when the pins on them have drained. Idempotent."""
+    def free(self, handle: PageHandle, digests: Sequence[bytes] = (), but: Container[PageHandle] = ()) -> None:
+        """Kill the handle; its pages return once unpinned. Leaves `digests` (`Engine.free`) unless it is in `but`."""
         with self._changing():
             if handle.alive:
+                self._published.add(handle._lease.pages, () if handle in but else digests, ends=True)
                 self._give_up(handle._lease)
 
     def free_all(self) -> None:

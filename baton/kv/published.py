@@ -4,7 +4,8 @@ A *unit* is the least run of tokens that is both whole pages and whole blocks: l
 the digest of the block that ends it, whose chain (`baton.kv.hashing`) covers every token before. Units form trees, and
 one is here only while the one before it in its chain is: a look-up that ends at its first miss has missed nothing. The
 beginning of a unit is found by its inner blocks, which several units may have in common, but it is only ever copied:
-sequences that go on differently have no page of the unit in common.
+sequences that go on differently have no page of the unit in common. What a sequence leaves of its last unit at its end
+is such a beginning, in a *part* of a unit, which has inner blocks only.
 
 A unit with pages that nobody owns is *idle*, and stands in the line of eviction: least recently used first. Whenever an
 owner leaves, the units of its chain go to the line's end from the last to the first, so that the end of a chain is
@@ -28,13 +29,17 @@ PrefixesChanged = Callable[[Sequence[bytes], Sequence[bytes]], object]
 class _Unit:
     """`blocks` are the digests of its blocks, the last of which is its name; `idle` counts its pages without owner.
 
-    The units that follow it are a list through `child` and their `next` and `previous`.
+    `inner` are those by which its beginning is found: all of a part's. The units that follow it are a list through
+    `child` and their `next` and `previous`.
     """
 
-    __slots__ = ("blocks", "child", "idle", "next", "pages", "parent", "previous")
+    __slots__ = ("blocks", "child", "idle", "inner", "next", "pages", "parent", "previous")
 
-    def __init__(self, blocks: tuple[bytes, ...], pages: tuple[int, ...], parent: _Unit | None) -> None:
+    def __init__(
+        self, blocks: tuple[bytes, ...], pages: tuple[int, ...], parent: _Unit | None, *, part: bool = False
+    ) -> None:
         self.blocks = blocks
+        self.inner = blocks if part else blocks[:-1]
         self.pages = pages
         self.idle = 0
         self.parent = parent
@@ -46,6 +51,11 @@ class _Unit:
                 self.next = parent.child
                 parent.child.previous = self
             parent.child = self
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is no part."""
+        return len(self.inner) < len(self.blocks)
 
     def leave(self) -> None:
         """Leave the list of its parent."""
@@ -100,27 +110,29 @@ class Published:
         cut = [] if part is None else list(part.pages[: -(-rest // self._page_size)])
         return [page for unit in run[:whole] for page in unit.pages], cut, tokens
 
-    def add(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Name the units of a sequence that owns `pages`, as far as they are whole; known names stay where they are."""
-        units, unit_of, size, width = self._units, self._unit_of, self._unit_blocks, self._unit_pages
+    def add(self, pages: Sequence[int], digests: Sequence[bytes], *, ends: bool = False) -> None:
+        """Name the units of a sequence that owns `pages`; known names stay where they are.
+
+        As far as they are whole, unless the sequence `ends`, so that nothing is written behind its last block.
+        """
+        size, width = self._unit_blocks, self._unit_pages
         parent: _Unit | None = None
-        for index in range(min(len(digests) // size, len(pages) // width)):
+        whole = min(len(digests) // size, len(pages) // width)
+        for index in range(whole):
             name = digests[(index + 1) * size - 1]
-            unit = units.get(name)
+            unit = self._units.get(name)
             if unit is None:
-                own = tuple(pages[index * width : (index + 1) * width])
-                for page in own:
-                    if unit_of[page] is not None:
-                        # Part of another unit: a fork may share no more than the first pages of one.
-                        return
-                blocks = tuple(digests[index * size : (index + 1) * size])
-                unit = units[name] = _Unit(blocks, own, parent)
-                for page in own:
-                    unit_of[page] = unit
-                self._stored += self._enter(unit)
-            elif unit.parent is not parent:
+                own, blocks = pages[index * width : (index + 1) * width], digests[index * size : (index + 1) * size]
+                unit = self._name(_Unit(tuple(blocks), tuple(own), parent))
+            if unit is None or unit.parent is not parent or not unit.whole:
                 return
             parent = unit
+        blocks = digests[whole * size : (whole + 1) * size] if ends else ()
+        own = pages[whole * width :][: -(-len(blocks) * self._block_size // self._page_size)]
+        if not 0 < len(blocks) < size or len(own) * self._page_size < len(blocks) * self._block_size:
+            return
+        if blocks[-1] not in self._inner and blocks[-1] not in self._units:
+            self._name(_Unit(tuple(blocks), tuple(own), parent, part=True))
 
     def taken(self, pages: Sequence[int]) -> None:
         """Pages have their first owner."""
@@ -173,7 +185,7 @@ class Published:
         self.tell()
         self._changed = changed
         if changed is not None and self._units:
-            changed([*self._inner, *self._units], [])
+            changed([*self._inner, *(name for name, unit in self._units.items() if unit.whole)], [])
 
     def tell(self) -> None:
         """Tell the watcher of what has changed since the last call."""
@@ -196,34 +208,48 @@ class Published:
             if unit.parent is not None and self._units.get(unit.parent.blocks[-1]) is not unit.parent:
                 faults.append(f"unit {name.hex()[:16]}: the unit before it is gone")
         named = sum(unit is not None for unit in self._unit_of)
-        if named != len(self._units) * self._unit_pages:
-            faults.append(f"{named} pages have names, {len(self._units)} units have {self._unit_pages} each")
+        if named != (listed := sum(len(unit.pages) for unit in self._units.values())):
+            faults.append(f"{named} pages have names, {len(self._units)} units have {listed}")
         if idle_pages != self.idle_pages or any(self._units.get(unit.blocks[-1]) is not unit for unit in self._line):
             faults.append(f"{idle_pages} pages are cached, counted {self.idle_pages}, {len(self._line)} units in line")
         return faults
 
+    def _name(self, unit: _Unit) -> _Unit | None:
+        """Take a new unit; None, and nothing is done, if one of its pages is in another.
+
+        That is so because a fork may share no more than the first pages of one.
+        """
+        if any(self._unit_of[page] is not None for page in unit.pages):
+            unit.leave()
+            return None
+        self._units[unit.blocks[-1]] = unit
+        for page in unit.pages:
+            self._unit_of[page] = unit
+        self._stored += self._enter(unit)
+        return unit
+
     def _enter(self, unit: _Unit) -> list[bytes]:
         """Digests of the blocks that no other unit has."""
         new = []
-        for digest in unit.blocks[:-1]:
+        for digest in unit.inner:
             holders = self._inner.get(digest)
             if holders is None:
                 self._inner[digest] = {unit: None}
                 new.append(digest)
             else:
                 holders[unit] = None
-        return [*new, unit.blocks[-1]]
+        return [*new, *unit.blocks[len(unit.inner) :]]
 
     def _strike(self, unit: _Unit) -> list[bytes]:
         """Undo `_enter`."""
         gone = []
-        for digest in unit.blocks[:-1]:
+        for digest in unit.inner:
             holders = self._inner[digest]
             del holders[unit]
             if not holders:
                 del self._inner[digest]
                 gone.append(digest)
-        return [*gone, unit.blocks[-1]]
+        return [*gone, *unit.blocks[len(unit.inner) :]]
 
     def _run(self, digests: Sequence[bytes]) -> tuple[list[_Unit], _Unit | None, int]:
         """The units that are here, from the first on, of the chain with these blocks; then a unit that begins with the
@@ -233,14 +259,15 @@ class Published:
         for name in digests[size - 1 :: size]:
             unit = units.get(name)
             # Digests that are no chain lead nowhere, as if they were unknown.
-            if unit is None or unit.parent is not last:
+            if unit is None or unit.parent is not last or not unit.whole:
                 break
             run.append(unit)
             last = unit
         begun = len(run) * size
         for blocks in range(min(size - 1, len(digests) - begun), 0, -1):
-            part = next(iter(self._inner.get(digests[begun + blocks - 1], ())), None)
-            if part is not None and part.parent is last:
+            name = digests[begun + blocks - 1]
+            part = next(iter(self._inner.get(name, ())), None)
+            if part is not None and part.parent is last and part.blocks[blocks - 1 : blocks] == (name,):
                 return run, part, blocks
         return run, None, 0
 

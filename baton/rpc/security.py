@@ -13,6 +13,12 @@ from baton.rpc.channel import CLIENT_OPTIONS, Options
 
 File = str | PathLike[str]
 
+_OPTIONS: Options = [
+    *CLIENT_OPTIONS,
+    # A client's connection is its own: several clients of a process reach several routers on one port.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
 
 class Security(TypedDict, total=False):
     """TLS settings of a client; without any it speaks in the clear."""
@@ -40,13 +46,13 @@ def client_credentials(
     if (cert is None) != (key is None):
         raise ConfigError(f"{'cert' if cert is None else 'key'}: is missing, cert and key go together")
     if not tls and server_name is None and all(file is None for file in given.values()):
-        return None, CLIENT_OPTIONS
+        return None, _OPTIONS
     contents = {name: None if file is None else _read(name, Path(file)) for name, file in given.items()}
     _check_pair(contents["cert"], contents["key"], key)
     credentials = grpc.ssl_channel_credentials(contents["ca"], contents["key"], contents["cert"])
     if server_name is None:
-        return credentials, CLIENT_OPTIONS
-    return credentials, [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", server_name)]
+        return credentials, _OPTIONS
+    return credentials, [*_OPTIONS, ("grpc.ssl_target_name_override", server_name)]
 
 
 def _read(name: str, file: Path) -> bytes:

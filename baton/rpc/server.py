@@ -107,15 +107,7 @@ async def listen(
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from None
     boundary = Boundary(partial(admit, roles=roles) if tls and roles else None)
-    server = grpc.aio.server(
-        interceptors=[boundary, *guards],
-        options=[
-            *_OPTIONS,
-            ("grpc.max_concurrent_streams", streams),
-            # Two processes on one port share its connections without a word, so it must be meant.
-            ("grpc.so_reuseport", int(shared)),
-        ],
-    )
+    server = _server([boundary, *guards], streams, shared=shared)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = [*services, health.SERVICE_NAME]
@@ -137,6 +129,16 @@ async def listen(
         await server.stop(grace)
         # gRPC cancels the handlers and does not wait for what they do at their end.
         await boundary.ended(_HANDLERS_S)
+
+
+def _server(interceptors: Sequence[grpc.aio.ServerInterceptor], streams: int, *, shared: bool) -> grpc.aio.Server:
+    options = [
+        *_OPTIONS,
+        ("grpc.max_concurrent_streams", streams),
+        # Two processes on one port share its connections without a word, so it must be meant.
+        ("grpc.so_reuseport", int(shared)),
+    ]
+    return grpc.aio.server(interceptors=interceptors, options=options)
 
 
 def check_reach(address: str, *, insecure: bool, tls: bool, keys: Mapping[str, str], field: str) -> None:

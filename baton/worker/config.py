@@ -60,7 +60,9 @@ class WorkerConfig:
     fleet_secret: str = option(
         "", help="Secret that authenticates cached blocks, the same in all workers and routers.", secret=True
     )
-    cache_memory: int = option(256 << 20, help="Host memory for cached prefixes.", unit="bytes", minimum=0)
+    cache_memory: int = option(
+        256 << 20, help="Host memory for cached prefixes, on prefill workers alone.", unit="bytes", minimum=0
+    )
     cache_budget_s: float = option(0.5, help="Seconds that a round trip to Redis may take.", minimum=0.001)
     cache_ttl_s: int = option(24 * 3600, help="Seconds for which Redis keeps a block that nobody asks for.", minimum=1)
     cache_writes: str = option(

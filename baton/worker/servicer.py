@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from baton.errors import InvalidRequest
+from baton.config import parse_address
+from baton.errors import ConfigError, InvalidRequest
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.convert import kv_format_from_proto, kv_format_to_proto
 from baton.worker.status import (
@@ -78,11 +79,14 @@ def status_to_proto(status: WorkerStatus) -> worker_pb2.WorkerStatus:
 def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
     """The status in a message.
 
-    Raises InvalidRequest when role or KV format is not known, no shard is named, or names of prefixes are cut.
+    Raises InvalidRequest when the role is not known, no shard is named, an address or the size of blocks is none, or
+    names of prefixes are cut.
     """
     identity = message.identity
     if not identity.shards:
         raise InvalidRequest("identity.shards", "must not be empty", [])
+    if not identity.kv_format.block_size:
+        raise InvalidRequest("identity.kv_format.block_size", "must be at least 1", 0)
     return WorkerStatus(
         identity=WorkerIdentity(
             worker_id=identity.worker_id,
@@ -94,9 +98,7 @@ def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
             converts_kv=identity.converts_kv,
             tokenizer_digest=identity.tokenizer_digest,
             max_model_len=identity.max_model_len,
-            shards=tuple(
-                Shard(s.kv_address, s.layer_start, s.layer_end, s.head_start, s.head_end) for s in identity.shards
-            ),
+            shards=tuple(map(_shard, identity.shards)),
             principal=identity.principal,
             ticket_key_ids=tuple(identity.ticket_key_ids),
         ),
@@ -105,6 +107,15 @@ def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
         stalled=message.stalled,
         prefixes=_prefixes_from_proto(message.prefixes) if message.HasField("prefixes") else None,
     )
+
+
+def _shard(shard: worker_pb2.Shard) -> Shard:
+    address = shard.kv_address
+    try:
+        parse_address(f"dialled{address}" if address.startswith(":") else address)
+    except ConfigError:
+        raise InvalidRequest("identity.shards.kv_address", "must be HOST:PORT or :PORT", address) from None
+    return Shard(address, shard.layer_start, shard.layer_end, shard.head_start, shard.head_end)
 
 
 def _prefixes_to_proto(change: PrefixChange | None) -> worker_pb2.PrefixNews | None:

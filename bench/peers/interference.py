@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from baton.bench.load.outcome import Outcome
 from baton.bench.load.targets import Place, Target, connected
 from baton.bench.load.workload import Job
 from baton.bench.stats import percentile
+from bench.peers.entries import Entry, attempt, failures, spread, turned, values
 from bench.peers.fleet import VLLM_FLAGS, VOCABULARY, baton_fleet
 from bench.peers.places import Places
-from bench.peers.process import runner
+from bench.peers.process import Runner, runner
 from bench.peers.servers import vllm_server
 
 PINNED = {"prefill": {"cpus": "0", "threads": 1}, "decode": {"cpus": "1", "threads": 1}}
@@ -81,7 +83,7 @@ def gaps(outcomes: Sequence[Outcome], since: float, until: float) -> list[float]
     ]
 
 
-def summary(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def figures(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """p50 and p99 of both kinds, and the ratio of the p99s."""
     shown: dict[str, Any] = {
         kind: {"p50_ms": percentile(values, 0.5), "p99_ms": percentile(values, 0.99), "gaps": len(values)}
@@ -90,23 +92,67 @@ def summary(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     return {**shown, "ratio": shown["loaded"]["p99_ms"] / shown["alone"]["p99_ms"]}
 
 
-def measure(places: Places, quick: bool, tell: Callable[[str], object]) -> dict[str, Any]:
-    """All three, one after the other: each is compared with itself."""
+def measure(places: Places, rounds: int, quick: bool, tell: Callable[[str], object]) -> dict[str, Any]:
+    """All three in turns, in an order that moves on: each is compared with itself in the same round."""
     load = QUICK if quick else Load()
-    results = {}
-    tell("interference, baton")
-    with baton_fleet(places, **PINNED) as router:
-        results["baton"] = summary(asyncio.run(watched(Place(f"grpc://{router}"), load)))
-    tell("interference, vllm")
-    with vllm_server(str(places.vllm), str(places.model), flags=VLLM_FLAGS) as vllm:
-        place = Place(f"http://{vllm.address}/v1/completions", model="m")
-        results["vllm"] = summary(asyncio.run(watched(place, load)))
-    tell("interference, llama")
-    with runner("llama", places.command("llama")) as llama:
-        asked = {"streams": load.streams, "context": load.context, "tokens": load.tokens}
-        found = llama.ask("interference", **asked, alone=load.llama_alone_steps, prompts=load.llama_prompts)
-        results["llama"] = summary(found)
-    return results
+    turns: dict[str, list[Entry]] = {peer: [] for peer in ("baton", "vllm", "llama")}
+    with contextlib.ExitStack() as stack:
+        start: dict[str, Callable[[], Watch]] = {
+            "baton": lambda: _served(f"grpc://{stack.enter_context(baton_fleet(places, **PINNED))}", "", load),
+            "vllm": lambda: _served(_vllm(stack, places), "m", load),
+            "llama": lambda: _played(stack.enter_context(runner("llama", places.command("llama"))), load),
+        }
+        started = {peer: attempt(lambda make=make: {"watch": make()}) for peer, make in start.items()}  # type: ignore[misc]
+        for number in range(rounds):
+            for peer in turned(list(turns), number):
+                tell(f"interference, {peer}, round {number + 1}")
+                entry = started[peer] if "error" in started[peer] else attempt(_figures_of(started[peer]["watch"]))
+                if "error" in entry:
+                    tell(f"{peer} failed: {entry['error']}")
+                turns[peer].append(entry)
+    return summary(turns)
+
+
+def summary(turns: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+    """By peer: medians of its figures, and its ratio, the median of the rounds' with the least and the most."""
+    lost = failures(turns)
+    return {
+        peer: {
+            **{kind: _medians(values(entries, kind)) for kind in ("alone", "loaded")},
+            "ratio": spread(values(entries, "ratio")),
+            "failed": lost.get(peer),
+            "rounds": list(entries),
+        }
+        for peer, entries in turns.items()
+    }
+
+
+Watch = Callable[[], Mapping[str, Sequence[float]]]
+"""Measures a peer once: gaps `alone` and `loaded`, in milliseconds."""
+
+
+def _served(url: str, model: str, load: Load) -> Watch:
+    return lambda: asyncio.run(watched(Place(url, model=model), load))
+
+
+def _vllm(stack: contextlib.ExitStack, places: Places) -> str:
+    server = stack.enter_context(vllm_server(str(places.vllm), str(places.model), flags=VLLM_FLAGS))
+    return f"http://{server.address}/v1/completions"
+
+
+def _played(llama: Runner, load: Load) -> Watch:
+    streams = {"streams": load.streams, "context": load.context, "tokens": load.tokens}
+    return lambda: llama.ask("interference", **streams, alone=load.llama_alone_steps, prompts=load.llama_prompts)
+
+
+def _figures_of(watch: Watch) -> Callable[[], dict[str, Any]]:
+    return lambda: figures(watch())
+
+
+def _medians(found: Sequence[Any]) -> dict[str, float] | None:
+    if not found:
+        return None
+    return {name: statistics.median(each[name] for each in found) for name in found[0]}
 
 
 async def watched(place: Place, load: Load, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:

@@ -18,6 +18,17 @@ class RunnerError(Exception):
     """A runner said that it failed, or ended."""
 
 
+class Absent:
+    """A runner that did not start."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """Raises RunnerError with what it said."""
+        raise RunnerError(self._words)
+
+
 class Runner:
     """A running runner; it holds the processor only while it is asked."""
 

@@ -1,16 +1,16 @@
-"""Engines side by side: prefill and decode of every peer in turns, with probes of the machine beside Baton's.
+"""Engines side by side: prefill and decode of every peer in turns, with probes of the machine between them.
 
 In each round each case is run by all peers before the next case begins, in an order that moves on with the round. A
-ratio is Baton's rate over the peer's in the same round; of all rounds the median is told.
+ratio is Baton's rate over the peer's in the same turn; of all turns the median is told, with the least and the most.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
+from bench.peers.entries import Entry, attempt, failures, median, ratio, spread, turned
 
 PEERS = ("baton", "vllm", "llama", "transformers")
 SLOW = ("llama", "transformers")
@@ -57,37 +57,55 @@ def measure(
     tell: Callable[[str], object],
 ) -> dict[str, Any]:
     """Rates of all cases by name; see `summary`."""
-    samples: dict[str, dict[str, list[float]]] = {}
-    shares: dict[str, list[float]] = {}
+    found: dict[str, dict[str, list[Entry]]] = {}
     for number in range(rounds):
         for case in cases:
             name = case_name(case)
             tell(f"{command} {name}, round {number + 1}")
-            for peer in _order(list(runners), number):
+            turns = found.setdefault(name, {peer: [] for peer in runners})
+            state = machine(runners)
+            for peer in turned(list(runners), number):
                 if number and peer in SLOW and case.get("tokens", 0) >= LONG_TOKENS:
+                    turns[peer].append(None)
                     continue
-                before = runners[peer].ask("probe") if peer == "baton" else {}
-                seconds = runners[peer].ask(command, **case)["seconds"]
-                if peer == "baton":
-                    after = runners[peer].ask("probe")
-                    shares.setdefault(name, []).append(share(case, seconds, before, after, shape))
-                samples.setdefault(name, {}).setdefault(peer, []).append(rate(case, seconds))
-    return {name: summary(found, shares.get(name, [])) for name, found in samples.items()}
+                entry = attempt(lambda peer=peer, case=case: _timed(runners[peer], command, case))  # type: ignore[misc]
+                before, state = state, machine(runners)
+                turns[peer].append({**entry, **beside(before, state)})
+                if "error" in entry:
+                    tell(f"{peer} failed: {entry['error']}")
+    return {name: summary(case, found[name], shape) for case in cases if (name := case_name(case)) in found}
 
 
-def summary(found: Mapping[str, Sequence[float]], shares: Sequence[float]) -> dict[str, Any]:
+def _timed(runner: Asked, command: str, case: Case) -> dict[str, Any]:
+    seconds = runner.ask(command, **case)["seconds"]
+    return {"seconds": seconds, "tokens_per_s": rate(case, seconds)}
+
+
+def machine(runners: Mapping[str, Asked]) -> dict[str, float]:
+    """The machine's state now, as Baton's runner probes it (`baton.bench.probes`); empty if that fails."""
+    state = attempt(lambda: runners["baton"].ask("probe"))
+    return {} if "error" in state else state
+
+
+def beside(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+    """The state of the machine around a measurement: the mean of what was probed before and after it."""
+    return {"machine": {name: (before[name] + after[name]) / 2 for name in before if name in after}}
+
+
+def summary(case: Case, turns: Mapping[str, Sequence[Entry]], shape: ModelShape) -> dict[str, Any]:
     """Medians of the peers' tokens a second, ratios of Baton's to theirs, and the share of the machine's peak."""
-    ours = found.get("baton", ())
-    ratios = {
-        peer: statistics.median(mine / theirs for mine, theirs in zip(ours, values, strict=False))
-        for peer, values in found.items()
-        if peer != "baton" and ours
-    }
+    ours = turns["baton"]
+    shares = [
+        share(case, entry["seconds"], entry["machine"], shape)
+        for entry in ours
+        if entry is not None and "error" not in entry and entry["machine"]
+    ]
     return {
-        "tokens_per_s": {peer: statistics.median(values) for peer, values in found.items()},
-        "ratios": ratios,
-        "of_peak": statistics.median(shares) if shares else None,
-        "rounds": {peer: list(values) for peer, values in found.items()},
+        "tokens_per_s": {peer: median(entries, "tokens_per_s") for peer, entries in turns.items()},
+        "ratios": {peer: ratio(ours, turns[peer], "tokens_per_s") for peer in turns if peer != "baton"},
+        "of_peak": spread(shares),
+        "failed": failures(turns),
+        "rounds": {peer: list(entries) for peer, entries in turns.items()},
     }
 
 
@@ -96,22 +114,15 @@ def rate(case: Case, seconds: float) -> float:
     return case.get("tokens", case.get("batch", 0) * case.get("steps", 0)) / seconds
 
 
-def share(
-    case: Case, seconds: float, before: Mapping[str, float], after: Mapping[str, float], shape: ModelShape
-) -> float:
-    """MFU of a prefill (causal operations only) or MBU of decode steps, against the mean of two probes."""
+def share(case: Case, seconds: float, machine: Mapping[str, float], shape: ModelShape) -> float:
+    """MFU of a prefill (causal operations only) or MBU of decode steps, against the peaks probed beside it."""
     if tokens := case.get("tokens"):
-        return prefill_flops(shape, tokens) / seconds * 2 / (before["flops_per_s"] + after["flops_per_s"])
+        return prefill_flops(shape, tokens) / seconds / machine["flops_per_s"]
     at = case["context"] + case["steps"] // 2
     moved = decode_bytes(shape, case["batch"], at, shape.step_weights * BYTES, shape.kv_token_bytes(BYTES))
-    return moved * case["steps"] / seconds * 2 / (before["bytes_per_s"] + after["bytes_per_s"])
+    return moved * case["steps"] / seconds / machine["bytes_per_s"]
 
 
 def case_name(case: Case) -> str:
     """Such as "b8 c128" or "2048"."""
     return str(case["tokens"]) if "tokens" in case else f"b{case['batch']} c{case['context']}"
-
-
-def _order(peers: list[str], number: int) -> list[str]:
-    turn = number % len(peers)
-    return peers[turn:] + peers[:turn]

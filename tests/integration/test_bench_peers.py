@@ -21,7 +21,8 @@ def test_a_fleet_is_loaded_and_its_streams_are_watched(tmp_path: Path, monkeypat
     with fleet.baton_fleet(places, prefill={"threads": 1}, decode={"threads": 1}) as router:
         report = fleet.load(f"grpc://{router}", concurrency=2, requests=3, seed=0)
         found = asyncio.run(interference.watched(Place(f"grpc://{router}"), load, VOCAB_SIZE))
-    summary = fleet.summary({"baton": [report], "vllm": [report]}, [report["output_tokens_per_s"]])
+    figures = fleet.figures(report)
+    summary = fleet.summary({"baton": [figures], "vllm": [figures], "prediction": [figures]})
     assert summary["unfinished"] == {"baton": 0, "vllm": 0}
-    assert summary["ratios"]["tokens_per_s"] == summary["of_predicted"] == 1
-    assert interference.summary(found)["ratio"] > 0
+    assert summary["ratios"]["tokens_per_s"]["median"] == summary["of_predicted"]["median"] == 1
+    assert interference.figures(found)["ratio"] > 0

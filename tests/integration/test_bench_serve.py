@@ -255,8 +255,8 @@ async def test_a_picture_from_several_reports(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "a.svg").read_text()
     (tmp_path / "bad").write_text("{}")
     status, _, err = await command("plot", str(tmp_path / "bad"), f"--to={tmp_path / 'b.svg'}")
-    assert status == 1
-    assert "error" in err.lower()
+    assert status == 2
+    assert "is no report of baton bench serve" in err
 
 
 @pytest.mark.parametrize(
@@ -271,6 +271,7 @@ async def test_a_picture_from_several_reports(tmp_path: Path) -> None:
         (["grpc://a", "--rate=1", "--requests=1"], "TARGET"),
         (["a:1", "--rate=1", "--requests=1"], "must be grpc://HOST:PORT or http"),
         (["grpc://a:1", "--rate=1", "--requests=1", '--body={"a": 1}'], "--tokenizer and --body are for http://"),
+        (["http://a/v1/completions", "--rate=1", "--requests=1", "--connections=2"], "--connections is for grpc://"),
         (["http://a/v1/completions", "--rate=1", "--requests=1", "--input-tokens=x"], "--input-tokens"),
         (["http://a/v1/completions", "--rate=1", "--requests=1", "--shared-prefix=1:2:3"], "TOKENS[:GROUPS]"),
         (["http://a/v1/completions", "--trace=/nowhere"], "--trace"),

@@ -211,7 +211,8 @@ def wait_for(log: Path, pattern: str) -> None:
 
 
 def test_a_killed_supervisor_leaves_nothing_even_while_streaming(tmp_path: Path) -> None:
-    with running(tmp_path) as (up, target, _):
+    with running(tmp_path, "--processes=2") as (up, target, _):
+        assert sum("-m router.processes" in command for command in family(up.pid).values()) == 2
         command = [*BATON, "generate", f"--target={target}", "x = 1\n", "--ignore-eos", "--max-tokens=1500"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
             client.stdout.read(1)

@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from baton.engine.contract import KvHandle
 from baton.errors import EngineError
 from baton.pb import decode_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
@@ -174,9 +176,11 @@ async def test_watchers_are_told_which_blocks_are_held() -> None:
                 break
 
 
-async def test_answers_are_written_back_and_prompts_are_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page_size", [4, 16, 256])
+async def test_answers_are_written_back_and_prompts_are_not(tmp_path: Path, page_size: int) -> None:
+    """Also where they end within a page."""
     with running("valkey", tmp_path) as server:
-        async with rig({"redis": server.url, "fleet_secret": "secret"}) as all_:
+        async with rig({"redis": server.url, "fleet_secret": "secret"}, page_size=page_size, pages=64) as all_:
             router = await all_.router()
             ids = await turn(all_, router, "a", PROMPT, greedy(60))
             await all_.until_free()
@@ -187,6 +191,11 @@ async def test_answers_are_written_back_and_prompts_are_not(tmp_path: Path) -> N
             assert await all_.app.cache.fetch(expected) == payloads(all_.engine, ids[:-1])[2:]
             with server.client() as client:
                 assert client.dbsize() == len(expected)
+            # Of the next turn only what is new is moved.
+            prompt, before = [*ids, *range(900, 910)], received()
+            await turn(all_, router, "b", prompt, greedy(4))
+            assert received() - before == (len(prompt) - 96) * all_.engine.spec.kv_format.token_bytes
+            await all_.until_free()
 
 
 async def test_a_reservation_takes_the_pages_of_a_write_back(tmp_path: Path) -> None:

@@ -91,7 +91,9 @@ async def test_eviction_between_look_up_and_fetch_shortens_the_hit(server: Serve
     assert await found(cache) == 6
     with server.client() as client:
         client.delete(KEYS[4])
+    before = faults("evicted")
     assert len(await cache.fetch(DIGESTS)) == 4
+    assert faults("evicted") == before + 1
 
 
 async def test_a_killed_server_is_a_miss_and_its_successor_is_used(server: Server, cache: RedisPrefixCache) -> None:

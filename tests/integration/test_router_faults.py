@@ -11,9 +11,12 @@ import grpc
 import pytest
 
 from baton.errors import EngineError
-from baton.pb import decode_pb2, prefill_pb2
+from baton.pb import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
 from baton.request import TokenInfo
-from router import emission
+from baton.worker.status import WorkerStatus
+from router import emission, session, worker
+from router import prefill as prefill_call
+from router.events import Prefilled
 from tests.integration.router_bench import Answer, bench, refused, until, whole
 from tests.integration.router_stubs import (
     LENGTH,
@@ -96,6 +99,58 @@ async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
         assert (await refused(broken)).code() is grpc.StatusCode.INTERNAL
         assert (await whole(fine)).text() == text(0, 3)
         assert len(b.decode[0].sessions) == 1
+
+
+async def test_a_message_that_can_not_be_handled_costs_its_session_and_another_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, read = letter(25), session.token_from_proto
+
+    def breaks(message: inference_pb2.TokenInfo) -> TokenInfo:
+        if message.token_id == bad:
+            raise ValueError("no such token")
+        return read(message)
+
+    async def once(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
+        if len(b.decode[0].sessions) > 1:
+            await continue_by_hand(down, start, asked)
+        else:
+            down.send(start.key, 0, 1, [bad])
+
+    monkeypatch.setattr(session, "token_from_proto", breaks)
+    async with bench(tmp_path) as b:
+        b.decode[0].script = once
+        assert (await b.answer(max_tokens=3)).text() == text(0, 3)
+        assert len(b.decode[0].sessions) == 2
+
+
+async def test_a_prefill_that_can_not_be_read_ends_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(done: prefill_pb2.PrefillDone) -> Prefilled:
+        raise ValueError("no such token")
+
+    async with bench(tmp_path) as b:
+        with monkeypatch.context() as broken:
+            broken.setattr(prefill_call, "_prefilled", breaks)
+            assert (await refused(b.call(max_tokens=3))).code() is grpc.StatusCode.INTERNAL
+        assert (await b.answer(max_tokens=3)).text() == text(0, 3)
+
+
+async def test_a_status_that_can_not_be_handled_costs_its_watch_and_another_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, broken = worker.status_from_proto, asyncio.Event()
+
+    def breaks(message: worker_pb2.WorkerStatus) -> WorkerStatus:
+        if not broken.is_set():
+            broken.set()
+            raise ValueError("no such status")
+        return read(message)
+
+    async with bench(tmp_path) as b:
+        monkeypatch.setattr(worker, "status_from_proto", breaks)
+        b.prefill[0].status.changed()
+        await until(b.app, lambda: broken.is_set() and len(b.app.pool.fleet().prefill) == 1)
+        assert (await b.answer(max_tokens=3)).text() == text(0, 3)
 
 
 async def test_a_fault_may_overtake_the_first_token(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import pytest
@@ -23,6 +25,7 @@ from baton.launcher import bound_to_me
 from baton.pb import inference_pb2, inference_pb2_grpc
 
 STEP_MS = 10
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
 @dataclass
@@ -86,6 +89,39 @@ def ask(address: str, tokens: int = 3) -> int:
         return sum(len(delta.tokens) for event in events for delta in event.choices)
 
 
+def ask_for_ever(address: str) -> NoReturn:
+    """One request after the other, until one fails."""
+    while True:
+        ask(address)
+
+
+def load(address: str, connections: int, requests: int) -> None:
+    """`baton bench serve` over so many connections."""
+    flags = [f"--connections={connections}", f"--requests={requests}", "--concurrency=4", "--json=-"]
+    lengths = ["--input-tokens=4", "--output-tokens=3"]
+    with process("baton", "bench", "serve", f"grpc://{address}", *flags, *lengths) as loading:
+        try:
+            out, said = loading.communicate(timeout=60)
+        finally:
+            loading.kill()
+    assert loading.returncode == 0, said
+    found = json.loads(out)
+    assert (found["requests"]["finished"], found["workload"]["connections"]) == (requests, connections)
+
+
+def listens(address: str) -> None:
+    """Return as soon as somebody listens there."""
+    host, port = address.rsplit(":", 1)
+    limit = time.monotonic() + 20
+    while True:
+        try:
+            socket.create_connection((host, int(port))).close()
+            return
+        except ConnectionRefusedError:
+            assert time.monotonic() < limit, f"nobody listens at {address}"
+            time.sleep(0.05)
+
+
 def gone(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -106,10 +142,22 @@ def test_requests_are_spread_and_a_death_leaves_the_other_serving() -> None:
         assert "router 0" in (line := found.parent.stderr.readline())
         assert f"(pid {dead}) ended with status -9, and is started again" in line
         assert [ask(found.address) for _ in range(8)] == [3] * 8
-        limit = time.monotonic() + 20
-        while len(found.children()) < 2 and time.monotonic() < limit:
-            time.sleep(0.05)
+        assert found.served(1) == served[1] + 8
+        # The one in its place tells its metrics where it did.
+        listens(found.ops[0])
+        assert found.served(0) == 0
         assert found.children()[0] == lives
+
+
+def test_the_load_generator_reaches_all_over_several_connections() -> None:
+    with routers() as found:
+        load(found.address, connections=1, requests=8)
+        # The small request before the run is one more.
+        assert sorted(found.served(number) for number in range(2)) == [0, 9]
+        load(found.address, connections=16, requests=32)
+        served = [found.served(number) for number in range(2)]
+        assert sum(served) == 9 + 33
+        assert all(served)
 
 
 def test_sigterm_drains_all_and_leaves_nothing_behind() -> None:
@@ -122,6 +170,23 @@ def test_sigterm_drains_all_and_leaves_nothing_behind() -> None:
             events = [first, *call]
             assert sum(len(delta.tokens) for event in events for delta in event.choices) == 50
         assert found.parent.wait(20) == 0
+        assert all(map(gone, children))
+
+
+def test_a_second_sigterm_cuts_the_drain_short() -> None:
+    with routers() as found, stream(found.address, 1500) as call:
+        next(call)
+        children = found.children()
+        found.parent.send_signal(signal.SIGTERM)
+        # Whoever drains refuses, so the first signal has come.
+        with pytest.raises(grpc.RpcError) as refused:
+            ask_for_ever(found.address)
+        assert (refused.value.code(), refused.value.details()) == (UNAVAILABLE, "the router is draining")
+        found.parent.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.RpcError) as cut:
+            list(call)
+        assert cut.value.code() is UNAVAILABLE
+        assert found.parent.wait(10) == 0
         assert all(map(gone, children))
 
 
@@ -141,6 +206,7 @@ def test_the_parents_death_ends_all() -> None:
     ("flag", "words"),
     [
         ("--grpc=TAKEN", "grpc: TAKEN is already in use"),
+        ("--ops=127.0.0.1:65535", "ops: 127.0.0.1:65535 leaves no port for router 1"),
         ("--processes=0", "--processes: must be at least 1, got '0'"),
         ("--model=/no/such/place", "/no/such/place"),
     ],

@@ -70,7 +70,6 @@ async def ask(
 
 @pytest.mark.parametrize("page_size", [16, 32, 256])
 async def test_a_conversation_moves_only_new_kv_and_keeps_its_tokens(checkpoint: Path, page_size: int) -> None:
-    unit = max(page_size, BLOCK)
     async with worker(checkpoint, page_size=page_size) as (rig, router):
         ids, reused = prompt_ids(250), REUSED_TOKENS._value.get()
         held = 0
@@ -80,7 +79,7 @@ async def test_a_conversation_moves_only_new_kv_and_keeps_its_tokens(checkpoint:
             assert tokens == expected
             assert (none, whole) == (0, len(ids))
             assert (cached, moved) == (held, len(ids) - held)
-            held = (len(ids) + len(tokens) - 1) // unit * unit
+            held = (len(ids) + len(tokens) - 1) // BLOCK * BLOCK
             ids = [*ids, *tokens, *prompt_ids(9, seed=turn)]
         assert REUSED_TOKENS._value.get() > reused
 

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from baton.kv.format import KvFormat, KvPart
 from router import exhaustive
 from router.breaker import Shut
-from router.demand import Against, Choice, Demand, Listed, decode_cost, prefill_cost
+from router.demand import Against, Choice, Demand, decode_cost, prefill_cost
 from router.fleet import DecodeView, Fleet, PrefillView
 from router.policy import SMALL, choose, matching_decodes, quietest, servable
+from router.prefixes import Found
 from tests.effort import effort
+from tests.hits import hits
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 HALF = replace(KV, parts=tuple(replace(part, dtype="bfloat16") for part in KV.parts))
@@ -69,16 +71,16 @@ def asked_of(draw: random.Random, count: int) -> dict[str, Any]:
     def pairs() -> frozenset[tuple[str, str]]:
         return frozenset((draw.choice(prefills), draw.choice(decodes)) for _ in range(draw.choice([0, 0, 1, 4, 20])))
 
-    def hits() -> Listed:
-        return Listed({draw.choice(prefills + decodes): draw.choice([16, 100, 200]) for _ in range(draw.randrange(6))})
+    def drawn() -> Found:
+        return hits({draw.choice(prefills + decodes): draw.choice([16, 100, 200]) for _ in range(draw.randrange(6))})
 
     demand = Demand(
         draw.randint(1, 200),
         draw.random() < 0.8,
         some(*prefills, *decodes),
         pairs(),
-        hits(),
-        hits(),
+        drawn(),
+        drawn(),
         some(*decodes),
         number=draw.randrange(100),
     )

@@ -38,14 +38,26 @@ def kustomization() -> dict[str, Any]:
     return document
 
 
+def environment_of(container: dict[str, Any]) -> dict[str, str]:
+    """A container's own variables; what comes from its resources is looked up, from secrets and fields stood in for."""
+    found = {}
+    for entry in container["env"]:
+        if resource := entry.get("valueFrom", {}).get("resourceFieldRef"):
+            kind, _, name = resource["resource"].partition(".")
+            found[entry["name"]] = container["resources"][kind][name]
+        else:
+            found[entry["name"]] = entry.get("value", "stand-in")
+    return found
+
+
 def kubernetes_environments() -> Iterator[tuple[str, dict[str, str]]]:
-    """Module and environment of each of our containers; values from secrets and fields are stood in for."""
+    """Module and environment of each of our containers."""
     common = dict(text.split("=", 1) for text in kustomization()["configMapGenerator"][0]["literals"])
     for _, document in manifests():
         if document["kind"] == "Deployment":
             for container in document["spec"]["template"]["spec"]["containers"]:
                 if container["image"] == "baton":
-                    own = {entry["name"]: entry.get("value", "stand-in") for entry in container["env"]}
+                    own = environment_of(container)
                     yield container["command"][-1], common | own
 
 
@@ -80,7 +92,7 @@ def secure_kubernetes() -> Iterator[tuple[str, dict[str, str], set[str]]]:
     common = literals(kustomization()) | literals(overlay())
     for document in secure_deployments():
         (container,) = document["spec"]["template"]["spec"]["containers"]
-        own = {entry["name"]: entry.get("value", "stand-in") for entry in container["env"]}
+        own = environment_of(container)
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
         yield container["command"][-1], common | own, mounts
 
@@ -138,6 +150,24 @@ def test_services_understand_their_environment(environments: Any) -> None:
         assert config.insecure
 
 
+def test_workers_start_no_more_threads_than_their_pods_request() -> None:
+    seen = dict(kubernetes_environments())
+    for role in ("prefill", "decode"):
+        (container,) = dict(manifests())[f"Deployment/{role}"]["spec"]["template"]["spec"]["containers"]
+        config: Any = load(CONFIGS[f"{role}_svc"], role, [], seen[f"{role}_svc"])
+        assert config.threads == int(container["resources"]["requests"]["cpu"]) > 0
+
+
+def test_compose_passes_cores_and_processes_on() -> None:
+    texts = dict(compose_texts())
+    assert texts["router"]["BATON_PROCESSES"] == "${BATON_PROCESSES:-1}"
+    cores = [texts[f"{role}_svc"]["BATON_CPUS"] for role in ("prefill", "decode")]
+    assert cores == ["${PREFILL_CPUS:-}", "${DECODE_CPUS:-}"]
+    for module, environment in texts.items():
+        config_class: Any = CONFIGS[module]
+        load(config_class, module, [], {name: shell_default(text) for name, text in environment.items()})
+
+
 @pytest.mark.parametrize("environments", [secure_kubernetes, secure_compose])
 def test_secure_services_have_their_files_and_are_not_insecure(environments: Any) -> None:
     seen = {module: rest for module, *rest in environments()}
@@ -183,7 +213,12 @@ def compose_redis() -> tuple[list[str], int]:
     """The flags of Redis where nothing is set, and no bound."""
     service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["redis"]
     assert "volumes" not in service
-    return [re.sub(r"\$\{\w+:-(.*)\}", r"\1", flag) for flag in service["command"][1:]], 1 << 40
+    return [shell_default(flag) for flag in service["command"][1:]], 1 << 40
+
+
+def shell_default(text: str) -> str:
+    """What Compose makes of a text where no variable is set."""
+    return re.sub(r"\$\{\w+:-(.*)\}", r"\1", text)
 
 
 @pytest.mark.parametrize("redis", [kubernetes_redis, compose_redis])

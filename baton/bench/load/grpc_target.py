@@ -1,7 +1,13 @@
-"""Baton over gRPC, through its own client."""
+"""Baton over gRPC, through its own client.
+
+Requests go over `place.connections` connections in turn, as from so many users: one connection is one process of a
+router that has several on its port.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from types import TracebackType
 from typing import Self
 
@@ -11,12 +17,16 @@ from baton.bench.load.workload import Job
 from baton.client import AsyncClient
 from baton.errors import BatonError, Overloaded
 
+_ASK_S = 10.0
+
 
 class GrpcTarget:
     """The router at `place`."""
 
     def __init__(self, place: Place) -> None:
-        self._client = AsyncClient(place.url.removeprefix("grpc://").strip("/"), model=place.model, **place.reach)
+        address = place.url.removeprefix("grpc://").strip("/")
+        self._clients = [AsyncClient(address, model=place.model, **place.reach) for _ in range(place.connections)]
+        self._turns = itertools.cycle(self._clients)
 
     async def __aenter__(self) -> Self:
         return self
@@ -24,11 +34,11 @@ class GrpcTarget:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._client.close()
+        await asyncio.gather(*(client.close() for client in self._clients))
 
     async def send(self, job: Job, outcome: Outcome) -> None:
         """See Target."""
-        stream = self._client.generate(job.prompt, max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True)
+        stream = next(self._turns).generate(job.prompt, max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True)
         try:
             async for delta in stream:
                 if delta.tokens:
@@ -39,8 +49,9 @@ class GrpcTarget:
             raise RequestFailed(type(error).__name__, str(error)) from None
 
     async def vocab_size(self) -> int | None:
-        """See Target."""
+        """See Target. Asked on every connection, so that none is made while requests are timed."""
+        asked = (client.get_model(timeout=_ASK_S) for client in self._clients)
         try:
-            return (await self._client.get_model(timeout=10)).vocab_size
+            return (await asyncio.gather(*asked))[0].vocab_size
         except BatonError as error:
             raise RequestFailed(type(error).__name__, str(error)) from None

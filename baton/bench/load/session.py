@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from baton.bench.load.lengths import Lengths, lengths
 from baton.bench.load.report import Objectives, report
 from baton.bench.load.runner import Plan, Run
 from baton.bench.load.show import bar
-from baton.bench.load.targets import Place, Target, connected, reached
+from baton.bench.load.targets import Place, Target, connected, is_grpc, reached
 from baton.bench.load.workload import Job, Prompts, Shared, drawn, traced
 from baton.bench.traces import Arrival
 
@@ -56,7 +56,7 @@ class Settings:
     objectives: Objectives = field(default_factory=Objectives)
 
 
-async def measured(settings: Settings, console: Console) -> AsyncIterator[dict[str, Any]]:
+async def measured(settings: Settings, console: Console) -> AsyncGenerator[dict[str, Any], None]:
     """A report for each load, as it is done; the last one tells if Ctrl-C ended the measurement.
 
     Raises RequestFailed if the server does not serve even a small request, ConfigError for settings that can't be used.
@@ -64,7 +64,8 @@ async def measured(settings: Settings, console: Console) -> AsyncIterator[dict[s
     async with connected(settings.place) as target:
         with console.status(f"waiting for {settings.place.url}"):
             await reached(target, settings.wait_s, settings.timeout_s)
-        vocab_size = settings.vocab_size or await target.vocab_size() or DEFAULT_VOCAB
+        told = await target.vocab_size()
+        vocab_size = settings.vocab_size or told or DEFAULT_VOCAB
         if settings.warmup:
             with console.status(f"warming up: {settings.warmup} requests"):
                 await _warmed(target, settings, vocab_size)
@@ -104,6 +105,7 @@ def _workload(settings: Settings, load: Load, vocab_size: int) -> dict[str, Any]
         own["shared_prefix"] = f"{shared.tokens}:{shared.groups}" if shared else None
     return {
         "model": settings.place.model,
+        "connections": settings.place.connections if is_grpc(settings.place.url) else None,
         "rate": load.rate,
         "concurrency": load.concurrency,
         **own,

@@ -15,6 +15,9 @@ from baton.bench.load.workload import Job
 from baton.config import parse_address
 from baton.errors import ConfigError
 
+CONNECTIONS = 8
+"""To a Baton router, unless told otherwise."""
+
 AGAIN_S = 0.2
 """Between two tries to reach a server that is still starting."""
 _PROBE = Job([1, 2, 3, 4], 1)
@@ -26,8 +29,9 @@ _NOT_THERE = frozenset({"connection", "Unavailable", "http 503"})
 class Place:
     """A target and what it takes to talk to it; `reach` are API key and TLS, as `baton.client` names them.
 
-    `body` is merged into each HTTP request; a value of None takes a field out. `text_of` turns a prompt into text for
-    servers that take no token ids.
+    `body` is merged into each HTTP request; a value of None takes a field out. `tokenizer` is the file that turns a
+    prompt into text for servers that take no token ids. `connections` are those to a Baton router; over HTTP each open
+    request has one.
     """
 
     url: str
@@ -35,6 +39,7 @@ class Place:
     reach: Mapping[str, Any] = field(default_factory=dict)
     body: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: str = ""
+    connections: int = CONNECTIONS
 
 
 class Target(Protocol):

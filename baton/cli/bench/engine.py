@@ -10,9 +10,12 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.cli.failures import fail
+from baton.cli.failures import extra_installed
+from baton.cli.options import ReportFile
 from baton.cli.tables import output, size, table
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
+
+_PICTURES = (".png", ".svg")
 
 
 class Counts(click.ParamType[tuple[int, ...]]):
@@ -62,8 +65,8 @@ class Counts(click.ParamType[tuple[int, ...]]):
     show_default=True,
     help="Most tokens of a forward pass in prefill.",
 )
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report to a file.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Write a roofline picture (.png or .svg).")
+@click.option("--json", "json_path", type=ReportFile(), help="Write the report to a file.")
+@click.option("--plot", type=ReportFile(), help="Write a roofline picture (.png or .svg).")
 def engine(
     model: str,
     device: str,
@@ -78,8 +81,8 @@ def engine(
 
     Each run has probes of the machine's bandwidth and arithmetic beside it; MFU and MBU are shares of these.
     """
-    if plot is not None and not (plan["prefill"] and plan["batches"] and plan["contexts"]):
-        raise click.UsageError("--plot needs both prefill and decode")
+    if plot is not None:
+        _check_plot(plot, plan)
     # Torch's profiler would say on standard error when it starts and stops; it looks when it is loaded.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     from baton.engine.process import pin_compute_threads, prepare
@@ -87,17 +90,20 @@ def engine(
     try:
         # What a worker's process does for its engine too, before torch is loaded.
         prepare(cpus)
-        from baton.bench.engine import Plan
-        from baton.bench.engine_report import measure
-        from baton.engine.config import EngineConfig
+        with extra_installed("worker"):
+            from baton.bench.engine import Plan
+            from baton.bench.engine_report import measure
+            from baton.engine.config import EngineConfig
 
-        config = EngineConfig(model, device=device, dtype=dtype, threads=threads)
-        if cpus:
-            pin_compute_threads()
-        with Console(stderr=True).status("") as status:
-            report = measure(config, Plan(**plan), status.update)
+            config = EngineConfig(model, device=device, dtype=dtype, threads=threads)
+            if cpus:
+                pin_compute_threads()
+            with Console(stderr=True).status("") as status:
+                report = measure(config, Plan(**plan), status.update)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
     except BatonError as error:
-        fail(error)
+        raise click.ClickException(str(error)) from None
     _print(report)
     if json_path is not None:
         json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -105,6 +111,16 @@ def engine(
         from baton.bench.roofline_plot import draw
 
         draw(report, plot)
+
+
+def _check_plot(plot: Path, plan: dict[str, Any]) -> None:
+    """Refuse a picture that could not be drawn once all is measured."""
+    if not (plan["prefill"] and plan["batches"] and plan["contexts"]):
+        raise click.UsageError("--plot needs both prefill and decode")
+    if plot.suffix not in _PICTURES:
+        raise click.BadParameter(f"must end in {' or '.join(_PICTURES)}, got {str(plot)!r}", param_hint="'--plot'")
+    with extra_installed("bench"):
+        import matplotlib  # noqa: F401
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -141,7 +157,9 @@ def _print(report: dict[str, Any]) -> None:
 def _facts(report: dict[str, Any]) -> str:
     facts = []
     if overhead := report.get("overhead"):
-        facts.append(f"outside kernels: {overhead['step_ms']:.2f} ms of a step of {overhead['batch']}")
+        dispatch, outside = overhead["dispatch_ms"], overhead["outside_forward_ms"]
+        at = f"a step of {overhead['batch']}"
+        facts.append(f"beside arithmetic, {at}: dispatch {dispatch:.2f} ms, outside the forward pass {outside:.2f} ms")
     if (seconds := report["startup"]["first_token_s"]) is not None:
         facts.append(f"start to first token: {seconds:.1f} s")
     memory = report["memory"]

@@ -43,4 +43,6 @@ def _read(text: str) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{path!r} can't be read: {error}", param_hint="'REPORT'") from None
     reports = found if isinstance(found, list) else [found]
+    if not reports or not all(isinstance(each, dict) and "workload" in each for each in reports):
+        raise click.BadParameter(f"{path!r} is no report of baton bench serve", param_hint="'REPORT'")
     return [{**each, "target": name} for each in reports] if name else reports

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from baton.cli.options import ReportFile
+
 
 @click.command()
 @click.option("--streams", type=click.IntRange(1, 256), default=8, show_default=True, help="Streams of the quiet runs.")
@@ -17,7 +19,7 @@ import click
 @click.option("--seconds", type=click.FloatRange(min=0.5), default=3.0, show_default=True, help="Counted in each run.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Of all runs; medians count.")
 @click.option("--processes", type=click.IntRange(1, 16), default=1, show_default=True, help="Routers on the one port.")
-@click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Write the numbers here.")
+@click.option("--json", "file", type=ReportFile(), help="Write the numbers here.")
 def router(
     streams: int, burst_streams: int, step_ms: float, seconds: float, rounds: int, processes: int, file: Path | None
 ) -> None:

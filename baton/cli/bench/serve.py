@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+from contextlib import aclosing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from baton.cli.failures import FAILED, INTERRUPTED, usage_of_connection
-from baton.cli.options import Seconds, connection, connection_options
+from baton.cli.options import ReportFile, Seconds, connection, connection_options
 
 if TYPE_CHECKING:
     from baton.bench.load.session import Load, Settings
@@ -98,9 +100,15 @@ class _Body(click.ParamType[dict[str, Any]]):
     show_default=True,
     help="Mean time between their tokens.",
 )
+@click.option(
+    "--connections",
+    type=click.IntRange(1, 1024),
+    help="To spread requests over, in turn; grpc:// only. One connection is one process of a router with --processes."
+    "  [default: 8]",
+)
 @click.option("--tokenizer", default="", metavar="FILE", help="Send prompts as text of this tokenizer.json; HTTP only.")
 @click.option("--body", type=_Body(), default="{}", help="More fields of each HTTP request; null takes one out.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="File for the report; -: standard output.")
+@click.option("--json", "json_file", type=ReportFile(dash=True), help="File for the report; -: standard output.")
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder for pictures.")
 @connection_options
 def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) -> None:
@@ -117,8 +125,8 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
     from baton.cli.tables import output
 
     settings = _settings(target, flags)
-    if plot is not None and find_spec("matplotlib") is None:
-        raise click.ClickException(_missing("matplotlib"))
+    if plot is not None:
+        _check_plot(plot)
     console = Console(stderr=True, highlight=False, markup=False)
     # What is loaded by now stays: collections need not look at it while requests are timed.
     gc.freeze()
@@ -144,12 +152,14 @@ async def _measured(settings: Settings, console: Any, table: Any) -> list[dict[s
     from baton.bench.load.show import print_report, warnings
 
     reports = []
-    async for each in measured(settings, console):
-        reports.append(each)
-        if table is not None:
-            print_report(each, table)
-        for warning in warnings(each):
-            click.echo(f"warning: {warning}", err=True)
+    # Closed here whatever happens, such as a reader of standard output that goes away.
+    async with aclosing(measured(settings, console)) as runs:
+        async for each in runs:
+            reports.append(each)
+            if table is not None:
+                print_report(each, table)
+            for warning in warnings(each):
+                click.echo(f"warning: {warning}", err=True)
     return reports
 
 
@@ -163,12 +173,23 @@ def _write(reports: list[dict[str, Any]], *, many: bool, json_file: Path | None,
         elif json_file is not None:
             json_file.write_text(text + "\n", encoding="utf-8")
         if plot is not None:
-            plot.mkdir(parents=True, exist_ok=True)
             itl_over_time(reports, plot / "itl.png")
             if many:
                 latency_against_load(reports, plot / "latency.png")
     except (OSError, PlotError) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _check_plot(folder: Path) -> None:
+    """Make the folder, and refuse pictures that could not be drawn once all is measured."""
+    if find_spec("matplotlib") is None:
+        raise click.ClickException(_missing("matplotlib"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(f"{str(folder)!r} can't be made: {error.strerror}", param_hint="'--plot'") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise click.BadParameter(f"{str(folder)!r} is not yours to write to", param_hint="'--plot'")
 
 
 def _missing(name: str | None) -> str:
@@ -179,7 +200,7 @@ def _settings(target: str, flags: dict[str, Any]) -> Settings:
     """Settings of the flags; raises click.UsageError for those that do not go together."""
     from baton.bench.load.report import Objectives
     from baton.bench.load.session import Settings
-    from baton.bench.load.targets import Place, is_grpc
+    from baton.bench.load.targets import CONNECTIONS, Place, is_grpc
 
     try:
         grpc = is_grpc(target)
@@ -187,11 +208,14 @@ def _settings(target: str, flags: dict[str, Any]) -> Settings:
         raise click.BadParameter(str(error), param_hint="'TARGET'") from None
     if grpc and (flags["tokenizer"] or flags["body"]):
         raise click.UsageError("--tokenizer and --body are for http:// targets")
+    if not grpc and flags["connections"] is not None:
+        raise click.UsageError("--connections is for grpc:// targets: over HTTP each open request has one")
     reach = connection(flags)
     if not grpc and _from_environment("api_key"):
         # BATON_API_KEY is for Baton alone.
         reach["api_key"] = None
-    place = Place(target, flags["model"], reach, flags["body"], flags["tokenizer"])
+    connections = flags["connections"] or CONNECTIONS
+    place = Place(target, flags["model"], reach, flags["body"], flags["tokenizer"], connections)
     more: dict[str, Any] = {"shared": _shared(flags["shared_prefix"])}
     for name, field in (("input_tokens", "inputs"), ("output_tokens", "outputs")):
         if flags[name] is not None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import click
 
+from baton.cli.failures import extra_installed
+from baton.cli.options import ReportFile
+
 
 @click.command()
 @click.option("--tokens", type=click.IntRange(64, 65536), default=4096, show_default=True, help="Tokens of a sequence.")
@@ -20,18 +23,20 @@ import click
     help="Sequences that are fetched at a time; may be given several times.",
 )
 @click.option("--repeats", type=click.IntRange(1, 1000), default=7, show_default=True, help="Measurements of each.")
-@click.option("--json", "file", type=click.Path(path_type=Path, dir_okay=False), help="Write the numbers here.")
+@click.option("--json", "file", type=ReportFile(), help="Write the numbers here.")
 def transfer(tokens: int, streams: tuple[int, ...], repeats: int, file: Path | None) -> None:
     """Measure FetchKv, checksums on and into paged KV, against raw TCP over loopback.
 
     No model is needed: the KV has the shapes of known ones, and random content.
     """
     from baton.bench.provenance import provenance
-    from baton.bench.transfer import measure
     from baton.errors import BatonError
 
     try:
-        found = measure(streams=streams, tokens=tokens, repeats=repeats)
+        with extra_installed("worker"):
+            from baton.bench.transfer import measure
+
+            found = measure(streams=streams, tokens=tokens, repeats=repeats)
     except BatonError as error:
         raise click.ClickException(str(error)) from None
     if file is not None:

@@ -118,6 +118,8 @@ class Fetch:
             self.slots[index] = reply
             if reason(reply) == "moved":
                 return
+        elif reply is None:
+            count("evicted")
         self._end = min(self._end, index)
 
 
@@ -142,28 +144,36 @@ class Store:
 
 
 class Clear:
-    """Deletes all keys of one node that match, in steps of at most `step_s` seconds; `slots[0]` is their number."""
+    """Deletes the keys of one node that match, a batch in each run; `deleted` is their number so far.
 
-    _MANY = b"1000"
+    A server has looked at all its keys after many runs: then it is `done`. A run that fails leaves `batches` as it was.
+    `refused` is the first error that a deletion was answered with.
+    """
 
-    def __init__(self, pattern: bytes, step_s: float) -> None:
-        self._pattern, self._step_s = pattern, step_s
-        self.slots: list[Any] = [0]
+    _MANY = b"250"
+
+    def __init__(self, pattern: bytes) -> None:
+        self._pattern, self._cursor = pattern, b"0"
+        self.deleted = self.batches = 0
+        self.done = False
+        self.refused: Exception | None = None
+        self.slots: list[Any] = []
 
     def run(self, wire: Wire, indexes: Sequence[int], asking: bool) -> None:
-        """Look at all keys of the server once; the deadline of the wire holds for all of it."""
-        deadline, cursor = wire.deadline or float("inf"), b"0"
-        while True:
-            wire.deadline = min(deadline, time.monotonic() + self._step_s)
-            wire.send(pack(b"SCAN", cursor, b"MATCH", self._pattern, b"COUNT", self._MANY))
-            reply = wire.read()
-            if isinstance(reply, Exception):
-                raise reply
-            cursor, keys = reply
-            wire.send(b"".join([pack(b"UNLINK", key) for key in keys]))
-            self.slots[0] += sum(deleted for deleted in [wire.read() for _ in keys] if isinstance(deleted, int))
-            if cursor == b"0":
-                return
+        """Look at some keys more, and delete those that match."""
+        wire.send(pack(b"SCAN", self._cursor, b"MATCH", self._pattern, b"COUNT", self._MANY))
+        reply = wire.read()
+        if isinstance(reply, Exception):
+            raise reply
+        cursor, keys = reply
+        wire.send(b"".join([pack(b"UNLINK", key) for key in keys]))
+        replies = [wire.read() for _ in keys]
+        self.deleted += sum(deleted for deleted in replies if isinstance(deleted, int))
+        for error in (reply for reply in replies if isinstance(reply, Exception)):
+            count(reason(error))
+            self.refused = self.refused or error
+        self._cursor, self.done = cursor, cursor == b"0"
+        self.batches += 1
 
 
 def _read_all(wire: Wire, slots: list[Any], indexes: Sequence[int], asking: bool) -> None:

@@ -38,9 +38,9 @@ from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, Prefix
 from baton.kv.prefix.exchange import Clear, Commands, Fetch, Store
 from baton.kv.prefix.pace import Pace
 from baton.kv.prefix.record import RecordCodec
-from baton.kv.prefix.servers import open_servers
+from baton.kv.prefix.servers import Node, open_servers
 from baton.kv.prefix.wire import pack, wire_size
-from baton.kv.prefix.writes import WriteQueue
+from baton.kv.prefix.writes import Lost, WriteQueue
 from baton.telemetry import metrics
 
 TIER = "redis"
@@ -50,7 +50,6 @@ BATCH_BYTES = 8 << 20
 _SLOWEST_BYTES_PER_S = 100e6
 _WRITE_BUDGET_S = 1.0
 _CLOSE_S = 1.0
-_CLEAR_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +67,19 @@ class RedisLimits:
 
 
 class RedisPrefixCache:
-    """`PrefixCache` over the servers at a URL; raises ConfigError for one that can't be used."""
+    """`PrefixCache` over the servers at a URL; raises ConfigError for one that can't be used.
 
-    def __init__(self, url: str, kv_format: KvFormat, fleet_secret: str, limits: RedisLimits | None = None) -> None:
+    `lost` is told which of the blocks that `put` took were not stored.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        kv_format: KvFormat,
+        fleet_secret: str,
+        limits: RedisLimits | None = None,
+        lost: Lost = lambda _: None,
+    ) -> None:
         self._limits = limits or RedisLimits()
         self._codec = RecordCodec(kv_format, fleet_secret)
         self._buffers = Buffers(wire_size(self._codec.record_bytes))
@@ -78,10 +87,11 @@ class RedisPrefixCache:
         breaker = partial(Breaker, self._limits.pause_s, self._limits.longest_pause_s)
         self._servers = open_servers(parse_redis_url(url), self._limits.budget_s, breaker)
         self._calls = Calls(self._servers)
-        self._queue = WriteQueue(TIER, self._write, self._limits.queue_bytes, BATCH_BYTES)
+        self._queue = WriteQueue(TIER, self._write, self._limits.queue_bytes, BATCH_BYTES, lost)
         self._pace = Pace()
         self._hits = self._misses = 0
         self._touching: asyncio.Task[None] | None = None
+        self._clearing: set[Clear] = set()
         self._closed = False
 
     @property
@@ -155,16 +165,24 @@ class RedisPrefixCache:
         return [CacheTier(TIER, blocks, used, most, self._hits, self._misses, speed, self._state())]
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
-        """Delete the blocks of this KV format on all nodes, if `shared`."""
+        """Delete the blocks of this KV format on all nodes, if `shared`.
+
+        In batches, each with a time budget of its own; a node that fails one is left as it is. `state` says so.
+        """
         if not shared:
             return []
         self._queue.clear()
-        nodes = await self._calls.masters(self._limits.budget_s)
-        jobs = [(node, Clear(self._prefix + b"*", self._budget(0))) for node in nodes]
-        # Takes long, and would keep look-ups waiting.
-        await asyncio.gather(*(self._calls.at("write", [(node, (), False)], job, _CLEAR_S) for node, job in jobs))
-        blocks = sum(job.slots[0] for _, job in jobs)
-        return [CacheTier(TIER, blocks, blocks * self._codec.record_bytes, state=self._state())]
+        jobs = {Clear(self._prefix + b"*"): node for node in await self._calls.masters(self._limits.budget_s)}
+        self._clearing.update(jobs)
+        try:
+            await asyncio.gather(*(self._clear(node, job) for job, node in jobs.items()))
+        finally:
+            self._clearing.difference_update(jobs)
+        blocks = sum(job.deleted for job in jobs)
+        refused = next((f"refused: {job.refused}" for job in jobs if job.refused), "")
+        unfinished = "" if all(job.done for job in jobs) else "not all of it"
+        state = "; ".join(filter(None, (unfinished, refused, self._trouble())))
+        return [CacheTier(TIER, blocks, blocks * self._codec.record_bytes, state=state)]
 
     async def flush(self) -> None:
         """Wait until the queue is written or dropped."""
@@ -180,11 +198,19 @@ class RedisPrefixCache:
             self._touching.cancel()
         await self._calls.close(_CLOSE_S)
 
-    async def _write(self, blocks: Sequence[tuple[bytes, Payload]]) -> int:
+    async def _write(self, blocks: Sequence[tuple[bytes, Payload]]) -> list[bool]:
         keys = self._keys([digest for digest, _ in blocks])
         store = Store(keys, blocks, self._codec, self._limits.ttl_s)
         await self._calls.keyed("write", keys, store, _WRITE_BUDGET_S + self._budget(len(keys)))
-        return sum(1 for reply in store.slots if reply == b"OK")
+        return [reply == b"OK" for reply in store.slots]
+
+    async def _clear(self, node: Node, job: Clear) -> None:
+        going = True
+        while going and not job.done:
+            before = job.batches
+            # Not the threads of look-ups: it would keep them waiting.
+            await self._calls.at("write", [(node, (), False)], job, _WRITE_BUDGET_S + self._budget(0))
+            going = job.batches > before and not job.refused
 
     async def _prolong(self, digests: Sequence[bytes]) -> None:
         keys = self._keys(digests)
@@ -200,6 +226,11 @@ class RedisPrefixCache:
         return [ask.slots for _, ask in asked]
 
     def _state(self) -> str:
+        if self._clearing:
+            return f"clearing: {sum(job.deleted for job in self._clearing)} blocks are gone"
+        return self._trouble()
+
+    def _trouble(self) -> str:
         nodes = self._servers.masters()
         lost = [node.health for node in nodes if not node.health.well]
         if not self._servers.health.well and not nodes:

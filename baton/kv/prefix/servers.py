@@ -15,9 +15,17 @@ from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, NodesManager
 from redis.connection import Connection, ConnectionPool, SSLConnection, parse_url
 from redis.crc import key_slot
-from redis.exceptions import AskError, MovedError, RedisClusterException, SlotNotCoveredError
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    MovedError,
+    NoPermissionError,
+    RedisClusterException,
+    RedisError,
+    SlotNotCoveredError,
+)
 from redis.retry import Retry
-from redis.sentinel import Sentinel, SentinelConnectionPool
+from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
 from baton.errors import ConfigError
 from baton.kv.prefix.address import RedisAddress
@@ -25,7 +33,7 @@ from baton.kv.prefix.breaker import Breaker
 from baton.kv.prefix.faults import Health
 from baton.kv.prefix.wire import Wire
 
-_NAME = "the prefix cache"
+_NAME = "Redis"
 
 
 class Node:
@@ -79,12 +87,46 @@ class Servers(Protocol):
         """Disconnect; who waits for a reply gets an error."""
 
 
+class Sentinels(Sentinel):
+    """redis-py's, but for how the master is asked for: from several threads, and with a short word of what was wrong.
+
+    redis-py itself tells all settings of the connections, swaps places in its list without a lock, and does not ask the
+    next sentinel if one refuses.
+    """
+
+    _first = 0
+
+    def discover_master(self, service_name: str) -> tuple[str, int]:
+        """Address of the master, from the sentinel that knew it last, or else the next.
+
+        Raises AuthenticationError if it was that with all of them, and MasterNotFoundError.
+        """
+        errors: list[RedisError] = []
+        words, first, many = [], self._first, len(self.sentinels)
+        for number in ((first + turn) % many for turn in range(many)):
+            sentinel = self.sentinels[number]
+            try:
+                masters: Any = sentinel.sentinel_masters()
+            except RedisError as error:
+                where = sentinel.connection_pool.connection_kwargs
+                words.append(f"{where['host']}:{where['port']}: {error}")
+                errors.append(error)
+                continue
+            state = masters.get(service_name)
+            if state and self.check_master_state(state, service_name):  # type: ignore[no-untyped-call]
+                self._first = number
+                return state["ip"], state["port"]
+        text = f"No master found for {service_name!r}{': ' if words else ''}{'; '.join(words)}"
+        refused = len(errors) == many and all(isinstance(e, AuthenticationError | NoPermissionError) for e in errors)
+        raise AuthenticationError(text) if refused else MasterNotFoundError(text)
+
+
 class OneMaster:
     """A server, or the master of a service that sentinels watch."""
 
     ready = True
 
-    def __init__(self, pool: ConnectionPool, breaker: Breaker, sentinels: Sentinel | None = None) -> None:
+    def __init__(self, pool: ConnectionPool, breaker: Breaker, sentinels: Sentinels | None = None) -> None:
         self._node = Node(pool, Health(_NAME, breaker))
         self._sentinels = sentinels
         self.health = Health(_NAME, Breaker())
@@ -147,6 +189,9 @@ class Cluster:
             if not manager.slots_cache:
                 raise RedisClusterException("no slots are served")
             self._manager = manager
+            there = set(manager.nodes_cache)
+            for name in set(self._nodes) - there:  # else those of a cluster whose addresses change would pile up
+                self._nodes.pop(name, None)
             if self._closed:
                 manager.close()
 
@@ -219,7 +264,7 @@ def open_servers(address: RedisAddress, timeout_s: float, breaker: Callable[[], 
     tls = options.pop("connection_class", None) is SSLConnection
     to_sentinels = {name: value for name, value in options.items() if name.startswith("ssl_")} | common
     user, password = address.sentinel_user or None, address.sentinel_password or None
-    sentinels = Sentinel(
+    sentinels = Sentinels(  # type: ignore[no-untyped-call]
         address.hosts,
         sentinel_kwargs=to_sentinels | {"ssl": tls, "username": user, "password": password, "retry": never},
     )

@@ -9,10 +9,11 @@ tiers. A fetch takes each block from where it is, and keeps in host memory what 
     second  if it was seen by an earlier request as well; its KV may come from host memory then
     never   not at all
 
-What was found in the store or written to it is remembered (`baton.kv.prefix.sightings`) until a look-up misses it, so
-that nobody copies KV out of the engine for nothing. Hits keep their blocks in the store from going stale: all that
-the store has part in, and of those in host memory alone, or in the engine's pages, of which `touch` tells, one in
-eight, picked at random, as any fixed rhythm might pass over the same prompt for ever.
+What was found in the store or given to it is remembered (`baton.kv.prefix.sightings`) until a look-up misses it or the
+store tells that it was lost on its way, so that nobody copies KV out of the engine for nothing. Hits keep their blocks
+in the store from going stale: all that the store has part in, and of those in host memory alone, or in the engine's
+pages, of which `touch` tells, one in eight, picked at random, as any fixed rhythm might pass over the same prompt for
+ever.
 """
 
 from __future__ import annotations
@@ -30,14 +31,23 @@ TOUCH_SHARE = 1 / 8
 
 
 class TieredPrefixCache:
-    """`PrefixCache` over host memory and a shared store, in this order; `writes` is "first", "second" or "never"."""
+    """`PrefixCache` over host memory and a shared store, in this order; `writes` is "first", "second" or "never".
+
+    A store that may lose what it was given tells `sightings.missed`.
+    """
 
     def __init__(
-        self, host: HostPrefixCache, shared: PrefixCache, writes: str = "first", *, touch_share: float = TOUCH_SHARE
+        self,
+        host: HostPrefixCache,
+        shared: PrefixCache,
+        writes: str = "first",
+        *,
+        touch_share: float = TOUCH_SHARE,
+        sightings: Sightings | None = None,
     ) -> None:
         self._host, self._shared = host, shared
         self._touch_share = touch_share
-        self._sightings = Sightings()
+        self._sightings = sightings or Sightings()
         least = {"first": Seen.ONCE, "second": Seen.AGAIN, "never": Seen.STORED}[writes]
         self._due = range(least, Seen.STORED)
 
@@ -123,10 +133,11 @@ class TieredPrefixCache:
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
         """Drop all blocks in host memory, and those in the store if asked to."""
-        if shared:
-            self._sightings.clear()
         near = await self._host.clear(shared=False) if self._host.stores else []
-        return [*near, *await self._shared.clear(shared=shared)]
+        cleared = [*near, *await self._shared.clear(shared=shared)]
+        if shared:
+            self._sightings.clear()  # last, since what was stored meanwhile may be gone as well
+        return cleared
 
     async def flush(self) -> None:
         """Wait until what was put is stored or dropped."""

@@ -11,15 +11,23 @@ from baton.telemetry import metrics
 
 _log = logging.getLogger(__name__)
 
-Write = Callable[[Sequence[tuple[bytes, Payload]]], Awaitable[int]]
-"""Writes (digest, payload) pairs and returns how many were stored."""
+Write = Callable[[Sequence[tuple[bytes, Payload]]], Awaitable[Sequence[bool]]]
+"""Writes (digest, payload) pairs and returns which of them were stored."""
+
+Lost = Callable[[Sequence[bytes]], object]
+"""Gets the digests of blocks that a store had taken, and that are not stored after all."""
 
 
 class WriteQueue:
-    """A block stays in the queue, and counts against `queue_bytes`, until it was written or dropped."""
+    """A block stays in the queue, and counts against `queue_bytes`, until it was written or dropped.
 
-    def __init__(self, tier: str, write: Write, queue_bytes: int, batch_bytes: int) -> None:
-        self._write, self._queue_bytes, self._batch_bytes = write, queue_bytes, batch_bytes
+    `lost` is told of those that were dropped.
+    """
+
+    def __init__(
+        self, tier: str, write: Write, queue_bytes: int, batch_bytes: int, lost: Lost = lambda _: None
+    ) -> None:
+        self._write, self._queue_bytes, self._batch_bytes, self._lost = write, queue_bytes, batch_bytes, lost
         self._queue: dict[bytes, Payload] = {}
         self._bytes = 0
         self._news, self._idle = asyncio.Event(), asyncio.Event()
@@ -54,8 +62,7 @@ class WriteQueue:
 
     def clear(self) -> None:
         """Drop what is queued; a batch that is being written may still get there."""
-        self._dropped.inc(len(self._queue))
-        self._forget(list(self._queue))
+        self._drop(list(self._queue))
 
     async def close(self, within_s: float) -> None:
         """Write for a while more, then drop the rest."""
@@ -77,11 +84,12 @@ class WriteQueue:
                 written = await self._write(batch)
             except Exception:  # else `flush` would wait for ever
                 _log.exception("blocks could not be written to %s", self._tier)
-                written = 0
-            self._written.inc(written)
-            left = [digest for digest, payload in batch if self._queue.get(digest) is payload]
-            self._dropped.inc(max(0, len(left) - written))
-            self._forget(left)
+                written = [False] * len(batch)
+            self._written.inc(sum(written))
+            left = [self._queue.get(digest) is payload for digest, payload in batch]  # not cleared meanwhile
+            ended = list(zip(batch, left, written, strict=True))
+            self._forget([digest for (digest, _), here, stored in ended if here and stored])
+            self._drop([digest for (digest, _), here, stored in ended if here and not stored])
 
     def _batch(self) -> list[tuple[bytes, Payload]]:
         batch: list[tuple[bytes, Payload]] = []
@@ -92,6 +100,11 @@ class WriteQueue:
             batch.append((digest, payload))
             size += len(payload)
         return batch
+
+    def _drop(self, digests: Sequence[bytes]) -> None:
+        self._dropped.inc(len(digests))
+        self._lost(digests)
+        self._forget(digests)
 
     def _forget(self, digests: Sequence[bytes]) -> None:
         for digest in digests:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from baton.model.attention.resident import ResidentKv
 
 T = TypeVar("T")
 
@@ -20,13 +23,16 @@ class AttentionBatch:
 
     `query_lens`: new tokens of each sequence, 1 or more. `context_lens`: all its tokens, with the new ones.
     `page_tables`: int32 `[B, max_pages]` on the compute device; entries past a sequence's last page are never
-    followed. Derived tensors are computed at first use and kept, so each is made once a forward.
+    followed. Derived tensors are computed at first use and kept, so each is made once a forward. `resident`: working
+    copies that a step may read instead of pages; `owners` says whose rows they are.
     """
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     page_tables: Tensor
     page_size: int
+    owners: tuple[Hashable, ...] = ()
+    resident: ResidentKv | None = None
     _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -52,10 +58,23 @@ class AttentionBatch:
 
     @classmethod
     def step(
-        cls, context_lens: Sequence[int], positions: Tensor, page_tables: Tensor, page_size: int
+        cls,
+        context_lens: Sequence[int],
+        positions: Tensor,
+        page_tables: Tensor,
+        page_size: int,
+        owners: Sequence[Hashable] = (),
+        resident: ResidentKv | None = None,
     ) -> AttentionBatch:
-        """One new token for each sequence, at `positions` (int64 `[B]`, on the tables' device): the last of each."""
+        """One new token for each sequence, at `positions` (int64 `[B]`, on the tables' device): the last of each.
+
+        `owners`, which `resident` needs, are one for each sequence and the same in all its steps.
+        """
         batch = cls.build([1] * len(context_lens), context_lens, page_tables, page_size)
+        if resident is not None:
+            if len(set(owners)) != len(context_lens):
+                raise ValueError(f"{len(set(owners))} owners of {len(context_lens)} sequences")
+            batch = replace(batch, owners=tuple(owners), resident=resident)
         batch.__dict__["positions"] = positions
         return batch
 

@@ -1,8 +1,9 @@
 """Attention on torch's own operators, on any device.
 
 Sequences with one new token are computed together, in groups of like length (`torch_decode`); chunks a
-sequence at a time, in blocks of queries (`torch_prefill`). Both copy a sequence's K and V out of its pages
-into scratch memory and never repeat them: the query group of each KV head becomes rows of one matmul.
+sequence at a time, in blocks of queries (`torch_prefill`). Both copy a sequence's K and V out of its pages, into
+scratch memory or, where the batch brings them, into working copies that the next step finds again (`resident`). They
+never repeat them: the query group of each KV head becomes rows of one matmul.
 
 Padding repeats a sequence's own keys, so no sequence ever reads a page that is not its own: a NaN left in a
 freed page can't reach another request.
@@ -35,12 +36,14 @@ class TorchAttention:
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
         """See AttentionBackend."""
+        if window is not None and window >= max(batch.context_lens):
+            window = None
         groups, chunks = batch.derive((self.name, window), lambda: self._plan(kv, q, batch, window))
-        if not chunks and len(groups) == 1:
-            return groups[0].attend(kv, layer, q)
+        if not chunks and len(groups) == 1 and groups[0].in_order:
+            return groups[0].attend(layer, q, kv.kv_heads)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in groups:
-            out[group.tokens] = group.attend(kv, layer, q[group.tokens])
+            out.index_copy_(0, group.tokens, group.attend(layer, q.index_select(0, group.tokens), kv.kv_heads))
         for chunk in chunks:
             chunk.attend(kv, layer, q[chunk.tokens], out[chunk.tokens])
         return out

@@ -1,13 +1,15 @@
 """Attention of sequences with one new token each.
 
-They are computed in groups, padded to the longest of each. Small groups take one fused kernel, whose call is
-cheap; large ones two batched matmuls with a softmax between, which need a quarter less time on CPU.
+They are computed in groups, padded to the longest of each: those that have working copies (`resident`) by the bucket,
+others gathered from their pages. Small groups take one fused kernel, whose call is cheap; large ones two batched
+matmuls with a softmax between, which need a quarter less time on CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,73 +17,101 @@ from torch import Tensor
 from baton.model.attention import torch_kernel
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
+from baton.model.attention.resident import GROUP_COST, Share
 from baton.model.attention.scratch import Scratch
-
-_GROUP_COST = 2048
-"""Gathered slots that take as long as one more group."""
 
 _GROUP_SLOTS = 65536
 """Most slots that a group of several sequences gathers: bounds scratch memory."""
 
 _FUSED_SLOTS = 4096
-"""Most gathered slots for which the fused kernel is the faster one."""
+"""Most slots for which the fused kernel is the faster one."""
 
 _STRIDE = 32
 """Gathered lengths are multiples of it, since each new shape costs oneDNN milliseconds for its kernels."""
 
 
+class Source(Protocol):
+    """Where a group's K and V come from."""
+
+    def load(self, part: str, layer: int, q: Tensor) -> Tensor:
+        """`[n, kv_heads, S or more, head_dim]` of q's dtype; contiguous and of S keys, if the group is not fused.
+
+        What was loaded before, another part of a fused group apart, may be lost.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """K and V copied out of the pages: int32 slots `[n * S]` if `fused`, rows `[n * kv_heads * S]` if not."""
+
+    kv: KvCache
+    places: Tensor
+    count: int
+    fused: bool
+    scratch: Scratch
+
+    def load(self, part: str, layer: int, q: Tensor) -> Tensor:
+        """See Source."""
+        heads, head_dim = self.kv.kv_heads, self.kv.head_dim
+        width = heads * head_dim if self.fused else head_dim
+        # One that is not fused is done with K when it takes V, which then goes where K is in the processor's cache.
+        buffer = self.scratch.take(f"gathered {part}" if self.fused else "gathered", (len(self.places), width), q)
+        self.kv.gather(part, layer, self.places, buffer)
+        if self.fused:
+            return buffer.view(self.count, -1, heads, head_dim).transpose(1, 2)
+        return buffer.view(self.count, heads, -1, head_dim)
+
+
 @dataclass(frozen=True)
 class Group:
-    """n sequences computed together, gathered to S keys each.
+    """n sequences computed together, over S keys each.
 
-    `tokens`: int64 `[n]`. `places`: int32, slots `[n * S]` if `fused`, rows `[n * kv_heads * S]` if not.
-    `bias`: 0, or -inf where padded, `[n, 1, 1, S - first]` for the keys from `first` on; None if nothing is padded.
+    `tokens`: int64 `[n]`; `in_order`: they are 0 to n - 1. `bias`: 0, or -inf where padded, `[n, 1, 1, S - first]` for
+    the keys from `first` on; None if nothing is padded.
     """
 
     tokens: Tensor
-    places: Tensor
+    in_order: bool
+    source: Source
     length: int
     first: int
     bias: Tensor | None
     fused: bool
     scratch: Scratch
 
-    def attend(self, kv: KvCache, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv_heads: int) -> Tensor:
         """`q` `[n, heads, head_dim]`; same shape back."""
-        queries = q.unflatten(1, (kv.kv_heads, -1))
-        return (self._fused if self.fused else self._batched)(kv, layer, queries).flatten(1, 2)
+        queries = q.unflatten(1, (kv_heads, -1))
+        return (self._fused if self.fused else self._batched)(layer, queries).flatten(1, 2)
 
-    def _fused(self, kv: KvCache, layer: int, q: Tensor) -> Tensor:
-        shape = (q.shape[0], self.length, kv.kv_heads, kv.head_dim)
-        keys = self._gather(kv, "k", layer, "keys", q).view(shape).transpose(1, 2)
-        values = self._gather(kv, "v", layer, "values", q).view(shape).transpose(1, 2)
+    def _fused(self, layer: int, q: Tensor) -> Tensor:
+        keys, values = (self.source.load(part, layer, q)[:, :, : self.length] for part in ("k", "v"))
         return torch_kernel.attend(q, keys, values, self.bias)[0]
 
-    def _batched(self, kv: KvCache, layer: int, q: Tensor) -> Tensor:
+    def _batched(self, layer: int, q: Tensor) -> Tensor:
         count, heads, group, head_dim = q.shape
         folded = q.reshape(count * heads, group, head_dim)
-        keys = self._gather(kv, "k", layer, "keys", q).view(count * heads, -1, head_dim)
+        keys = self.source.load("k", layer, q).view(count * heads, self.length, head_dim)
         scores = self.scratch.take("scores", (count * heads, group, self.length), q)
         torch.baddbmm(scores, folded, keys.transpose(1, 2), beta=0, alpha=head_dim**-0.5, out=scores)
         if self.bias is not None:
             scores.view(count, heads, group, -1)[..., self.first :] += self.bias
         # The kernel computes a softmax of bfloat16 in float32 and rounds at the end.
         torch.softmax(scores, dim=-1, out=scores)
-        values = self._gather(kv, "v", layer, "keys", q).view(count * heads, -1, head_dim)
+        values = self.source.load("v", layer, q).view(count * heads, self.length, head_dim)
         return torch.bmm(scores, values).view(count, heads, group, head_dim)
-
-    def _gather(self, kv: KvCache, part: str, layer: int, name: str, q: Tensor) -> Tensor:
-        width = kv.kv_heads * kv.head_dim if self.fused else kv.head_dim
-        buffer = self.scratch.take(name, (len(self.places), width), q)
-        kv.gather(part, layer, self.places, buffer)
-        return buffer
 
 
 def plan(kv: KvCache, q: Tensor, batch: AttentionBatch, window: int | None, scratch: Scratch) -> list[Group]:
     """The groups of a batch's sequences that have one new token; of `q` only dtype and device are read."""
     spans = [context if window is None else min(window, context) for context in batch.context_lens]
     ones = [sequence for sequence, query in enumerate(batch.query_lens) if query == 1]
-    return [_group(kv, q, batch, members, spans, scratch) for members in group_by_length(ones, spans)]
+    groups = []
+    if batch.resident is not None and window is None:
+        shares, ones = batch.resident.plan(batch, q)
+        groups = [_resident(share, batch, q, scratch) for share in shares]
+    return groups + [_gathered(kv, q, batch, members, spans, scratch) for members in group_by_length(ones, spans)]
 
 
 def group_by_length(sequences: Sequence[int], spans: Sequence[int]) -> list[list[int]]:
@@ -92,38 +122,58 @@ def group_by_length(sequences: Sequence[int], spans: Sequence[int]) -> list[list
         if groups:
             longest = spans[groups[-1][0]]
             padding += longest - spans[sequence]
-        if not groups or padding > _GROUP_COST or longest * (len(groups[-1]) + 1) > _GROUP_SLOTS:
+        if not groups or padding > GROUP_COST or longest * (len(groups[-1]) + 1) > _GROUP_SLOTS:
             groups.append([])
             padding = 0
         groups[-1].append(sequence)
     return groups
 
 
-def _group(
+def _resident(share: Share, batch: AttentionBatch, q: Tensor, scratch: Scratch) -> Group:
+    contexts = [batch.context_lens[sequence] for sequence in share.sequences]
+    length = -(-max(contexts) // _STRIDE) * _STRIDE
+    fused = len(contexts) * length <= _FUSED_SLOTS
+    return _group(share, share.sequences, contexts, length if fused else share.bucket.capacity, fused, q, scratch)
+
+
+def _gathered(
     kv: KvCache, q: Tensor, batch: AttentionBatch, members: list[int], spans: Sequence[int], scratch: Scratch
 ) -> Group:
     members = sorted(members)
-    longest, first = max(spans[member] for member in members), min(spans[member] for member in members)
-    length = -(-longest // _STRIDE) * _STRIDE
-    ends = torch.tensor([batch.context_lens[member] for member in members])
-    lengths = torch.tensor([spans[member] for member in members])
+    lengths = [spans[member] for member in members]
+    length = -(-max(lengths) // _STRIDE) * _STRIDE
+    begins = torch.tensor([batch.context_lens[member] - spans[member] for member in members])
     steps = torch.arange(length)
-    padding = steps >= lengths[:, None]
-    positions = (ends - lengths)[:, None] + steps.masked_fill(padding, 0)
+    positions = begins[:, None] + steps.masked_fill(steps >= torch.tensor(lengths)[:, None], 0)
     device = batch.device
     slots = batch.slots_of(torch.tensor(members, device=device), positions.to(device)).int()
     fused = device.type == "cpu" and slots.numel() <= _FUSED_SLOTS
-    if fused:
-        first = 0
+    source = Gathered(kv, (slots if fused else kv.rows(slots)).flatten(), len(members), fused, scratch)
+    return _group(source, [batch.query_starts[member] for member in members], lengths, length, fused, q, scratch)
+
+
+def _group(
+    source: Source,
+    tokens: Sequence[int],
+    lengths: Sequence[int],
+    padded: int,
+    fused: bool,
+    q: Tensor,
+    scratch: Scratch,
+) -> Group:
+    """Of sequences with `lengths` keys, `padded` to one length."""
+    first = 0 if fused else min(lengths)
     bias = None
-    if first < length:
-        bias = torch.zeros(padding.shape).masked_fill_(padding, float("-inf"))[:, None, None, first:]
+    if min(lengths) < padded:
+        padding = torch.arange(first, padded) >= torch.tensor(lengths)[:, None]
+        bias = torch.zeros(padding.shape).masked_fill_(padding, float("-inf"))[:, None, None].to(q.device, q.dtype)
     return Group(
-        tokens=torch.tensor([batch.query_starts[member] for member in members], device=device),
-        places=(slots if fused else kv.rows(slots)).flatten(),
-        length=length,
+        tokens=torch.tensor(tokens, device=q.device),
+        in_order=list(tokens) == list(range(len(tokens))),
+        source=source,
+        length=padded,
         first=first,
-        bias=None if bias is None else bias.to(device, q.dtype),
+        bias=bias,
         fused=fused,
         scratch=scratch,
     )

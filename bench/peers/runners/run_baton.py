@@ -13,7 +13,7 @@ LONGEST, BATCHES, CONTEXTS, STEPS = (8192,), (1, 8, 32), (128, 288, 1024), 64
 
 
 def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Command]]:
-    """Build the engine; commands: prefill, decode, and probe, which tells the machine's peaks."""
+    """Build the engine; commands: prefill, decode, and probe, which tells what the machine gives."""
     from baton.engine.process import pin_compute_threads, prepare
 
     # Before torch is loaded, as in a worker's process.
@@ -42,7 +42,7 @@ def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Comma
         return {"seconds": runs.decode(batch, context, steps)}
 
     def probe() -> dict[str, Any]:
-        return {"bytes_per_s": probes.bandwidth(), "flops_per_s": probes.flops()}
+        return probes.state()
 
     about = {"version": version("baton"), "dtype": str(dtype).removeprefix("torch.")}
     return about, {"prefill": prefill, "decode": decode, "probe": probe}

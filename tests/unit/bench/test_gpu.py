@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.bench.roofline import ModelShape
+from baton.errors import EngineError
 from baton.model.config import ModelConfig
 from bench import gpu
 
@@ -42,6 +43,19 @@ def test_every_figure_is_there_and_positive() -> None:
     ours, peer = results["decode"]["3"], results["transformers"]
     assert results["over_transformers"] == pytest.approx(ours["tokens_per_s"] / peer["tokens_per_s"])
     assert ours["tokens_per_s"] == pytest.approx(3e3 / ours["step_ms"])
+
+
+def test_copies_that_fail_beside_a_batch_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = gpu.Bench(gpu.TINY, torch.device("cpu"), PLAN)
+    engine = bench.engine()
+
+    def fail(*_: object) -> None:
+        raise EngineError("no copy was made")
+
+    monkeypatch.setattr(engine, "read_kv", fail)
+    with pytest.raises(EngineError, match="no copy was made"):
+        bench.overlap(engine, 3)
+    assert engine.audit() == {}
 
 
 def test_without_cuda_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

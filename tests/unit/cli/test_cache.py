@@ -36,6 +36,7 @@ class Process:
     def __init__(self, role: str, tiers: Sequence[CacheTier] = (POOL, REDIS)) -> None:
         self.tiers = tiers
         self.cleared: list[bool] = []
+        self.dropped = [CacheTier("pool", 4, 4096)]
         clear = None if role == "router" else self.clear
         self.sources = Sources(f"{role}-1", role, self.ledger, self.cache, clear)
 
@@ -47,7 +48,7 @@ class Process:
 
     async def clear(self, shared: bool) -> Sequence[CacheTier]:
         self.cleared.append(shared)
-        return [CacheTier("pool", 4, 4096)]
+        return self.dropped
 
 
 @asynccontextmanager
@@ -124,6 +125,67 @@ async def test_clear_reaches_redis_only_when_told_to_and_says_what_went() -> Non
     ]
     assert [each["tiers"][0]["blocks"] for each in json.loads(redis.stdout)] == [4, 4]
     assert "and all of its kind in Redis?" in asked.stderr
+
+
+async def test_clear_fails_where_something_stays() -> None:
+    """What must not be cached is not gone, and a script has to know."""
+    process = Process("prefill")
+    process.dropped = [CacheTier("pool", 4, 4096), CacheTier("redis", state="not all of it; out of reach: timeout")]
+    async with served(process) as listener:
+        result = await cache("clear", f"--target={listener.address}", "--yes", "--redis")
+    assert result.exit_code == 1
+    assert result.stderr == "error: prefill prefill-1: redis: not all of it; out of reach: timeout\n"
+
+
+class Slow(Process):
+    """Clears until it has been asked `asked` times how far it has come; then answers no more, if so told."""
+
+    def __init__(self, asked: int, *, falls_silent: bool = False) -> None:
+        super().__init__("prefill")
+        self.left, self.falls_silent = asked, falls_silent
+        self.over, self.cancelled = asyncio.Event(), asyncio.Event()
+
+    async def cache(self) -> Sequence[CacheTier]:
+        if self.left == 0:
+            await asyncio.Event().wait()
+        if not self.cleared:
+            return [POOL]
+        self.left -= 1
+        if not self.left and not self.falls_silent:
+            self.over.set()
+        return [POOL, CacheTier("redis", 9, state=f"clearing: {7 - self.left} blocks are gone")]
+
+    async def clear(self, shared: bool) -> Sequence[CacheTier]:
+        self.cleared.append(shared)
+        try:
+            await self.over.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return [CacheTier("redis", 7, 4096)]
+
+
+async def test_a_long_clear_tells_how_far_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer has the time of --timeout, all of it may take several times as much."""
+    monkeypatch.setattr("baton.cli.cache._PROGRESS_S", 0.3)
+    process = Slow(asked=5)
+    async with served(process) as listener:
+        result = await cache("clear", f"--target={listener.address}", "--yes", "--redis", "--timeout=1", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.splitlines() == [
+        f"prefill prefill-1: redis: clearing: {gone} blocks are gone" for gone in range(3, 8)
+    ]
+    assert json.loads(result.stdout)[0]["tiers"][0]["blocks"] == 7
+
+
+async def test_a_clear_of_a_process_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.cli.cache._PROGRESS_S", 0.05)
+    process = Slow(asked=1, falls_silent=True)
+    async with served(process) as listener, asyncio.timeout(20):
+        result = await cache("clear", f"--target={listener.address}", "--yes", "--redis", "--timeout=0.3")
+        await process.cancelled.wait()
+    assert result.exit_code != 0
+    assert f"error: {listener.address}: " in result.stderr
 
 
 async def test_only_admins_reach_a_worker_and_no_worker_sees_the_key() -> None:

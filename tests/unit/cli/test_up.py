@@ -126,14 +126,24 @@ CACHE = ("--cache-memory=2MiB", "--cache-writes=second")
 
 
 def test_each_line_carries_its_name_and_each_child_its_flags(ups: list[Up]) -> None:
-    up = start(ups, "--slots=7", "--chunk-size=16", "--kv-memory=1MiB", "--dtype=float32", "--threads=1", *CACHE)
+    up = start(
+        ups,
+        "--slots=7",
+        "--chunk-size=16",
+        "--kv-memory=1MiB",
+        "--dtype=float32",
+        "--threads=1",
+        "--processes=3",
+        *CACHE,
+    )
     up.ready()
     prefill = up.until(r"prefill-0 \| pid=\d+ argv=(.*)")[1].split()
     decode = up.until(r"decode-0 +\| pid=\d+ argv=(.*)")[1].split()
     router = up.until(r"router +\| pid=\d+ argv=(.*)")[1].split()
     assert {"--worker-id=prefill-0", "--chunk-size=16", "--kv-memory=1048576", "--threads=1"} <= set(prefill)
     assert {"--worker-id=decode-0", "--slots=7", "--dtype=float32", "--control=127.0.0.1:0"} <= set(decode)
-    assert {"--prefill=127.0.0.1:1", "--decode=127.0.0.1:1", "--grpc=127.0.0.1:0"} <= set(router)
+    assert {"--prefill=127.0.0.1:1", "--decode=127.0.0.1:1", "--grpc=127.0.0.1:0", "--processes=3"} <= set(router)
+    assert "--processes=3" not in {*prefill, *decode}
     assert not any(flag.startswith(("--slots", "--max-model-len", "--page-size")) for flag in prefill)
     assert {"--cache-memory=2097152", "--cache-writes=second"} <= set(prefill)
     assert "--cache-writes=second" in decode

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import EngineError
 from baton.kv.hashing import block_digests
-from baton.kv.pool import PageHandle, PagePool
+from baton.kv.pool import PageCopy, PageHandle, PagePool
 
 CHAIN_A, CHAIN_B = block_digests(bytes(32), range(24), 4), block_digests(bytes(32), range(50, 74), 4)
 
@@ -58,6 +58,23 @@ def test_digests_that_are_no_chain_lead_nowhere() -> None:
     pool.publish(other, CHAIN_B[1:])
     pool.audit()
     assert pool.held([*CHAIN_A[:1], *CHAIN_B]) == 4
+
+
+def test_what_a_sequence_leaves_of_its_last_page_is_copied_and_never_taken_for_a_whole_one() -> None:
+    pool, copied = PagePool(8, 16, 4), list[PageCopy]()
+    pool.free(pool.reserve("a/1", 24), CHAIN_A)
+    assert (pool.stats().cached, pool.held(CHAIN_A), pool.held(CHAIN_A[:5])) == (2, 24, 20)
+    handle = pool.reserve("b/1", 40, CHAIN_A, copy=copied.append)
+    assert (handle.cached, [copy.tokens for copy in copied]) == (24, [8])
+    assert copied[0].target == handle.pages[1]
+    with pool.pinned(handle, range(24, 40)):
+        pass
+    # Named so that its last block stands where that of a whole unit does, or beyond its end.
+    other = CHAIN_B[:4]
+    for digests in ([*CHAIN_A[:4], *other[:3], CHAIN_A[5]], [*CHAIN_A[:4], *other[:2], CHAIN_A[5]]):
+        assert pool.held(digests) == 16
+    pool.free(handle, [*CHAIN_A, *CHAIN_B])
+    pool.audit()
 
 
 def test_a_name_goes_with_the_beginning_of_its_chain_and_may_be_given_again() -> None:

@@ -154,8 +154,14 @@ class PublishedMachine(RuleBasedStateMachine):
         for unit in idle:
             assert all((unit.left, -unit.depth) < (other.left, -other.depth) for other in kept)
 
-    @rule(chain=CHAIN, tokens=TOKENS, most=st.none() | st.integers(1, 4), keep=st.sampled_from([False, False, True]))
-    def serve(self, chain: list[int], tokens: int, most: int | None, keep: bool) -> None:
+    @rule(
+        chain=CHAIN,
+        tokens=TOKENS,
+        most=st.none() | st.integers(1, 4),
+        keep=st.sampled_from([False, False, True]),
+        leaves=st.booleans(),
+    )
+    def serve(self, chain: list[int], tokens: int, most: int | None, keep: bool, leaves: bool) -> None:
         """The life of most sequences: all but the last few tokens may be cached, all blocks are left for others."""
         before = len(self.sequences)
         self.reserve(chain, tokens, 0, None if most is None else max(0, tokens - most))
@@ -163,7 +169,7 @@ class PublishedMachine(RuleBasedStateMachine):
             self.write(before, tokens or 1)
             self.publish(before, tokens)
             if not keep:
-                self.give_up(before, keep=False)
+                self.give_up(before, keep=False, leaves=leaves)
 
     @rule(chain=CHAIN, tokens=TOKENS, more=st.integers(0, 4), most=st.none() | TOKENS)
     def reserve(self, chain: list[int], tokens: int, more: int, most: int | None) -> None:
@@ -249,19 +255,28 @@ class PublishedMachine(RuleBasedStateMachine):
         if sequence is None:
             return
         digests = self.digests(sequence.ids[: sequence.written])[:blocks]
-        each, parent = self.unit // self.pool.page_size, None
+        self.name(sequence, digests)
+        for _ in range(2):
+            self.pool.publish(sequence.handle, digests)
+
+    def name(self, sequence: Sequence_, digests: Sequence[bytes], *, ends: bool = False) -> None:
+        """Note what the pool should name."""
+        each, size, parent = self.unit // self.pool.page_size, self.unit // self.block, None
         named = {page for unit in self.model.names.values() for page in unit.pages}
-        for depth, name in enumerate(self.units(digests)):
+        begun = {block for unit in self.model.names.values() for block in unit.blocks}
+        units = self.units(digests)
+        for depth, name in enumerate(units):
             pages = list(sequence.handle.pages[depth * each : (depth + 1) * each])
             if name not in self.model.names:
                 if named & set(pages):
-                    break
-                size = self.unit // self.block
-                blocks = digests[depth * size : (depth + 1) * size]
+                    return
+                blocks = list(digests[depth * size : (depth + 1) * size])
                 self.model.names[name] = Name(pages, blocks, parent, depth, self.clock)
             parent = name
-        for _ in range(2):
-            self.pool.publish(sequence.handle, digests)
+        rest = list(digests[len(units) * size :])
+        pages = list(sequence.handle.pages[len(units) * each :][: self.pool.pages_for(len(rest) * self.block)])
+        if ends and rest and rest[-1] not in begun and not named & set(pages):
+            self.model.names[rest[-1]] = Name(pages, rest, parent, len(units), self.clock)
 
     @rule(index=INDEX)
     def publish_dead(self, index: int) -> None:
@@ -306,9 +321,9 @@ class PublishedMachine(RuleBasedStateMachine):
             ):
                 self.leave(pages)
 
-    @rule(index=INDEX, keep=st.booleans())
-    def give_up(self, index: int, keep: bool) -> None:
-        """Pause or free a sequence."""
+    @rule(index=INDEX, keep=st.booleans(), leaves=st.booleans())
+    def give_up(self, index: int, keep: bool, leaves: bool = False) -> None:
+        """Pause or free a sequence, which leaves all that was written."""
         sequence = self.pick(index)
         if sequence is None:
             return
@@ -318,7 +333,10 @@ class PublishedMachine(RuleBasedStateMachine):
             assert self.pool.detach(sequence.handle)
             sequence.written = 0
         else:
-            self.pool.free(sequence.handle)
+            digests = self.digests(sequence.ids[: sequence.written]) if leaves else []
+            self.name(sequence, digests, ends=True)
+            self.pool.free(sequence.handle, digests)
+            self.pool.free(sequence.handle, self.digests(self.ids([1], 40)))
             self.sequences.remove(sequence)
             self.dead.append(sequence.handle)
         if not any(pages is each for each, _ in self.pins):

@@ -11,9 +11,10 @@ import pytest
 from baton.kv.format import KvFormat, KvPart
 from router import exhaustive
 from router.breaker import NOTHING_SHUT, Shut
-from router.demand import Choice, Demand, Listed
+from router.demand import Choice, Demand
 from router.fleet import RECENT_S, RECENT_SHARE, DecodeView, Fading, Fleet, PrefillView
 from router.policy import choose, matching_decodes, quietest, servable
+from tests.hits import hits
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=2, block_size=16)
 HALF = replace(KV, parts=tuple(replace(part, dtype="bfloat16") for part in KV.parts))
@@ -65,19 +66,19 @@ def test_cached_prefixes_attract() -> None:
     far = replace(P, name="far", pending_tokens=50, rate=100)
     near = replace(P, name="near", rate=100)
     assert pick([far, near], [D], Demand(100)) == Choice("near", ("d",))
-    assert pick([far, near], [D], Demand(100, held=Listed({"far": 90}))) == Choice("far", ("d",))
+    assert pick([far, near], [D], Demand(100, held=hits({"far": 90}))) == Choice("far", ("d",))
 
 
 def test_a_holder_is_preferred_by_no_more_than_the_time_that_it_saves() -> None:
     """A hot one does not melt: when its line is longer than what its prefix saves, another takes the prompt."""
-    cold, demand = replace(P, name="cold", rate=100), Demand(100, held=Listed({"hot": 80}))
+    cold, demand = replace(P, name="cold", rate=100), Demand(100, held=hits({"hot": 80}))
     for pending, goes in ((79, "hot"), (81, "cold")):
         hot = replace(P, name="hot", pending_tokens=pending, rate=100)
         assert pick([hot, cold], [D], demand) == Choice(goes, ("d",))
 
 
 def test_a_prefix_that_draws_much_work_gets_a_second_holder_before_there_is_a_line() -> None:
-    cold, demand = replace(P, name="cold", rate=100), Demand(100, held=Listed({"hot": 80}))
+    cold, demand = replace(P, name="cold", rate=100), Demand(100, held=hits({"hot": 80}))
     for recent, goes in ((79 / RECENT_SHARE, "hot"), (81 / RECENT_SHARE, "cold")):
         hot = replace(P, name="hot", recent_tokens=recent, rate=100)
         assert pick([hot, cold], [D], demand) == Choice(goes, ("d",))
@@ -90,10 +91,10 @@ def test_a_prefix_that_draws_much_work_gets_a_second_holder_before_there_is_a_li
 def test_many_holders_share_the_work_and_busy_ones_give_way_to_the_idle() -> None:
     """A hot prefix in a large fleet, of whose holders each choice looks at a few."""
     views = {f"p{i}": replace(P, name=f"p{i}", pending_tokens=50, rate=100) for i in range(100)}
-    fleet, hits = Fleet(views.values(), [D]), Listed({f"p{i}": 80 for i in range(40, 80)})
+    fleet, held = Fleet(views.values(), [D]), hits({f"p{i}": 80 for i in range(40, 80)})
     chosen = []
     for number in range(200):
-        choice = choose(fleet, Demand(100, held=hits, number=7 * number), prefill_limit=99)
+        choice = choose(fleet, Demand(100, held=held, number=7 * number), prefill_limit=99)
         assert choice is not None
         chosen.append(choice.prefill)
         view = views[choice.prefill]
@@ -109,10 +110,10 @@ def test_many_holders_share_the_work_and_busy_ones_give_way_to_the_idle() -> Non
 def test_decode_that_holds_the_prompt_counts_as_roomier() -> None:
     holder = replace(D, name="holder", free_tokens=60)
     assert pick([P], [D, holder]) == Choice("p", ("d", "holder"))
-    assert pick([P], [D, holder], Demand(100, pinnable=Listed({"holder": 90}))) == Choice("p", ("holder", "d"))
-    assert pick([P], [D, holder], Demand(100, pinnable=Listed({"holder": 50}))) == Choice("p", ("d", "holder"))
+    assert pick([P], [D, holder], Demand(100, pinnable=hits({"holder": 90}))) == Choice("p", ("holder", "d"))
+    assert pick([P], [D, holder], Demand(100, pinnable=hits({"holder": 50}))) == Choice("p", ("d", "holder"))
     full = replace(holder, free_slots=0)
-    assert pick([P], [D, full], Demand(100, pinnable=Listed({"holder": 100}))) == Choice("p", ("d", "holder"))
+    assert pick([P], [D, full], Demand(100, pinnable=hits({"holder": 100}))) == Choice("p", ("d", "holder"))
 
 
 def test_decode_goes_where_most_room_is() -> None:

@@ -21,7 +21,7 @@ async def test_a_router_that_does_not_start_is_tried_again(error: Exception, mon
         again.set()
         await asyncio.Event().wait()
 
-    child = processes._Child(0, [])
+    child = processes._Child(0, [], "127.0.0.1:0")
     monkeypatch.setattr(child, "start", start)
     keeping = asyncio.create_task(child.keep())
     await asyncio.wait_for(again.wait(), 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -59,6 +60,7 @@ class Bench:
         self.news = PrefixNews(self.engine, self.host, self.changed)
         identity = new_identity(WorkerConfig(), WorkerRole.DECODE, self.engine.spec, "")
         self.hub = StatusHub(identity, WorkerLoad, self.news)
+        self.hub.advertise(":7001")
 
     def changed(self) -> None:
         self.calls += 1
@@ -201,6 +203,7 @@ async def test_news_after_the_loop_are_dropped() -> None:
 def test_names_that_are_cut_are_refused(field: str) -> None:
     identity = new_identity(WorkerConfig(), WorkerRole.DECODE, FakeEngine(pages=1).spec, "")
     change = PrefixChange(True, tuple(NAMES[:2]), tuple(NAMES[2:3]))
+    identity = replace(identity, shards=(replace(identity.shards[0], kv_address=":7001"),))
     status = WorkerStatus(identity, WorkerLoad(pages_cached=7), draining=False, prefixes=change)
     message = status_to_proto(status)
     assert status_from_proto(message) == status

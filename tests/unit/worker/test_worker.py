@@ -11,7 +11,7 @@ import pytest
 
 from baton.digest import tokenizer_digest
 from baton.engine.contract import EngineSpec
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest
 from baton.kv.format import KvFormat, KvPart
 from baton.worker import status as status_module
 from baton.worker.config import WorkerConfig
@@ -68,9 +68,30 @@ def test_each_start_is_another_incarnation() -> None:
 
 def test_a_status_survives_its_message() -> None:
     identity = new_identity(WorkerConfig(model="/x/m"), WorkerRole.PREFILL, SPEC, "digest", converts_kv=True)
-    identity = replace(identity, ticket_key_ids=(b"12345678", b"87654321"))
+    (shard,) = identity.shards
+    shards = (replace(shard, kv_address=":7001"), replace(shard, kv_address="[::1]:7002"))
+    identity = replace(identity, ticket_key_ids=(b"12345678", b"87654321"), shards=shards)
     status = WorkerStatus(identity, WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9.5), draining=True)
     assert status_from_proto(status_to_proto(status)) == status
+
+
+@pytest.mark.parametrize("address", ["", "host", ":x", "host:70000"])
+def test_a_status_with_an_address_that_is_none_is_refused(address: str) -> None:
+    identity = new_identity(WorkerConfig(), WorkerRole.PREFILL, SPEC, "digest")
+    (shard,) = identity.shards
+    identity = replace(identity, shards=(replace(shard, kv_address=address),))
+    message = status_to_proto(WorkerStatus(identity, WorkerLoad(), draining=False))
+    with pytest.raises(InvalidRequest, match=f"identity.shards.kv_address: .* got '{address}'"):
+        status_from_proto(message)
+
+
+def test_a_status_with_blocks_of_no_size_is_refused() -> None:
+    identity = new_identity(WorkerConfig(), WorkerRole.PREFILL, SPEC, "digest")
+    identity = replace(identity, shards=(replace(identity.shards[0], kv_address=":1"),))
+    identity = replace(identity, kv_format=replace(identity.kv_format, block_size=0))
+    message = status_to_proto(WorkerStatus(identity, WorkerLoad(), draining=False))
+    with pytest.raises(InvalidRequest, match=r"identity\.kv_format\.block_size: must be at least 1, got 0"):
+        status_from_proto(message)
 
 
 async def test_a_watch_tells_at_once_then_on_change_and_ends_with_the_hub() -> None:

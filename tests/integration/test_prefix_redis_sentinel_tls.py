@@ -1,0 +1,162 @@
+"""The Redis prefix cache behind a real sentinel, all of it over TLS, with ACL users of the servers and the sentinel.
+
+The embedded server has no TLS, so each has an end before it that takes TLS and plain connections alike: the servers and
+the sentinel speak plainly with each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import certificates
+from tests.integration.test_redis_rights import RULE
+from tests.prefix_redis import faults, fill, found, hits, open_cache
+from tests.redis_server import SERVICE, Server, sentinels
+
+WATCHER = "user watcher on >w@tch resetchannels -@all +ping +sentinel|masters"
+SECRETS = b"p@ss", b"w@tch"
+TLS_BEGINS = b"\x16"
+
+
+class Ends:
+    """The ends of all servers; `plain` is what was said to them without TLS, `tls` the ports that were spoken to so."""
+
+    def __init__(self) -> None:
+        ours = certificates.fleet()
+        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._context.load_cert_chain(ours / "router.crt", ours / "router.key")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.plain = bytearray()
+        self.tls: set[int] = set()
+
+    @asynccontextmanager
+    async def of(self, server: Server) -> AsyncIterator[int]:
+        """The port of a server's end."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            task = asyncio.create_task(self._accept(listener, server.port))
+            try:
+                yield int(listener.getsockname()[1])
+            finally:
+                for each in (task, *self._tasks):
+                    each.cancel()
+                await asyncio.wait({task, *self._tasks})
+
+    async def _accept(self, listener: socket.socket, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            task = asyncio.create_task(self._serve(connection, port))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: socket.socket, port: int) -> None:
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(connection, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(connection)
+        secure = connection.recv(1, socket.MSG_PEEK) == TLS_BEGINS
+        reader = asyncio.StreamReader()
+        with suppress(OSError):
+            transport, protocol = await loop.connect_accepted_socket(
+                lambda: asyncio.StreamReaderProtocol(reader), connection, ssl=self._context if secure else None
+            )
+            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
+            if secure:
+                self.tls.add(port)
+            said = None if secure else self.plain
+            await asyncio.gather(self._copy(reader, inner_writer, said), self._copy(inner_reader, writer, None))
+
+    @staticmethod
+    async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, said: bytearray | None) -> None:
+        try:
+            with suppress(OSError):
+                while data := await reader.read(1 << 16):
+                    if said is not None:
+                        said += data
+                    writer.write(data)
+                    await writer.drain()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def service(directory: Path) -> AsyncIterator[tuple[Ends, int, tuple[Server, Server, Server]]]:
+    """The ends, the port of the sentinel's, and master, replica and sentinel."""
+    assert RULE is not None
+    loop, ends = asyncio.get_running_loop(), Ends()
+    async with AsyncExitStack() as stack:
+
+        def end(server: Server) -> int:
+            return asyncio.run_coroutine_threadsafe(stack.enter_async_context(ends.of(server)), loop).result(20)
+
+        flags = ["--user", *RULE[1].removeprefix("ACL SETUSER ").replace("PASSWORD", "p@ss").split()]
+        rig = sentinels(directory, end=end, flags=flags, settings=[WATCHER, "user default off"])
+        servers = await asyncio.to_thread(rig.__enter__)
+        try:
+            async with ends.of(servers[2]) as port:
+                yield ends, port, servers
+        finally:
+            await asyncio.to_thread(rig.__exit__, None, None, None)
+
+
+def url(port: int, password: str = "p%40ss", watcher: str = "w%40tch", theirs: bool = False) -> str:
+    trusted = certificates.fleet("theirs") if theirs else certificates.fleet()
+    options = f"sentinel_username=watcher&sentinel_password={watcher}&ssl_ca_certs={trusted}/ca.crt"
+    return f"rediss+sentinel://baton:{password}@127.0.0.1:{port}/{SERVICE}?{options}"
+
+
+async def test_all_is_encrypted_and_a_failover_is_followed(tmp_path: Path) -> None:
+    async with service(tmp_path) as (ends, port, (master, replica, sentinel)):
+        cache = open_cache(url(port), budget_s=2.0)
+        await fill(cache)
+        assert await hits(cache) == (6, 6)
+        assert ends.tls == {master.port, sentinel.port}
+        with master.client() as client:
+            assert {each["user"] for each in client.client_list() if each["cmd"] in ("set", "get", "strlen")} == {
+                "baton"
+            }
+            assert await asyncio.to_thread(client.wait, 1, 5000) == 1
+        master.kill()
+        assert await hits(cache) == (0, 0)
+        async with asyncio.timeout(20):
+            while await found(cache) != 6:
+                await cache.check()
+        assert await hits(cache) == (6, 6)
+        assert ends.tls == {master.port, sentinel.port, replica.port}
+        assert ends.plain, "the servers speak plainly with each other"
+        assert not any(secret in ends.plain for secret in SECRETS)
+        await cache.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason", "words"),
+    [
+        ({"password": "wrong"}, "auth", "invalid username-password pair"),
+        ({"watcher": "wrong"}, "auth", ": invalid username-password pair or user is disabled."),
+        ({"theirs": True}, "connection", "certificate verify failed"),
+    ],
+)
+async def test_a_wrong_password_and_a_stranger_are_misses(
+    wrong: dict[str, Any], reason: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service(tmp_path) as (_, port, _):
+        cache, before = open_cache(url(port, **wrong), budget_s=2.0), faults(reason)
+        assert await hits(cache) == (0, 0)
+        assert faults(reason) == before + 1
+        (tier,) = await cache.stats()
+        assert words in tier.state
+        assert len(tier.state) < 300, "no settings of connections"
+        assert not any(secret.decode() in text for secret in SECRETS for text in (caplog.text, tier.state, repr(cache)))
+        await cache.close()

@@ -1,0 +1,145 @@
+"""Writes and deletions at a real server that take long or come to nothing: what is remembered, bounded and told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.kv.prefix import PrefixCache, open_prefix_cache
+from baton.kv.prefix.exchange import Clear
+from baton.kv.prefix.redis import RedisLimits, key_prefix
+from baton.kv.prefix.wire import Wire
+from tests.prefix_redis import BLOCKS, BUDGET_S, DIGESTS, FORMAT, KEYS, dropped, faults, fill, found, open_cache
+from tests.redis_server import Server, running
+
+LIMITS = RedisLimits(budget_s=BUDGET_S, pause_s=0.05, longest_pause_s=0.1)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with running("valkey", tmp_path, tcp=True) as server:
+        yield server
+
+
+def request(cache: PrefixCache, hits: int) -> int:
+    """The end of a request whose first `hits` blocks were found nearer by; how many it had to copy."""
+    wanted = [index for index, wants in enumerate(cache.wants(DIGESTS, hits)) if wants]
+    assert all(cache.put(DIGESTS[index], BLOCKS[index]) for index in wanted)
+    return len(wanted)
+
+
+@pytest.mark.parametrize(("writes", "memory"), [("first", 0), ("first", 1 << 20), ("second", 0), ("second", 1 << 20)])
+async def test_a_write_that_came_to_nothing_is_made_with_the_next_sighting(
+    server: Server, writes: str, memory: int
+) -> None:
+    cache = open_prefix_cache(server.url, FORMAT, "secret", cache_memory=memory, limits=LIMITS, writes=writes)
+    with server.client() as client:
+        if writes == "second":
+            request(cache, 0)
+            await cache.flush()
+            assert client.dbsize() == 0, "seen once"
+        client.config_set("maxmemory", 1)
+        before, lost = faults("oom"), dropped()
+        request(cache, 0)
+        await cache.flush()
+        assert (client.dbsize(), faults("oom"), dropped()) == (0, before + len(BLOCKS), lost + len(BLOCKS))
+        client.config_set("maxmemory", 0)
+        # No look-up has missed them: they are hits in the worker's pages.
+        assert request(cache, len(BLOCKS)) == (0 if memory else len(BLOCKS)), "host memory gives what it has"
+        await cache.flush()
+        assert client.dbsize() == len(BLOCKS)
+        assert request(cache, len(BLOCKS)) == 0
+    await cache.close()
+
+
+async def test_what_was_queued_at_a_server_that_went_away_is_not_taken_for_stored(server: Server) -> None:
+    cache = open_prefix_cache(server.url, FORMAT, "secret", limits=LIMITS)
+    server.kill()
+    request(cache, 0)
+    await cache.flush()
+    server.start()
+    async with asyncio.timeout(10):
+        while (await cache.stats())[-1].state:
+            await cache.check()
+    assert request(cache, len(BLOCKS)) == len(BLOCKS)
+    await cache.flush()
+    assert (await cache.lookup(DIGESTS)).blocks == len(BLOCKS)
+    await cache.close()
+
+
+def many(server: Server, keys: int) -> None:
+    """Put as many keys of ours, and one of somebody else's."""
+    with server.client() as client:
+        client.mset({f"{key_prefix(FORMAT)}{number}": "" for number in range(keys)} | {"other": ""})
+
+
+async def test_clearing_takes_as_long_as_it_takes_and_opens_no_breaker(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch has the time of one; all of them together take several times as much."""
+    monkeypatch.setattr("baton.kv.prefix.redis._WRITE_BUDGET_S", 0.0)
+    monkeypatch.setattr(Clear, "_MANY", b"20")
+    run = Clear.run
+
+    def slow(self: Clear, wire: Wire, indexes: Sequence[int], asking: bool) -> None:
+        time.sleep(BUDGET_S / 10)
+        run(self, wire, indexes, asking)
+
+    monkeypatch.setattr(Clear, "run", slow)
+    many(server, 1000)
+    cache, before = open_cache(server.url), faults("timeout")
+    await fill(cache)
+    started, states = time.monotonic(), []
+    clearing = asyncio.create_task(cache.clear(shared=True))
+    while not clearing.done():
+        states.append((await cache.stats())[-1].state)
+        await asyncio.sleep(0)
+    (tier,) = await clearing
+    assert time.monotonic() - started > 2 * BUDGET_S, "else this shows nothing"
+    assert (tier.blocks, tier.state, faults("timeout")) == (1000 + len(BLOCKS), "", before)
+    told = [int(state.split()[1]) for state in states if state.startswith("clearing: ")]
+    assert told == sorted(told)
+    assert len(set(told)) > 3
+    with server.client() as client:
+        assert client.keys() == [b"other"]
+    await cache.close()
+
+
+async def test_a_server_that_stops_in_the_middle_is_left_and_the_answer_says_so(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.kv.prefix.redis._WRITE_BUDGET_S", 0.0)
+    monkeypatch.setattr(Clear, "_MANY", b"20")
+    run = Clear.run
+
+    def dying(self: Clear, wire: Wire, *args: Any) -> None:
+        if self.batches == 3:
+            server.kill()
+        run(self, wire, *args)
+
+    monkeypatch.setattr(Clear, "run", dying)
+    many(server, 1000)
+    cache = open_cache(server.url)
+    (tier,) = await cache.clear(shared=True)
+    assert 0 < tier.blocks < 1000
+    assert tier.state.startswith("not all of it; out of reach: ")
+    await cache.close()
+
+
+async def test_deletions_that_are_refused_are_counted_and_told(server: Server) -> None:
+    cache = open_cache(server.url)
+    await fill(cache)
+    with server.client() as client:
+        client.replicaof("127.0.0.1", 1)
+        before = faults("readonly")
+        (tier,) = await cache.clear(shared=True)
+        assert (tier.blocks, faults("readonly")) == (0, before + len(BLOCKS))
+        assert tier.state.startswith("refused: ")
+        client.replicaof("NO", "ONE")
+    assert await found(cache) == len(KEYS)
+    await cache.close()

