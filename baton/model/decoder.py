@@ -31,7 +31,8 @@ from baton.model.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from baton.model.linear import Placement
+from baton.model.linear import PackedStorage, Placement
+from baton.model.padding import RowPadding, pad_to
 
 OnLayer = Callable[[int], None]
 """Called with a layer's index once its K and V are in the pages; what it raises ends the pass."""
@@ -95,8 +96,9 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if config.qk_norm else None
 
     def append(self, x: Tensor, now: Pass) -> Tensor:
-        """Put K and V of `x` `[T, hidden]` into their pages; returns the queries `[T, heads, head_dim]`."""
-        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        """Put K and V of `x` `[T or more, hidden]` into their pages; returns the queries `[T, heads, head_dim]`."""
+        tokens = now.batch.num_tokens
+        heads = self.qkv(x)[:tokens].view(tokens, -1, self._head_dim)
         qk, v = heads[:, : self._heads + self._kv_heads], heads[:, self._heads + self._kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self._heads]), self.k_norm(qk[:, self._heads :])), dim=1)
@@ -106,9 +108,9 @@ class Attention(nn.Module):
         return q
 
     def attend(self, q: Tensor, residual: Tensor, now: Pass) -> Tensor:
-        """What the queries find, projected and added to `residual` `[T, hidden]`."""
+        """What the queries find, projected and added to `residual` `[T or more, hidden]`."""
         found = now.backend.attend(now.kv, self._index, q, now.batch, self._window)
-        output: Tensor = self.o(found.flatten(1), residual)
+        output: Tensor = self.o(pad_to(found.flatten(1), len(residual)), residual)
         return output
 
 
@@ -128,14 +130,15 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(self, x: Tensor, now: Pass) -> Tensor:
-        """`[T, hidden]` to `[T, hidden]`."""
+        """`[rows, hidden]` to the same; the first T rows are the batch's tokens, the others padding."""
         return self._rest(x, self.attention.append(self.attention_norm(x), now), now)
 
     def tail(self, x: Tensor, now: Pass, rows: int) -> Tensor:
         """As `forward`, but of one sequence's last `rows` tokens alone: what follows K and V is not done for others."""
         q = self.attention.append(self.attention_norm(x), now)
-        first = x.shape[0] - rows
-        return self._rest(x[first:], q[first:], replace(now, batch=now.batch.tail(rows))) if rows else x[first:]
+        tokens = now.batch.num_tokens
+        last = slice(tokens - rows, tokens)
+        return self._rest(x[last], q[last], replace(now, batch=now.batch.tail(rows))) if rows else x[last]
 
     def _rest(self, x: Tensor, q: Tensor, now: Pass) -> Tensor:
         x = self.attention.attend(q, x, now)
@@ -177,6 +180,7 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config.rope, config.head_dim, placement.device)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
         self.head = ParallelLMHead(config.vocab_size, config.hidden_size, placement, parallel)
+        self._padding = RowPadding()
 
     @torch.inference_mode()
     def forward(
@@ -216,6 +220,7 @@ class Decoder(nn.Module):
         """Hidden states `[T, hidden]` through this worker's layers; `on_layer` and `rows` as in `forward`."""
         backend = select(hidden.device, hidden.dtype, kv.dtype, kv.page_size, kv.head_dim)
         now = Pass(self.rotary.angles(positions), batch, kv, backend)
+        hidden = self._padding.pad(hidden)
         for index, layer in enumerate(self.layers):
             if rows is not None and index == len(self.layers) - 1:
                 hidden = cast(DecoderLayer, layer).tail(hidden, now, rows)
@@ -223,18 +228,19 @@ class Decoder(nn.Module):
                 hidden = layer(hidden, now)
             if on_layer is not None:
                 on_layer(index)
-        return hidden
+        return hidden[: batch.num_tokens]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection of chosen rows: `[n, hidden]` to float32 `[n, vocab_size]`."""
-        logits: Tensor = self.head(self.norm(hidden))
+        logits: Tensor = self.head(self.norm(self._padding.pad(hidden)), len(hidden))
         return logits
 
     def ready(self) -> None:
         """All is loaded: each linear takes the storage to compute with, and drops the loaded one."""
         for linear in [module for module in self.modules() if isinstance(module, Linear)]:
             linear.ready()
+        self._padding = RowPadding.measured([each for each in self.layers.modules() if isinstance(each, PackedStorage)])
 
     def checkpoint_tensors(self) -> Iterator[TensorSlot]:
         """What must be loaded, in the order of computation; without the output projection (`head_tensor`)."""

@@ -240,9 +240,9 @@ class ParallelLMHead(Linear):
         """Take the embedding's weight instead of a loaded one."""
         self._loading.weight = embedding.weight
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`[n, hidden]` to float32 `[n, vocab_size]` on every rank."""
-        return self._parallel.all_gather(self.storage(hidden))[:, : self._shape[0]].float()
+    def forward(self, hidden: Tensor, rows: int) -> Tensor:
+        """Of `[n, hidden]`, the first `rows` to float32 `[rows, vocab_size]` on every rank."""
+        return self._parallel.all_gather(self.storage(hidden)[:rows])[:, : self._shape[0]].float()
 
 
 class RMSNorm(nn.Module):

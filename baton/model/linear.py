@@ -83,8 +83,20 @@ class PackedStorage(nn.Module):
 
     def __init__(self, dense: DenseStorage) -> None:
         super().__init__()
+        self.rows, self.columns = dense.weight.shape
+        self.dtype = dense.weight.dtype
         self.weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), _ROWS)
         self.bias = dense.bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight, as read by a product."""
+        return int(self.rows * self.columns * self.dtype.itemsize)
+
+    @property
+    def tiled(self) -> bool:
+        """Whether oneDNN multiplies it with AMX tiles."""
+        return self.dtype == torch.bfloat16 and bool(torch.cpu._is_amx_tile_supported())
 
     def ready(self) -> Storage:
         """Itself."""
