@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +67,10 @@ def routers(*flags: str) -> Iterator[Routers]:
         with process("router", *places, "--processes=2", "--log-level=warning", *flags) as parent:
             try:
                 found = listening(parent)
-                yield Routers(parent, found["grpc"], found["ops"].split(","))
+                ops = found["ops"].split(",")
+                for each in ops:
+                    ready(each)
+                yield Routers(parent, found["grpc"], ops)
             finally:
                 parent.kill()
                 workers.kill()
@@ -119,6 +123,19 @@ def listens(address: str) -> None:
             return
         except ConnectionRefusedError:
             assert time.monotonic() < limit, f"nobody listens at {address}"
+            time.sleep(0.05)
+
+
+def ready(ops: str) -> None:
+    """Return as soon as the router there has its workers, without which it refuses."""
+    limit = time.monotonic() + 20
+    while True:
+        try:
+            urllib.request.urlopen(f"http://{ops}/ready", timeout=10).close()
+            return
+        except urllib.error.HTTPError as error:
+            assert error.code == 503
+            assert time.monotonic() < limit, f"{ops} is not ready"
             time.sleep(0.05)
 
 
