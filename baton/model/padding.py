@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from itertools import islice
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -71,22 +71,19 @@ def choose(seconds: Sequence[float]) -> list[int]:
 
 def _seconds(weights: Sequence[PackedStorage]) -> list[float]:
     """The median time of a pass over some of `weights`, for each number of bands; in turns, since speeds drift."""
-    used, held = 0, 0
-    for weight in weights:
-        used, held = used + 1, held + weight.nbytes
-        if held >= _WEIGHT_BYTES:
-            break
+    before = accumulate((weight.nbytes for weight in weights), initial=0)
+    used = [weight for weight, held in zip(weights, before, strict=False) if held < _WEIGHT_BYTES]
     counts = [_BAND * (band + 1) for band in range(_BANDS)]
     inputs = {
         (count, columns): torch.zeros(count, columns, dtype=weights[0].dtype)
         for count in counts
-        for columns in {weight.columns for weight in weights[:used]}
+        for columns in {weight.columns for weight in used}
     }
     took: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(_REPEATS + 1):
         for count in counts:
             began = time.perf_counter()
-            for weight in islice(weights, used):
+            for weight in used:
                 weight(inputs[count, weight.columns])
             took[count].append(time.perf_counter() - began)
     # The first turn makes the kernels.
