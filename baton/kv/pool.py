@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from baton.engine.contract import PoolStats
 from baton.errors import EngineError, OutOfPages
+from baton.kv.free_pages import FreePages
 from baton.kv.published import PrefixesChanged, Published
 
 DRAINING = " (draining)"
@@ -98,7 +99,9 @@ class PagePool:
         self.pages = pages
         self.page_size = page_size
         self._lock = threading.Lock()
-        self._free = list(range(pages - 1, -1, -1))
+        self._free = FreePages(pages)
+        # Evicted at a time: what was reserved together lies together, and so can the next. Bounded, as it takes time.
+        self._evicted = min(pages // 16, 1024)
         self._refs = [0] * pages
         self._published = Published(self._refs, page_size, block_size or page_size)
         self._leases: set[_Lease] = set()
@@ -137,7 +140,7 @@ class PagePool:
             if need > (available := self._available(shared)):
                 raise OutOfPages(need + len(shared), available + len(shared), self.pages)
             self._share(shared + cut)
-            own = self._take(need)
+            own = self._take(need, shared)
             handle = self._handle(owner, shared + own, cached)
             if not cut or copy is None:
                 return handle
@@ -170,7 +173,7 @@ class PagePool:
     def drop_cached(self) -> int:
         """See `Engine.drop_cached`."""
         with self._changing():
-            self._free += (freed := self._published.forget_all())
+            self._free.add(freed := self._published.forget_all())
             return len(freed)
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
@@ -183,7 +186,7 @@ class PagePool:
         with self._changing():
             self._check_alive(handle)
             pages = handle._lease.pages
-            pages += self._take(max(0, self.pages_for(tokens) - len(pages)))
+            pages += self._take(max(0, self.pages_for(tokens) - len(pages)), pages)
 
     def fork(
         self, handle: PageHandle, owner: str, shared_tokens: int, tokens: int, spare: PageHandle | None = None
@@ -196,13 +199,12 @@ class PagePool:
         with self._changing():
             self._check_alive(handle)
             if not 0 <= shared_tokens <= min(tokens, handle.capacity):
-                raise EngineError(
-                    f"{owner}: can't share {shared_tokens} tokens of {handle.capacity} in a fork of {tokens}"
-                )
+                asked = f"{shared_tokens} tokens of {handle.capacity}"
+                raise EngineError(f"{owner}: can't share {asked} in a fork of {tokens}")
             full, rest = divmod(shared_tokens, self.page_size)
             need = self.pages_for(tokens) - full
-            own = self._take(need) if spare is None else self._convert(spare, need)
             shared = handle._lease.pages[:full]
+            own = self._take(need, shared) if spare is None else self._convert(spare, need)
             self._share(shared)
             copy = PageCopy(handle._lease.pages[full], own[0], rest) if rest else None
             return self._handle(owner, shared + own), copy
@@ -268,7 +270,7 @@ class PagePool:
     def free_all(self) -> None:
         """Free every handle, and forget all that was published."""
         with self._changing():
-            self._free += self._published.forget_all()
+            self._free.add(self._published.forget_all())
             for lease in [lease for lease in self._leases if lease.held]:
                 self._give_up(lease)
 
@@ -335,15 +337,14 @@ class PagePool:
 
     def _available(self, shared: Sequence[int] = ()) -> int:
         """Pages that can be taken if the cached ones among `shared` can't."""
-        refs = self._refs
-        return len(self._free) + self._published.idle_pages - len([page for page in shared if not refs[page]])
+        return len(self._free) + self._published.idle_pages - sum(not self._refs[page] for page in shared)
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int, before: Sequence[int] = ()) -> list[int]:
         if count > (available := self._available()):
             raise OutOfPages(count, available, self.pages)
-        if count > len(self._free):
-            self._free += self._published.evict(count - len(self._free))
-        taken = [self._free.pop() for _ in range(count)]
+        if (missing := count - len(self._free)) > 0:
+            self._free.add(self._published.evict(max(missing, self._evicted) if count > 1 else missing))
+        taken = self._free.take(count, before[-1] if before else None)
         for page in taken:
             self._refs[page] = 1
         return taken
@@ -360,7 +361,7 @@ class PagePool:
         lease = spare._lease
         if lease.pins or any(not self._private(page) for page in lease.pages):
             raise EngineError(f"{lease.owner}: its pages are in use, a fork can't have them")
-        more = self._take(max(0, count - len(lease.pages)))
+        more = self._take(max(0, count - len(lease.pages)), lease.pages)
         kept, lease.pages = lease.pages[:count], lease.pages[count:]
         self._give_up(lease)
         return kept + more
@@ -377,11 +378,10 @@ class PagePool:
 
     def _drop(self, lease: _Lease) -> None:
         self._leases.discard(lease)
-        refs = self._refs
         for page in lease.pages:
-            refs[page] -= 1
-            self._returns += not refs[page]
-        self._free += self._published.left(lease.pages)
+            self._refs[page] -= 1
+            self._returns += not self._refs[page]
+        self._free.add(self._published.left(lease.pages))
 
     def _private(self, page: int) -> bool:
         return self._refs[page] == 1 and not self._published.named(page)

@@ -137,6 +137,16 @@ class AttentionBatch:
         pages = self.page_tables[sequences[:, None], positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size
 
+    def run(self, sequence: int, positions: range) -> int | None:
+        """The slot of the first of `positions`, 1 or more, of a sequence, if their slots follow each other.
+
+        The host waits for the page tables.
+        """
+        pages = self.page_tables[sequence, positions.start // self.page_size : -(-positions.stop // self.page_size)]
+        first = int(pages[0])
+        follow = torch.arange(first, first + len(pages), dtype=pages.dtype, device=pages.device)
+        return first * self.page_size + positions.start % self.page_size if torch.equal(pages, follow) else None
+
     def derive(self, key: Any, make: Callable[[], T]) -> T:
         """A backend's own derived value: made at first use, then kept for this forward's other layers."""
         if key not in self._derived:

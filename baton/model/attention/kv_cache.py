@@ -109,6 +109,12 @@ class KvCache:
         else:
             out.copy_(source.index_select(0, places))
 
+    def run(self, part: str, layer: int, first: int, count: int, length: int) -> Tensor:
+        """`count` times `length` slots from slot `first` on: `[count, kv_heads, length, head_dim]`, a view."""
+        slots, width = self._slots[part][layer], self.kv_heads * self.head_dim
+        shape, strides = (count, self.kv_heads, length, self.head_dim), (length * width, self.head_dim, width, 1)
+        return slots.as_strided(shape, strides, slots.storage_offset() + first * width)
+
     def pages(self, part: str, layer: int) -> Tensor:
         """One layer's pages `[pages, page_size, kv_heads, head_dim]`, for kernels that follow page tables."""
         return self.parts[part][layer]

@@ -10,7 +10,8 @@ own.
 
 A plan is made once a step. It drops the rows of sequences that the step does not have, finds places for new ones, and
 says what each row lacks; each layer then copies that when it is attended. Plans are numbered, and each copy of a layer
-knows the last one that it carried out. One that missed a plan, because a pass failed before it, is made anew.
+knows the last one that it carried out. One that missed a plan is made anew: because a pass failed before it, or because
+its sequence had the bucket for itself and was read in place (`sources`).
 
 What is held of a sequence may not change in its pages, but for the last token, which a repeated step writes again. A
 row whose sequence got shorter is made anew.

@@ -1,12 +1,13 @@
 """Attention on torch's own operators, on any device.
 
 Sequences with one new token are computed together, in groups of like length (`torch_decode`); chunks a
-sequence at a time, in blocks of queries (`torch_prefill`). Both copy a sequence's K and V out of its pages, into
-scratch memory or, where the batch brings them, into working copies that the next step finds again (`resident`). They
-never repeat them: the query group of each KV head becomes rows of one matmul.
+sequence at a time, in blocks of queries (`torch_prefill`). On CPU, K and V of one sequence are read where they lie if
+its pages follow each other (`sources`). Others are copied out of the pages, into scratch memory or, where the batch
+brings them, into working copies that the next step finds again (`resident`). K and V are never repeated: the query
+group of each KV head becomes rows of one matmul.
 
-Padding repeats a sequence's own keys, so no sequence ever reads a page that is not its own: a NaN left in a
-freed page can't reach another request.
+What is read in place is exactly a sequence's tokens, and padding repeats its own keys, so no sequence ever reads what
+is not its own: a NaN left in a freed page can't reach another request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Attention of sequences with one new token each.
 
 They are computed in groups, padded to the longest of each: those that have working copies (`resident`) by the bucket,
-others gathered from their pages. Small groups take one fused kernel, whose call is cheap; large ones two batched
+others gathered from their pages. A group of one reads its pages in place where it can, whatever the length: each step
+then has another shape, which costs the fused kernel nothing. For two or more a kernel call each costs more than copies.
+Small groups take one fused kernel, whose call is cheap; large ones two batched
 matmuls with a softmax between, which need a quarter less time on CPU.
 """
 
@@ -9,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
 from baton.model.attention.resident import GROUP_COST, Share
 from baton.model.attention.scratch import Scratch
+from baton.model.attention.sources import Gathered, InPlace, Source
 
 _GROUP_SLOTS = 65536
 """Most slots that a group of several sequences gathers: bounds scratch memory."""
@@ -30,45 +32,12 @@ _STRIDE = 32
 """Gathered lengths are multiples of it, since each new shape costs oneDNN milliseconds for its kernels."""
 
 
-class Source(Protocol):
-    """Where a group's K and V come from."""
-
-    def load(self, part: str, layer: int, q: Tensor) -> Tensor:
-        """`[n, kv_heads, S or more, head_dim]` of q's dtype; contiguous and of S keys, if the group is not fused.
-
-        What was loaded before, another part of a fused group apart, may be lost.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """K and V copied out of the pages: int32 slots `[n * S]` if `fused`, rows `[n * kv_heads * S]` if not."""
-
-    kv: KvCache
-    places: Tensor
-    count: int
-    fused: bool
-    scratch: Scratch
-
-    def load(self, part: str, layer: int, q: Tensor) -> Tensor:
-        """See Source."""
-        heads, head_dim = self.kv.kv_heads, self.kv.head_dim
-        width = heads * head_dim if self.fused else head_dim
-        # One that is not fused is done with K when it takes V, which then goes where K is in the processor's cache.
-        buffer = self.scratch.take(f"gathered {part}" if self.fused else "gathered", (len(self.places), width), q)
-        self.kv.gather(part, layer, self.places, buffer)
-        if self.fused:
-            return buffer.view(self.count, -1, heads, head_dim).transpose(1, 2)
-        return buffer.view(self.count, heads, -1, head_dim)
-
-
 @dataclass(frozen=True)
 class Group:
     """n sequences computed together, over S keys each.
 
     `tokens`: int64 `[n]`; `in_order`: they are 0 to n - 1. `bias`: 0, or -inf where padded, `[n, 1, 1, S - first]` for
-    the keys from `first` on; None if nothing is padded.
+    the keys from `first` on; None if nothing is padded. One that is not `fused` wants S contiguous keys of `source`.
     """
 
     tokens: Tensor
@@ -110,8 +79,14 @@ def plan(kv: KvCache, q: Tensor, batch: AttentionBatch, window: int | None, scra
     groups = []
     if batch.resident is not None and window is None:
         shares, ones = batch.resident.plan(batch, q)
-        groups = [_resident(share, batch, q, scratch) for share in shares]
-    return groups + [_gathered(kv, q, batch, members, spans, scratch) for members in group_by_length(ones, spans)]
+        groups = [
+            _alone(kv, q, batch, share.sequences, spans, scratch) or _resident(share, batch, q, scratch)
+            for share in shares
+        ]
+    return groups + [
+        _alone(kv, q, batch, members, spans, scratch) or _gathered(kv, q, batch, members, spans, scratch)
+        for members in group_by_length(ones, spans)
+    ]
 
 
 def group_by_length(sequences: Sequence[int], spans: Sequence[int]) -> list[list[int]]:
@@ -127,6 +102,20 @@ def group_by_length(sequences: Sequence[int], spans: Sequence[int]) -> list[list
             padding = 0
         groups[-1].append(sequence)
     return groups
+
+
+def _alone(
+    kv: KvCache, q: Tensor, batch: AttentionBatch, members: Sequence[int], spans: Sequence[int], scratch: Scratch
+) -> Group | None:
+    """The group of a single sequence, if its K and V can be read where they lie."""
+    if len(members) > 1:
+        return None
+    (member,) = members
+    context, length = batch.context_lens[member], spans[member]
+    source = InPlace.of(kv, q, batch, member, range(context - length, context))
+    if source is None:
+        return None
+    return _group(source, [batch.query_starts[member]], [length], length, True, q, scratch)
 
 
 def _resident(share: Share, batch: AttentionBatch, q: Tensor, scratch: Scratch) -> Group:
@@ -148,7 +137,7 @@ def _gathered(
     device = batch.device
     slots = batch.slots_of(torch.tensor(members, device=device), positions.to(device)).int()
     fused = device.type == "cpu" and slots.numel() <= _FUSED_SLOTS
-    source = Gathered(kv, (slots if fused else kv.rows(slots)).flatten(), len(members), fused, scratch)
+    source = Gathered(kv, (slots if fused else kv.rows(slots)).flatten(), len(members), scratch, not fused)
     return _group(source, [batch.query_starts[member] for member in members], lengths, length, fused, q, scratch)
 
 

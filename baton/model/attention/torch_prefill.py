@@ -18,6 +18,7 @@ from baton.model.attention import torch_kernel
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
 from baton.model.attention.scratch import Scratch
+from baton.model.attention.sources import Gathered, InPlace, Source
 
 _LONG_BLOCK = 512
 """Queries a block where the past is longer than that: K and V of a middle are packed once a block."""
@@ -30,25 +31,26 @@ _FOLDED_ROWS = 768
 class Chunk:
     """One sequence's new tokens, in n blocks of B queries, the last padded.
 
-    `tokens`: their range among all. `middle`: slots `[M]`, and of each block its range in them (low >= high
-    where it has none). `edges`: slots `[n * E]`. `mask`: `[n or 1, 1, B * group, E]`, of q's dtype.
+    `tokens`: their range among all. `middle`: M keys, none if no block has any, and in `ranges` those of each block
+    (low >= high where it has none). `edges`: E keys of each block. `mask`: `[n or 1, 1, B * group, E]`, of q's dtype.
     """
 
     tokens: slice
     block: int
-    middle: Tensor
+    middle: Source | None
     ranges: tuple[tuple[int, int], ...]
-    edges: Tensor
+    edges: Source
     mask: Tensor
-    scratch: Scratch
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, out: Tensor) -> None:
         """`q` and `out` `[T, heads, head_dim]`."""
         count = len(self.ranges)
         folded = self._fold(q, count, kv.kv_heads)
-        found, lse = torch_kernel.attend(folded, *self._load(kv, layer, "edges", self.edges, count, q), self.mask)
-        if len(self.middle):
-            keys, values = self._load(kv, layer, "middle", self.middle, 1, q)
+        found, lse = torch_kernel.attend(
+            folded, self.edges.load("k", layer, q), self.edges.load("v", layer, q), self.mask
+        )
+        if self.middle is not None:
+            keys, values = self.middle.load("k", layer, q), self.middle.load("v", layer, q)
         for index, (low, high) in enumerate(self.ranges):
             target = out[index * self.block : (index + 1) * self.block].unflatten(1, (kv.kv_heads, -1))
             edge = self._by_token(found[index], target)
@@ -74,15 +76,6 @@ class Chunk:
         size, kv_heads, group, _ = target.shape
         return folded.view(kv_heads, self.block, group, -1).transpose(0, 1)[:size]
 
-    def _load(self, kv: KvCache, layer: int, name: str, slots: Tensor, count: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of `slots`, each `[count, kv_heads, len(slots) / count, head_dim]`."""
-        loaded = []
-        for part in ("k", "v"):
-            buffer = self.scratch.take(f"{name} {part}", (len(slots), kv.kv_heads * kv.head_dim), q)
-            kv.gather(part, layer, slots, buffer)
-            loaded.append(buffer.view(count, -1, kv.kv_heads, kv.head_dim).transpose(1, 2))
-        return loaded[0], loaded[1]
-
 
 def plan(kv: KvCache, q: Tensor, batch: AttentionBatch, sequence: int, window: int | None, scratch: Scratch) -> Chunk:
     """The chunk of one sequence of the batch; of `q` only its heads, dtype and device are read."""
@@ -94,15 +87,21 @@ def plan(kv: KvCache, q: Tensor, batch: AttentionBatch, sequence: int, window: i
     seen = [(0 if reach is None else max(0, first + size - reach), first) for first in firsts]
     lowest = min((low for low, high in seen if low < high), default=0)
     highest = max((high for low, high in seen if low < high), default=0)
-    edges, mask = _edges(firsts, size, reach)
+    keys, mask = _edges(firsts, size, reach)
+    middle = edges = None
+    if lowest < highest:
+        middle = InPlace.of(kv, q, batch, sequence, range(lowest, highest)) or Gathered(
+            kv, _slots(batch, sequence, torch.arange(lowest, highest)), 1, scratch
+        )
+    if reach is None and len(firsts) * size == tokens:
+        edges = InPlace.of(kv, q, batch, sequence, range(past, context), len(firsts))
     return Chunk(
         tokens=slice(batch.query_starts[sequence], batch.query_starts[sequence + 1]),
         block=size,
-        middle=_slots(batch, sequence, torch.arange(lowest, highest)),
+        middle=middle,
         ranges=tuple((low - lowest, high - lowest) for low, high in seen),
-        edges=_slots(batch, sequence, edges.clamp(0, context - 1)),
+        edges=edges or Gathered(kv, _slots(batch, sequence, keys.clamp(0, context - 1)), len(firsts), scratch),
         mask=mask[:, None].repeat_interleave(group, dim=2).to(q.device, q.dtype),
-        scratch=scratch,
     )
 
 

@@ -40,7 +40,7 @@ def test_the_audit_notices_names_that_do_not_agree(damage: str) -> None:
         known._forget(known._units[CHAIN_A[2]])
         unit.parent = known._units.pop(CHAIN_A[0])
     else:
-        pool._free.append(unit.pages[0])
+        pool._free.add(unit.pages[:1])
     with pytest.raises(EngineError, match="audit failed"):
         pool.audit()
 
@@ -58,6 +58,24 @@ def test_digests_that_are_no_chain_lead_nowhere() -> None:
     pool.publish(other, CHAIN_B[1:])
     pool.audit()
     assert pool.held([*CHAIN_A[:1], *CHAIN_B]) == 4
+
+
+def test_to_publish_what_is_new_costs_no_more_for_a_long_chain() -> None:
+    asked = []
+
+    class Digest(bytes):
+        def __hash__(self) -> int:
+            asked.append(self)
+            return super().__hash__()
+
+    pool, chain = PagePool(1001, 4), [Digest(number.to_bytes(32)) for number in range(1001)]
+    handle = published(pool, "a/1", chain[:1000])
+    pool.extend(handle, 4004)
+    asked.clear()
+    pool.publish(handle, chain)
+    assert pool.held(chain[-1:]) == 0
+    assert len(asked) < 30
+    assert pool.held(chain) == 4004
 
 
 def test_what_a_sequence_leaves_of_its_last_page_is_copied_and_never_taken_for_a_whole_one() -> None:

@@ -29,12 +29,16 @@ class Running:
 
 @dataclass
 class Runner:
-    """Steps of an engine, by one backend: pages are given back as NaN, and taken again in any order."""
+    """Steps of an engine, by one backend: pages are given back as NaN, and taken again in any order.
+
+    With `runs` a sequence takes the page after its last one where that is free.
+    """
 
     limit: int = ROOMY
     seed: int = 0
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
+    runs: bool = False
     backend: TorchAttention = field(default_factory=TorchAttention)
     sequences: list[Running] = field(default_factory=list)
 
@@ -108,7 +112,9 @@ class Runner:
 
     def _grow(self, one: Running, length: int) -> None:
         while len(one.pages) * PAGE < length:
-            one.pages.append(self.free.pop(self.draw.randrange(len(self.free))))
+            page = one.pages[-1] + 1 if self.runs and one.pages else -1
+            one.pages.append(page if page in self.free else self.draw.choice(self.free))
+            self.free.remove(one.pages[-1])
 
     def _slots(self, one: Running, length: int) -> Tensor:
         places = torch.arange(length)
@@ -136,11 +142,12 @@ def copied(runner: Runner, monkeypatch: pytest.MonkeyPatch, act: Callable[[], ob
 
 @pytest.mark.parametrize("limit", [ROOMY, 1500 * SLOT_BYTES, 300 * SLOT_BYTES, 0], ids=["roomy", "some", "few", "none"])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_course_equals_the_reference(seed: int, limit: int) -> None:
-    runner = Runner(limit, seed)
+@pytest.mark.parametrize("runs", [False, True], ids=["scattered", "runs"])
+def test_any_course_equals_the_reference(seed: int, limit: int, runs: bool) -> None:
+    runner = Runner(limit, seed, runs=runs)
     draw = random.Random(seed)
     for _ in range(25):
-        while len(runner.sequences) < 2 or (draw.random() < 0.3 and len(runner.free) > 80):
+        while len(runner.sequences) < 2 - runs or (draw.random() < 0.3 and len(runner.free) > 80):
             runner.join(draw.choice([1, 2, 30, 62, 63, 64, 120, 127, 250, 500]))
         if draw.random() < 0.15:
             runner.step(fails_after=draw.randrange(LAYERS))
@@ -162,6 +169,27 @@ def test_a_step_copies_one_token_of_each_sequence(monkeypatch: pytest.MonkeyPatc
     assert copied(runner, monkeypatch, runner.step) == 4
     runner.join(10)
     assert copied(runner, monkeypatch, runner.step) == 4 + 320
+
+
+def test_one_alone_is_read_where_it_lies_and_copied_when_it_has_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(runs=True)
+    runner.free = list(range(40))
+    one = runner.join(50)
+    assert runner.resident.allocated == copied(runner, monkeypatch, runner.step) == 0
+    other = runner.join(45)
+    assert copied(runner, monkeypatch, runner.step) == 2 * 64
+    assert copied(runner, monkeypatch, runner.step) == 2
+    runner.leave(other)
+    assert [copied(runner, monkeypatch, runner.step) for _ in range(3)] == [0] * 3
+    # What it missed meanwhile is copied with the rest.
+    runner.join(45)
+    assert copied(runner, monkeypatch, runner.step) == 2 * 64
+    runner.leave(runner.sequences[1])
+    # The page after its last one is another's: from then on it has a row.
+    while one.pages[-1] + 1 in runner.free:
+        runner.free.remove(one.pages[-1] + 1)
+    tokens = [copied(runner, monkeypatch, runner.step) for _ in range(40)]
+    assert tokens == [*[0] * 7, 128, *[1] * 32]
 
 
 def test_a_sequence_outgrows_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
