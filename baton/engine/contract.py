@@ -7,9 +7,9 @@
 A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
 count equals the handles that list it. `prefill_chunk`, `insert`, `step`, its `result`, `pause` and `resume` may be
 called from the one engine thread; `reserve`, `publish`, `held`, `drop_cached`, `extend`, `fork`, `read_kv`, `write_kv`,
-`free` and whatever only looks from any. `free` may come at any time: the handle is dead at once for every later call,
-and its pages return to the pool when the reads, writes and forward passes in flight on them have drained. `watch_pages`
-tells of each return, so that nobody who waits for pages has to ask again and again.
+`read_blocks`, `write_blocks`, `free` and whatever only looks from any. `free` may come at any time: the handle is dead
+at once for every later call, and its pages return to the pool when the reads, writes and forward passes in flight on
+them have drained. `watch_pages` tells of each return, so that nobody who waits for pages has to ask again and again.
 
 A step may be launched while `spec.steps_ahead` others are unread: it takes each sequence's last token from where the
 step before left it. So a sequence that ends with an unread step is in the next one too. It has to have room there, its
@@ -185,6 +185,15 @@ class Engine(Protocol):
         self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
         """Copy one layer's parts into the handle's pages, converting element types where they differ."""
+
+    def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
+        """Copy out the payloads (`baton.kv.format`) of `count` prefix blocks from token `token_start` on."""
+
+    def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
+        """Copy the payloads of consecutive prefix blocks into the handle's pages, from token `token_start` on.
+
+        Nothing is converted: the digest of `spec.kv_format` is in every block's name, so its element types are ours.
+        """
 
     def insert(self, handle: KvHandle, state: SequenceState) -> None:
         """Give the sequence a slot; KV must cover all but the last of its tokens. Raises Overloaded without a slot."""

@@ -28,7 +28,7 @@ that a chunk that is called off ends soon."""
 
 
 class CudaMemory:
-    """See `baton.engine.paged.KvMemory`; `produced` and `drain` are for the engine thread."""
+    """See `baton.engine.kv_memory.KvMemory`; `produced` and `drain` are for the engine thread."""
 
     def __init__(self, kv: KvCache) -> None:
         self._kv = kv
@@ -86,6 +86,33 @@ class CudaMemory:
                 staged = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True).copy_(data)
                 rows = staged.to(self._device, non_blocking=True).view(DTYPES[part.dtype]).view(part.shape)
                 home.index_copy_(0, slots, rows.to(home.dtype))
+
+    def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
+        """See KvMemory."""
+        with self._copying(self._out):
+            for event in list(self._produced.values()):
+                self._out.wait_event(event)
+            slots = self._slots(pages, range(token_start, token_start + count * block_size))
+            rows = [part.flatten(1, 2).index_select(1, slots).view(torch.uint8) for part in self._kv.parts.values()]
+            blocks = torch.cat([part.view(len(part), count, -1) for part in rows], dim=2).transpose(0, 1).contiguous()
+            staged = torch.empty(blocks.shape, dtype=torch.uint8, pin_memory=True).copy_(blocks, non_blocking=True)
+        return [block.numpy().tobytes() for block in staged]
+
+    def write_blocks(
+        self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
+    ) -> None:
+        """See KvMemory."""
+        count, parts = len(payloads), self._kv.parts.values()
+        with self._copying(self._in):
+            slots = self._slots(pages, range(token_start, token_start + count * block_size))
+            staged = torch.empty((count, len(memoryview(payloads[0]))), dtype=torch.uint8, pin_memory=True)
+            for row, payload in zip(staged, payloads, strict=True):
+                row.copy_(torch.frombuffer(payload, dtype=torch.uint8))
+            blocks = staged.to(self._device, non_blocking=True).view(count, self._kv.num_layers, -1)
+            widths = [block_size * part[0, 0, 0].nbytes for part in parts]
+            for part, data in zip(parts, blocks.split(widths, dim=2), strict=True):
+                values = data.view(part.dtype).unflatten(2, (block_size, *part.shape[3:]))
+                part.flatten(1, 2).index_copy_(1, slots, values.transpose(0, 1).flatten(1, 2))
 
     def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
         """See KvMemory."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import struct
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -111,7 +111,7 @@ class _Layout:
 
 
 class _FakeMemory:
-    """Pages as byte arrays; see `baton.engine.paged.KvMemory`."""
+    """Pages as byte arrays; see `baton.engine.kv_memory.KvMemory`."""
 
     def __init__(self, layout: _Layout, pages: int) -> None:
         self._layout = layout
@@ -168,6 +168,33 @@ class _FakeMemory:
                 page, offset = divmod(token_start + i, self._layout.page_size)
                 low = self._layout.start(offset, layer, index, head_start)
                 self._pages[pages[page]][low : low + width] = data[i * width : (i + 1) * width]
+
+    def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
+        """See KvMemory."""
+        starts = range(token_start, token_start + count * block_size, block_size)
+        return [
+            b"".join(page[row] for page, row in self._rows(pages, range(start, start + block_size))) for start in starts
+        ]
+
+    def write_blocks(
+        self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
+    ) -> None:
+        """See KvMemory."""
+        width = self._layout.row_bytes
+        for index, payload in enumerate(payloads):
+            start = token_start + index * block_size
+            for i, (page, row) in enumerate(self._rows(pages, range(start, start + block_size))):
+                page[row] = payload[i * width : (i + 1) * width]
+
+    def _rows(self, pages: Sequence[int], tokens: range) -> Iterator[tuple[bytearray, slice]]:
+        """Where the rows of a block lie, in the order of its payload."""
+        layout = self._layout
+        for layer in range(layout.kv_format.layers):
+            for part in range(len(layout.kv_format.parts)):
+                for token in tokens:
+                    page, offset = divmod(token, layout.page_size)
+                    low = layout.start(offset, layer, part, 0)
+                    yield self._pages[pages[page]], slice(low, low + layout.row_bytes)
 
     def save(self, pages: Sequence[int], tokens: int) -> bytes:
         """See KvMemory."""

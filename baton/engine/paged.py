@@ -19,37 +19,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from baton.engine.checks import check_parts, check_range
+from baton.engine.checks import check_blocks, check_parts, check_range
 from baton.engine.contract import ChunkResult, EngineSpec, KvHandle, PoolStats
+from baton.engine.kv_memory import KvMemory
 from baton.engine.steps import Flight, Row, Step
 from baton.errors import CorruptFrame, EngineError, Overloaded
 from baton.kv.format import PartData
 from baton.kv.pool import PageCopy, PageHandle, PagePool
 from baton.kv.published import PrefixesChanged
 from baton.request import SequenceState, TokenInfo, check_token_ids
-
-
-class KvMemory(Protocol):
-    """The memory behind the pages. The caller has checked every range and holds a pin."""
-
-    def copy_page(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` of a page, in all layers and parts."""
-
-    def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
-        """One layer's parts as contiguous `[tokens, heads, ...]`."""
-
-    def write(
-        self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
-    ) -> None:
-        """Store one layer's parts, converting element types where they differ."""
-
-    def save(self, pages: Sequence[int], tokens: int) -> Any:
-        """A copy in host memory of the first `tokens` tokens, all layers and parts."""
-
-    def restore(self, pages: Sequence[int], saved: Any) -> None:
-        """Undo `save`, into other pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +175,23 @@ class PagedEngine(ABC):
         self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
         """See `Engine.write_kv`. Raises CorruptFrame for parts or ranges that don't fit the format or the handle."""
-        own = _own(handle)
         count = check_parts(self._spec.kv_format, layer, head_start, parts)
-        tokens = range(token_start, token_start + count)
-        if token_start < 0 or (own.alive and tokens.stop > own.capacity):
-            raise CorruptFrame(f"tokens {tokens} of {own.owner}, which holds {own.capacity}")
-        with self._pool.pinned(own, writes=tokens) as pages:
+        with self._written(handle, range(token_start, token_start + count)) as pages:
             self._memory.write(pages, layer, token_start, head_start, parts)
+
+    def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
+        """See `Engine.read_blocks`. Raises InvalidRequest for blocks that the handle does not have."""
+        size = self._spec.kv_format.block_size
+        with self._pool.pinned(_own(handle)) as pages:
+            tokens = range(token_start, token_start + count * size)
+            check_range("tokens", tokens, len(pages) * self._spec.page_size)
+            return self._memory.read_blocks(pages, token_start, size, count)
+
+    def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
+        """See `Engine.write_blocks`. Raises CorruptFrame for payloads that don't fit the format or the handle."""
+        count = check_blocks(self._spec.kv_format, payloads)
+        with self._written(handle, range(token_start, token_start + count)) as pages:
+            self._memory.write_blocks(pages, token_start, self._spec.kv_format.block_size, payloads)
 
     def insert(self, handle: KvHandle, state: SequenceState) -> None:
         """See `Engine.insert`."""
@@ -306,6 +296,15 @@ class PagedEngine(ABC):
         self._remove_dead()
         for handle in list(self._paused):
             self._forget_paused(handle)
+
+    @contextmanager
+    def _written(self, handle: KvHandle, tokens: range) -> Iterator[Sequence[int]]:
+        """The handle's pages, pinned to write `tokens`; raises CorruptFrame if it does not have them all."""
+        own = _own(handle)
+        if tokens.start < 0 or (own.alive and tokens.stop > own.capacity):
+            raise CorruptFrame(f"tokens {tokens} of {own.owner}, which holds {own.capacity}")
+        with self._pool.pinned(own, writes=tokens) as pages:
+            yield pages
 
     def _copy(self, copy: PageCopy) -> None:
         self._memory.copy_page(copy.source, copy.target, copy.tokens)

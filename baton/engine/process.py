@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import re
 import threading
 from pathlib import Path
 
+from baton import cores
 from baton.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _CORES = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _COMPUTE = "baton-compute"
@@ -28,14 +32,18 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of mallopt, from malloc.h."""
 
 
-def prepare(cpus: str = "") -> None:
-    """Set up this process; threads that exist already keep their cores. Raises ConfigError for `cpus`."""
+def prepare(cpus: str = "", threads: int = 0) -> None:
+    """Set up this process for so many compute threads, 0: one for each usable core; no thread is started here.
+
+    Threads that exist already keep their cores. Raises ConfigError for `cpus`, and for more threads than cores.
+    """
     pinned = parse_cpus(cpus)
     if pinned:
         missing = sorted(pinned - os.sched_getaffinity(0))
         if missing:
             raise ConfigError(f"cpus: core {missing[0]} is not there for this process, got {cpus!r}")
         os.sched_setaffinity(0, pinned)
+    _check_threads(threads)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     # Another C library has no such function, and habits of its own.
@@ -48,6 +56,20 @@ def prepare(cpus: str = "") -> None:
         mallopt(_ARENA_MAX, 1)
 
 
+def _check_threads(threads: int) -> None:
+    """Refuse threads that would share cores, which then wait for each other in turn, or run out of time together."""
+    there, usable = cores.affinity(), cores.usable()
+    if threads > there:
+        raise ConfigError(f"threads: {threads} are more than the {there} cores that this process may use")
+    if threads > usable:
+        # A quota may be raised while the process runs.
+        words = "threads: %d are more than the time of %.3g cores, to which a cgroup limits this process: they stall"
+        _log.warning(words, threads, cores.quota())
+    elif usable < there:
+        # Read by torch's runtime, which knows of no quota, when it is loaded.
+        os.environ.setdefault("OMP_NUM_THREADS", str(usable))
+
+
 def pin_compute_threads() -> None:
     """Give each thread of this thread's OpenMP team a core of its own; for a worker that was given its cores.
 
@@ -56,21 +78,21 @@ def pin_compute_threads() -> None:
     """
     import torch
 
-    cores = sorted(os.sched_getaffinity(0))
+    places = sorted(os.sched_getaffinity(0))
     caller, tasks = threading.get_native_id(), Path("/proc/self/task")
     (tasks / str(caller) / "comm").write_text(_COMPUTE)
     torch.ones(torch.get_num_threads() << 18).sum()
     team = [int(task.parent.name) for task in tasks.glob("*/comm") if task.read_text().strip() == _COMPUTE]
-    for thread, core in zip(sorted(team, key=lambda thread: thread != caller), cores, strict=False):
+    for thread, core in zip(sorted(team, key=lambda thread: thread != caller), places, strict=False):
         os.sched_setaffinity(thread, {core})
 
 
 def parse_cpus(text: str) -> frozenset[int]:
     """Core numbers of a list like "0-3,8", as taskset has it; raises ConfigError."""
-    cores: set[int] = set()
+    numbers: set[int] = set()
     for part in text.split(",") if text else []:
         found = _CORES.fullmatch(part)
         if not found or int(found[2] or found[1]) < int(found[1]):
             raise ConfigError(f"cpus: must be a list like 0-3,8, got {text!r}")
-        cores.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-    return frozenset(cores)
+        numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+    return frozenset(numbers)

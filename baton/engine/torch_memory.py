@@ -6,7 +6,7 @@ Safe from any thread beside a running step, because the pages that a transfer to
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +32,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchMemory:
-    """See `baton.engine.paged.KvMemory`."""
+    """See `baton.engine.kv_memory.KvMemory`."""
 
     kv: KvCache
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
         """See KvMemory."""
-        for part in self.kv.parts.values():
-            part[:, target, :tokens] = part[:, source, :tokens]
+        # Not by torch, which would share so little between threads: from the asyncio loop, whose threads it has to wake
+        # beside those of a forward pass, that took up to 20 ms.
+        for home, width in self._homes():
+            old, new = (page * self.kv.page_size * width for page in (source, target))
+            home[:, new : new + tokens * width] = home[:, old : old + tokens * width]
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
         """See KvMemory."""
@@ -81,6 +84,28 @@ class TorchMemory:
             if rest < count:
                 home[pages[begun + full], : count - rest] = rows[rest:]
 
+    def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
+        """See KvMemory."""
+        payloads, homes = [], self._homes()
+        row_bytes = sum(width for _, width in homes)
+        block = np.empty((self.kv.num_layers, block_size * row_bytes), dtype=np.uint8)
+        for start in range(token_start, token_start + count * block_size, block_size):
+            for home, rows in self._runs(homes, pages, range(start, start + block_size), block):
+                rows[:] = home
+            payloads.append(block.tobytes())
+        return payloads
+
+    def write_blocks(
+        self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
+    ) -> None:
+        """See KvMemory."""
+        homes = self._homes()
+        for index, payload in enumerate(payloads):
+            start = token_start + index * block_size
+            block = np.frombuffer(payload, dtype=np.uint8).reshape(self.kv.num_layers, -1)
+            for home, rows in self._runs(homes, pages, range(start, start + block_size), block):
+                home[:] = rows
+
     def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
         """See KvMemory."""
         slots = self._slots(pages, range(tokens))
@@ -91,6 +116,34 @@ class TorchMemory:
         for name, rows in saved.items():
             slots = self._slots(pages, range(rows.shape[1]))
             self.kv.parts[name].flatten(1, 2).index_copy_(1, slots, rows.to(slots.device))
+
+    def _homes(self) -> list[tuple[NDArray[np.uint8], int]]:
+        """Each part's pages as `[layers, bytes]`, and the bytes of one token in one layer."""
+        slots = self.kv.num_pages * self.kv.page_size
+        homes = [_bytes(part.view(len(part), -1)) for part in self.kv.parts.values()]
+        return [(home, home.shape[1] // slots) for home in homes]
+
+    def _runs(
+        self,
+        homes: Sequence[tuple[NDArray[np.uint8], int]],
+        pages: Sequence[int],
+        tokens: range,
+        block: NDArray[np.uint8],
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Pieces of the pages, and the same of the block `[layers, bytes]`: tokens that lie side by side in both.
+
+        Views, of all layers at once: numpy copies a piece in one call, a run of bytes a layer.
+        """
+        size, begin = self.kv.page_size, 0
+        for home, width in homes:
+            at = tokens.start
+            while at < tokens.stop:
+                page, offset = divmod(at, size)
+                count = min(size - offset, tokens.stop - at)
+                low, run = (pages[page] * size + offset) * width, count * width
+                yield home[:, low : low + run], block[:, begin : begin + run]
+                begin += run
+                at += count
 
     def _stored(self, part: PartData) -> NDArray[np.uint8]:
         """The part as `[tokens, heads, bytes]` in the pages' element type."""

@@ -1,7 +1,8 @@
 """The layout of KV on the wire and in the prefix cache, the same for every worker of a fleet.
 
 It knows nothing of pages, devices or tensor-parallel degree: a token's state in a layer is a list of named parts,
-each `[kv_heads, ...]`, and a run of tokens is each part row-major as `[tokens, kv_heads, ...]`.
+each `[kv_heads, ...]`, and a run of tokens is each part row-major as `[tokens, kv_heads, ...]`. A prefix block is layer
+after layer, part after part, each `[block_size, kv_heads, ...]`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class KvFormat:
     def token_bytes(self) -> int:
         """Bytes of one token over all layers and parts."""
         return self.layers * sum(part.token_bytes for part in self.parts)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one prefix block."""
+        return self.block_size * self.token_bytes
 
     @property
     def digest(self) -> str:

@@ -2,8 +2,8 @@
 
 It works beside the engine, off the asyncio loop. Blocks go in slices of SLICE_BYTES, so that a long prefix is never
 whole in memory beside the pages: one slice is fetched while the one before is copied. Copies run in threads, which
-can't be cancelled: a job that no longer goes on, or `stop`, ends a load after the layer in progress and a write-back
-after the slice, and the caller keeps the handle until they have returned.
+can't be cancelled: a job that no longer goes on, or `stop`, ends a load after COPY_BYTES and a write-back after the
+slice, and the caller keeps the handle until they have returned.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from baton.engine.contract import Engine, KvHandle
 from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix import Payload, PrefixCache
-from baton.kv.prefix.block import block_payloads, layer_parts, payload_bytes
 from baton.telemetry import metrics
 
 SLICE_BYTES = 16 << 20
+COPY_BYTES = 4 << 20
 MOST_WRITE_BACKS = 4
 LONG_TOKENS = 8192
 """From here on hashing leaves the loop; below, it takes less time than to reach another thread and come back."""
@@ -31,7 +31,8 @@ class Blocks:
         self._engine = engine
         self._format = engine.spec.kv_format
         self._fingerprint = engine.spec.fingerprint
-        self._slice = max(1, SLICE_BYTES // payload_bytes(self._format))
+        self._slice = max(1, SLICE_BYTES // self._format.block_bytes)
+        self._copy = max(1, COPY_BYTES // self._format.block_bytes)
         self._cache = cache
         self._writing_back = 0
         self._stopped = False
@@ -121,17 +122,14 @@ class Blocks:
         return asyncio.ensure_future(self._cache.fetch(digests[blocks.start : blocks.stop][: self._slice]))
 
     def _write(self, handle: KvHandle, block: int, payloads: Sequence[Payload], going: Callable[[], bool]) -> None:
-        for layer in range(self._format.layers):
+        for start in range(0, len(payloads), self._copy):
             if not self._goes_on(going):
                 return
-            parts = layer_parts(self._format, payloads, layer)
-            self._engine.write_kv(handle, layer, block * self._format.block_size, 0, parts)
+            token = (block + start) * self._format.block_size
+            self._engine.write_blocks(handle, token, payloads[start : start + self._copy])
 
     def _read(self, handle: KvHandle, blocks: range) -> list[bytes]:
-        tokens = range(blocks.start * self._format.block_size, blocks.stop * self._format.block_size)
-        heads = range(self._format.heads)
-        layers = range(self._format.layers)
-        return block_payloads(self._format, [self._engine.read_kv(handle, layer, tokens, heads) for layer in layers])
+        return self._engine.read_blocks(handle, blocks.start * self._format.block_size, len(blocks))
 
 
 async def _through(copy: Coroutine[Any, Any, Any]) -> Any:

@@ -116,3 +116,14 @@ def whole_kv(engine: Engine, handle: KvHandle, tokens: int) -> list[PartData]:
         for layer in range(kv_format.layers)
         for part in engine.read_kv(handle, layer, range(tokens), range(kv_format.heads))
     ]
+
+
+def payload_of(engine: Engine, handle: KvHandle, blocks: Sequence[range]) -> bytes:
+    """Blocks as the format defines them, from what `read_kv` gives."""
+    kv_format = engine.spec.kv_format
+    return b"".join(
+        bytes(part.data)
+        for tokens in blocks
+        for layer in range(kv_format.layers)
+        for part in engine.read_kv(handle, layer, tokens, range(kv_format.heads))
+    )

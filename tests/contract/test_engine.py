@@ -259,6 +259,9 @@ def test_shared_pages_are_not_written(rig: Rig) -> None:
     parts = engine.read_kv(parent, 0, range(3), range(1))
     with pytest.raises(EngineError, match="shared"):
         engine.write_kv(child, 0, 0, 0, parts)
+    payloads = engine.read_blocks(parent, 0, 2)
+    with pytest.raises(EngineError, match="shared"):
+        engine.write_blocks(child, 16, payloads[1:])
     engine.free(parent)
     engine.write_kv(child, 0, 0, 0, parts)
 

@@ -75,6 +75,8 @@ def test_dead_handles_are_refused(rig: Rig) -> None:
         lambda: engine.prefill_chunk(handle, prompt, 0, 4, on_layer=ignore),
         lambda: engine.read_kv(handle, 0, range(3), range(1)),
         lambda: engine.write_kv(handle, 0, 0, 0, parts),
+        lambda: engine.read_blocks(handle, 0, 1),
+        lambda: engine.write_blocks(handle, 0, engine.read_blocks(donor, 0, 1)),
         lambda: engine.insert(handle, state(prompt, outputs=[1])),
         lambda: engine.pause(handle),
         lambda: engine.resume(handle),
@@ -195,20 +197,34 @@ class GatedMemory:
         assert self.go_on.wait(10)
         self._memory.write(*args)
 
+    def read_blocks(self, *args: Any) -> list[bytes]:
+        self.entered.set()
+        assert self.go_on.wait(10)
+        return self._memory.read_blocks(*args)
 
-@pytest.mark.parametrize("kind", ["read", "write"])
+    def write_blocks(self, *args: Any) -> None:
+        self.entered.set()
+        assert self.go_on.wait(10)
+        self._memory.write_blocks(*args)
+
+
+@pytest.mark.parametrize("kind", ["read", "write", "read blocks", "write blocks"])
 def test_free_while_a_copy_is_in_flight_returns_pages_after_it(rig: Rig, kind: str) -> None:
     engine = rig.engine()
     handle = engine.reserve("a/1", 40)
     prefill(engine, handle, state(rig.prompt(40)))
-    parts = engine.read_kv(handle, 1, range(40), range(1))
+    parts, blocks = engine.read_kv(handle, 1, range(40), range(1)), engine.read_blocks(handle, 0, 2)
     total = engine.stats().total
     gate = GatedMemory(engine)
     with ThreadPoolExecutor(1) as threads:
-        if kind == "read":
-            copy = threads.submit(engine.read_kv, handle, 1, range(40), range(1))
-        else:
-            copy = threads.submit(engine.write_kv, handle, 1, 0, 0, parts)
+        calls: dict[str, tuple[Callable[..., Any], Any]] = {
+            "read": (engine.read_kv, (1, range(40), range(1))),
+            "write": (engine.write_kv, (1, 0, 0, parts)),
+            "read blocks": (engine.read_blocks, (0, 2)),
+            "write blocks": (engine.write_blocks, (0, blocks)),
+        }
+        call, place = calls[kind]
+        copy = threads.submit(call, handle, *place)
         assert gate.entered.wait(10)
         engine.free(handle)
         assert not handle.alive
@@ -219,6 +235,8 @@ def test_free_while_a_copy_is_in_flight_returns_pages_after_it(rig: Rig, kind: s
         found = copy.result(10)
     if kind == "read":
         assert [bytes(part.data) for part in found] == [bytes(part.data) for part in parts]
+    if kind == "read blocks":
+        assert found == blocks
     assert engine.audit() == {}
 
 

@@ -159,6 +159,8 @@ def test_published_pages_refuse_writes(rig: Rig) -> None:
         with pytest.raises(EngineError, match="shared or published"):
             engine.write_kv(each, 0, 20, 0, parts)
         with pytest.raises(EngineError, match="shared or published"):
+            engine.write_blocks(each, 16, engine.read_blocks(each, 16, 2))
+        with pytest.raises(EngineError, match="shared or published"):
             engine.prefill_chunk(each, prompt, 31, 40, on_layer=ignore)
         engine.write_kv(each, 0, 32, 0, parts)
     engine.free(sharer)

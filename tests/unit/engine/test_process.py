@@ -35,6 +35,20 @@ import torch
 print(sorted(os.sched_getaffinity(0)), torch.get_num_threads())
 """
 
+THREADS = """
+import sys
+from baton import cores
+from baton.engine.process import prepare
+cpus, threads, quota = sys.argv[1].split(" ")
+if quota != "None":
+    cores.affinity, cores.quota = lambda: 4, lambda: float(quota)
+prepare(cpus, int(threads))
+import torch
+if int(threads):
+    torch.set_num_threads(int(threads))
+print(torch.get_num_threads())
+"""
+
 
 PINNED = """
 import os, threading
@@ -88,6 +102,23 @@ def test_a_core_that_is_not_there_is_named() -> None:
     found = run(CORES, "99999")
     assert found.returncode != 0
     assert "cpus: core 99999 is not there for this process" in found.stderr
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    core = max(os.sched_getaffinity(0))
+    found = run(THREADS, f"{core} 1 None")
+    assert found.stdout.strip() == "1", found.stderr
+    found = run(THREADS, f"{core} 2 None")
+    assert found.returncode != 0
+    assert "threads: 2 are more than the 1 cores that this process may use" in found.stderr
+
+
+def test_a_quota_limits_the_threads_and_is_said_where_there_are_more() -> None:
+    """The affinity is pretended: the machine may have a single core."""
+    assert run(THREADS, " 0 0.5").stdout.strip() == "1"
+    found = run(THREADS, " 3 1.5")
+    assert found.stdout.strip() == "3"
+    assert "threads: 3 are more than the time of 1.5 cores" in found.stderr
 
 
 def test_freed_memory_is_used_again() -> None:

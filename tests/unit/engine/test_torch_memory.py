@@ -16,7 +16,7 @@ from baton.engine.cuda_memory import LAYERS_AHEAD, CudaMemory
 from baton.engine.torch_memory import DTYPES, TorchMemory, dtype_name
 from baton.kv.format import PartData
 from baton.model.attention import KvCache
-from tests.unit.engine.cuda_standin import Cuda, Event, cuda
+from tests.unit.engine.cuda_standin import Cuda, Event, Stream, cuda
 
 __all__ = ["cuda"]
 
@@ -94,6 +94,53 @@ def test_any_range_is_written_and_nothing_beside_it(kind: Kind, dtype: torch.dty
         assert all(torch.equal(kv.parts[name], part) for name, part in expected.items())
 
 
+def block_bytes(kv: KvCache, pages: list[int], tokens: range) -> bytes:
+    """A block's payload, as it is defined: layer after layer, part after part, each `[tokens, heads, width]`."""
+    rows = [rows_of(kv, pages, name)[:, tokens.start : tokens.stop] for name in kv.parts]
+    return b"".join(part[layer].contiguous().view(torch.uint8).numpy().tobytes() for layer in range(2) for part in rows)
+
+
+BLOCK_SIZES = [1, 3, PAGE, 2 * PAGE, 12, 20]
+"""Part of a page, a page, several, and sizes of which neither divides the other."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=dtype_name)
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+def test_blocks_are_read_from_any_token_on(kind: Kind, dtype: torch.dtype, size: int) -> None:
+    kv = cache_of(dtype)
+    memory, rng = kind(kv), random.Random(size)
+    for _ in range(20):
+        pages, start = rng.sample(range(PAGES), 6), rng.randrange(6 * PAGE - size + 1)
+        count = rng.randint(1, (6 * PAGE - start) // size)
+        blocks = [range(first, first + size) for first in range(start, start + count * size, size)]
+        found = memory.read_blocks(pages, start, size, count)
+        assert found == [block_bytes(kv, pages, tokens) for tokens in blocks]
+        assert all(type(payload) is bytes for payload in found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=dtype_name)
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+def test_blocks_are_written_from_any_token_on_and_nothing_beside_them(
+    kind: Kind, dtype: torch.dtype, size: int
+) -> None:
+    source, kv = cache_of(dtype), cache_of(dtype)
+    memory, rng = kind(kv), random.Random(size)
+    for _ in range(20):
+        pages, start = rng.sample(range(PAGES), 6), rng.randrange(6 * PAGE - size + 1)
+        count = rng.randint(1, (6 * PAGE - start) // size)
+        blocks = [range(first, first + size) for first in range(start, start + count * size, size)]
+        # What is received begins at any address, and is not to be written to.
+        payloads = [memoryview(b"\0" + block_bytes(source, pages, tokens))[1:] for tokens in blocks]
+        expected = {name: part.clone() for name, part in kv.parts.items()}
+        for name, part in expected.items():
+            flat = rows_of(kv, pages, name)
+            written = slice(start, start + count * size)
+            flat[:, written] = rows_of(source, pages, name)[:, written]
+            part[:, pages] = flat.view(2, len(pages), PAGE, HEADS, WIDTH)
+        memory.write_blocks(pages, start, size, payloads)
+        assert all(torch.equal(kv.parts[name], part) for name, part in expected.items())
+
+
 def test_what_is_read_is_a_copy(kind: Kind) -> None:
     kv = cache_of(torch.float32)
     part: PartData = kind(kv).read([3], 0, range(PAGE), range(HEADS))[0]
@@ -139,3 +186,24 @@ def test_a_write_that_fails_midway_is_waited_for(cuda: Cuda, monkeypatch: pytest
     with pytest.raises(RuntimeError):
         CudaMemory(kv).write([3], 0, 0, 0, [parts[0], replace(parts[1], shape=(PAGE + 1, HEADS, WIDTH))])
     assert len(waited) == 1
+
+
+def test_blocks_that_fail_midway_are_waited_for(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv, waited = cache_of(torch.float32), []
+    (payload,) = TorchMemory(kv).read_blocks([1], 0, PAGE, 1)
+    monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(event))
+    with pytest.raises(RuntimeError):
+        CudaMemory(kv).write_blocks([3, 4], 0, PAGE, [payload, payload[:-1]])
+    assert len(waited) == 1
+
+
+def test_blocks_of_a_device_are_read_after_the_kernels_that_make_them(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv, waited = cache_of(torch.float32), []
+    memory = CudaMemory(kv)
+    for layer in range(2):
+        memory.produced(layer)
+    monkeypatch.setattr(Stream, "wait_event", lambda stream, event: waited.append(event))
+    memory.read_blocks([1], 0, PAGE, 1)
+    assert waited == [memory._produced[layer] for layer in range(2)]

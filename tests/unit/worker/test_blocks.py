@@ -41,16 +41,18 @@ class Cache(MemoryPrefixCache):
 
 
 class SlowEngine(FakeEngine):
-    """Holds each write until `go`, and tells that it has come."""
+    """Holds each write until `go`, and tells that it has come; `written` are first tokens and numbers of blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.writing, self.go = threading.Event(), threading.Event()
+        self.written: list[tuple[int, int]] = []
 
-    def write_kv(self, *args: object) -> None:
+    def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[Payload]) -> None:
+        self.written.append((token_start, len(payloads)))
         self.writing.set()
         assert self.go.wait(WAIT_S)
-        super().write_kv(*args)  # type: ignore[arg-type]
+        super().write_blocks(handle, token_start, payloads)
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def computed(engine: FakeEngine, owner: str = "a") -> KvHandle:
 
 
 def two_blocks_a_slice(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "SLICE_BYTES", 2 * engine.spec.kv_format.token_bytes * 16)
+    monkeypatch.setattr(blocks, "SLICE_BYTES", 2 * engine.spec.kv_format.block_bytes)
 
 
 def kv(engine: FakeEngine, handle: KvHandle, tokens: range) -> list[bytes]:
@@ -81,10 +83,12 @@ async def test_names_are_those_of_the_chain_however_many(engine: FakeEngine) -> 
         assert await found.names(ids, b"salt") == block_digests(root, ids, 16)
 
 
+@pytest.mark.parametrize("blocks_a_copy", [1, 2, 5])
 async def test_what_is_written_back_is_loaded_into_other_pages(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, blocks_a_copy: int
 ) -> None:
     two_blocks_a_slice(engine, monkeypatch)
+    monkeypatch.setattr(blocks, "COPY_BYTES", blocks_a_copy * engine.spec.kv_format.block_bytes)
     cache = Cache()
     both, source, told = Blocks(engine, cache), computed(engine), list[int]()
     digests = await both.names(IDS, b"")
@@ -121,8 +125,8 @@ async def test_more_write_backs_than_may_run_are_dropped(engine: FakeEngine, mon
     both, source = Blocks(engine, cache := Cache()), computed(engine)
     digests = await both.names(IDS, b"")
     waiting = threading.Semaphore(0)
-    read_kv = engine.read_kv
-    monkeypatch.setattr(engine, "read_kv", lambda *args: (waiting.acquire(timeout=WAIT_S), read_kv(*args))[1])
+    read = engine.read_blocks
+    monkeypatch.setattr(engine, "read_blocks", lambda *args: (waiting.acquire(timeout=WAIT_S), read(*args))[1])
     running = [asyncio.create_task(both.write_back(source, digests, 0, lambda: True)) for _ in range(MOST_WRITE_BACKS)]
     await asyncio.sleep(0)
     async with asyncio.timeout(WAIT_S):
@@ -159,8 +163,9 @@ async def test_the_next_slice_is_fetched_while_one_is_copied(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("how", ["cancel", "over", "stop"])
-async def test_a_load_ends_after_the_layer_and_not_before(how: str) -> None:
+async def test_a_load_ends_after_the_copy_in_progress_and_not_before(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SlowEngine()
+    monkeypatch.setattr(blocks, "COPY_BYTES", 2 * engine.spec.kv_format.block_bytes)
     both, source = Blocks(engine, Cache()), computed(engine)
     digests = await both.names(IDS, b"")
     await both.write_back(source, digests, 0, lambda: True)
@@ -175,7 +180,9 @@ async def test_a_load_ends_after_the_layer_and_not_before(how: str) -> None:
     else:
         both.stop()
     await asyncio.sleep(0.01)
-    assert not loading.done(), "a layer is being written"
+    assert not loading.done(), "two blocks are being written"
     engine.go.set()
     done = (await asyncio.gather(loading, return_exceptions=True))[0]
     assert isinstance(done, asyncio.CancelledError) if how == "cancel" else done == 0
+    # A load that is cancelled alone, and whose job goes on, is waited for to the end.
+    assert engine.written == ([(0, 2), (32, 2), (64, 2)] if how == "cancel" else [(0, 2)])
