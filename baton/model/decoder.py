@@ -31,8 +31,8 @@ from baton.model.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from baton.model.linear import PackedStorage, Placement
-from baton.model.padding import RowPadding, pad_to
+from baton.model.linear import Module, PackedStorage, Placement
+from baton.model.padding import RowPadding, cut_to, pad_to
 
 OnLayer = Callable[[int], None]
 """Called with a layer's index once its K and V are in the pages; what it raises ends the pass."""
@@ -70,7 +70,12 @@ class Pass:
     backend: AttentionBackend
 
 
-class Attention(nn.Module):
+def _normal(norm: RMSNorm, x: Tensor, now: Pass) -> Tensor:
+    """Of `[T or more, hidden]`, the batch's tokens normalised: padding would make small operations parallel ones."""
+    return pad_to(norm(cut_to(x, now.batch.num_tokens)), len(x))
+
+
+class Attention(Module):
     """Self-attention of one layer: projections, optional QK norm, rotary embedding, paged attention."""
 
     def __init__(self, config: ModelConfig, index: int, placement: Placement, parallel: Parallel) -> None:
@@ -98,12 +103,11 @@ class Attention(nn.Module):
     def append(self, x: Tensor, now: Pass) -> Tensor:
         """Put K and V of `x` `[T or more, hidden]` into their pages; returns the queries `[T, heads, head_dim]`."""
         tokens = now.batch.num_tokens
-        heads = self.qkv(x)[:tokens].view(tokens, -1, self._head_dim)
-        qk, v = heads[:, : self._heads + self._kv_heads], heads[:, self._heads + self._kv_heads :]
+        heads = cut_to(self.qkv(x), tokens).view(tokens, -1, self._head_dim)
+        qk, v = heads.split_with_sizes((self._heads + self._kv_heads, self._kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self._heads]), self.k_norm(qk[:, self._heads :])), dim=1)
-        rotated = Rotary.rotate(qk, now.angles)
-        q, k = rotated[:, : self._heads], rotated[:, self._heads :]
+        q, k = Rotary.rotate(qk, now.angles).split_with_sizes((self._heads, self._kv_heads), 1)
         now.backend.append(now.kv, self._index, k, v, now.batch)
         return q
 
@@ -114,7 +118,7 @@ class Attention(nn.Module):
         return output
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     """One block: attention, then a gated MLP (SwiGLU), each on a normalised input and added to it."""
 
     def __init__(self, config: ModelConfig, index: int, placement: Placement, parallel: Parallel) -> None:
@@ -131,18 +135,18 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, now: Pass) -> Tensor:
         """`[rows, hidden]` to the same; the first T rows are the batch's tokens, the others padding."""
-        return self._rest(x, self.attention.append(self.attention_norm(x), now), now)
+        return self._rest(x, self.attention.append(_normal(self.attention_norm, x, now), now), now)
 
     def tail(self, x: Tensor, now: Pass, rows: int) -> Tensor:
         """As `forward`, but of one sequence's last `rows` tokens alone: what follows K and V is not done for others."""
-        q = self.attention.append(self.attention_norm(x), now)
+        q = self.attention.append(_normal(self.attention_norm, x, now), now)
         tokens = now.batch.num_tokens
         last = slice(tokens - rows, tokens)
         return self._rest(x[last], q[last], replace(now, batch=now.batch.tail(rows))) if rows else x[last]
 
     def _rest(self, x: Tensor, q: Tensor, now: Pass) -> Tensor:
         x = self.attention.attend(q, x, now)
-        output: Tensor = self.down(self.gate_up(self.mlp_norm(x)), x)
+        output: Tensor = self.down(self.gate_up(_normal(self.mlp_norm, x, now)), x)
         return output
 
     def checkpoint_tensors(self) -> Iterator[TensorSlot]:
@@ -165,7 +169,7 @@ class DecoderLayer(nn.Module):
         yield from _slots(self.down, _linear("", prefix + names.down))
 
 
-class Decoder(nn.Module):
+class Decoder(Module):
     """The whole model. Built with uninitialised weights; `baton.model.weights` fills it."""
 
     def __init__(self, config: ModelConfig, placement: Placement, parallel: Parallel) -> None:
@@ -233,7 +237,7 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection of chosen rows: `[n, hidden]` to float32 `[n, vocab_size]`."""
-        logits: Tensor = self.head(self.norm(self._padding.pad(hidden)), len(hidden))
+        logits: Tensor = self.head(self._padding.pad(self.norm(hidden)), len(hidden))
         return logits
 
     def ready(self) -> None:

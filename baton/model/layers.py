@@ -20,11 +20,11 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from baton.errors import ModelError
 from baton.model.config import RopeConfig
-from baton.model.linear import DenseStorage, Placement, Storage
+from baton.model.linear import DenseStorage, Module, Placement, Storage
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Parallel:
         return tensor.narrow(dim, self.rank * width, width)
 
 
-class Linear(nn.Module):
+class Linear(Module):
     """A linear over one storage."""
 
     def __init__(self, storage: DenseStorage) -> None:
@@ -130,7 +130,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         super().__init__(columns, outputs, bias, placement, parallel)
 
 
-class GatedLinear(nn.Module):
+class GatedLinear(Module):
     """SwiGLU's inner half, silu(gate(x)) * up(x) (Shazeer 2020, arXiv:2002.05202); rows are split over the ranks.
 
     Two weights and not one: each of the two products then ends in what follows it, with no pass of its own.
@@ -183,7 +183,7 @@ class RowParallelLinear(Linear):
         return self._parallel.all_reduce(storage.plus(x, residual) if self._adds else storage(x))
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Module):
     """Token embeddings whose vocabulary rows are split over the ranks; the last share may have rows to spare."""
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement, parallel: Parallel) -> None:
@@ -233,7 +233,8 @@ class ParallelLMHead(Linear):
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of the full projection."""
-        storage = self._loading.to_empty(device=self._device)
+        storage = self._loading
+        storage.weight = Placement(storage.weight.dtype, self._device).empty(*storage.weight.shape)
         storage.load(0, tensor[self._first : self._first + storage.weight.shape[0]])
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
@@ -245,18 +246,19 @@ class ParallelLMHead(Linear):
         return self._parallel.all_gather(self.storage(hidden)[:rows])[:, : self._shape[0]].float()
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Module):
     """Root mean square normalisation over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-    All of it is float32, the weight too; the result is rounded once.
+    All of it is float32, the weight too; the result is rounded once. With n elements, x / sqrt(mean(x^2) + eps) is
+    sqrt(n) x / hypot(|x|, sqrt(n eps)), which takes one operation less; the weight holds the factor sqrt(n).
     """
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         super().__init__()
         wide = Placement(torch.float32, placement.device)
         self.weight = wide.empty(size)
-        self._eps = torch.tensor(eps, device=placement.device)
-        self._share = 1.0 / size
+        self._size = size
+        self._floor = torch.tensor(math.sqrt(size * eps), device=placement.device)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """What must be loaded: part name to shape."""
@@ -264,14 +266,13 @@ class RMSNorm(nn.Module):
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Every rank keeps the whole."""
-        self.weight.copy_(tensor)
+        self.weight.copy_(tensor).mul_(math.sqrt(self._size))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., size]` to the same shape and dtype."""
         wide = x.float()
-        norm = torch.linalg.vector_norm(wide, 2, -1, True)
-        scale = torch.addcmul(self._eps, norm, norm, value=self._share).rsqrt_()
-        return (wide * scale).mul_(self.weight).to(x.dtype)
+        norm = torch.linalg.vector_norm(wide, 2, -1, True).hypot_(self._floor)
+        return (wide * self.weight).div_(norm).to(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -294,7 +295,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return (1 - blend) * slowed + blend * frequencies
 
 
-class Rotary(nn.Module):
+class Rotary(Module):
     """Rotary embeddings in the half-split layout of Hugging Face checkpoints."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:

@@ -8,6 +8,7 @@ what surrounds a product in a decoder into the same pass: an activation, a produ
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,22 @@ class Placement:
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
-class DenseStorage(nn.Module):
+class Module(nn.Module):
+    """A module without torch's hooks: a call is one of `forward`, and parameters and parts are plain attributes.
+
+    A decode step calls some 200 modules and reads some 500 such attributes; torch's own ways to them are slower than
+    many a kernel. Parameters are replaced by assignment only.
+    """
+
+    def __init_subclass__(cls) -> None:
+        cls.__call__ = cls.forward  # type: ignore[method-assign]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__[name] = value
+
+
+class DenseStorage(Module):
     """A weight `[rows, columns]` as the checkpoint has it, with an optional bias `[rows]`."""
 
     def __init__(self, rows: int, columns: int, bias: bool, placement: Placement) -> None:
@@ -73,7 +89,7 @@ class DenseStorage(nn.Module):
         return product.add_(residual)
 
 
-class PackedStorage(nn.Module):
+class PackedStorage(Module):
     """A weight in the blocked layout that oneDNN's kernels read, reordered once; for CPUs.
 
     oneDNN's post-operations apply what is fused to the float32 accumulators, so that bfloat16 rounds once
@@ -87,6 +103,8 @@ class PackedStorage(nn.Module):
         self.dtype = dense.weight.dtype
         self.weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), _ROWS)
         self.bias = dense.bias
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+        self._linear_with = torch.ops.mkldnn._linear_pointwise.binary
 
     @property
     def nbytes(self) -> int:
@@ -104,26 +122,22 @@ class PackedStorage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See DenseStorage."""
-        return self._unary(x, "none")
+        product: Tensor = self._linear(x, self.weight, self.bias, "none", [], "")
+        return product
 
     def silu(self, x: Tensor) -> Tensor:
         """See DenseStorage."""
-        return self._unary(x, "swish")
+        product: Tensor = self._linear(x, self.weight, self.bias, "swish", [], "")
+        return product
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         """See DenseStorage."""
-        return self._binary(x, factor, "mul")
+        product: Tensor = self._linear_with(x, factor, self.weight, self.bias, "mul")
+        return product
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """See DenseStorage."""
-        return self._binary(x, residual, "add")
-
-    def _unary(self, x: Tensor, operation: str) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, operation, [], "")
-        return product
-
-    def _binary(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, operation)
+        product: Tensor = self._linear_with(x, residual, self.weight, self.bias, "add")
         return product
 
 

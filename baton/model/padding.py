@@ -60,6 +60,11 @@ def pad_to(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0, 0, rows - len(x))) if rows > len(x) else x
 
 
+def cut_to(x: Tensor, rows: int) -> Tensor:
+    """The first `rows` of `x`; `x` itself if it has no others."""
+    return x[:rows] if rows < len(x) else x
+
+
 def choose(seconds: Sequence[float]) -> list[int]:
     """The targets, from the time that products of 1, 2, ... bands of rows take."""
     targets = []
