@@ -13,7 +13,7 @@ from decode_svc.config import DecodeConfig
 def start(config: DecodeConfig) -> Running:
     """The worker, ready to be entered."""
     configure(config.log_level, "decode", config.worker_id)
-    prepare(config.cpus)
+    prepare(config.cpus, config.threads)
     # Only now, so that --help and bad settings are answered before torch is loaded.
     from decode_svc.app import run
 

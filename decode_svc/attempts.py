@@ -12,7 +12,7 @@ be done at any time, and what the engine thread is in the midst of comes back wh
 Leading blocks of the context that are published in the pool are pinned by the reservation, shared with whoever else has
 them, and not transferred. Their names were the router's; the commit is held against them. It publishes the context's
 own blocks, so that the next request finds them while this one runs, and the end of each sequence publishes those of its
-output. Where KV comes compressed nothing is published: names are those of KV as it was computed.
+output. Where KV comes compressed or converted nothing is published: names are those of KV as it was computed.
 
 An attempt is DECODING while one of its choices is in the batch, and PAUSED when none is and some are paused.
 """

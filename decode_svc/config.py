@@ -31,7 +31,9 @@ class DecodeConfig(WorkerConfig):
         unit="bytes",
         minimum=0,
     )
-    convert_kv: bool = option(False, help="Accept KV of another element type and convert it.")
+    convert_kv: bool = option(
+        False, help="Accept KV of another element type and convert it; none is then left for later prompts."
+    )
     kv_compression: str = option(
         "none",
         help="Fetch KV in a byte an element and accept the error; none of it is then left for later prompts.",
@@ -50,8 +52,8 @@ class DecodeConfig(WorkerConfig):
 
     @property
     def fetches_exact(self) -> bool:
-        """Whether KV comes as it was computed, so that others may have it by its name."""
-        return self.kv_compression == KvCompression.NONE
+        """Whether KV comes as it was computed, so that others may have it by its name: that of its element type too."""
+        return self.kv_compression == KvCompression.NONE and not self.convert_kv
 
     def engine_config(self) -> EngineConfig:
         """The engine's share of the settings."""

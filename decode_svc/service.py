@@ -75,6 +75,7 @@ class DecodeService:
         self.failed: asyncio.Future[None] = loop.create_future()
         self._config = config
         self._engine = engine
+        self._cache = cache
         self._blocks = Blocks(engine, cache)
         self.caches = Caches(engine, cache)
         self._write_backs = WriteBacks(
@@ -152,7 +153,7 @@ class DecodeService:
             self.close_session(session, Overloaded(message))
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new reservations, and return when all attempts have ended and their blocks are written back.
+        """Refuse new reservations, and return when all attempts have ended and their blocks are stored or dropped.
 
         What is left after `grace_s` seconds is ended.
         """
@@ -161,6 +162,7 @@ class DecodeService:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
                 await self._write_backs.finished()
+                await self._cache.flush()
             _log.info("drained")
         except TimeoutError:
             _log.info("drained: %d sequences moved after %g s", self.attempts.sequences, grace_s)

@@ -13,7 +13,7 @@ from prefill_svc.config import PrefillConfig
 def start(config: PrefillConfig) -> Running:
     """The worker, ready to be entered."""
     configure(config.log_level, "prefill", config.worker_id)
-    prepare(config.cpus)
+    prepare(config.cpus, config.threads)
     # Only now, so that --help and bad settings are answered before torch is loaded.
     from prefill_svc.app import run
 

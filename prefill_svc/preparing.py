@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import BatonError, EngineError, OutOfPages
 from baton.kv.prefix import PrefixCache
-from baton.kv.prefix.block import payload_bytes
 from baton.kv.prefix.contract import FetchRate, Hits
 from baton.kv.prefix.worth import Worth
 from baton.telemetry import metrics
@@ -81,7 +80,7 @@ class Preparing:
         self._outcomes = outcomes
         self._block = engine.spec.kv_format.block_size
         self._unit = math.lcm(engine.spec.page_size, self._block)
-        self._block_bytes = payload_bytes(engine.spec.kv_format)
+        self._block_bytes = engine.spec.kv_format.block_bytes
         self._worth = Worth(self._block_bytes, self._block)
         self._closing = False
         self.blocks = Blocks(engine, tiers.cache)

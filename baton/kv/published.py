@@ -18,6 +18,7 @@ Pure bookkeeping without a lock: the pool has it, and counts the owners of its p
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -116,17 +117,17 @@ class Published:
         As far as they are whole, unless the sequence `ends`, so that nothing is written behind its last block.
         """
         size, width = self._unit_blocks, self._unit_pages
-        parent: _Unit | None = None
         whole = min(len(digests) // size, len(pages) // width)
-        for index in range(whole):
-            name = digests[(index + 1) * size - 1]
-            unit = self._units.get(name)
-            if unit is None:
-                own, blocks = pages[index * width : (index + 1) * width], digests[index * size : (index + 1) * size]
-                unit = self._name(_Unit(tuple(blocks), tuple(own), parent))
-            if unit is None or unit.parent is not parent or not unit.whole:
+        # A unit is here only while the one before it is, so none behind the first that lacks.
+        known = bisect.bisect_left(
+            range(1, whole + 1), True, key=lambda end: digests[end * size - 1] not in self._units
+        )
+        parent = self._units[digests[known * size - 1]] if known else None
+        for index in range(known, whole):
+            own, blocks = pages[index * width : (index + 1) * width], digests[index * size : (index + 1) * size]
+            parent = self._name(_Unit(tuple(blocks), tuple(own), parent))
+            if parent is None:
                 return
-            parent = unit
         blocks = digests[whole * size : (whole + 1) * size] if ends else ()
         own = pages[whole * width :][: -(-len(blocks) * self._block_size // self._page_size)]
         if not 0 < len(blocks) < size or len(own) * self._page_size < len(blocks) * self._block_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from baton.engine.contract import KvHandle
 from baton.errors import EngineError
+from baton.kv.prefix import Payload
+from baton.kv.prefix.redis import RedisPrefixCache
 from baton.pb import decode_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from baton.request import SamplingParams, SequenceState
 from baton.rpc.channel import control_channel
@@ -196,6 +199,30 @@ async def test_answers_are_written_back_and_prompts_are_not(tmp_path: Path, page
             await turn(all_, router, "b", prompt, greedy(4))
             assert received() - before == (len(prompt) - 96) * all_.engine.spec.kv_format.token_bytes
             await all_.until_free()
+
+
+async def test_a_drain_waits_until_blocks_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, gate = asyncio.Event(), asyncio.Event()
+    store = RedisPrefixCache._write
+
+    async def held_back(cache: RedisPrefixCache, blocks: Sequence[tuple[bytes, Payload]]) -> list[bool]:
+        writing.set()
+        await gate.wait()
+        return await store(cache, blocks)
+
+    monkeypatch.setattr(RedisPrefixCache, "_write", held_back)
+    with running("valkey", tmp_path) as server:
+        async with rig({"redis": server.url, "fleet_secret": "secret"}) as all_:
+            await turn(all_, await all_.router(), "a", PROMPT, greedy(60))
+            await asyncio.wait_for(writing.wait(), WAIT_S)
+            await all_.app.service._write_backs.finished()
+            draining = asyncio.create_task(all_.app.drain())
+            await asyncio.wait({draining}, timeout=0.1)
+            assert not draining.done()
+            gate.set()
+            await asyncio.wait_for(draining, WAIT_S)
+            with server.client() as client:
+                assert client.dbsize() == 4
 
 
 async def test_a_reservation_takes_the_pages_of_a_write_back(tmp_path: Path) -> None:

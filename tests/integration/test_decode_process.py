@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 
@@ -18,7 +19,8 @@ START_S = 60
 
 
 async def start(*flags: str, **environment: str) -> Process:
-    command = [sys.executable, "-m", "decode_svc", "--threads", "1", *flags]
+    threads = [] if "--threads" in flags else ["--threads", "1"]
+    command = [sys.executable, "-m", "decode_svc", *threads, *flags]
     return await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env={**os.environ, **environment})
 
 
@@ -56,10 +58,43 @@ async def test_listens_holds_pages_drains_and_exits_with_zero_while_a_router_is_
             await process.wait()
 
 
+@pytest.mark.parametrize("listener", ["control", "kv", "ops"])
+async def test_a_taken_port_is_named_before_the_model_is_loaded(listener: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        process = await start(f"--{listener}", address)
+        text = await said(process)
+    assert process.returncode == 2
+    assert text.endswith(f"decode: {listener}: {address} is already in use\n")
+    assert "loaded" not in text
+
+
+async def test_a_full_disk_under_its_output_does_not_end_a_worker() -> None:
+    command = [sys.executable, "-m", "decode_svc", "--threads", "1", "--kv-memory", "16MiB"]
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        process = await asyncio.create_subprocess_exec(*command, stdout=full, stderr=PIPE)
+    finally:
+        os.close(full)
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(START_S):
+            while b"listening control=" not in await process.stderr.readline():
+                pass
+        process.send_signal(signal.SIGTERM)
+        assert "drained" in await said(process)
+        assert process.returncode == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "names"),
     [
         (["--slots", "0"], {}, ["--slots", "'0'"]),
+        (["--threads", "99999"], {}, ["threads: 99999", "cores"]),
         (["--chunk-size", "5"], {}, ["--chunk-size"]),
         ([], {"BATON_SLOT": "3"}, ["BATON_SLOT"]),
         (["--model", "/nowhere"], {}, ["/nowhere"]),

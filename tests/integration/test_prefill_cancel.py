@@ -17,6 +17,7 @@ from baton.pb import kv_pb2, prefill_pb2
 from baton.rpc.channel import kv_channel
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
+from baton.worker import blocks
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, read, serving, status_of
 
 FREED_S = 5.0
@@ -164,11 +165,11 @@ class SlowCopies(FakeEngine):
     reads: Callable[[], None] | None = None
     written = 0
 
-    def write_kv(self, *args: Any) -> None:
+    def write_blocks(self, *args: Any) -> None:
         if self.writes is not None:
             self.written += 1
             self.writes()
-        super().write_kv(*args)
+        super().write_blocks(*args)
 
     def read_kv(self, *args: Any) -> Any:
         found = super().read_kv(*args)
@@ -177,7 +178,10 @@ class SlowCopies(FakeEngine):
         return found
 
 
-async def test_loading_stops_after_the_layer(caches: list[SlowCache]) -> None:
+async def test_loading_stops_after_the_copy_in_progress(
+    caches: list[SlowCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "COPY_BYTES", 1)
     engine = SlowCopies(layers=8)
     async with serving(engine) as client:
         await client.done()

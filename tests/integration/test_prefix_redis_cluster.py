@@ -1,7 +1,9 @@
 """The Redis prefix cache over a real cluster: all nodes at once, slots that move, nodes that die and are replaced."""
 
 import asyncio
+import contextlib
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -10,7 +12,20 @@ from redis import Redis
 from redis.crc import key_slot
 
 from baton.kv.prefix.redis import RedisPrefixCache, key_prefix
-from tests.prefix_redis import BLOCKS, CODEC, DIGESTS, FORMAT, KEYS, dropped, faults, fill, found, hits, open_cache
+from tests.prefix_redis import (
+    BLOCKS,
+    BUDGET_S,
+    CODEC,
+    DIGESTS,
+    FORMAT,
+    KEYS,
+    dropped,
+    faults,
+    fill,
+    found,
+    hits,
+    open_cache,
+)
 from tests.redis_server import SLOTS, Server, cluster, running
 
 MASTERS = 3
@@ -176,6 +191,27 @@ async def test_a_cluster_out_of_reach_is_a_miss_until_it_is_there(servers: list[
             await cache.flush()
     assert await hits(cache) == (6, 6)
     await cache.close()
+
+
+async def test_a_cluster_that_does_not_answer_costs_one_budget_not_one_each_time() -> None:
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with contextlib.AsyncExitStack() as stack:
+        silent = [await stack.enter_async_context(await asyncio.start_server(say_nothing, "127.0.0.1")) for _ in "1234"]
+        hosts = ",".join(f"127.0.0.1:{each.sockets[0].getsockname()[1]}" for each in silent)
+        cache = open_cache(f"redis+cluster://{hosts}")
+        stack.push_async_callback(cache.close)
+        before, started = faults("timeout"), time.monotonic()
+        assert await asyncio.gather(found(cache), found(cache)) == [0, 0]
+        assert faults("timeout") == before + 1
+        (tier,) = await cache.stats()
+        assert tier.state == "out of reach: no answer in time"
+        for _ in silent * 3:
+            # One after the other is asked, which takes as many budgets. Nobody waits for that.
+            assert await found(cache) == 0
+        assert time.monotonic() - started < 2 * BUDGET_S
 
 
 async def test_a_single_server_is_no_cluster(tmp_path: Path) -> None:

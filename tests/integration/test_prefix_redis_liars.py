@@ -2,7 +2,10 @@
 
 import asyncio
 import time
+import tracemalloc
 from contextlib import suppress
+
+import pytest
 
 from tests.prefix_redis import BUDGET_S, DIGESTS, faults, open_cache
 
@@ -40,6 +43,41 @@ async def test_an_answer_that_is_no_value_is_a_miss() -> None:
     listener = await asyncio.start_server(lie, "127.0.0.1", 0)
     cache = open_cache(f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
     assert await cache.fetch(DIGESTS) == []
+    await cache.close()
+    listener.close()
+
+
+async def test_a_server_that_repeats_the_password_is_not_quoted(caplog: pytest.LogCaptureFixture) -> None:
+    """As any does that knows no AUTH: its operator has renamed it, or it is a proxy."""
+
+    async def repeat(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            writer.write(b"-ERR unknown command 'AUTH', with args beginning with: 'mine' 'hush' \r\n")
+
+    listener = await asyncio.start_server(repeat, "127.0.0.1", 0)
+    cache = open_cache(f"redis://mine:hush@127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    await cache.check()
+    (tier,) = await cache.stats()
+    assert tier.state == "out of reach: unknown command 'AUTH'"
+    assert "unknown command 'AUTH'" in caplog.text
+    assert "hush" not in caplog.text
+    await cache.close()
+    listener.close()
+
+
+async def test_a_value_larger_than_any_record_takes_no_memory() -> None:
+    """A writer without the secret may put one there once the look-up is over."""
+
+    async def promise(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(b"$536870912\r\nBKVR" if b"GET" in data else b"+OK\r\n" * data.count(b"*"))
+
+    listener = await asyncio.start_server(promise, "127.0.0.1", 0)
+    cache = open_cache(f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    tracemalloc.start()
+    assert await cache.fetch(DIGESTS) == []
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
     await cache.close()
     listener.close()
 

@@ -72,6 +72,27 @@ async def test_what_was_queued_at_a_server_that_went_away_is_not_taken_for_store
     await cache.close()
 
 
+@pytest.mark.parametrize("memory", [0, 1 << 20])
+async def test_what_the_server_forgot_is_written_again_though_nobody_looks_for_it(
+    server: Server, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.kv.prefix.tiered.random.random", lambda: 0.0)
+    cache = open_prefix_cache(server.url, FORMAT, "secret", cache_memory=memory, limits=LIMITS)
+    request(cache, 0)
+    await cache.flush()
+    assert request(cache, len(BLOCKS)) == 0
+    with server.client() as client:
+        client.delete(*KEYS[2:])
+        # All of it is a hit in the worker's pages.
+        cache.touch(DIGESTS)
+        async with asyncio.timeout(5):
+            while client.dbsize() < len(KEYS):
+                await asyncio.sleep(0)
+                assert request(cache, len(BLOCKS)) in (0, 0 if memory else len(KEYS[2:]))
+    assert (await cache.lookup(DIGESTS)).blocks == len(BLOCKS)
+    await cache.close()
+
+
 def many(server: Server, keys: int) -> None:
     """Put as many keys of ours, and one of somebody else's."""
     with server.client() as client:

@@ -143,12 +143,18 @@ class Calls:
         return [(node, indexes, asking) for (node, asking), indexes in places.items()]
 
     async def _ready(self, budget_s: float) -> bool:
-        """Whether it is known where the nodes are; waits for that if nobody has failed to find out just now."""
+        """Whether it is known where the nodes are; waits for that if nobody has failed to find out just now.
+
+        To ask nodes that don't answer, one after the other, takes many budgets; only whoever begins it waits for one.
+        """
+        health = self._servers.health
         if not self._servers.ready:
-            if not self._is_opening() and not self._closed and self._servers.health.breaker.allows():
+            if begins := not self._is_opening() and not self._closed and health.breaker.allows():
                 self._opening = asyncio.create_task(self._open(), name="prefix-cache-open")
-            if self._opening is not None:
-                await asyncio.wait({self._opening}, timeout=budget_s)
+            if self._opening is not None and (begins or health.well):
+                _, late = await asyncio.wait({self._opening}, timeout=budget_s)
+                if late and health.well:
+                    health.failed(TimeoutError("no answer in time"))
         return self._servers.ready and not self._closed
 
     def _look_again(self) -> None:

@@ -5,7 +5,7 @@
     wants(digests)  → which of them are worth a put; counts as one sighting of each
     put(digest, payload) → at once; stored later, or dropped
 
-A payload is the canonical KV of one block (`baton.kv.prefix.block`). A cache never fails: whatever goes wrong
+A payload is the canonical KV of one block (`baton.kv.format`). A cache never fails: whatever goes wrong
 inside is a miss or a dropped write, counted by reason in `metrics.PREFIX_FAULTS`. A block may go between
 look-up and fetch; that only shortens the hit.
 

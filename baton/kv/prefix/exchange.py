@@ -93,7 +93,7 @@ class Fetch:
             for index in asked.popleft():
                 if asking:
                     wire.read()
-                reply = wire.read_value(self._take_buffer)
+                reply = wire.read_value(self._take_buffer, self._codec.record_bytes)
                 self.first_at = min(self.first_at, time.monotonic())
                 if concerns_server(reply):
                     refused, self._end = reply, 0

@@ -32,6 +32,9 @@ _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] 
 
 _WHOLE_SERVER = (BusyLoadingError, AuthenticationError, ClusterDownError)
 
+_ARGUMENTS = ", with args beginning with"
+"""What a server says of an unknown command before it repeats its words: those of AUTH are user and password."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +72,7 @@ class Health:
 
     def failed(self, error: Exception) -> None:
         """A call found the server out of reach."""
-        self.trouble = str(error) or reason(error)
+        self.trouble = str(error).partition(_ARGUMENTS)[0] or reason(error)
         if self.breaker.closed:
             _log.warning("%s is out of reach, requests go on without it: %s", self.name, self.trouble)
         self.breaker.failed()

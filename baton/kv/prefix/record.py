@@ -68,7 +68,7 @@ class RecordCodec:
     def __init__(
         self, kv_format: KvFormat, fleet_secret: str, random_bytes: Callable[[int], bytes] = os.urandom
     ) -> None:
-        self.payload_bytes = kv_format.token_bytes * kv_format.block_size
+        self.payload_bytes = kv_format.block_bytes
         self.record_bytes = HEADER_BYTES + self.payload_bytes
         self._format = bytes.fromhex(kv_format.digest)
         self._key = hmac.digest(fleet_secret.encode(), _KEY, "sha256")

@@ -69,7 +69,7 @@ class RedisLimits:
 class RedisPrefixCache:
     """`PrefixCache` over the servers at a URL; raises ConfigError for one that can't be used.
 
-    `lost` is told which of the blocks that `put` took were not stored.
+    `lost` is told which of the blocks that `put` took were not stored, and which that `touch` was told of are gone.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class RedisPrefixCache:
         breaker = partial(Breaker, self._limits.pause_s, self._limits.longest_pause_s)
         self._servers = open_servers(parse_redis_url(url), self._limits.budget_s, breaker)
         self._calls = Calls(self._servers)
+        self._lost = lost
         self._queue = WriteQueue(TIER, self._write, self._limits.queue_bytes, BATCH_BYTES, lost)
         self._pace = Pace()
         self._hits = self._misses = 0
@@ -143,8 +144,9 @@ class RedisPrefixCache:
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Prolong their lives in the background; dropped if another such call is still under way."""
-        if digests and not self._closed and (self._touching is None or self._touching.done()):
-            self._touching = asyncio.create_task(self._prolong(digests[:LOOKUP_KEYS]), name="prefix-cache-touch")
+        there = [digest for digest in digests[:LOOKUP_KEYS] if digest not in self._queue]
+        if there and not self._closed and (self._touching is None or self._touching.done()):
+            self._touching = asyncio.create_task(self._prolong(there), name="prefix-cache-touch")
 
     def rates(self) -> Mapping[str, FetchRate]:
         """Measured over the fetches of this process."""
@@ -216,6 +218,7 @@ class RedisPrefixCache:
         keys = self._keys(digests)
         commands = Commands([pack(b"EXPIRE", key, b"%d" % self._limits.ttl_s) for key in keys])
         await self._calls.keyed("look", keys, commands, self._limits.budget_s)
+        self._lost([digest for digest, reply in zip(digests, commands.slots, strict=True) if reply == 0])
 
     async def _ask_all(self, commands: Sequence[bytes]) -> list[list[object]]:
         """The replies of each node."""

@@ -10,7 +10,7 @@ tiers. A fetch takes each block from where it is, and keeps in host memory what 
     never   not at all
 
 What was found in the store or given to it is remembered (`baton.kv.prefix.sightings`) until a look-up misses it or the
-store tells that it was lost on its way, so that nobody copies KV out of the engine for nothing. Hits keep their blocks
+store tells that it is lost, so that nobody copies KV out of the engine for nothing. Hits keep their blocks
 in the store from going stale: all that the store has part in, and of those in host memory alone, or in the engine's
 pages, of which `touch` tells, one in eight, picked at random, as any fixed rhythm might pass over the same prompt for
 ever.
@@ -100,6 +100,7 @@ class TieredPrefixCache:
             if payload is not None and digest in absent:
                 absent.remove(digest)
                 if not self._store(digest, payload):
+                    absent.clear()  # it would refuse the rest as well, after a copy out of the engine
                     break
         lacking = self._host.lacks(digests, hits)
         wanted = [lacks or digest in absent for lacks, digest in zip(lacking, digests, strict=True)]

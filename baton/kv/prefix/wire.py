@@ -31,6 +31,10 @@ from baton.kv.prefix.contract import Payload
 LARGE = 16 << 10
 """Bytes from which a value is received apart from the buffer."""
 
+MOST = 1 << 20
+"""Bytes of the largest value that is kept where no other limit is given: a writer may have put there what no memory
+holds."""
+
 _BUFFER = 64 << 10
 _PEEK = 32
 _LONGEST_S = 3600.0
@@ -105,12 +109,15 @@ class Wire(BaseParser):
         except OSError as error:
             raise RedisConnectionError(f"Error while writing to socket: {error}") from error
 
-    def read(self) -> Any:
-        """One reply: bytes, int, None, a list of these, or an exception, which is not raised."""
+    def read(self, most: int = MOST) -> Any:
+        """One reply: bytes, int, None, a list of these, or an exception, which is not raised.
+
+        Of a value of more than `most` bytes nothing is kept: it is empty.
+        """
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"$":
-            return self._value(int(rest)) if rest != b"-1" else None
+            return self._value(int(rest), most) if rest != b"-1" else None
         if kind == b":":
             return int(rest)
         if kind == b"+":
@@ -118,25 +125,30 @@ class Wire(BaseParser):
         if kind == b"-":
             return self.parse_error(rest.decode(errors="replace"))  # type: ignore[no-untyped-call]
         if kind == b"*":
-            return [self.read() for _ in range(int(rest))] if rest != b"-1" else None
+            return [self.read(most) for _ in range(int(rest))] if rest != b"-1" else None
         raise InvalidResponse(f"Protocol Error: {line[:80]!r}")
 
-    def read_value(self, take: Callable[[int], memoryview]) -> Any:
+    def read_value(self, take: Callable[[int], memoryview], most: int = MOST) -> Any:
         """Like `read`; a large value is received into a buffer that `take(wire_size(len(value)))` gives."""
         if self._tls or self._start < self._end:
-            return self.read()
+            return self.read(most)
         head = bytes(self._view[: self._receive(self._view[:_PEEK], socket.MSG_PEEK)])
         end = head.find(b"\r\n") + 2
-        if head[:1] != b"$" or end < 2 or not head[1 : end - 2].isdigit() or int(head[1 : end - 2]) < LARGE:
-            return self.read()
-        size = int(head[1 : end - 2])
+        size = int(head[1 : end - 2]) if head[:1] == b"$" and head[1 : max(end - 2, 0)].isdigit() else 0
+        if not LARGE <= size <= most:
+            return self.read(most)
         whole = take(end + size + 2)
         self._receive_into(whole)
         return whole[end : end + size].toreadonly()
 
-    def _value(self, size: int) -> bytes:
-        whole = memoryview(bytearray(size + 2))
+    def _value(self, size: int, most: int) -> bytes:
         part = min(size + 2, self._end - self._start)
+        if size > most:
+            self._start += part
+            while part < size + 2:
+                part += self._receive(self._view[: size + 2 - part])
+            return b""
+        whole = memoryview(bytearray(size + 2))
         whole[:part] = self._view[self._start : self._start + part]
         self._start += part
         self._receive_into(whole[part:])

@@ -231,6 +231,14 @@ async def test_what_a_full_store_dropped_is_offered_again_from_host_memory(store
     assert store.puts == DIGESTS[:3]
 
 
+async def test_a_store_that_refuses_has_nothing_copied_for_it(store: Store) -> None:
+    cache = tiered(store, blocks=6)
+    store.full = True
+    assert request(cache, DIGESTS) == DIGESTS
+    assert request(cache, DIGESTS, hits=10) == []
+    assert request(cache, DIGESTS, hits=8) == DIGESTS[8:], "what was computed may fit in host memory"
+
+
 async def test_dropped_by_both_is_dropped(store: Store) -> None:
     cache = tiered(store, blocks=0)
     store.full = True

@@ -55,6 +55,19 @@ def test_all_kinds_of_replies(pair: tuple[Wire, socket.socket], cut: int) -> Non
     sayer.join()
 
 
+@pytest.mark.parametrize("size", [100, 65_536, 200_000])
+@pytest.mark.parametrize("cut", [1000, 1 << 30])
+def test_a_value_that_is_too_large_is_empty_and_the_next_one_is_not(
+    pair: tuple[Wire, socket.socket], size: int, cut: int
+) -> None:
+    wire, theirs = pair
+    value = b"$%d\r\n%b\r\n" % (size, bytes(size))
+    sayer = say(theirs, value * 3 + b"$99\r\n" + bytes(99) + b"\r\n", cut)
+    assert [wire.read_value(buffer, most=99), wire.read(most=99), wire.read_value(buffer, most=99)] == [b""] * 3
+    assert wire.read(most=99) == bytes(99)
+    sayer.join()
+
+
 @pytest.mark.parametrize("reader", ["read", "read_value"])
 @pytest.mark.parametrize("cut", [1000, 65_536, 1 << 30])
 def test_values_of_all_sizes(pair: tuple[Wire, socket.socket], reader: str, cut: int) -> None:

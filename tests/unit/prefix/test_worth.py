@@ -36,6 +36,10 @@ def test_a_nearer_run_is_fetched_alone_if_the_farther_one_loses() -> None:
     assert blocks(hits, {"redis": SLOW}, 10_000.0) == 10, "what host takes is not known"
 
 
+def test_a_tie_is_fetched() -> None:
+    assert blocks(Hits((("redis", 8),)), {"redis": FetchRate(0.5, 400_000 * 16.0)}, 128.0) == 8
+
+
 def test_latency_counts_once_for_a_run() -> None:
     far = {"redis": FetchRate(0.1, 1e12)}
     assert blocks(Hits((("redis", 2),)), far, 500.0) == 0, "64 ms to compute"
@@ -70,9 +74,9 @@ def test_what_is_saved_is_the_time_of_computing_less_that_of_fetching() -> None:
 
 def test_a_refused_tier_is_tried_now_and_then_and_comes_back() -> None:
     worth, hits, slow = Worth(BYTES, TOKENS), Hits((("redis", 256),)), {"redis": SLOW}
-    trials = [now for now in range(100) if worth.decide(hits, slow, 50_000.0, float(now)).trial]
+    trials = [now for now in range(100) if worth.decide(hits, slow, 50_000.0, 1000.0 + now).trial]
     assert trials == list(range(int(TRIAL_EVERY_S), 100, int(TRIAL_EVERY_S)))
-    assert worth.decide(hits, {"redis": QUICK}, 1000.0, 100.0).blocks == 256, "measured anew"
+    assert worth.decide(hits, {"redis": QUICK}, 1000.0, 1100.0).blocks == 256, "measured anew"
 
 
 def test_a_fetch_puts_off_the_next_trial() -> None:
