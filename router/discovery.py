@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from baton.config import parse_address
-from baton.errors import ConfigError
+from baton.errors import ConfigError, shown
 
 _logger = logging.getLogger(__name__)
 
@@ -26,9 +26,12 @@ class Discovery:
         self._static = {target for target in targets if not target.startswith(_DNS)}
         for address in (*self._names, *self._static):
             try:
-                parse_address(address)
+                # Looked up by this encoding, which refuses labels that are empty or longer than 63 characters.
+                host_of(address).encode("idna")
             except ConfigError as error:
                 raise ConfigError(f"{flag}: {error}") from None
+            except UnicodeError as error:
+                raise ConfigError(f"{flag}: {shown(address)} names no host: {error}") from None
         self._interval_s = interval_s
         self._found = found
         self._known: dict[str, set[str]] = {name: set() for name in self._names}

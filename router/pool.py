@@ -16,6 +16,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
+from functools import partial
 
 from baton.kv.format import KvFormat
 from baton.rpc.tls import Tls
@@ -141,7 +142,13 @@ class Pool:
         link = WorkerLink(address, role, self._router_id, self, self._tls)
         task = asyncio.create_task(link.run(), name=f"worker {address}")
         self._links[role, address] = (link, task)
-        task.add_done_callback(lambda _: self._links.pop((role, address), None))
+        task.add_done_callback(partial(self._ended, link))
+
+    def _ended(self, link: WorkerLink, task: asyncio.Task[None]) -> None:
+        del self._links[link.role, link.address]
+        if link.listed and not task.cancelled():
+            # It was listed again while it was being given up.
+            self._dial(link.role, link.address)
 
     def changed(self, link: WorkerLink) -> None:
         """A worker's status or session is another: it may have to leave, or may join, and then its view counts."""

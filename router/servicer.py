@@ -18,9 +18,12 @@ from router.emission import Delta, Emission, News, Outbox
 from router.intake import Intake, Model
 from router.pipeline import Pipeline
 from router.pool import Pool
-from router.prefill import LARGE_REPORT
 from router.request import Request
 from router.tenants import Tenants
+
+_LARGE = 512
+"""Tokens and alternatives from which on a response is made on a thread: it takes a millisecond, or many where a client
+has not read for long."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -58,7 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async with self._accepted(request, context) as (accepted, outbox):
                 while True:
                     news = await outbox.take()
-                    if len(news.prompt_tokens) > LARGE_REPORT:
+                    if _size(news) > _LARGE:
                         response = await asyncio.to_thread(_response, accepted.id, news)
                     else:
                         response = _response(accepted.id, news)
@@ -131,6 +134,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._running -= 1
             if not self._running:
                 self._idle.set()
+
+
+def _size(news: News) -> int:
+    """Tokens and alternatives, of which all tokens but a prompt's first have equally many."""
+    parts = (news.prompt_tokens, *(delta.tokens for delta in news.deltas.values()))
+    return sum(len(part) * (1 + len(part[-1].top)) for part in parts if part)
 
 
 def _response(request_id: str, news: News) -> inference_pb2.GenerateResponse:

@@ -51,6 +51,12 @@ async def test_a_real_name() -> None:
     assert addresses & {"127.0.0.1:7000", "[::1]:7000"}
 
 
+@pytest.mark.parametrize("target", ["dns:///a..b:7000", f"{'x' * 64}:7000"])
+def test_names_that_can_not_be_looked_up_are_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match=r"--prefill: .* names no host: .*label"):
+        Discovery("--prefill", [target, "127.0.0.1:7000"], 5, lambda addresses: None)
+
+
 @pytest.mark.parametrize("target", ["nowhere", "dns:///x", "a:99999"])
 def test_bad_targets_are_named(target: str) -> None:
     with pytest.raises(ConfigError, match=f"--decode: must be HOST:PORT .*{target.removeprefix('dns:///')}"):
