@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import torch
 from prometheus_client import REGISTRY
 
-from baton import bundled
 from baton.engine.config import EngineConfig
 from baton.engine.factory import build
 from baton.engine.torch_memory import DTYPES as TORCH_DTYPES
 from baton.kv.format import KvCompression, PartData
 from baton.transfer.compression import compress, expand
 from bench.common import save
-from bench.divergence import MODES, compare, outputs, prompts
+from bench.divergence import MODES, compare, flags, model_of, outputs, prompts
 from tests.fleet import Fleet
 
 DTYPES = ("float32", "bfloat16")
@@ -75,7 +73,7 @@ def _summary(sums: torch.Tensor) -> dict[str, float]:
 
 async def measure(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Errors, bytes and differing requests in one element type."""
-    model = Path(arguments.model or bundled.path())
+    model = model_of(arguments)
     results: dict[str, Any] = {}
     async with Fleet(model, dtype=dtype, kv_memory=MEMORY, threads=0) as fleet:
         prefill = await fleet.prefill()
@@ -102,13 +100,7 @@ def _received() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = flags(__doc__).parse_args()
     save("transfer-compression", {dtype: asyncio.run(measure(arguments, dtype)) for dtype in DTYPES})
 
 

@@ -80,9 +80,8 @@ def compare(alone: list[list[int]], together: list[list[int]]) -> dict[str, Any]
 
 
 async def measure(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    flags = ["--dtype", dtype, "--redis", "none"] + (["--model", arguments.model] if arguments.model else [])
     results = {}
-    with running_fleet(*flags) as ready:
+    with running_fleet("--dtype", dtype, "--redis", "none", "--model", str(model_of(arguments))) as ready:
         asked = await prompts(ready["grpc"], arguments.requests, arguments.seed)
         for name, mode in MODES.items():
             alone = await outputs(ready["grpc"], asked, mode, arguments.tokens, 1)
@@ -121,7 +120,7 @@ class Streams:
 
 async def replay(arguments: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Undisturbed streams against those whose decode worker was drained in mid-stream."""
-    model = Path(arguments.model or bundled.path())
+    model = model_of(arguments)
     slots = len(REPLAY_MODES) * arguments.requests
     async with Fleet(model, dtype=dtype, kv_memory=1 << 30) as fleet:
         prefill = await fleet.prefill()
@@ -156,14 +155,25 @@ def _replays() -> float:
     return REGISTRY.get_sample_value("baton_replays_total", {"cause": "drain"}) or 0.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def flags(description: str | None) -> argparse.ArgumentParser:
+    """What says which prompts are continued, and how far."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--replay-tokens", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def model_of(arguments: argparse.Namespace) -> Path:
+    """The checkpoint that they name, or the one that Baton brings."""
+    return Path(arguments.model or bundled.path())
+
+
+def main() -> None:
+    parser = flags(__doc__)
+    parser.add_argument("--replay-tokens", type=int, default=200)
     parser.add_argument("--part", choices=("batch", "replay"), default="batch")
     arguments = parser.parse_args()
     if arguments.part == "replay":

@@ -12,7 +12,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from baton.bench.engine import WARM_STEPS, EngineRuns, Plan, engine_for
 from baton.bench.overhead import step_overhead
 from baton.bench.probes import Probes
+from baton.bench.provenance import provenance
 from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops
 from baton.engine.config import EngineConfig
 from baton.kv.format import DTYPE_BYTES, KvFormat
@@ -35,8 +36,11 @@ Tell = Callable[[str], object]
 """Is told what is measured next."""
 
 
-def measure(config: EngineConfig, plan: Plan, tell: Tell) -> dict[str, Any]:
-    """Everything in one run. Loads the model: call it once, early in a process, whose age is the start-up's time."""
+def measure(config: EngineConfig, plan: Plan, tell: Tell) -> Generator[dict[str, Any], None, None]:
+    """Everything in one run, all of it so far after each row.
+
+    Loads the model: call it once, early in a process, whose age is the start-up's time.
+    """
     tell("loading")
     engine = engine_for(plan, config)
     loaded = process_age()
@@ -57,18 +61,23 @@ def measure(config: EngineConfig, plan: Plan, tell: Tell) -> dict[str, Any]:
         "rounds": plan.rounds,
         "steps": plan.steps,
     }
-    shape = ModelShape.of(ModelConfig.from_pretrained(resolve(config.model)))
-    probes = Probes(shape, getattr(torch, dtype), device)
+    report: dict[str, Any] = {**provenance(), "engine": about, "startup": startup, "memory": memory}
+    report |= {"prefill": [], "decode": []}
     try:
-        rates = _Rates(runs, probes, shape, plan, engine.spec.kv_format, tell).report()
+        yield report
+        shape = ModelShape.of(ModelConfig.from_pretrained(resolve(config.model)))
+        probes = Probes(shape, getattr(torch, dtype), device)
+        for kind, row in _Rates(runs, probes, shape, plan, engine.spec.kv_format, tell).rows():
+            report[kind].append(row)
+            yield report
     finally:
         engine.close()
-    if rates["decode"] and device.type == "cpu":
+    if report["decode"] and device.type == "cpu":
         tell("step overhead")
         batch, context = min(OVERHEAD_BATCH, max(plan.batches)), plan.contexts[0]
         found = step_overhead(resolve(config.model), batch, context, OVERHEAD_STEPS, dtype)
-        rates["overhead"] = {"batch": batch, "context": context, **found}
-    return {"engine": about, "startup": startup, "memory": memory, **rates}
+        report["overhead"] = {"batch": batch, "context": context, **found}
+        yield report
 
 
 class _Rates:
@@ -85,13 +94,13 @@ class _Rates:
         self._token = kv_format.token_bytes
         self._tell = tell
 
-    def report(self) -> dict[str, Any]:
-        """All rates."""
-        plan = self._plan
-        return {
-            "prefill": [self._prefill(tokens) for tokens in plan.prefill],
-            "decode": [self._decode(batch, context) for context in plan.contexts for batch in plan.batches],
-        }
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """All rates, each with its kind, "prefill" or "decode"."""
+        for tokens in self._plan.prefill:
+            yield "prefill", self._prefill(tokens)
+        for context in self._plan.contexts:
+            for batch in self._plan.batches:
+                yield "decode", self._decode(batch, context)
 
     def _prefill(self, tokens: int) -> dict[str, Any]:
         self._tell(f"prefill of {tokens} tokens")

@@ -36,7 +36,8 @@ def step_overhead(model: Path, batch: int, context: int, steps: int, dtype: str)
         tiny.write(model, Path(folder))
         flags = [f"--batch={batch}", f"--context={context}", f"--steps={steps}", f"--dtype={dtype}"]
         command = bound_to_me([sys.executable, "-m", "decode_svc.overhead", folder, *flags])
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        # A group of its own: a terminal's Ctrl-C is for the command, which ends it.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, process_group=0)
     if done.returncode:
         raise Unavailable(f"the step overhead can't be measured: {done.stderr[-_WORDS:]}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

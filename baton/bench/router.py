@@ -26,16 +26,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton import bundled
+from baton.bench.children import piped
 from baton.bench.provenance import provenance
 from baton.bench.router_workers import TOKENS, token_of
 from baton.errors import Unavailable
-from baton.launcher import bound_to_me
 
 _SETTLE_S = 0.5
 _MAX_TOKENS = 1 << 19
@@ -79,25 +79,24 @@ class _Run:
                         yield _step_of(token, bisect.bisect_right(times, at) - 1), at
 
 
-def measure(bench: RouterBench, say: Say = lambda what: None) -> dict[str, Any]:
-    """All rounds; `say` is told which one begins. Every number is the median of the rounds'.
+def measure(bench: RouterBench, say: Say = lambda what: None) -> Generator[dict[str, Any], None, None]:
+    """What is known after each round; `say` is told which one begins. Every number is the median of the rounds'.
 
     Raises Unavailable when a process does not start.
     """
     cores = sorted(os.sched_getaffinity(0))
-    rounds = []
-    with _pinned(set(cores[-1:])):
-        for number in range(bench.rounds):
-            say(f"round {number + 1} of {bench.rounds}")
-            rounds.append(_round(bench, cores))
-    return {
+    about = {
         **provenance(),
         "pinned": {"router": cores[:-1] or cores, "workers_and_clients": cores[-1:]},
         "step_ms": bench.step_ms,
         "processes": bench.processes,
-        "rounds": bench.rounds,
-        **_medians(rounds),
     }
+    rounds: list[dict[str, Any]] = []
+    with _pinned(set(cores[-1:])):
+        while len(rounds) < bench.rounds:
+            say(f"round {len(rounds) + 1} of {bench.rounds}")
+            rounds.append(_round(bench, cores))
+            yield {**about, "rounds": len(rounds), **_medians(rounds)}
 
 
 def _round(bench: RouterBench, cores: Sequence[int]) -> dict[str, Any]:
@@ -188,12 +187,12 @@ def _workers(step_ms: float) -> Iterator[tuple[dict[str, str], subprocess.Popen[
 
 @contextlib.contextmanager
 def _started(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    command = bound_to_me([sys.executable, *arguments])
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with piped([sys.executable, *arguments]) as process:
         try:
             yield process
         finally:
-            process.terminate()
+            # It holds nothing, and would only have its say about the others' end.
+            process.kill()
 
 
 @contextlib.contextmanager

@@ -4,8 +4,9 @@
     ...                                      until the end of standard input; then all streams are cancelled
     {"streams": [[[time, bytes], ...]], ...} what came, with CLOCK_MONOTONIC in nanoseconds
 
-Messages are kept as bytes and parsed at the end, so that arrival times tell of the sender and not of this process. A
-slow client takes a few messages and then no more until the end, when it reads what was kept for it.
+The process fails where streams have not had these tokens within START_S. Messages are kept as bytes and parsed at the
+end, so that arrival times tell of the sender and not of this process. A slow client takes a few messages and then no
+more until the end, when it reads what was kept for it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import grpc
 
 from baton.pb import inference_pb2
 
+START_S = 60.0
 _METHOD = "/baton.v1.Inference/Generate"
 _PROMPT = 16
 _CONNECTIONS = 8
@@ -70,11 +72,12 @@ async def _run(targets: list[str], streams: int, slow: int, max_tokens: int) -> 
     own = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(targets[i % len(targets)], options=own) for i in range(_CONNECTIONS)]
     narrow = grpc.aio.insecure_channel(targets[0], options=_SMALL_WINDOW)
-    await asyncio.gather(*(channel.channel_ready() for channel in (*channels, narrow)))
-    slows = [Stream(narrow, max_tokens) for _ in range(slow)]
-    await asyncio.gather(*(stream.read(_SLOW_READS) for stream in slows))
-    quick = [Stream(channels[i % len(channels)], max_tokens) for i in range(streams)]
-    await asyncio.gather(*(stream.read(2) for stream in quick))
+    async with asyncio.timeout(START_S):
+        await asyncio.gather(*(channel.channel_ready() for channel in (*channels, narrow)))
+        slows = [Stream(narrow, max_tokens) for _ in range(slow)]
+        await asyncio.gather(*(stream.read(_SLOW_READS) for stream in slows))
+        quick = [Stream(channels[i % len(channels)], max_tokens) for i in range(streams)]
+        await asyncio.gather(*(stream.read(2) for stream in quick))
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -15,12 +15,12 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+from baton.bench.children import piped
 from baton.bench.transfer_ends import SHAPES, Answer
 from baton.errors import EngineError
-from baton.launcher import bound_to_me
 
 STREAMS = (1, 2, 4)
 TOKENS = 4096
@@ -52,7 +52,7 @@ class End:
 @contextlib.contextmanager
 def _started(role: str, shape: str, tokens: int, streams: int) -> Iterator[End]:
     command = [sys.executable, "-m", "baton.bench.transfer_ends", role, shape, str(tokens), str(streams)]
-    with subprocess.Popen(bound_to_me(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with piped(command) as process:
         try:
             yield End(process)
         finally:
@@ -102,8 +102,8 @@ def measure(
     streams: Sequence[int] = STREAMS,
     tokens: int = TOKENS,
     repeats: int = 7,
-) -> dict[str, Any]:
-    """Medians by shape and number of streams, and the ratio of FetchKv's rate to raw TCP's.
+) -> Generator[dict[str, Any], None, None]:
+    """Medians by shape and number of streams, and the ratio of FetchKv's rate to raw TCP's: all so far, at each repeat.
 
     Raises EngineError if a process fails or what arrives is not what was sent.
     """
@@ -114,16 +114,27 @@ def measure(
             pair = Pair(producer, other, tokens * SHAPES[shape].token_bytes)
             pair.fetch(most)
             pair.check()
-            runs = {str(count): _compared(pair, count, repeats) for count in streams}
-            found[shape] = {"bytes_a_stream": tokens * SHAPES[shape].token_bytes, "tokens": tokens, "streams": runs}
-    return found
+            runs: dict[str, Any] = {}
+            for count in streams:
+                for run in _compared(pair, count, repeats):
+                    runs[str(count)] = run
+                    about = {"bytes_a_stream": tokens * SHAPES[shape].token_bytes, "tokens": tokens}
+                    found[shape] = {**about, "streams": runs}
+                    yield {"shapes": found}
 
 
-def _compared(pair: Pair, streams: int, repeats: int) -> dict[str, Any]:
+def _compared(pair: Pair, streams: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """What is known after each repeat."""
     raws, fetches = [pair.raw(streams)], []
     for _ in range(repeats):
-        fetches.append(pair.fetch(streams))
+        fetched = pair.fetch(streams)
         raws.append(pair.raw(streams))
+        fetches.append(fetched)
+        yield _ratios(fetches, raws)
+
+
+def _ratios(fetches: Sequence[Answer], raws: Sequence[Answer]) -> dict[str, Any]:
+    """Medians, and each fetch against the raw TCP before and after it."""
     rates = [raw["gb_per_s"] for raw in raws]
     ratios = [
         2 * fetch["gb_per_s"] / (before + after)

@@ -18,7 +18,7 @@ def test_a_fleet_is_loaded_and_its_streams_are_watched(tmp_path: Path, monkeypat
     monkeypatch.setattr(fleet, "VOCABULARY", VOCAB_SIZE)
     places = Places(vllm=tmp_path, llama=tmp_path, model=checkpoint, gguf=tmp_path)
     load = interference.Load(streams=2, alone_s=0.2, prompts=2, tokens=256)
-    with fleet.baton_fleet(places, prefill={"threads": 1}, decode={"threads": 1}) as router:
+    with fleet.baton_fleet(places) as router:
         report = fleet.load(f"grpc://{router}", concurrency=2, requests=3, seed=0)
         found = asyncio.run(interference.watched(Place(f"grpc://{router}"), load, VOCAB_SIZE))
     figures = fleet.figures(report)

@@ -1,21 +1,44 @@
 """`baton bench router`, small: real processes, and what it counts."""
 
+import asyncio
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
-from subprocess import run
+from subprocess import PIPE, Popen
 
+import grpc
 import pytest
 
+from baton.bench import router_clients
 from baton.bench.router import added
+from baton.pb.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
 
-def test_all_runs_are_told(tmp_path: Path) -> None:
+def test_all_runs_are_told_and_ctrl_c_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    small = ["--streams=2", "--burst-streams=4", "--step-ms=20", "--seconds=0.5", "--rounds=1", f"--json={file}"]
-    done = run([sys.executable, "-m", "baton", "bench", "router", *small], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    small = ["--streams=2", "--burst-streams=4", "--step-ms=20", "--seconds=0.5", "--rounds=2", f"--json={file}"]
+    command = [sys.executable, "-m", "baton", "bench", "router", *small]
+    with Popen(command, stdout=PIPE, stderr=PIPE, text=True, process_group=0) as bench:
+        try:
+            assert bench.stderr is not None
+            while "round 2" not in bench.stderr.readline():
+                assert bench.poll() is None
+            # Once there are two, the workers listen, and would have their say about a signal.
+            children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
+            while len(children.read_text().split()) < 2:
+                assert bench.poll() is None
+                time.sleep(0.01)
+            # As a terminal does, to all processes of its group.
+            os.killpg(bench.pid, signal.SIGINT)
+            out, err = bench.communicate(timeout=60)
+        finally:
+            bench.kill()
+    assert (bench.returncode, err) == (130, "interrupted: the report has what was complete by then\n")
     found = json.loads(file.read_text())
+    assert (found["interrupted"], found["rounds"]) == (True, 1)
     few, slow, burst = found["few"], found["slow_client"], found["burst"]
     assert 0 < few["direct_ms"]["p50"] <= few["direct_ms"]["p99"]
     assert few["through_ms"]["p50"] > 0
@@ -25,9 +48,27 @@ def test_all_runs_are_told(tmp_path: Path) -> None:
     assert slow["tokens_in_its_longest_message"] > 1
     assert burst["first_to_last_ms"]["p50"] < burst["emission_to_last_ms"]["p50"]
     assert burst["tokens_per_s"] > 0
-    assert "added by the router, ms" in done.stdout
+    assert "added by the router, ms" in out
 
 
 def test_what_the_router_adds_keeps_the_tail_of_its_tokens() -> None:
     """A slow token of the direct run takes nothing off a slow one of the other."""
     assert added([1.5, 2.0, 9.0], [0.5, 1.0, 8.0]) == [0.5, 1.0, 8.0]
+
+
+async def test_clients_give_up_on_a_router_that_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mute(InferenceServicer):
+        async def Generate(self, request: object, context: object) -> None:
+            await asyncio.Event().wait()
+
+    server = grpc.aio.server()
+    add_InferenceServicer_to_server(Mute(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    monkeypatch.setattr(router_clients, "START_S", 0.5)
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(TimeoutError):
+                await router_clients._run([address], 1, 0, 10)
+    finally:
+        await server.stop(0)

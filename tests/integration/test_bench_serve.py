@@ -50,14 +50,16 @@ async def one(wanted: Settings) -> dict[str, Any]:
     return found[0]
 
 
-async def command(*arguments: str, interrupt: asyncio.Event | None = None) -> tuple[int, str, str]:
-    """Run `baton bench`, with a Ctrl-C when `interrupt` is set: exit status, standard output and error."""
+async def command(
+    *arguments: str, interrupt: asyncio.Event | None = None, number: signal.Signals = signal.SIGINT
+) -> tuple[int, str, str]:
+    """Run `baton bench`, with a signal when `interrupt` is set: exit status, standard output and error."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*BATON, *arguments, stdout=pipe, stderr=pipe)
     try:
         if interrupt is not None:
             await asyncio.wait_for(interrupt.wait(), 60)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
         out, err = await asyncio.wait_for(process.communicate(), 60)
     finally:
         if process.returncode is None:
@@ -203,7 +205,8 @@ async def test_the_same_seed_sends_the_same_prompts() -> None:
     assert len({tuple(prompt[:3]) for prompt in sent[0]}) == 1
 
 
-async def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_ctrl_c_reports_what_was_measured(number: signal.Signals, tmp_path: Path) -> None:
     begun, hanging = asyncio.Event(), []
 
     async def hangs(body: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -215,7 +218,7 @@ async def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
 
     async with openai_server(*[FIRST] * 5, *[hangs] * 50) as server:
         flags = ["--concurrency=2", "--seconds=600", f"--json={tmp_path / 'a'}"]
-        status, out, err = await command("serve", server.url, *flags, interrupt=begun)
+        status, out, err = await command("serve", server.url, *flags, interrupt=begun, number=number)
     assert status == 130, err
     found = json.loads((tmp_path / "a").read_text())
     assert found["interrupted"]

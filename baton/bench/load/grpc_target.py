@@ -38,13 +38,18 @@ class GrpcTarget:
 
     async def send(self, job: Job, outcome: Outcome) -> None:
         """See Target."""
-        stream = next(self._turns).generate(job.prompt, max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True)
+        stream = next(self._turns).generate(
+            job.prompt, cache_salt=job.cache_salt, max_tokens=job.output_tokens, temperature=0.0, ignore_eos=True
+        )
         try:
             async for delta in stream:
                 if delta.tokens:
                     outcome.event(len(delta.tokens))
+                if delta.usage:
+                    outcome.input_tokens = delta.usage.prompt_tokens
+                    outcome.cached_tokens = delta.usage.cached_tokens
         except Overloaded as error:
-            raise RequestFailed(type(error).__name__, str(error), Ending.REFUSED) from None
+            raise RequestFailed(type(error).__name__, str(error), Ending.REFUSED, error.retry_after) from None
         except BatonError as error:
             raise RequestFailed(type(error).__name__, str(error)) from None
 

@@ -79,8 +79,12 @@ class HttpTarget:
         return self._tokenizer.get_vocab_size() if self._tokenizer else None
 
     def _request(self, job: Job) -> bytes:
-        prompt = self._tokenizer.decode(job.prompt) if self._tokenizer else job.prompt
-        body = {"prompt": prompt, "max_tokens": job.output_tokens, **self._fields, **_FIELDS, **self._body}
+        prompt = job.prompt
+        if self._tokenizer and not isinstance(prompt, str):
+            prompt = self._tokenizer.decode(prompt)
+        salt = {"cache_salt": job.cache_salt} if job.cache_salt else {}
+        asked = {"prompt": prompt, "max_tokens": job.output_tokens, **salt}
+        body = {**asked, **self._fields, **_FIELDS, **self._body}
         return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
 
 
@@ -138,7 +142,10 @@ class _Reader:
                 raise RequestFailed("error event", shown(event["error"]))
             if usage := event.get("usage"):
                 self._usage = int(usage["completion_tokens"])
-                self._outcome.input_tokens = int(usage.get("prompt_tokens", self._outcome.input_tokens))
+                if (prompt_tokens := usage.get("prompt_tokens")) is not None:
+                    self._outcome.input_tokens = int(prompt_tokens)
+                if (cached := (usage.get("prompt_tokens_details") or {}).get("cached_tokens")) is not None:
+                    self._outcome.cached_tokens = int(cached)
             for choice in event.get("choices", ()):
                 self._choice(choice)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -159,7 +166,12 @@ class _Reader:
 async def _refusal(response: aiohttp.ClientResponse) -> RequestFailed:
     text = (await response.content.read(_SHOWN_BYTES)).decode(errors="replace")
     ending = Ending.REFUSED if response.status == 429 else Ending.FAILED
-    return RequestFailed(f"http {response.status}", text, ending)
+    return RequestFailed(f"http {response.status}", text, ending, _retry_after(response.headers.get("Retry-After", "")))
+
+
+def _retry_after(text: str) -> float | None:
+    """Seconds; the header may also hold a date, which nobody sends who refuses for want of room."""
+    return float(text) if text.isascii() and text.isdigit() else None
 
 
 def _tls(reach: Mapping[str, Any]) -> ssl.SSLContext:

@@ -22,12 +22,18 @@ class Ending(StrEnum):
 
 
 class RequestFailed(Exception):
-    """A request that did not get what it asked for; `kind` is a few words that many failures share."""
+    """A request that did not get what it asked for; `kind` is a few words that many failures share.
 
-    def __init__(self, kind: str, message: str = "", ending: Ending = Ending.FAILED) -> None:
+    `retry_after` is when the server asks to be tried again, in seconds, None if it does not say.
+    """
+
+    def __init__(
+        self, kind: str, message: str = "", ending: Ending = Ending.FAILED, retry_after: float | None = None
+    ) -> None:
         super().__init__(message)
         self.kind = kind
         self.ending = ending
+        self.retry_after = retry_after
 
 
 @dataclass(slots=True)
@@ -35,31 +41,41 @@ class Outcome:
     """One request; times are seconds of `time.perf_counter`.
 
     `times` has one entry for each event that brought tokens, `counts` how many it brought as far as the server tells
-    (else 1). `tokens` is the length of the output: as the server counts it, or the sum of `counts`.
+    (else 1). `tokens` is the length of the output: as the server counts it, or the sum of `counts`. `input_tokens` are
+    None for a text until the server has counted them, `cached_tokens` those of them that a cache had, None unless it
+    tells. `capped` is how long a request that was due waited for others to end, in seconds.
     """
 
     due: float
     sent: float
     asked_tokens: int
-    input_tokens: int
+    input_tokens: int | None
+    capped: float = 0.0
     ended: float = 0.0
     ending: Ending = Ending.INTERRUPTED
     kind: str = ""
     message: str = ""
     tokens: int = 0
+    cached_tokens: int | None = None
     times: array[float] = field(default_factory=lambda: array("d"))
     counts: array[int] = field(default_factory=lambda: array("I"))
 
     @classmethod
-    def of(cls, job: Job, due: float) -> Outcome:
+    def of(cls, job: Job, due: float, capped: float = 0.0) -> Outcome:
         """The outcome of a request that is sent now."""
-        return cls(due, time.perf_counter(), job.output_tokens, len(job.prompt))
+        known = None if isinstance(job.prompt, str) else len(job.prompt)
+        return cls(due, time.perf_counter(), job.output_tokens, known, capped)
 
     def event(self, tokens: int = 1) -> None:
         """An event with tokens has come."""
         self.times.append(time.perf_counter())
         self.counts.append(tokens)
         self.tokens += tokens
+
+    @property
+    def lateness(self) -> float:
+        """Seconds from when it was due, and let through, to sending: the generator's own."""
+        return self.sent - self.due - self.capped
 
     @property
     def ttft(self) -> float | None:

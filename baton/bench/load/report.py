@@ -5,11 +5,16 @@
                   as `vllm bench serve` counts (its `itl`); all requests together
     tpot_ms       a request's time after its first event over the tokens that came after it: its mean ITL per token
     e2e_ms        from sending to the last event with tokens
-    lateness_ms   from when a request was due to when it was sent: the generator's own; no latency includes it
+    cap_wait_ms   from when a request was due until the cap let it through, None without a cap
+    lateness_ms   from when a request was due to when it was sent, less that: the generator's own
     seconds       from the begin to the end of the last request; rates are over it
     goodput       requests per second that finished with TTFT and TPOT within their objectives
 
-TTFT, ITL and TPOT count what every request has shown, finished or not, refused ones have none; E2E only finished ones.
+    cached_share  prompt tokens that a cache had, over all prompt tokens of the requests that finished
+
+No latency includes the wait for the cap, nor lateness. TTFT, ITL and TPOT count what every request has shown, finished
+or not, refused ones have none; E2E only finished ones.
+Prompt tokens of texts are those that the server has counted; None if it counts none.
 Percentiles are nearest ranks.
 """
 
@@ -25,7 +30,7 @@ from baton.bench.load.outcome import Ending, Outcome
 from baton.bench.load.runner import Run
 from baton.bench.stats import percentile, summary
 
-LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "lateness_ms")
+LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "cap_wait_ms", "lateness_ms")
 _BINS = 100
 """Into which ITL over time is cut."""
 _MESSAGE = 300
@@ -45,6 +50,7 @@ def report(run: Run, target: str, workload: Mapping[str, Any], objectives: Objec
     outcomes = run.outcomes
     seconds = max(run.ended - run.began, 1e-9)
     finished = [each for each in outcomes if each.ending is Ending.FINISHED]
+    input_tokens = _read([each.input_tokens for each in outcomes if each.times])
     good = sum(each.good(objectives.ttft_ms / 1e3, objectives.itl_ms / 1e3) for each in outcomes)
     return {
         "target": target,
@@ -53,20 +59,39 @@ def report(run: Run, target: str, workload: Mapping[str, Any], objectives: Objec
         "interrupted": run.interrupted,
         "requests": {"sent": len(outcomes), **{ending: run.endings[ending] for ending in Ending}},
         "output_tokens": sum(each.tokens for each in outcomes),
-        "input_tokens": sum(each.input_tokens for each in outcomes if each.times),
+        "input_tokens": input_tokens,
         "output_tokens_per_s": round(sum(each.tokens for each in outcomes) / seconds, 3),
-        "input_tokens_per_s": round(sum(each.input_tokens for each in outcomes if each.times) / seconds, 3),
+        "input_tokens_per_s": None if input_tokens is None else round(input_tokens / seconds, 3),
+        **_cached(finished),
         "requests_per_s": round(len(finished) / seconds, 4),
         "goodput_per_s": round(good / seconds, 4),
         "ttft_ms": summary(each.ttft for each in outcomes if each.ttft is not None),
         "itl_ms": summary(gap for each in outcomes for gap in each.gaps),
         "tpot_ms": summary(each.tpot for each in outcomes if each.tpot is not None),
         "e2e_ms": summary(each.times[-1] - each.sent for each in finished),
-        "lateness_ms": summary(each.sent - each.due for each in outcomes),
+        "cap_wait_ms": summary(each.capped for each in outcomes if run.plan.max_concurrency is not None),
+        "lateness_ms": summary(each.lateness for each in outcomes),
         "generator_cpu": round(run.cpu_s / seconds, 3),
         "failures": _failures(outcomes),
         "itl_over_time": _over_time(outcomes, run.began, seconds),
     }
+
+
+def _read(prompts: Sequence[int | None]) -> int | None:
+    """The sum of what is known, None if there is something and nothing of it is known."""
+    known = [each for each in prompts if each is not None]
+    return sum(known) if known or not prompts else None
+
+
+def _cached(finished: Sequence[Outcome]) -> dict[str, Any]:
+    """Prompt tokens that a cache had, and their share; None where the server does not tell.
+
+    vLLM tells of hits only: one that has told of some request had none where it says nothing.
+    """
+    told = any(each.cached_tokens is not None for each in finished)
+    asked = sum(each.input_tokens or 0 for each in finished)
+    cached = sum(each.cached_tokens or 0 for each in finished) if told else None
+    return {"cached_tokens": cached, "cached_share": None if cached is None or not asked else round(cached / asked, 4)}
 
 
 def _failures(outcomes: Sequence[Outcome]) -> dict[str, Any]:

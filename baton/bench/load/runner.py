@@ -1,36 +1,46 @@
 """Sends requests, notes every event, counts its own lateness; ends in bounded time, whatever the server does.
 
-An open loop sends each request when it is due, whether or not earlier ones have ended. A closed loop has `concurrency`
-users, each of whom sends the next request when its last one has ended. Every request is ended by the server or by
-`timeout_s`, and a run waits for those that are open when its time is over: it takes that much longer at most.
+An open loop sends each request when it is due, whether or not earlier ones have ended. With a cap it waits until fewer
+than that are in flight, for `timeout_s` at most; that wait is told apart from lateness. A closed loop has `concurrency`
+users, each of whom sends the next request when its last one has ended; one whose request failed pauses before,
+as long as the server asks for or AGAIN_S, so that a server that refuses at once is not asked without end. Every request
+is ended by the server or by `timeout_s`, and a run waits for those that are open when its time is over: it takes that
+much longer at most, twice that with a cap.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from baton.bench.load.cap import Cap
 from baton.bench.load.outcome import Ending, Outcome, RequestFailed
-from baton.bench.load.targets import Target
+from baton.bench.load.targets import AGAIN_S, Target
 from baton.bench.load.workload import Job
 
 MAX_OPEN = 16384
 """Requests open at a time; an open loop counts those due beyond it as failed, a server that far behind is lost."""
+
+MOST_PAUSE_S = 10.0
+"""That a user of a closed loop waits because a server asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How long to send: until `requests` are sent or `seconds` have passed, whichever comes first, if not None.
 
-    `concurrency` is that of a closed loop, None for an open one, whose jobs have times.
+    `concurrency` is that of a closed loop, None for an open one, whose jobs have times; `max_concurrency` caps the
+    requests that are in flight in an open one.
     """
 
     concurrency: int | None = None
     requests: int | None = None
     seconds: float | None = None
     timeout_s: float = 300.0
+    max_concurrency: int | None = None
 
 
 @dataclass(slots=True)
@@ -45,6 +55,12 @@ class Run:
     outcomes: list[Outcome] = field(default_factory=list)
     endings: dict[Ending, int] = field(default_factory=lambda: dict.fromkeys(Ending, 0))
     _task: asyncio.Task[None] | None = None
+    _cap: Cap | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are due and wait for the cap."""
+        return self._cap.waiting if self._cap else 0
 
     @property
     def open(self) -> int:
@@ -70,6 +86,7 @@ class Run:
     async def go(self, target: Target, jobs: Iterator[Job]) -> None:
         """Send `jobs` as planned; returns when all have ended, or soon after `interrupt`."""
         self.began, cpu = time.perf_counter(), time.process_time()
+        self._cap = Cap(self.plan.max_concurrency) if self.plan.max_concurrency else None
         self._task = asyncio.create_task(self._send(target, self._allowed(jobs)))
         try:
             await self._task
@@ -77,7 +94,8 @@ class Run:
             if not self.interrupted:
                 raise
         finally:
-            self.ended = time.perf_counter()
+            # A user whose last request failed may have paused for another, which was no part of the load.
+            self.ended = max((each.ended for each in self.outcomes), default=time.perf_counter())
             self.cpu_s = time.process_time() - cpu
 
     async def _send(self, target: Target, jobs: Iterator[Job]) -> None:
@@ -92,13 +110,38 @@ class Run:
         for job in jobs:
             due = self.began + (job.at_s or 0.0)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            group.create_task(self._ask(target, job, due))
+            group.create_task(self._capped(target, job, due, self._cap) if self._cap else self._ask(target, job, due))
+
+    async def _capped(self, target: Target, job: Job, due: float, cap: Cap) -> None:
+        """Send a request once `cap` lets it through."""
+        if self.open + cap.waiting >= MAX_OPEN:
+            await self._ask(target, job, due, unsent=f"{MAX_OPEN} requests were open or waited for the cap")
+            return
+        came = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.plan.timeout_s):
+                free = await cap.enter()
+        except TimeoutError:
+            unsent = f"waited {self.plan.timeout_s:g} s for the cap of {self.plan.max_concurrency}"
+            await self._ask(target, job, due, time.perf_counter() - came, unsent)
+            return
+        try:
+            await self._ask(target, job, due, free - came)
+        finally:
+            cap.leave()
 
     async def _user(self, target: Target, jobs: Iterator[Job]) -> None:
         due = self.began
         for job in jobs:
-            await self._ask(target, job, due)
+            if (pause := await self._ask(target, job, due)) > 0:
+                await asyncio.sleep(min(pause, self._left()))
             due = time.perf_counter()
+
+    def _left(self) -> float:
+        """Seconds in which requests may still be sent."""
+        if self.plan.seconds is None:
+            return math.inf
+        return max(0.0, self.began + self.plan.seconds - time.perf_counter())
 
     def _allowed(self, jobs: Iterator[Job]) -> Iterator[Job]:
         """The jobs up to the end of the plan."""
@@ -111,21 +154,29 @@ class Run:
                 return
             yield job
 
-    async def _ask(self, target: Target, job: Job, due: float) -> None:
-        full = self.open >= MAX_OPEN
-        outcome = Outcome.of(job, due)
+    async def _ask(self, target: Target, job: Job, due: float, capped: float = 0.0, unsent: str = "") -> float:
+        """Send a request and note what becomes of it; how long its user should wait then, in seconds.
+
+        It has waited for the cap for `capped` seconds. `unsent` says why it can't be sent.
+        """
+        if self.open >= MAX_OPEN:
+            unsent = f"{MAX_OPEN} requests were open"
+        pause = 0.0
+        outcome = Outcome.of(job, due, capped)
         self.outcomes.append(outcome)
         try:
-            if full:
-                raise RequestFailed("not sent", f"{MAX_OPEN} requests were open")
+            if unsent:
+                raise RequestFailed("not sent", unsent)
             async with asyncio.timeout(self.plan.timeout_s):
                 await target.send(job, outcome)
             outcome.ending = Ending.FINISHED
         except RequestFailed as error:
             outcome.ending, outcome.kind, outcome.message = error.ending, error.kind, str(error)
+            pause = AGAIN_S if error.retry_after is None else min(error.retry_after, MOST_PAUSE_S)
         except TimeoutError:
             outcome.ending, outcome.kind = Ending.FAILED, "timeout"
             outcome.message = f"not ended within {self.plan.timeout_s:g} s, after {outcome.tokens} tokens"
         finally:
             outcome.ended = time.perf_counter()
             self.endings[outcome.ending] += 1
+        return pause

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
+from baton.bench.interrupts import at_interrupt
 from baton.bench.load.arrivals import poisson
 from baton.bench.load.lengths import Lengths, lengths
+from baton.bench.load.prompt_file import Line, asked, beyond, other_texts
 from baton.bench.load.report import Objectives, report
 from baton.bench.load.runner import Plan, Run
 from baton.bench.load.show import bar
-from baton.bench.load.targets import Place, Target, connected, is_grpc, reached
+from baton.bench.load.targets import PROBE, TEXT_PROBE, Place, Target, connected, is_grpc, reached
 from baton.bench.load.workload import Job, Prompts, Shared, drawn, traced
 from baton.bench.traces import Arrival
+from baton.errors import ConfigError
 
 DEFAULT_VOCAB = 1000
 """Where the server does not tell: every model has that many ids."""
@@ -37,7 +39,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured; `arrivals` are those of a trace, `speed` is what its gaps were divided by."""
+    """What is measured; `arrivals` are those of a trace, `speed` is what its gaps were divided by.
+
+    `prompts` are those of the file named `prompt_file`, in place of random ones. `max_concurrency` caps open loops.
+    """
 
     place: Place
     loads: Sequence[Load]
@@ -46,8 +51,11 @@ class Settings:
     inputs: Lengths = field(default_factory=lambda: lengths("256"))
     outputs: Lengths = field(default_factory=lambda: lengths("64"))
     shared: Shared | None = None
+    prompts: Sequence[Line] = ()
+    prompt_file: str | None = None
     arrivals: Sequence[Arrival] = ()
     speed: float = 1.0
+    max_concurrency: int | None = None
     vocab_size: int | None = None
     seed: int = 0
     warmup: int = 0
@@ -55,26 +63,34 @@ class Settings:
     wait_s: float = 0.0
     objectives: Objectives = field(default_factory=Objectives)
 
+    @property
+    def texts(self) -> bool:
+        """Whether all prompts are texts, so that the server may take nothing else."""
+        return bool(self.prompts) and all(isinstance(each.prompt, str) for each in self.prompts)
+
 
 async def measured(settings: Settings, console: Console) -> AsyncGenerator[dict[str, Any], None]:
-    """A report for each load, as it is done; the last one tells if Ctrl-C ended the measurement.
+    """A report for each load, as it is done; the last one tells if Ctrl-C or SIGTERM ended its run.
 
     Raises RequestFailed if the server does not serve even a small request, ConfigError for settings that can't be used.
     """
     async with connected(settings.place) as target:
         with console.status(f"waiting for {settings.place.url}"):
-            await reached(target, settings.wait_s, settings.timeout_s)
+            await reached(target, settings.wait_s, settings.timeout_s, TEXT_PROBE if settings.texts else PROBE)
         told = await target.vocab_size()
+        if told is not None and (problem := beyond(settings.prompts, told)):
+            raise ConfigError(f"prompt_file: {problem}")
         vocab_size = settings.vocab_size or told or DEFAULT_VOCAB
         if settings.warmup:
             with console.status(f"warming up: {settings.warmup} requests"):
                 await _warmed(target, settings, vocab_size)
         for number, load in enumerate(settings.loads):
             seed = f"{settings.seed}/{number}"
-            plan = Plan(load.concurrency, settings.requests, settings.seconds, settings.timeout_s)
-            run = Run(plan)
+            most = settings.max_concurrency
+            run = Run(Plan(load.concurrency, settings.requests, settings.seconds, settings.timeout_s, most))
+            interrupt = partial(asyncio.get_running_loop().call_soon_threadsafe, run.interrupt)
             async with bar(run, console):
-                with _interrupting(run):
+                with at_interrupt(interrupt):
                     await run.go(target, _jobs(settings, load, seed, vocab_size))
             workload = _workload(settings, load, vocab_size)
             yield report(run, settings.place.url, workload, settings.objectives)
@@ -83,9 +99,13 @@ async def measured(settings: Settings, console: Console) -> AsyncGenerator[dict[
 
 
 async def _warmed(target: Target, settings: Settings, vocab_size: int) -> None:
-    prompts = Prompts(f"{settings.seed}/warmup", vocab_size, settings.shared)
+    seed = f"{settings.seed}/warmup"
     plan = Plan(_WARMUP_USERS, settings.warmup, None, settings.timeout_s)
-    await Run(plan).go(target, drawn(prompts, f"{settings.seed}/warmup", settings.inputs, settings.outputs))
+    if settings.texts:
+        jobs = other_texts(seed, settings.outputs)
+    else:
+        jobs = drawn(Prompts(seed, vocab_size, settings.shared), seed, settings.inputs, settings.outputs)
+    await Run(plan).go(target, jobs)
 
 
 def _jobs(settings: Settings, load: Load, seed: str, vocab_size: int) -> Iterator[Job]:
@@ -93,13 +113,18 @@ def _jobs(settings: Settings, load: Load, seed: str, vocab_size: int) -> Iterato
     if load.trace is not None:
         return traced(prompts, settings.arrivals)
     due = None if load.rate is None else poisson(load.rate, random.Random(f"{seed}/arrivals"))
+    if settings.prompts:
+        return asked(settings.prompts, seed, settings.outputs, due)
     return drawn(prompts, seed, settings.inputs, settings.outputs, due)
 
 
 def _workload(settings: Settings, load: Load, vocab_size: int) -> dict[str, Any]:
     """What was asked, with all that is needed to ask it again."""
     own: dict[str, Any] = {"trace": load.trace, "speed": settings.speed}
-    if load.trace is None:
+    if settings.prompts:
+        own = {"prompt_file": settings.prompt_file, "prompts": len(settings.prompts)}
+        own["output_tokens"] = settings.outputs.text
+    elif load.trace is None:
         own = {"input_tokens": settings.inputs.text, "output_tokens": settings.outputs.text}
         shared = settings.shared
         own["shared_prefix"] = f"{shared.tokens}:{shared.groups}" if shared else None
@@ -108,6 +133,7 @@ def _workload(settings: Settings, load: Load, vocab_size: int) -> dict[str, Any]
         "connections": settings.place.connections if is_grpc(settings.place.url) else None,
         "rate": load.rate,
         "concurrency": load.concurrency,
+        "max_concurrency": settings.max_concurrency,
         **own,
         "requests": settings.requests,
         "seconds": settings.seconds,
@@ -116,24 +142,3 @@ def _workload(settings: Settings, load: Load, vocab_size: int) -> dict[str, Any]
         "warmup": settings.warmup,
         "timeout_s": settings.timeout_s,
     }
-
-
-@contextmanager
-def _interrupting(run: Run) -> Iterator[None]:
-    """Let Ctrl-C end the run, so that what was measured is reported; a second one ends the process."""
-    loop = asyncio.get_running_loop()
-
-    def interrupt() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        run.interrupt()
-
-    try:
-        loop.add_signal_handler(signal.SIGINT, interrupt)
-    except (NotImplementedError, RuntimeError):
-        # No handlers on this platform, or outside the main thread: Ctrl-C ends the process at once.
-        yield
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)

@@ -18,7 +18,8 @@ from baton.bench.load.runner import Run
 _REFRESH_S = 0.25
 _LATE_MS = 10.0
 _BUSY = 0.8
-_NAMES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "end to end", "lateness_ms": "lateness"}
+_NAMES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "end to end"}
+_NAMES |= {"cap_wait_ms": "wait for the cap", "lateness_ms": "lateness"}
 
 
 @contextlib.asynccontextmanager
@@ -50,6 +51,7 @@ async def _draw(run: Run, progress: Progress, task: Any) -> None:
 def _words(run: Run) -> str:
     ended = run.endings
     words = [f"{len(run.outcomes)} sent", f"{run.open} open", f"{ended[Ending.FINISHED]} finished"]
+    words += [f"{run.waiting} waiting"] if run.waiting else []
     words += [f"{ended[ending]} {ending}" for ending in (Ending.REFUSED, Ending.FAILED) if ended[ending]]
     return ", ".join(words)
 
@@ -60,7 +62,12 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     counts = ", ".join(f"{requests[name]} {name}" for name in ("sent", *Ending) if requests[name] or name == "sent")
     console.print(f"{report['target']}: {_load(report['workload'])}, {report['seconds']:.1f} s", style="bold")
     console.print(f"requests   {counts}; {report['requests_per_s']:.3g} finished/s")
-    console.print(f"tokens     {report['output_tokens_per_s']:.5g} out/s, {report['input_tokens_per_s']:.5g} in/s")
+    read = report["input_tokens_per_s"]
+    console.print(
+        f"tokens     {report['output_tokens_per_s']:.5g} out/s, {'-' if read is None else f'{read:.5g}'} in/s"
+    )
+    if (share := report["cached_share"]) is not None:
+        console.print(f"cached     {report['cached_tokens']} prompt tokens, {share:.1%}")
     objectives = report["workload"]
     console.print(
         f"goodput    {report['goodput_per_s']:.3g} requests/s "
@@ -85,8 +92,13 @@ def _load(workload: Mapping[str, Any]) -> str:
     if workload.get("concurrency") is not None:
         return f"{workload['concurrency']} at a time"
     if workload.get("rate") is not None:
-        return f"{workload['rate']:g} requests/s"
-    return f"trace {workload['trace']} at {workload['speed']:g} times its speed"
+        return f"{workload['rate']:g} requests/s{_capped(workload)}"
+    return f"trace {workload['trace']} at {workload['speed']:g} times its speed{_capped(workload)}"
+
+
+def _capped(workload: Mapping[str, Any]) -> str:
+    most = workload.get("max_concurrency")
+    return "" if most is None else f", {most} at a time at most"
 
 
 def _latencies(report: Mapping[str, Any]) -> Table:
@@ -96,6 +108,8 @@ def _latencies(report: Mapping[str, Any]) -> Table:
     for share in shares:
         table.add_column(share, justify="right")
     for name in LATENCIES:
+        if name == "cap_wait_ms" and report["workload"].get("max_concurrency") is None:
+            continue
         values = (report[name][share] for share in shares)
         table.add_row(_NAMES[name], *("-" if value is None else f"{value:.2f}" for value in values))
     return table

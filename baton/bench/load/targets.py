@@ -20,7 +20,9 @@ CONNECTIONS = 8
 
 AGAIN_S = 0.2
 """Between two tries to reach a server that is still starting."""
-_PROBE = Job([1, 2, 3, 4], 1)
+PROBE = Job([1, 2, 3, 4], 1)
+TEXT_PROBE = Job("Hello", 1)
+"""For servers that may take no token ids."""
 _NOT_THERE = frozenset({"connection", "Unavailable", "http 503"})
 """Failures that pass while a server starts."""
 
@@ -82,8 +84,8 @@ def connected(place: Place) -> AbstractAsyncContextManager[Target]:
     return http_target(place)
 
 
-async def reached(target: Target, wait_s: float, timeout_s: float) -> None:
-    """Return once a request of one token has succeeded; while the server is not there, for `wait_s` at most.
+async def reached(target: Target, wait_s: float, timeout_s: float, probe: Job = PROBE) -> None:
+    """Return once `probe`, a small request, has succeeded; while the server is not there, for `wait_s` at most.
 
     Raises RequestFailed with the last failure, at once if it is of a kind that does not pass.
     """
@@ -91,7 +93,7 @@ async def reached(target: Target, wait_s: float, timeout_s: float) -> None:
     while True:
         try:
             async with asyncio.timeout(timeout_s):
-                return await target.send(_PROBE, Outcome.of(_PROBE, time.perf_counter()))
+                return await target.send(probe, Outcome.of(probe, time.perf_counter()))
         except TimeoutError:
             raise RequestFailed("timeout", f"no answer to a small request within {timeout_s:g} s") from None
         except RequestFailed as error:

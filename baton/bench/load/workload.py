@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.bench.load.lengths import Lengths
@@ -18,11 +18,15 @@ from baton.bench.traces import MOONCAKE_BLOCK, Arrival
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request; `at_s` is when it is due after the begin of the run, None where the loop is closed."""
+    """One request; `at_s` is when it is due after the begin of the run, None where the loop is closed.
 
-    prompt: list[int]
+    A prompt is token ids, or text. Only requests of the same `cache_salt` share cached KV.
+    """
+
+    prompt: Sequence[int] | str
     output_tokens: int
     at_s: float | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

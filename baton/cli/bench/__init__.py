@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import click
 
 from baton.cli.bench.engine import engine
@@ -9,9 +12,22 @@ from baton.cli.bench.plot import plot
 from baton.cli.bench.router import router
 from baton.cli.bench.serve import serve
 from baton.cli.bench.transfer import transfer
+from baton.cli.failures import INTERRUPTED
 
 
-@click.group()
+class _Group(click.Group):
+    """Commands for which a Ctrl-C before there is anything to report has its status too."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
+
+
+@click.group(cls=_Group)
 def bench() -> None:
     """Measure servers, engines and links."""
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
+from baton.cli.bench.ending import deliver
 from baton.cli.failures import extra_installed
 from baton.cli.options import ReportFile
 from baton.cli.tables import output, size, table
@@ -79,7 +80,8 @@ def engine(
 ) -> None:
     """Measure prefill and decode of the checkpoint MODEL.
 
-    Each run has probes of the machine's bandwidth and arithmetic beside it; MFU and MBU are shares of these.
+    Each run has probes of the machine's bandwidth and arithmetic beside it; MFU and MBU are shares of these. Ctrl-C
+    reports what is complete.
     """
     if plot is not None:
         _check_plot(plot, plan)
@@ -93,21 +95,24 @@ def engine(
         with extra_installed("worker"):
             from baton.bench.engine import Plan
             from baton.bench.engine_report import measure
+            from baton.bench.interrupts import last_report
             from baton.engine.config import EngineConfig
 
             config = EngineConfig(model, device=device, dtype=dtype, threads=threads)
             if cpus:
                 pin_compute_threads()
             with Console(stderr=True).status("") as status:
-                report = measure(config, Plan(**plan), status.update)
+                report = last_report(measure(config, Plan(**plan), status.update))
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     except BatonError as error:
         raise click.ClickException(str(error)) from None
+    deliver(report, json_path, partial(_show, plot=plot))
+
+
+def _show(report: dict[str, Any], plot: Path | None) -> None:
     _print(report)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if plot is not None:
+    if plot is not None and report["prefill"] and report["decode"]:
         from baton.bench.roofline_plot import draw
 
         draw(report, plot)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from baton.cli.bench.ending import deliver
 from baton.cli.options import ReportFile
 
 
@@ -25,21 +25,20 @@ def router(
 ) -> None:
     """Measure a router between stand-in workers and clients, all real processes on this machine.
 
-    The router runs on a core of its own where there are two. Linux only.
+    The router runs on a core of its own where there are two. Ctrl-C reports the rounds that are complete. Linux only.
     """
     if sys.platform != "linux":
         raise click.ClickException("it needs Linux: /proc, and one monotonic clock for all processes")
+    from baton.bench.interrupts import last_report
     from baton.bench.router import RouterBench, measure
     from baton.errors import BatonError
 
     bench = RouterBench(streams, burst_streams, step_ms, seconds, rounds, processes)
     try:
-        found = measure(bench, lambda what: click.echo(f"measuring: {what}", err=True))
+        found = last_report(measure(bench, lambda what: click.echo(f"measuring: {what}", err=True)))
     except BatonError as error:
         raise click.ClickException(str(error)) from None
-    if file is not None:
-        file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    _print(found)
+    deliver(found, file, _print)
 
 
 def _print(found: dict[str, Any]) -> None:

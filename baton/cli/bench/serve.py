@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _EPILOG = (
     "TARGET is grpc://HOST:PORT for Baton, or http://HOST:PORT/v1/completions for any OpenAI-compatible server. A DIST "
     "of lengths is N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA[:MOST] or file:PATH. Exit status: 0 measured, 1 no "
-    "request finished or the server can't be reached, 2 bad usage, 130 Ctrl-C."
+    "request finished or the server can't be reached, 2 bad usage, 130 Ctrl-C or SIGTERM."
 )
 
 
@@ -70,12 +70,22 @@ class _Body(click.ParamType[dict[str, Any]]):
     "--rate", "--rates", "rates", type=_Numbers(whole=False), help="Poisson arrivals per second; R,R: a sweep."
 )
 @click.option("--concurrency", type=_Numbers(whole=True), help="Requests open at a time; N,N: a sweep.")
+@click.option(
+    "--max-concurrency",
+    type=click.IntRange(1, 16384),
+    help="Requests open at a time at most, with --rate or --trace; those that are due wait.",
+)
 @click.option("--trace", type=click.Path(path_type=Path), help="Arrivals and lengths of a trace in Mooncake's format.")
 @click.option(
     "--speed", type=click.FloatRange(min=0, min_open=True), default=1.0, help="Replay the trace so much faster."
 )
 @click.option("--requests", type=click.IntRange(min=1), help="Requests to send, for each load.")
 @click.option("--seconds", type=Seconds(), help="Time to send requests, for each load.")
+@click.option(
+    "--prompt-file",
+    type=click.Path(path_type=Path),
+    help='JSON lines, {"text": ...} or {"token_ids": [...]}, with "max_tokens" and "cache_salt" if wanted.',
+)
 @click.option("--input-tokens", metavar="DIST", help="Length of prompts.  [default: 256]")
 @click.option("--output-tokens", metavar="DIST", help="Length of outputs.  [default: 64]")
 @click.option("--shared-prefix", metavar="TOKENS[:GROUPS]", help="Tokens before each prompt, the same in its group.")
@@ -114,13 +124,14 @@ class _Body(click.ParamType[dict[str, Any]]):
 def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) -> None:
     """Put load on the server at TARGET and report how it bears it.
 
-    Prompts are random token ids; outputs are greedy and exactly as long as asked. Latencies are the client's:
-    TTFT, ITL (between events), TPOT (a request's mean per token), end to end.
+    Prompts are random token ids, or those of a file; outputs are greedy and exactly as long as asked. Latencies are the
+    client's: TTFT, ITL (between events), TPOT (a request's mean per token), end to end.
     """
     import gc
 
     from rich.console import Console
 
+    from baton.bench.interrupts import at_interrupt, interrupt
     from baton.bench.load.outcome import RequestFailed
     from baton.cli.tables import output
 
@@ -130,28 +141,32 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
     console = Console(stderr=True, highlight=False, markup=False)
     # What is loaded by now stays: collections need not look at it while requests are timed.
     gc.freeze()
+    reports: list[dict[str, Any]] = []
     try:
-        with usage_of_connection():
+        # Before and after runs, which take it themselves.
+        with usage_of_connection(), at_interrupt(interrupt):
             table = None if json_file == Path("-") else output()
-            reports = asyncio.run(_measured(settings, console, table))
+            asyncio.run(_measured(settings, console, table, reports))
     except RequestFailed as error:
         click.echo(f"error: {target} does not serve: {error.kind}: {error}", err=True)
         sys.exit(FAILED)
     except ModuleNotFoundError as error:
         raise click.ClickException(_missing(error.name)) from None
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        if not reports:
+            raise
+        reports[-1]["interrupted"] = True
     _write(reports, many=len(settings.loads) > 1, json_file=json_file, plot=plot)
     if any(each["interrupted"] for each in reports):
         sys.exit(INTERRUPTED)
     sys.exit(0 if any(each["requests"]["finished"] for each in reports) else FAILED)
 
 
-async def _measured(settings: Settings, console: Any, table: Any) -> list[dict[str, Any]]:
+async def _measured(settings: Settings, console: Any, table: Any, reports: list[dict[str, Any]]) -> None:
+    """Append the report of each load to `reports` and show it, as it is done."""
     from baton.bench.load.session import measured
     from baton.bench.load.show import print_report, warnings
 
-    reports = []
     # Closed here whatever happens, such as a reader of standard output that goes away.
     async with aclosing(measured(settings, console)) as runs:
         async for each in runs:
@@ -160,7 +175,6 @@ async def _measured(settings: Settings, console: Any, table: Any) -> list[dict[s
                 print_report(each, table)
             for warning in warnings(each):
                 click.echo(f"warning: {warning}", err=True)
-    return reports
 
 
 def _write(reports: list[dict[str, Any]], *, many: bool, json_file: Path | None, plot: Path | None) -> None:
@@ -216,15 +230,18 @@ def _settings(target: str, flags: dict[str, Any]) -> Settings:
         reach["api_key"] = None
     connections = flags["connections"] or CONNECTIONS
     place = Place(target, flags["model"], reach, flags["body"], flags["tokenizer"], connections)
-    more: dict[str, Any] = {"shared": _shared(flags["shared_prefix"])}
+    loads = _loads(flags)
+    more: dict[str, Any] = {"shared": _shared(flags["shared_prefix"]), **_prompts(flags)}
     for name, field in (("input_tokens", "inputs"), ("output_tokens", "outputs")):
         if flags[name] is not None:
             more[field] = _lengths(name, flags[name])
+    once = None if flags["seconds"] else len(more.get("prompts", ())) or None
     return Settings(
         place,
-        _loads(flags),
-        requests=flags["requests"],
+        loads,
+        requests=flags["requests"] or once,
         seconds=flags["seconds"],
+        max_concurrency=flags["max_concurrency"],
         arrivals=_arrivals(flags["trace"], flags["speed"]),
         speed=flags["speed"],
         vocab_size=flags["vocab_size"],
@@ -247,6 +264,8 @@ def _loads(flags: dict[str, Any]) -> list[Load]:
     rates, concurrency, trace = flags["rates"], flags["concurrency"], flags["trace"]
     if sum(given is not None for given in (rates, concurrency, trace)) != 1:
         raise click.UsageError("give one of --rate, --concurrency, --trace")
+    if concurrency is not None and flags["max_concurrency"] is not None:
+        raise click.UsageError("--max-concurrency is for --rate and --trace: --concurrency is a cap of its own")
     if trace is not None:
         for name in ("input_tokens", "output_tokens", "shared_prefix"):
             if flags[name] is not None:
@@ -254,7 +273,8 @@ def _loads(flags: dict[str, Any]) -> list[Load]:
                     f"--{name.replace('_', '-')} does not go with --trace, which has its own lengths"
                 )
         return [Load(trace=trace.name)]
-    if (flags["requests"] is None) == (flags["seconds"] is None):
+    both = flags["requests"] is not None and flags["seconds"] is not None
+    if both or (flags["requests"] is None and flags["seconds"] is None and flags["prompt_file"] is None):
         raise click.UsageError("give one of --requests, --seconds")
     return [Load(rate=rate) for rate in rates or ()] + [Load(concurrency=int(each)) for each in concurrency or ()]
 
@@ -272,6 +292,22 @@ def _arrivals(trace: Path | None, speed: float) -> Any:
     if not arrivals:
         raise click.BadParameter(f"{str(trace)!r} has no requests", param_hint="'--trace'")
     return arrivals
+
+
+def _prompts(flags: dict[str, Any]) -> dict[str, Any]:
+    """The settings of --prompt-file."""
+    file = flags["prompt_file"]
+    if file is None:
+        return {}
+    from baton.bench.load.prompt_file import PromptFileError, read
+
+    for name in ("trace", "input_tokens", "shared_prefix", "vocab_size"):
+        if flags[name] is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} does not go with --prompt-file, which has the prompts")
+    try:
+        return {"prompts": read(file), "prompt_file": file.name}
+    except (OSError, UnicodeDecodeError, PromptFileError) as error:
+        raise click.BadParameter(f"{str(file)!r}: {error}", param_hint="'--prompt-file'") from None
 
 
 def _lengths(name: str, text: str) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
+from baton.cli.bench.ending import deliver
 from baton.cli.failures import extra_installed
 from baton.cli.options import ReportFile
 
@@ -27,8 +27,9 @@ from baton.cli.options import ReportFile
 def transfer(tokens: int, streams: tuple[int, ...], repeats: int, file: Path | None) -> None:
     """Measure FetchKv, checksums on and into paged KV, against raw TCP over loopback.
 
-    No model is needed: the KV has the shapes of known ones, and random content.
+    No model is needed: the KV has the shapes of known ones, and random content. Ctrl-C reports what is complete.
     """
+    from baton.bench.interrupts import last_report
     from baton.bench.provenance import provenance
     from baton.errors import BatonError
 
@@ -36,13 +37,10 @@ def transfer(tokens: int, streams: tuple[int, ...], repeats: int, file: Path | N
         with extra_installed("worker"):
             from baton.bench.transfer import measure
 
-            found = measure(streams=streams, tokens=tokens, repeats=repeats)
+            found = last_report(measure(streams=streams, tokens=tokens, repeats=repeats))
     except BatonError as error:
         raise click.ClickException(str(error)) from None
-    if file is not None:
-        report = {**provenance(), "shapes": found}
-        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    _print(found)
+    deliver(None if found is None else {**provenance(), **found}, file, _print)
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -50,7 +48,7 @@ def _print(found: dict[str, Any]) -> None:
 
     columns = ("streams", "FetchKv GB/s", "raw TCP GB/s", "ratio", "FetchKv CPU s/GB", "raw TCP CPU s/GB")
     out = output()
-    for shape, measured in found.items():
+    for shape, measured in found["shapes"].items():
         shown = table(columns, columns)
         for streams, run in measured["streams"].items():
             fetch, raw = run["fetch_kv"], run["raw_tcp"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -133,8 +135,11 @@ def test_the_command_prints_tables_and_writes_report_and_picture(
     result = CliRunner().invoke(main, ["bench", "engine", str(checkpoint), *sizes, *files])
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "report.json").read_text())
+    assert not report["interrupted"]
     assert [row["tokens"] for row in report["prefill"]] == [16, 40]
     assert [(row["batch"], row["context"]) for row in report["decode"]] == [(1, 20), (4, 20)]
+    assert report["machine"]["cores"] == os.cpu_count()
+    assert "commit" in report
     assert 0 < report["startup"]["loaded_s"] < report["startup"]["first_token_s"]
     assert 0 < report["memory"]["steady_bytes"] <= report["memory"]["peak_bytes"]
     for row in report["prefill"]:
@@ -147,6 +152,33 @@ def test_the_command_prints_tables_and_writes_report_and_picture(
     assert overhead["outside_forward_ms"] > 0
     assert "outside the forward pass" in result.stdout
     assert "<svg" in (tmp_path / "roofline.svg").read_text()
+
+
+def test_ctrl_c_reports_the_rows_that_are_complete(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_report, "Probes", partial(Probes, **SMALL))
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    prefill = EngineRuns.prefill
+
+    def interrupted(runs: EngineRuns, tokens: int) -> float:
+        if tokens == 40:
+            signal.raise_signal(signal.SIGTERM)
+        return prefill(runs, tokens)
+
+    monkeypatch.setattr(EngineRuns, "prefill", interrupted)
+    files = [f"--json={tmp_path / 'report.json'}", f"--plot={tmp_path / 'roofline.svg'}"]
+    sizes = ["--prefill=16,40", "--batch=1", "--context=20", "--steps=3", "--rounds=1"]
+    result = CliRunner().invoke(main, ["bench", "engine", str(checkpoint), *sizes, *files])
+    assert result.exit_code == 130, result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["interrupted"]
+    assert [row["tokens"] for row in report["prefill"]] == [16]
+    assert report["decode"] == []
+    assert "16" in result.stdout
+    # It would lack a roof.
+    assert not (tmp_path / "roofline.svg").exists()
 
 
 @pytest.mark.parametrize(

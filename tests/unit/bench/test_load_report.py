@@ -9,11 +9,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from baton.bench.load.outcome import Ending, Outcome
 from baton.bench.load.plots import PlotError, itl_over_time, latency_against_load
 from baton.bench.load.report import Objectives, report
 from baton.bench.load.runner import Plan, Run
+from baton.bench.load.show import print_report
 from baton.bench.load.sse import MAX_EVENT_BYTES, Events, EventTooLong
 from baton.bench.stats import percentile, summary
 
@@ -43,6 +45,14 @@ def run(*outcomes: Outcome, began: float = 100.0, ended: float = 110.0) -> Run:
 
 def told(*outcomes: Outcome, slo: Objectives | None = None, **more: Any) -> dict[str, Any]:
     return report(run(*outcomes, **more), "t", {"rate": 2.0}, slo or Objectives())
+
+
+def printed(found: dict[str, Any]) -> str:
+    console = Console(width=100, record=True, quiet=True)
+    with console.capture() as capture:
+        console.quiet = False
+        print_report(found, console)
+    return capture.get()
 
 
 def test_percentiles_are_nearest_ranks() -> None:
@@ -105,6 +115,43 @@ def test_goodput_counts_what_finished_within_both_objectives() -> None:
     assert told(one_token)["goodput_per_s"] == 0.1
     assert told(failed)["goodput_per_s"] == 0.0
     assert told(good, slow_start, slow_rhythm, one_token)["goodput_per_s"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached"),
+    [((5, 3), (8, 0.4)), ((0, 0), (0, 0.0)), ((None, None), (None, None)), ((5, None), (5, 0.25))],
+)
+def test_cached_tokens_are_those_of_requests_that_finished(
+    tokens: tuple[int | None, ...], cached: tuple[int | None, float | None]
+) -> None:
+    """vLLM tells of hits only, so what it does not tell once it has told of one is none."""
+    finished = [outcome(100.0, 100.5, cached_tokens=each) for each in tokens]
+    failed = outcome(100.0, 100.5, ending=Ending.FAILED, kind="timeout")
+    found = told(*finished, failed)
+    assert (found["cached_tokens"], found["cached_share"]) == cached
+    lines = printed(found)
+    assert ("cached" in lines) == (cached[0] is not None)
+
+
+def test_prompt_tokens_of_texts_are_what_the_server_counts() -> None:
+    found = told(outcome(100.0, 100.5, input_tokens=None), outcome(100.0, 100.5, input_tokens=7))
+    assert (found["input_tokens"], found["input_tokens_per_s"]) == (7, 0.7)
+    found = told(outcome(100.0, 100.5, input_tokens=None))
+    assert (found["input_tokens"], found["input_tokens_per_s"]) == (None, None)
+    assert "- in/s" in printed(found)
+
+
+def test_the_wait_for_the_cap_is_no_lateness() -> None:
+    waited = outcome(103.0, 103.5, due=100.0, capped=2.75)
+    made = run(waited, outcome(100.0, 100.5))
+    assert report(made, "t", {"rate": 2.0}, Objectives())["cap_wait_ms"]["max"] is None
+    made.plan = Plan(max_concurrency=1)
+    found = report(made, "t", {"rate": 2.0, "max_concurrency": 1}, Objectives())
+    assert (found["cap_wait_ms"]["p50"], found["cap_wait_ms"]["max"]) == (0.0, 2750.0)
+    assert found["lateness_ms"]["max"] == 250.0
+    assert found["ttft_ms"]["max"] == 500.0
+    assert "2 requests/s, 1 at a time at most" in printed(found)
+    assert "wait for the cap" in printed(found)
 
 
 def test_a_run_without_any_answer_still_reports() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
-from bench.peers import fleet, interference, products, rates, report
+from bench.peers import fleet, interference, process, products, rates, report
 from bench.peers.entries import spread
 from bench.peers.places import RUNNERS, Places
 from bench.peers.process import Absent, Runner, RunnerError, runner
@@ -34,7 +34,11 @@ def die():
     print("last words", file=sys.stderr)
     os._exit(3)
 
-serve(lambda: ({{"version": "1"}}, {{"decode": decode, "die": die, "prompt": lambda n: {{"ids": prompt(n)}}}}))
+def hang():
+    sys.stdin.read()
+
+commands = {{"decode": decode, "die": die, "hang": hang, "prompt": lambda n: {{"ids": prompt(n)}}}}
+serve(lambda: ({{"version": "1"}}, commands))
 """
 
 
@@ -77,6 +81,15 @@ def test_an_error_is_told_and_the_runner_goes_on(stub: Runner) -> None:
 def test_a_runner_that_ends_is_told_with_its_last_words(stub: Runner) -> None:
     with pytest.raises(RunnerError, match="stub ended: last words"):
         stub.ask("die")
+    with pytest.raises(RunnerError, match="stub ended"):
+        stub.ask("decode", batch=1, context=1, steps=1)
+
+
+def test_a_runner_that_does_not_answer_is_ended(stub: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "ANSWER_S", 0.2)
+    with pytest.raises(RunnerError, match=r"stub has not answered within 0\.2 s"):
+        stub.ask("hang")
+    monkeypatch.undo()
     with pytest.raises(RunnerError, match="stub ended"):
         stub.ask("decode", batch=1, context=1, steps=1)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from baton.bench.load.outcome import Outcome
+from baton.bench.load.targets import Place
 from baton.bench.load.workload import Job
 from bench.peers import interference, report
 from bench.peers.places import Places
@@ -28,10 +29,9 @@ def outcome(*times: float) -> Outcome:
     return made
 
 
-def test_gaps_belong_to_the_time_in_which_they_began() -> None:
-    streams = [outcome(0.0, 1.0, 2.0, 4.0), outcome(1.5, 2.5)]
-    assert interference.gaps(streams, 0.0, 2.0) == [1000, 1000, 1000]
-    assert interference.gaps(streams, 2.0, 9.0) == [2000]
+def test_a_gap_that_the_load_has_any_part_of_is_not_one_of_streams_alone() -> None:
+    streams = [outcome(0.0, 1.0, 2.0, 4.0, 9.5), outcome(0.5, 1.5, 7.5), outcome(9.0, 9.5)]
+    assert interference.gaps(streams, 0.25, 2.0, 9.0) == {"alone": [1000, 1000], "loaded": [2000, 5500, 6000]}
 
 
 class Disturbed:
@@ -68,6 +68,19 @@ async def test_streams_are_watched_alone_and_under_prompts() -> None:
     figures = interference.figures(found)
     assert figures["ratio"] == figures["loaded"]["p99_ms"] / figures["alone"]["p99_ms"]
     assert figures["alone"]["gaps"] > 0
+
+
+async def test_a_server_that_never_answers_a_prompt_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mute(Disturbed):
+        async def send(self, job: Job, outcome: Outcome) -> None:
+            if job.output_tokens == interference.ANSWER_TOKENS:
+                await asyncio.Event().wait()
+            await super().send(job, outcome)
+
+    monkeypatch.setattr(interference, "WATCH_S", 0.2)
+    monkeypatch.setattr(interference, "connected", lambda place: contextlib.nullcontext(Mute()))
+    with pytest.raises(TimeoutError):
+        await interference.watched(Place("grpc://a:1"), interference.Load(alone_s=0.01))
 
 
 async def test_a_stream_that_ends_early_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,67 @@
+"""Ctrl-C in a measurement: what is complete by then is reported. SIGTERM means the same."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def at_interrupt(act: Callable[[], object]) -> Iterator[None]:
+    """Call `act` at the first SIGINT or SIGTERM in the block; another one ends the process at once.
+
+    Only the main thread may choose what signals do: in others nothing is changed.
+    """
+
+    def first(number: int, frame: FrameType | None) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        act()
+
+    try:
+        before = {each: signal.signal(each, first) for each in _SIGNALS}
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            # None stands for a handler that is not Python's, which can't be put back.
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+
+
+def interrupt() -> None:
+    """What Ctrl-C does where nobody waits for it in another way."""
+    raise KeyboardInterrupt
+
+
+def last_report(reports: Generator[dict[str, Any], None, None]) -> dict[str, Any] | None:
+    """The last of the reports that a measurement gives, each of which holds all that is complete by then.
+
+    Has `interrupted`, which says whether a signal ended the measurement before its time. None if nothing was complete.
+    """
+    report: dict[str, Any] | None = None
+    came = False
+
+    def stop() -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    try:
+        with at_interrupt(stop), closing(reports):
+            for each in reports:
+                report = each
+                if came:  # An exception that a signal raises in a finalizer goes nowhere.
+                    break
+    except BaseException:
+        # What fails after the signal fails because of it: a step that was cut, a process that was ended.
+        if not came:
+            raise
+    return None if report is None else {**report, "interrupted": came}

@@ -1,0 +1,121 @@
+"""Prompts from a file: JSON lines, each with a prompt, and what is asked for it.
+
+    {"text": "Once upon a time", "max_tokens": 32}
+    {"token_ids": [1, 2, 3], "cache_salt": "a"}
+
+`prompt` (a text, or token ids as OpenAI's API has them) stands for `text` and `token_ids`, `prompt_token_ids` for
+`token_ids`, `output_tokens` for `max_tokens`: files of other load generators have these names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.bench.load.lengths import Lengths
+from baton.bench.load.workload import Job
+from baton.errors import InvalidRequest, shown
+from baton.rpc import requests
+
+_TEXT, _IDS = "a text", "a list of token ids"
+_PROMPT = {"text": (_TEXT,), "prompt": (_TEXT, _IDS), "token_ids": (_IDS,), "prompt_token_ids": (_IDS,)}
+_TOKENS = ("max_tokens", "output_tokens")
+_FIELDS = (*_PROMPT, *_TOKENS, "cache_salt")
+_WARM_WORDS = 64
+
+
+class PromptFileError(ValueError):
+    """A line that can't be asked for; says which, what field, and the value seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A prompt, text or token ids, of line `number`; `output_tokens` is None where the line does not say."""
+
+    number: int
+    prompt: Sequence[int] | str
+    output_tokens: int | None
+    cache_salt: str
+
+
+def read(path: Path) -> list[Line]:
+    """The prompts of a file in its order; empty lines are passed over.
+
+    Raises PromptFileError, OSError, UnicodeDecodeError.
+    """
+    # Not at every character that Unicode takes for the end of a line: strings may hold them.
+    texts = path.read_bytes().decode("utf-8").split("\n")
+    lines = []
+    for number, text in enumerate(texts, 1):
+        if text.strip():
+            try:
+                lines.append(_line(number, text))
+            except InvalidRequest as error:
+                raise PromptFileError(f"line {number}: {error}") from None
+    if not lines:
+        raise PromptFileError("holds no prompt")
+    return lines
+
+
+def asked(lines: Sequence[Line], seed: str, outputs: Lengths, due: Iterable[float] | None = None) -> Iterator[Job]:
+    """Requests for the prompts in their order, again and again; outputs that no line says are of random lengths."""
+    draw = random.Random(f"{seed}/lengths")
+    for at_s, line in zip(itertools.repeat(None) if due is None else due, itertools.cycle(lines), strict=False):
+        yield Job(line.prompt, line.output_tokens or outputs.draw(draw), at_s, line.cache_salt)
+
+
+def beyond(lines: Iterable[Line], vocab_size: int) -> str | None:
+    """What is wrong with the first line that has a token id the model does not know."""
+    for line in lines:
+        if not isinstance(line.prompt, str) and (most := max(line.prompt)) >= vocab_size:
+            return f"line {line.number}: token id {most} must be below {vocab_size}, the model's vocabulary"
+    return None
+
+
+def other_texts(seed: str, outputs: Lengths) -> Iterator[Job]:
+    """Requests for texts that no file has, so that no cache knows a file's prompts by them; without end."""
+    draw = random.Random(seed)
+    while True:
+        words = " ".join(f"{draw.randrange(1 << 32):x}" for _ in range(_WARM_WORDS))
+        yield Job(words, outputs.draw(draw))
+
+
+def _line(number: int, text: str) -> Line:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("prompt", f"is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequest("prompt", f"must be an object, got {shown(values)}")
+    if unknown := values.keys() - set(_FIELDS):
+        raise InvalidRequest(min(unknown), f"is none of {', '.join(_FIELDS)}")
+    name, prompt = _only(values, tuple(_PROMPT), f"must have one of {', '.join(_PROMPT)}")
+    if not prompt or _kind(prompt) not in _PROMPT[name]:
+        raise InvalidRequest(name, f"must be {' or '.join(_PROMPT[name])} that is not empty, got {shown(prompt)}")
+    name, tokens = _only(values, _TOKENS, f"may have one of {', '.join(_TOKENS)}", at_least=0)
+    if name and (type(tokens) is not int or tokens < 1):
+        raise InvalidRequest(name, f"must be a whole number of at least 1, got {shown(tokens)}")
+    salt = values.get("cache_salt", "")
+    # As a client checks what it sends.
+    requests.generate_request("", prompt, {"max_tokens": tokens}, cache_salt=salt)
+    return Line(number, prompt, tokens, salt)
+
+
+def _kind(prompt: Any) -> str | None:
+    if isinstance(prompt, list):
+        # Not true and false, which are numbers to Python.
+        return _IDS if all(type(each) is int for each in prompt) else None
+    return _TEXT if isinstance(prompt, str) else None
+
+
+def _only(values: dict[str, Any], names: Sequence[str], problem: str, at_least: int = 1) -> tuple[str, Any]:
+    """The one of `names` that a line has, and its value; an empty name if it may have none, and has none."""
+    found = [name for name in names if name in values]
+    if not at_least <= len(found) <= 1:
+        raise InvalidRequest("prompt", f"{problem}, got {', '.join(found) or 'none'}")
+    return (found[0], values[found[0]]) if found else ("", None)

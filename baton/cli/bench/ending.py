@@ -1,0 +1,31 @@
+"""How a measurement ends: its report written and shown, and a status that says whether it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from baton.cli.failures import INTERRUPTED
+
+
+def deliver(report: dict[str, Any] | None, file: Path | None, show: Callable[[dict[str, Any]], object]) -> None:
+    """Write the report of `baton.bench.interrupts.last_report` and show it; ends the process if it was interrupted.
+
+    Raises KeyboardInterrupt if nothing was complete.
+    """
+    if report is None:
+        raise KeyboardInterrupt
+    if file is not None:
+        try:
+            file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"{str(file)!r} can't be written: {error.strerror}") from None
+    show(report)
+    if report["interrupted"]:
+        click.echo("interrupted: the report has what was complete by then", err=True)
+        sys.exit(INTERRUPTED)

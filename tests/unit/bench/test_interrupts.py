@@ -1,0 +1,91 @@
+"""Ctrl-C in a measurement: what is complete is kept, what the signal breaks is not told as a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from baton.bench.interrupts import at_interrupt, last_report
+
+Reports = Generator[dict[str, Any], None, None]
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_put_back() -> Generator[None]:
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_all_that_is_complete_is_the_last_report() -> None:
+    def reports() -> Reports:
+        yield {"rows": 1}
+        yield {"rows": 2}
+
+    assert last_report(reports()) == {"rows": 2, "interrupted": False}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_measurement_with_what_is_complete(number: signal.Signals) -> None:
+    ended = []
+
+    def reports() -> Reports:
+        try:
+            yield {"rows": 1}
+            signal.raise_signal(number)
+            yield {"rows": 2}
+        finally:
+            ended.append(True)
+
+    assert last_report(reports()) == {"rows": 1, "interrupted": True}
+    assert ended
+
+
+def test_what_fails_because_of_the_signal_is_no_failure() -> None:
+    def reports() -> Reports:
+        yield {"rows": 1}
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            raise RuntimeError("a process has ended")
+
+    assert last_report(reports()) == {"rows": 1, "interrupted": True}
+
+
+def test_a_signal_that_a_finalizer_swallows_ends_it_at_the_next_report() -> None:
+    def reports() -> Reports:
+        yield {"rows": 1}
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        yield {"rows": 2}
+        yield {"rows": 3}
+
+    assert last_report(reports()) == {"rows": 2, "interrupted": True}
+
+
+def test_other_failures_are_raised() -> None:
+    def reports() -> Reports:
+        yield {"rows": 1}
+        raise RuntimeError("a process has ended")
+
+    with pytest.raises(RuntimeError):
+        last_report(reports())
+
+
+def test_nothing_is_complete_at_first() -> None:
+    def reports() -> Reports:
+        signal.raise_signal(signal.SIGINT)
+        yield {"rows": 1}
+
+    assert last_report(reports()) is None
+
+
+def test_the_second_signal_is_the_systems() -> None:
+    came: list[Any] = []
+    with at_interrupt(lambda: came.append(signal.getsignal(signal.SIGTERM))):
+        signal.raise_signal(signal.SIGINT)
+    assert came == [signal.SIG_DFL]
