@@ -132,7 +132,9 @@ async def _live(app: Running, role: str, stop: _Signals, listening: asyncio.Futu
             _settle()
             line = f"listening {service.listening}"
             _log.info("%s %s", role, line)
-            print(line, flush=True)
+            # The log has it too; on a full disk nobody reads either, and the service is none the worse.
+            with contextlib.suppress(OSError):
+                print(line, flush=True)
             listening.set_result(None)
             try:
                 await _first(stop.first, service.failed)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,9 +12,9 @@ from rich.console import Console
 
 from baton.cache_report import CacheReport, CacheTier
 from baton.cli.failures import EXIT_HELP
-from baton.cli.options import DEFAULT_GRPC, Addresses, Seconds, connection, connection_options
-from baton.cli.reach import Survey
-from baton.cli.tables import output, size, table
+from baton.cli.options import DEFAULT_GRPC, connection
+from baton.cli.reach import Survey, addresses, survey_options
+from baton.cli.tables import size, table
 from baton.cli.warm import warm
 from baton.client import Client
 
@@ -32,64 +30,33 @@ def cache() -> None:
 
 
 @cache.command(epilog=f"{EXIT_HELP} Where processes fail in different ways, it is 1.")
-@click.option(
-    "--target",
-    "targets",
-    type=Addresses(),
-    multiple=True,
-    default=[DEFAULT_GRPC],
-    show_default=True,
-    help="Control listeners of workers, and routers; may be given again.",
-)
-@click.option("--timeout", type=Seconds(), default=5.0, help="Seconds for each process.")
-@click.option("--json", "as_list", is_flag=True, help="Print a JSON list with an object for each process.")
-@connection_options
+@survey_options("Control listeners of workers, and routers", DEFAULT_GRPC)
 def stats(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags: Any) -> None:
     """Show the tiers of the prefix cache of each process.
 
     A worker has its pool of pages, its host memory, and Redis, if it uses it; a router the index by which it places
     requests. With TLS, workers want the certificate of an admin (--cert, --key), routers the API key of one.
     """
-    found = Survey(_flat(targets), connection(flags), lambda client: client.cache(timeout=timeout))
-    if as_list:
-        click.echo(json.dumps([asdict(each) for each in found.answers], ensure_ascii=False))
-    else:
-        console = output()
-        for each in found.answers:
-            _print(each, console)
+    found = Survey(addresses(targets), connection(flags), lambda client: client.cache(timeout=timeout))
+    found.show(_print, as_list=as_list)
     found.end()
 
 
 @cache.command(epilog=f"{EXIT_HELP} Where processes fail in different ways, it is 1.")
-@click.option(
-    "--target",
-    "targets",
-    type=Addresses(),
-    multiple=True,
-    required=True,
-    help="Control listeners of workers; may be given again.",
-)
+@survey_options("Control listeners of workers", timeout="Seconds without an answer after which to give up.")
 @click.option("--redis", is_flag=True, help="Drop what is in Redis too: all blocks of the fleet's KV format.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--timeout", type=Seconds(), default=5.0, help="Seconds without an answer after which to give up.")
-@click.option("--json", "as_list", is_flag=True, help="Print a JSON list with an object for each process.")
-@connection_options
 def clear(targets: Sequence[list[str]], redis: bool, yes: bool, timeout: float, as_list: bool, **flags: Any) -> None:
     """Drop the cached KV of workers; slower prompts are all that comes of it.
 
     A full Redis takes a while, so how far it has come is told on stderr. Fails if something could not be dropped.
     """
-    addresses = _flat(targets)
+    told = addresses(targets)
     if not yes:
-        what = f"{', '.join(addresses)}{' and all of its kind in Redis' if redis else ''}"
+        what = f"{', '.join(told)}{' and all of its kind in Redis' if redis else ''}"
         click.confirm(f"Drop the cached KV of {what}?", abort=True, err=True)
-    found = Survey(addresses, connection(flags), partial(_clear, redis=redis, timeout=timeout))
-    if as_list:
-        click.echo(json.dumps([asdict(each) for each in found.answers], ensure_ascii=False))
-    else:
-        console = output()
-        for each in found.answers:
-            _print_dropped(each, console)
+    found = Survey(told, connection(flags), partial(_clear, redis=redis, timeout=timeout))
+    found.show(_print_dropped, as_list=as_list)
     for each in found.answers:
         for tier in each.tiers:
             if tier.state:
@@ -114,10 +81,6 @@ def _clear(client: Client, *, redis: bool, timeout: float) -> CacheReport:
             client.close()  # which ends the call beside
             raise
         return CacheReport(who.process, who.role, clearing.result())
-
-
-def _flat(targets: Sequence[list[str]]) -> list[str]:
-    return [address for addresses in targets for address in addresses]
 
 
 def _print(each: CacheReport, console: Console) -> None:

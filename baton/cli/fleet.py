@@ -36,8 +36,10 @@ PAUSE_S, MOST_PAUSE_S = 1.0, 30.0
 STEADY_S = 60.0
 """A child that has lived so long has not died of its start: the pause begins anew."""
 
+OWN_NAME = "up"
+"""What the supervisor calls itself in the common log."""
+
 _LAST_WORDS_S = 0.5
-_OWN_NAME = "up"
 _LISTENING = "listening "
 _CHUNK = 1 << 16
 
@@ -79,7 +81,7 @@ class Fleet:
         self._log = log or sys.stderr
         self._stopping = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
-        self._width = len(_OWN_NAME)
+        self._width = len(OWN_NAME)
 
     async def __aenter__(self) -> Self:
         return self
@@ -183,7 +185,7 @@ class Fleet:
         while not await self._stops(child.end):
             if asyncio.get_running_loop().time() - child.born > STEADY_S:
                 pause = PAUSE_S
-            self.say(_OWN_NAME, f"{child.last_words}; it is started again in {pause:g} s")
+            self.say(OWN_NAME, f"{child.last_words}; it is started again in {pause:g} s")
             child.clear()
             if await self._stops(timeout=pause):
                 return

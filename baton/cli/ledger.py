@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
 import click
 from rich.console import Console
 
 from baton.cli.failures import EXIT_HELP
-from baton.cli.options import DEFAULT_GRPC, Addresses, Seconds, connection, connection_options
-from baton.cli.reach import Survey
-from baton.cli.tables import output, size, table
+from baton.cli.options import DEFAULT_GRPC, connection
+from baton.cli.reach import Survey, addresses, survey_options
+from baton.cli.tables import size, table
 from baton.ledger import Ledger, LedgerEntry
 
 _COLUMNS = ("owner", "kind", "state", "pages", "bytes", "age", "deadline", "tenant", "detail")
@@ -20,32 +19,17 @@ _NUMBERS = ("pages", "bytes", "age", "deadline")
 
 
 @click.command(epilog=f"{EXIT_HELP} Where a sum is wrong, or processes fail in different ways, it is 1.")
-@click.option(
-    "--target",
-    "targets",
-    type=Addresses(),
-    default=DEFAULT_GRPC,
-    show_default=True,
-    help="Routers, and control listeners of workers.",
-)
-@click.option("--timeout", type=Seconds(), default=5.0, help="Seconds for each process.")
-@click.option("--json", "as_list", is_flag=True, help="Print a JSON list with an object for each process.")
-@connection_options
-def ledger(targets: list[str], timeout: float, as_list: bool, **flags: Any) -> None:
+@survey_options("Routers, and control listeners of workers", DEFAULT_GRPC)
+def ledger(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags: Any) -> None:
     """List every owner of KV memory or of a request; fails if some sum is wrong or a process is silent.
 
     With TLS, workers want the certificate of an admin (--cert, --key), routers the API key of one.
     """
-    found = Survey(targets, connection(flags), lambda client: client.ledger(timeout=timeout))
+    found = Survey(addresses(targets), connection(flags), lambda client: client.ledger(timeout=timeout))
     for each in found.answers:
         if each.violation:
             found.fault(f"{each.role} {each.process}: {each.violation}")
-    if as_list:
-        click.echo(json.dumps([asdict(each) for each in found.answers], ensure_ascii=False))
-    else:
-        console = output()
-        for each in found.answers:
-            _print(each, console)
+    found.show(_print, as_list=as_list)
     found.end()
 
 

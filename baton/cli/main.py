@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+from typing import Any
 
 # What gRPC logs by itself while a client connects, commands say better; it looks at the variable when it is loaded.
 _VERBOSITY = "GRPC_VERBOSITY"
@@ -30,7 +32,23 @@ finally:
         os.environ.pop(_VERBOSITY, None)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""How writes fail that are nobody's fault but the disk's."""
+
+
+class _Commands(click.Group):
+    """Commands whose output may find a full disk, which is said in a line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise click.ClickException(f"the output can't be written: {error.strerror}") from None
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="baton", prog_name="baton")
 def main() -> None:
     """Serve large language models with prefill and decode on separate machines."""

@@ -7,13 +7,18 @@ routers, so no process that has shown another role gets it.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 import click
+from rich.console import Console
 
 from baton.cli.failures import FAILED, INTERRUPTED, exit_status, in_words, usage_of_connection
+from baton.cli.options import Addresses, F, Seconds, connection_options
+from baton.cli.tables import output
 from baton.client import Client
 from baton.errors import BatonError, Unavailable
 from baton.rpc.tls import role_name
@@ -23,6 +28,32 @@ T = TypeVar("T")
 _WORKERS = (role_name("prefill"), role_name("decode"))
 _OTHER_NAME = "Hostname Verification Check failed"
 """In gRPC's message when the certificate is not that of the name asked for."""
+
+
+def survey_options(
+    who: str, default: str | None = None, timeout: str = "Seconds for each process."
+) -> Callable[[F], F]:
+    """Add the flags of a command that asks `who`; without a `default`, it has to be told whom."""
+    targets = {"required": True} if default is None else {"default": [default], "show_default": True}
+
+    def add(command: F) -> F:
+        for option in (
+            connection_options,
+            click.option("--json", "as_list", is_flag=True, help="Print a JSON list with an object for each process."),
+            click.option("--timeout", type=Seconds(), default=5.0, help=timeout),
+            click.option(
+                "--target", "targets", type=Addresses(), multiple=True, help=f"{who}; may be given again.", **targets
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+def addresses(targets: Sequence[Sequence[str]]) -> list[str]:
+    """All that --target named."""
+    return [address for each in targets for address in each]
 
 
 class Survey(Generic[T]):
@@ -45,6 +76,16 @@ class Survey(Generic[T]):
         """Note something else that is wrong."""
         self._faults.append(words)
         self._statuses.add(status)
+
+    def show(self, one: Callable[[T, Console], None], *, as_list: bool) -> None:
+        """Print all answers: as one JSON list, or each with `one`."""
+        if as_list:
+            answers: Sequence[Any] = self.answers
+            click.echo(json.dumps([asdict(each) for each in answers], ensure_ascii=False))
+            return
+        console = output()
+        for each in self.answers:
+            one(each, console)
 
     def end(self) -> None:
         """Say what was wrong and end the process: with the status of all faults, FAILED if they have several."""

@@ -4,8 +4,8 @@
 
 The services are started as processes with the flags that they have everywhere; `up` learns their addresses
 from the line that each prints when it listens. A death before the ready line ends all; so does the router's. A
-worker that dies later is started again at the same addresses, where the router finds it. With --secure they speak
-mutual TLS and clients need a key (see baton.cli.secure).
+worker that dies later is started again at the same addresses, where the router finds it; so is the Valkey, at any
+time. With --secure they speak mutual TLS and clients need a key (see baton.cli.secure).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import os
 import re
 import secrets
@@ -26,8 +27,8 @@ from typing import Any, TypeVar
 import click
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton import bundled
-from baton.cli.fleet import Child, Fleet
+from baton import bundled, cores
+from baton.cli.fleet import OWN_NAME, Child, Fleet
 from baton.cli.options import DEFAULT_GRPC, Address, Seconds, Size
 from baton.cli.secure import SecureFleet, worker_names
 from baton.config import check_variables, is_loopback, parse_address
@@ -132,7 +133,8 @@ def _option(flag: str, *, env: bool = True, **keywords: Any) -> Callable[[F], F]
 def up(**flags: Any) -> None:
     """Run router, prefill and decode on this machine until Ctrl-C.
 
-    A worker that dies is started again at the same addresses; standard error says which and why. When the router dies,
+    A worker that dies is started again at the same addresses, and so is the embedded Valkey; standard error says which
+    and why. When the router dies,
     or a worker before all is ready, everything ends with status 1. Bad flags and variables end with status 2.
 
     Settings that have no flag here, such as BATON_CPUS, BATON_KV_COMPRESSION and BATON_PROCESSES, are taken from
@@ -145,6 +147,7 @@ def up(**flags: Any) -> None:
 def run(options: UpOptions) -> int:
     """Run the fleet on the calling thread, which must be the main one; the exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    logging.basicConfig(level=options.log_level.upper(), format=f"{OWN_NAME:<9} | %(message)s")
     try:
         secure = _secure(options)
         with _prefix_cache(options) as redis:
@@ -176,10 +179,24 @@ def _checked(options: UpOptions) -> UpOptions:
         raise _bad(
             "--redis-memory", f"must be at least {_LEAST_REDIS_MEMORY >> 20}MiB, got {options.redis_memory} bytes"
         )
+    if options.redis not in ("embedded", "none") and not os.environ.get("BATON_FLEET_SECRET"):
+        words = "warning: BATON_FLEET_SECRET is not set: what others, or an earlier start, have cached in --redis"
+        click.echo(f"{words} is of no use to this fleet", err=True)
     path, name = _find_model(options.model)
-    threads = options.threads or max(1, _cores() // (options.prefill + options.decode))
     served = options.served_model_name or name
-    return replace(options, model=str(path), served_model_name=served, threads=threads)
+    return replace(options, model=str(path), served_model_name=served, threads=_threads(options))
+
+
+def _threads(options: UpOptions) -> int:
+    """Compute threads of each worker; raises click.BadParameter for more than there are cores."""
+    workers, there, usable = options.prefill + options.decode, cores.affinity(), cores.usable()
+    if options.threads > there:
+        raise _bad("--threads", f"{options.threads} are more than the {there} cores that this process may use")
+    if options.threads > 1 and options.threads * workers > usable:
+        # Workers that are not busy at the same time may well share cores.
+        words = f"warning: --threads {options.threads} for each of {workers} workers, on {usable} cores"
+        click.echo(f"{words}: workers that compute at the same time slow each other down", err=True)
+    return options.threads or max(1, usable // workers)
 
 
 def _check_redis(redis: str) -> None:
@@ -234,10 +251,6 @@ def _find_model(model: str) -> tuple[Path, str]:
 
 def _bad(flag: str, problem: str) -> click.BadParameter:
     return click.BadParameter(problem, param_hint=f"'{flag}'")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager

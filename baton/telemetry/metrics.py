@@ -36,7 +36,8 @@ PAGES = Gauge("baton_pages", "Pages of the KV pool, by state.", ["role", "state"
 
 REUSED_TOKENS = Counter("baton_decode_reused_tokens_total", "Context tokens that decode held and did not fetch.")
 UNSHARED_TOKENS = Counter(
-    "baton_decode_unshared_tokens_total", "Context tokens whose KV came compressed, and is not left for later prompts."
+    "baton_decode_unshared_tokens_total",
+    "Context tokens whose KV may not be as computed, and is not left for later prompts.",
 )
 PREFIX_EXPORTS = Counter("baton_decode_prefix_exports_total", "Pinned prefixes opened for prefill workers to fetch.")
 TRANSFER_BYTES = Counter("baton_transfer_bytes_total", "KV bytes moved, by direction.", ["direction"])

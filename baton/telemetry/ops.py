@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from baton.errors import ConfigError
 from baton.sockets import bind
 
 _GRACE_S = 1
@@ -52,7 +53,10 @@ async def serve_ops(address: str, *, ready: Callable[[], bool]) -> AsyncIterator
 
     Raises ConfigError naming the address if it can't be bound.
     """
-    bound = bind(address)
+    try:
+        bound = bind(address)
+    except ConfigError as error:
+        raise ConfigError(f"ops: {error}") from None
     config = uvicorn.Config(
         _app(ready),
         log_config=None,

@@ -38,7 +38,7 @@ class WorkerConfig:
     kv_memory: int = option(0, help="Memory of the KV pool; 0: automatic.", unit="bytes", minimum=0)
     page_size: int = option(0, help="Tokens in a page; 0: 16 on CPU, 256 on CUDA.", minimum=0)
     block_size: int = option(16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1)
-    threads: int = option(0, help="Compute threads; 0: one per core.", minimum=0)
+    threads: int = option(0, help="Compute threads, at most one per core; 0: one per core.", minimum=0)
     cpus: str = option("", help="Cores that the worker keeps to, such as 0-3,8; empty: all that it is given.")
     control: str = option("127.0.0.1:0", help="Listener for routers; port 0: any free one.", unit="address")
     kv: str = option("127.0.0.1:0", help="Listener for KV transfers.", unit="address")

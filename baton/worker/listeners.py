@@ -14,9 +14,11 @@ from typing import Any
 import grpc
 
 from baton.admin import ADMIN_SERVICE, CacheClearer, CacheSource, LedgerSource, Sources, add_admin
+from baton.errors import ConfigError
 from baton.pb import worker_pb2_grpc
 from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
+from baton.sockets import bind
 from baton.telemetry.ops import serve_ops
 from baton.transfer.tickets import TicketVerifier
 from baton.worker.config import WorkerConfig
@@ -50,11 +52,16 @@ class Addresses:
 
 
 def check_addresses(config: WorkerConfig) -> None:
-    """Judge, before a model is loaded, where control and kv may listen; raises ConfigError as `listen` does."""
+    """Judge, before a model is loaded, where the worker is to listen; raises ConfigError as `listen` does."""
     for field in ("kv", "control"):
         check_reach(
             getattr(config, field), insecure=config.insecure, tls=bool(config.tls_cert), keys=_keys(config), field=field
         )
+    for field in ("kv", "control", "ops"):
+        try:
+            bind(getattr(config, field)).close()
+        except ConfigError as error:
+            raise ConfigError(f"{field}: {error}") from None
 
 
 @contextlib.asynccontextmanager

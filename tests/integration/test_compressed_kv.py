@@ -143,6 +143,20 @@ async def test_a_fleet_answers_from_compressed_kv_and_caches_none_of_it(
         assert count(UNSHARED_TOKENS) - unshared == (0 if exact else sum(contexts))
 
 
+async def test_what_a_converting_worker_decodes_is_left_to_nobody(tmp_path: Path) -> None:
+    """Its blocks would have the names of KV that was computed from a context in its own element type."""
+    with redis("valkey", tmp_path) as server:
+        async with Fleet(make_checkpoint("llama", tmp_path), dtype="float32", fleet_secret=SECRET) as fleet:
+            prefill = await fleet.prefill(kv_dtype="bfloat16")
+            worker = await fleet.decode(redis=server.url, convert_kv=True)
+            client, unshared = await fleet.router([prefill], [worker]), count(UNSHARED_TOKENS)
+            await client.complete(prompt_ids(100), **GREEDY)
+            await worker.service.drain(5)
+            await worker.cache.flush()
+            assert (server.client().dbsize(), worker.engine.stats().cached) == (0, 0)
+            assert count(UNSHARED_TOKENS) - unshared == 100
+
+
 async def test_a_fleet_whose_prefill_cannot_compress_fails_the_request_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

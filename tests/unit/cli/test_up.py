@@ -7,6 +7,7 @@ import io
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from baton.cli import fleet
 from baton.launcher import bound_to_me
@@ -278,6 +280,30 @@ def test_killing_the_supervisor_leaves_no_orphan(ups: list[Up]) -> None:
     pids = up.pids(3)
     up.process.kill()
     assert gone(pids)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_killed_valkey_is_started_again_and_ends_with_the_fleet(ups: list[Up], killed: bool) -> None:
+    up = start(ups, "--redis=embedded")
+    up.ready()
+    with Redis.from_url(up.until(r"redis=(unix://\S+)")[1]) as client:
+        first = int(client.info("server")["process_id"])
+    os.kill(first, signal.SIGKILL)
+    up.until(r"up +\| the embedded Valkey was killed by signal 9: .* it is started again in 1 s \(end 1\)\n")
+    up.until(r"up +\| the embedded Valkey is there again, and empty, after 1 ends\n")
+    with Redis.from_url(up.until(r"redis=(unix://\S+)")[1]) as client:
+        second = int(client.info("server")["process_id"])
+    assert second != first
+    pids = [second, *up.pids(3)]
+    if killed:
+        up.process.kill()
+        assert gone(pids)
+        shutil.rmtree(Path(up.until(r"redis=unix://(\S+)")[1]).parent)
+    else:
+        up.process.send_signal(signal.SIGTERM)
+        assert up.end() == 0
+        assert gone(pids, 0)
+        assert up.log.count("embedded Valkey") == 2, "its end with the fleet is no death"
 
 
 @pytest.mark.parametrize(

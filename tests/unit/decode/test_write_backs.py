@@ -11,7 +11,6 @@ import pytest
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages
-from baton.kv.format import PartData
 from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.telemetry import metrics
 from baton.worker.blocks import MOST_WRITE_BACKS, Blocks
@@ -31,10 +30,10 @@ class Held(FakeEngine):
         self.gate, self.reading = threading.Event(), threading.Semaphore(0)
         self.gate.set()
 
-    def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
+    def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
         self.reading.release()
         assert self.gate.wait(20)
-        return super().read_kv(handle, layer, tokens, heads)
+        return super().read_blocks(handle, token_start, count)
 
     def published(self, ids: Sequence[int] = IDS) -> list[bytes]:
         """Leave these tokens' blocks in the pool, and return their names."""

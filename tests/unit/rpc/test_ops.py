@@ -52,7 +52,7 @@ async def test_live_ready_metrics_and_nothing_else() -> None:
 
 async def test_a_taken_port_is_named() -> None:
     async with serve_ops("127.0.0.1:0", ready=lambda: True) as ops:
-        with pytest.raises(ConfigError, match=ops.address):
+        with pytest.raises(ConfigError, match=f"ops: {ops.address} is already in use"):
             await serve_ops(ops.address, ready=lambda: True).__aenter__()
 
 

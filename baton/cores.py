@@ -1,0 +1,62 @@
+"""How many cores this process may use: by its affinity, and by the CPU time that its cgroups grant it.
+
+The affinity (taskset, cpusets, `docker --cpuset-cpus`) is a number of cores. A quota (`docker --cpus`, limits of
+Kubernetes) is CPU time a period: more threads than that run at first, and then all of them stand still until the next
+period. It is counted as so many cores, rounded up, as Go and the JVM do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path, PurePosixPath
+
+_GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def affinity() -> int:
+    """Cores that the kernel may run this process on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable() -> int:
+    """Cores that are worth a compute thread: those of the affinity, or as many as the quota pays for."""
+    limit = quota()
+    return affinity() if limit is None else max(1, min(affinity(), math.ceil(limit)))
+
+
+def quota(groups: Path = _GROUPS, mount: Path = _MOUNT) -> float | None:
+    """Cores whose full time the cgroups of this process grant it, None without a limit.
+
+    `groups` and `mount` are the kernel's files (cgroups(7)): v2 has `cpu.max`, v1 `cpu.cfs_quota_us`, and the limits of
+    all groups around it count. A container sees its own group as the root of the mount.
+    """
+    limits = [limit for group in _own(groups, mount) if (limit := _limit(group)) is not None]
+    return min(limits, default=None)
+
+
+def _own(groups: Path, mount: Path) -> list[Path]:
+    """Directories of the groups that this process is in, and of those around them."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            root = mount / controllers if controllers else mount
+            inner = PurePosixPath(path.lstrip("/"))
+            found += [root / each for each in (inner, *inner.parents)]
+    return found
+
+
+def _limit(group: Path) -> float | None:
+    """A group's own limit in cores."""
+    with contextlib.suppress(OSError, ValueError):
+        if (group / "cpu.max").exists():
+            time, period = (group / "cpu.max").read_text().split()
+        else:
+            time, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        # "max" is no number, and v1 says -1.
+        return int(time) / int(period) if int(time) > 0 and int(period) > 0 else None
+    return None
