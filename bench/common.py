@@ -15,6 +15,8 @@ from typing import Any
 from baton.bench.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
+RAN = provenance()
+"""Read when the measurement is loaded: what is committed while it runs is not what it measures."""
 
 
 @contextlib.contextmanager
@@ -45,7 +47,7 @@ def save(name: str, results: dict[str, Any], part: str = "") -> None:
     """
     module = Path(sys.argv[0]).relative_to(Path(__file__).parents[1]).with_suffix("")
     command = " ".join(["python -m", ".".join(module.parts).removesuffix(".__main__"), *sys.argv[1:]])
-    report = {**provenance(), "command": command, "results": results}
+    report = {**RAN, "command": command, "results": results}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     if part:

@@ -1,7 +1,7 @@
 """What the prefix cache saves: time to the first token of one long prompt, cold and from each tier, against the floors.
 
     python -m bench.checkpoint DIR
-    python -m bench.prefix --model DIR [--tokens 4096] [--rounds 4] [--repeats 5]
+    python -m bench.prefix --model DIR [--tokens 4096] [--rounds 4] [--repeats 5] [--short-rounds 30] [--cold-only]
 
 Real processes: two fleets of one prefill and one decode worker, of which only one serves at a time, one with all tiers
 of the cache and one with none. All in one run, in turns, on the client's clock:
@@ -13,8 +13,14 @@ of the cache and one with none. All in one run, in turns, on the client's clock:
 
 A machine's speed may change by half within a minute. So cold prompts go in the order none, on, off, off, on, none, and
 each is compared with its neighbour alone: two pairs a round of each comparison, one in either order. What counts is the
-median of the pairs' ratios. Beside the clock stands the CPU time of the fleet's processes, and of Redis: until the
-first token, and from then on until everything was written.
+median of the pairs' ratios, with its interval (see bench.prefix_cold): the bar of 1.01 is reached if all of it is
+below, missed if all of it is above, and else nothing is shown. Beside the clock stands the CPU time of the fleet's
+processes, and of Redis: until the first token, and from then on until everything was written.
+
+Few long prompts say little about 1%. So there are two more witnesses: many pairs of short prompts (SHORT_COLD tokens,
+where what does not grow with the prompt, as the look-up's round trip, weighs more), and the account of what the cache
+adds before the first token, counted by itself (see bench.prefix_account). --cold-only leaves out all that is warm, and
+writes prefix-cold.json instead of prefix.json.
 
 A sample counts for a tier only if the request's own usage says that nine tenths of its tokens came from there. Every
 warm prompt is a whole-prompt hit, of which the last token is computed.
@@ -33,7 +39,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +50,9 @@ from baton import AsyncClient
 from baton.kv.embedded import embedded_valkey
 from baton.request import CachedTokens
 from bench.common import save
-from bench.prefix_cold import COLD, NONE, OFF, ON, Cold, ms, ratios, spread, way_taken
+from bench.prefix_account import Ready, accounts, beside, busiest, thread_seconds, until_ready
+from bench.prefix_account import lines as account_lines
+from bench.prefix_cold import COLD, NONE, OFF, ON, Cold, compared, ms, spread
 from bench.prefix_cold import lines as cold_lines
 from bench.prefix_redis import Throughput, kv_format
 from bench.prefix_redis import table as redis_table
@@ -57,6 +65,8 @@ FROM_TIER = 0.9
 STEP_TOKENS = 12
 SPARE_TOKENS = 64
 SHORT_TOKENS = 16
+SHORT_COLD = 512
+READY_ROUNDS = 15
 THREADS = 2
 CHUNK_TOKENS = 512
 """Fixed, or one slow chunk would make the later ones of its fleet smaller, and the comparison one of chunk sizes."""
@@ -66,17 +76,19 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Fleets:
-    """Clients of the fleet with the cache and of the one without, the workers of the first, and processes of both."""
+    """Clients of the fleet with the cache and of the one without, the workers of the first, and of both fleets the
+    processes and the control listener of the prefill worker."""
 
     on: AsyncClient
     none: AsyncClient
     workers: list[Worker]
     redis: Redis
     pids: dict[str, dict[str, int]]
+    prefills: dict[str, str]
 
-    def of(self, way: str) -> tuple[AsyncClient, dict[str, int]]:
-        """The client to ask for a cold prompt, and its fleet's processes by role."""
-        return (self.none, self.pids["none"]) if way == NONE else (self.on, self.pids["on"])
+    def of(self, way: str) -> tuple[AsyncClient, str]:
+        """The client to ask for a cold prompt, and its fleet's name."""
+        return (self.none, "none") if way == NONE else (self.on, "on")
 
 
 @dataclass
@@ -85,6 +97,8 @@ class Samples:
 
     ttft: dict[str, list[float]] = field(default_factory=dict)
     cold: list[Cold] = field(default_factory=list)
+    short: list[Cold] = field(default_factory=list)
+    ready: list[Ready] = field(default_factory=list)
     strays: list[str] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     copies: list[float] = field(default_factory=list)
@@ -95,12 +109,18 @@ class Samples:
 
 
 async def ask(
-    client: AsyncClient, prompt: Sequence[int], cache: str = "read_write", tokens: int = 1
+    client: AsyncClient,
+    prompt: Sequence[int],
+    cache: str = "read_write",
+    tokens: int = 1,
+    came: Callable[[], object] = lambda: None,
 ) -> tuple[list[float], CachedTokens]:
-    """Seconds from the call to each token, and where the prompt's KV came from."""
+    """Seconds from the call to each token, and where the prompt's KV came from; `came` is called as they come."""
     began, arrivals, usage = time.perf_counter(), list[float](), None
     async for delta in client.generate(prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True, cache=cache):
         arrivals += [time.perf_counter() - began] * len(delta.tokens)
+        if delta.tokens:
+            came()
         usage = delta.usage or usage
     if len(arrivals) != tokens or usage is None:
         raise RuntimeError(f"{len(arrivals)} tokens instead of {tokens}")
@@ -116,21 +136,40 @@ class Run:
         self._chosen = random.Random(seed)
         self._vocabulary = vocabulary
         self._other: list[int] = []
+        self._compute: dict[str, frozenset[int]] = {}
         self.samples = Samples()
 
     async def warm_up(self) -> None:
         """Everything once, and the prompt that takes the pages from others."""
         self._other = self._fresh(self._length)
-        for client in (self._fleets.none, self._fleets.on):
+        for way in (NONE, ON):
+            client, fleet = self._fleets.of(way)
             await ask(client, self._fresh(256), tokens=4)
+            prefill = self._fleets.pids[fleet]["prefill"]
+            before = thread_seconds(prefill)
             # At full length in both: kernels and working memory are made for each new shape.
             await ask(client, self._other)
+            self._compute[fleet] = busiest(before, thread_seconds(prefill), THREADS)
         await self._settled()
 
-    async def round(self, repeats: int) -> None:
-        """Two samples of each cold way, and `repeats` from each tier."""
-        prompts = {way: await self._cold(way) for way in COLD}
-        prompt = prompts[ON]
+    async def cold_round(self) -> list[int]:
+        """Two samples of each cold way; returns the last prompt with the cache on."""
+        prompts = {way: await self._cold(way, self._length, self.samples.cold) for way in COLD}
+        return prompts[ON]
+
+    async def short_round(self) -> None:
+        """The same with short prompts."""
+        for way in COLD:
+            await self._cold(way, SHORT_COLD, self.samples.short)
+
+    async def ready_round(self) -> None:
+        """Two samples in each way of prompts that only become ready to be computed."""
+        for way in COLD:
+            address = self._fleets.prefills[self._fleets.of(way)[1]]
+            self.samples.ready.append(await until_ready(address, self._fresh(self._length), way))
+
+    async def warm_round(self, prompt: list[int], repeats: int) -> None:
+        """`repeats` samples of a prompt that is in all tiers from each of them."""
         for _ in range(repeats):
             await self._warm("pool", prompt)
         for _ in range(repeats):
@@ -149,17 +188,23 @@ class Run:
         await self._steps(prompt, repeats)
         self.samples.copies += [copy_seconds(self._bytes()) for _ in range(repeats)]
 
-    async def _cold(self, way: str) -> list[int]:
+    async def _cold(self, way: str, length: int, samples: list[Cold]) -> list[int]:
         """One new prompt; returns it."""
-        client, pids = self._fleets.of(way)
-        prompt = self._fresh(self._length)
-        before = _cpu(pids)
-        arrivals, cached = await ask(client, prompt, "off" if way == OFF else "read_write")
-        first = _cpu(pids)
+        client, fleet = self._fleets.of(way)
+        pids, compute = self._fleets.pids[fleet], self._compute[fleet]
+        prompt = self._fresh(length)
+        taken = [_taken(pids)]
+        arrivals, cached = await ask(
+            client, prompt, "off" if way == OFF else "read_write", came=lambda: taken.append(_taken(pids))
+        )
         if cached.total:
             raise RuntimeError(f"{way}: {cached.total} tokens were cached")
         await self._settled()
-        self.samples.cold.append(Cold(way, arrivals[0], _minus(first, before), _minus(_cpu(pids), first)))
+        (before, threads), (first, threads_then) = taken[:2]
+        until = _minus(first, before)
+        others = {role: took for role, took in until.items() if role != "prefill"}
+        apart = {**beside(pids["prefill"], compute, threads, threads_then), **others}
+        samples.append(Cold(way, arrivals[0], until, _minus(_taken(pids)[0], first), apart))
         return prompt
 
     async def _warm(self, tier: str, prompt: list[int]) -> None:
@@ -200,8 +245,9 @@ class Run:
         return self._length * kv_format().token_bytes
 
 
-def _cpu(pids: dict[str, int]) -> dict[str, float]:
-    return {role: cpu_seconds(pid) for role, pid in pids.items()}
+def _taken(pids: dict[str, int]) -> tuple[dict[str, float], dict[int, float]]:
+    """CPU seconds so far of each process, and of each thread of the prefill worker."""
+    return {role: cpu_seconds(pid) for role, pid in pids.items()}, thread_seconds(pids["prefill"])
 
 
 def _minus(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
@@ -217,14 +263,24 @@ def copy_seconds(size: int) -> float:
     return time.perf_counter() - began
 
 
-def report(run: Run, length: int, redis_seconds: float) -> dict[str, Any]:
+def cold_report(samples: Samples, length: int) -> dict[str, Any]:
+    """All about cold prompts."""
+    cold = statistics.median(each.ttft for each in samples.cold if each.way == ON)
+    return {
+        "prompt_tokens": length,
+        "prefix_bytes": length * kv_format().token_bytes,
+        **compared(samples.cold),
+        "cold_tokens_per_s": round(length / cold, 1),
+        "cold_account": accounts(samples.cold, samples.ready),
+        "cold_short": {"prompt_tokens": SHORT_COLD, **compared(samples.short)},
+    }
+
+
+def warm_report(samples: Samples, length: int, redis_seconds: float) -> dict[str, Any]:
     """Medians in ms, floors and ratios; `redis_seconds` is what a plain client takes for the prefix."""
-    samples = run.samples
     ttft = {name: statistics.median(values) for name, values in samples.ttft.items()}
-    cold, step = (
-        statistics.median(each.ttft for each in samples.cold if each.way == ON),
-        statistics.median(samples.steps),
-    )
+    cold = statistics.median(each.ttft for each in samples.cold if each.way == ON)
+    step = statistics.median(samples.steps)
     moving = {"pool": 0.0, "host": statistics.median(samples.copies), "redis": redis_seconds}
     warm = {}
     for tier in (tier for tier in TIERS if tier in ttft):
@@ -238,12 +294,6 @@ def report(run: Run, length: int, redis_seconds: float) -> dict[str, Any]:
             **({"bar": BARS[tier], "reached": cold / ttft[tier] >= BARS[tier]} if tier in BARS else {}),
         }
     return {
-        "prompt_tokens": length,
-        "prefix_bytes": length * kv_format().token_bytes,
-        "cold": {way: way_taken(samples.cold, way) for way in dict.fromkeys(COLD)},
-        "cold_tokens_per_s": round(length / cold, 1),
-        "cold_on_over_no_cache": ratios(samples.cold, ON, NONE),
-        "cold_on_over_cache_off": ratios(samples.cold, ON, OFF),
         "warm": warm,
         "strays": samples.strays,
         "one_step_ms": ms(step),
@@ -259,7 +309,7 @@ def fleets(arguments: argparse.Namespace) -> Iterator[tuple[Fleets, str]]:
     common = {"dtype": "bfloat16", "threads": THREADS, "max_model_len": 2 * arguments.tokens, "stall_s": PATIENCE_S}
     with embedded_valkey(2 << 30) as server, Services(model=arguments.model, **common) as services:
         redis = Redis.from_url(server, protocol=2)
-        routers, pids, workers = {}, {}, {}
+        routers, pids, workers, prefills = {}, {}, {}, {}
         for name, cache in (
             ("on", {"redis": server, "cache_memory": "1GiB"}),
             ("none", {"redis": "none", "cache_memory": 0}),
@@ -267,25 +317,35 @@ def fleets(arguments: argparse.Namespace) -> Iterator[tuple[Fleets, str]]:
             prefill = services.worker("prefill", kv_memory=page_bytes, chunk_size=CHUNK_TOKENS, **cache)
             decode = services.worker("decode", slots=2, kv_memory=2 * page_bytes, **cache)
             routers[name] = services.router([prefill], [decode], prefill_silence_s=PATIENCE_S)
-            workers[name] = [prefill, decode]
+            workers[name], prefills[name] = [prefill, decode], prefill.control
             places = {"prefill": prefill.control, "decode": decode.control, "router": routers[name]}
             pids[name] = {role: services.pid(address) for role, address in places.items()}
         pids["on"]["redis"] = int(redis.info("server")["process_id"])
-        yield Fleets(AsyncClient(routers["on"]), AsyncClient(routers["none"]), workers["on"], redis, pids), server
+        clients = AsyncClient(routers["on"]), AsyncClient(routers["none"])
+        yield Fleets(*clients, workers["on"], redis, pids, prefills), server
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with fleets(arguments) as (found, server):
-        throughput = Throughput(server, arguments.tokens // kv_format().block_size)
         async with found.on, found.none:
             vocabulary = (await found.on.get_model()).vocab_size
             run = Run(found, arguments.tokens, vocabulary, arguments.seed)
             await run.warm_up()
+            throughput = None if arguments.cold_only else Throughput(server, arguments.tokens // kv_format().block_size)
             for _ in range(arguments.rounds):
-                await run.round(arguments.repeats)
-                for _ in range(2):
-                    await throughput.round()
-        results = report(run, arguments.tokens, throughput.best_seconds("get"))
+                prompt = await run.cold_round()
+                if throughput is not None:
+                    await run.warm_round(prompt, arguments.repeats)
+                    for _ in range(2):
+                        await throughput.round()
+            for _ in range(READY_ROUNDS):
+                await run.ready_round()
+            for _ in range(arguments.short_rounds):
+                await run.short_round()
+        results = cold_report(run.samples, arguments.tokens)
+        if throughput is None:
+            return results
+        results |= warm_report(run.samples, arguments.tokens, throughput.best_seconds("get"))
         await throughput.close()
         return {**results, "redis": throughput.results()}
 
@@ -293,7 +353,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """The whole on one screen."""
     lines = [f"{results['prompt_tokens']} tokens, {results['prefix_bytes'] / 1e6:.1f} MB of KV"]
-    lines += cold_lines(results)
+    lines += [*cold_lines(results), *account_lines(results["cold_account"])]
+    lines += [f"{results['cold_short']['prompt_tokens']} tokens", *cold_lines(results["cold_short"])]
+    if "warm" not in results:
+        return "\n".join(lines)
     for tier, warm in results["warm"].items():
         bar = f" (bar {warm['bar']:g})" if "bar" in warm else ""
         lines.append(
@@ -313,8 +376,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
-    results = asyncio.run(measure(parser.parse_args()))
-    save("prefix", results)
+    parser.add_argument("--short-rounds", type=int, default=30, help="six short cold prompts each")
+    parser.add_argument("--cold-only", action="store_true", help="only what the cache costs a new prompt")
+    arguments = parser.parse_args()
+    results = asyncio.run(measure(arguments))
+    save("prefix-cold" if arguments.cold_only else "prefix", results)
     print(table(results))
 
 

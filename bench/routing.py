@@ -26,7 +26,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,11 @@ class Router:
         self.numbers = itertools.count()
         self.wall_us: list[float] = []
         self.cpu_us: list[float] = []
+
+    @cached_property
+    def names(self) -> tuple[list[str], list[str]]:
+        """All prefill and all decode workers, which stay the same."""
+        return [view.name for view in self.fleet.prefill], [view.name for view in self.fleet.decode]
 
     def decide(self, job: Job, now: float) -> Choice:
         """Where the job goes."""
@@ -296,23 +301,17 @@ def affine(router: Router, demand: Demand) -> Choice:
 
 def at_random(router: Router, demand: Demand) -> Choice:
     """Any two workers."""
-    return Choice(_RANDOM.choice(_names(router, 0)), (_RANDOM.choice(_names(router, 1)),))
+    prefills, decodes = router.names
+    return Choice(_RANDOM.choice(prefills), (_RANDOM.choice(decodes),))
 
 
 def in_turn(router: Router, demand: Demand) -> Choice:
     """One after the other."""
-    prefills, decodes = _names(router, 0), _names(router, 1)
+    prefills, decodes = router.names
     return Choice(prefills[demand.number % len(prefills)], (decodes[demand.number % len(decodes)],))
 
 
 _RANDOM = random.Random(1)
-_NAMES: dict[int, tuple[list[str], list[str]]] = {}
-
-
-def _names(router: Router, role: int) -> list[str]:
-    if id(router) not in _NAMES:
-        _NAMES[id(router)] = [w.name for w in router.fleet.prefill], [w.name for w in router.fleet.decode]
-    return _NAMES[id(router)][role]
 
 
 POLICIES: dict[str, tuple[Callable[[Router, Demand], Choice], bool]] = {

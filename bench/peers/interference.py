@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import statistics
 import time
@@ -27,11 +28,12 @@ from bench.peers.places import Places
 from bench.peers.process import Runner, runner
 from bench.peers.servers import vllm_server
 
-PINNED = {"prefill": {"cpus": "0", "threads": 1}, "decode": {"cpus": "1", "threads": 1}}
 STREAM_TOKENS = 4000
 """More than any stream gets to: the streams are cancelled in the end."""
 ANSWER_TOKENS = 2
 """Of a long prompt: after a single one nothing would be moved to decode."""
+WATCH_S = 1200.0
+"""A server that has not done with its prompts by then has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ async def watch(target: Target, load: Load, vocabulary: int = VOCABULARY) -> dic
             job = Job(_prompt(load.tokens, vocabulary), ANSWER_TOKENS)
             await target.send(job, Outcome.of(job, time.perf_counter()))
         ended = time.perf_counter()
-        # The last gap of each stream that the load has begun is measured to its end.
+        # The last gap of each stream that the load has a part of is measured to its end.
         heard = [len(each.times) for each in outcomes]
         while any(len(each.times) == count for each, count in zip(outcomes, heard, strict=True)):
             await _none_ended(tasks, 0.01)
@@ -73,14 +75,17 @@ async def watch(target: Target, load: Load, vocabulary: int = VOCABULARY) -> dic
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return {"alone": gaps(outcomes, alone, begun), "loaded": gaps(outcomes, begun, ended)}
+    return gaps(outcomes, alone, begun, ended)
 
 
-def gaps(outcomes: Sequence[Outcome], since: float, until: float) -> list[float]:
-    """Milliseconds between tokens, of gaps that began in [since, until)."""
-    return [
-        1e3 * gap for each in outcomes for at, gap in zip(each.times, each.gaps, strict=False) if since <= at < until
-    ]
+def gaps(outcomes: Sequence[Outcome], alone: float, begun: float, ended: float) -> dict[str, list[float]]:
+    """Milliseconds between tokens: `alone`, where all of a gap lies between that and `begun`, when the load began;
+    `loaded`, where any of it lies between `begun` and `ended`."""
+    found = [pair for each in outcomes for pair in itertools.pairwise(each.times)]
+    return {
+        "alone": [1e3 * (end - at) for at, end in found if alone <= at and end <= begun],
+        "loaded": [1e3 * (end - at) for at, end in found if at < ended and end > begun],
+    }
 
 
 def figures(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -98,7 +103,7 @@ def measure(places: Places, rounds: int, quick: bool, tell: Callable[[str], obje
     turns: dict[str, list[Entry]] = {peer: [] for peer in ("baton", "vllm", "llama")}
     with contextlib.ExitStack() as stack:
         start: dict[str, Callable[[], Watch]] = {
-            "baton": lambda: _served(f"grpc://{stack.enter_context(baton_fleet(places, **PINNED))}", "", load),
+            "baton": lambda: _served(f"grpc://{stack.enter_context(baton_fleet(places))}", "", load),
             "vllm": lambda: _served(_vllm(stack, places), "m", load),
             "llama": lambda: _played(stack.enter_context(runner("llama", places.command("llama"))), load),
         }
@@ -156,7 +161,8 @@ def _medians(found: Sequence[Any]) -> dict[str, float] | None:
 
 
 async def watched(place: Place, load: Load, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
-    async with connected(place) as target:
+    """As `watch`, of the server there, warmed up. Raises TimeoutError after WATCH_S."""
+    async with asyncio.timeout(WATCH_S), connected(place) as target:
         # What a server makes at a shape's first use is no interference.
         for tokens in (load.context, load.tokens):
             job = Job(_prompt(tokens, vocabulary), 4)

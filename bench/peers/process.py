@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import tempfile
@@ -12,6 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from baton.launcher import bound_to_me
+
+ANSWER_S = 900.0
+"""For one answer; the first one has the loading in it, which may compile the model."""
 
 
 class RunnerError(Exception):
@@ -55,6 +59,11 @@ class Runner:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        # Nothing is buffered: the line before was the only one of its question.
+        if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
+            # A late answer would be taken for that of the next question.
+            self._signal(signal.SIGKILL)
+            raise RunnerError(f"{self.name} has not answered within {ANSWER_S:g} s")
         line = self._process.stdout.readline()
         if not line:
             raise RunnerError(f"{self.name} ended: {self._last_words()}")

@@ -106,6 +106,8 @@ def test_copies_beside_a_running_batch_change_nothing(tmp_path: Path) -> None:
         heads = range(engine.spec.kv_format.heads)
         for layer in range(engine.spec.kv_format.layers):
             engine.write_kv(home, layer, 0, 0, engine.read_kv(donor, layer, range(600), heads))
+        block = engine.spec.kv_format.block_size
+        engine.write_blocks(home, block, engine.read_blocks(donor, block, 600 // block - 1))
         found = [bytes(part.data) for part in whole_kv(engine, home, 600)]
         engine.free(home)
         return found

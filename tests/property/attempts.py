@@ -10,7 +10,6 @@ from typing import Any
 from baton.engine.contract import Engine, KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import NotFound, TransferError
-from baton.kv.prefix.block import block_payloads
 from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.request import CachePolicy, FinishReason
 from baton.transfer import wire
@@ -140,13 +139,7 @@ def payloads(engine: Engine, ids: Sequence[int]) -> list[bytes]:
 
 def held_payloads(engine: Engine, handle: KvHandle, blocks: int) -> list[bytes]:
     """The first blocks in the handle's pages."""
-    kv_format = engine.spec.kv_format
-    if not blocks:
-        return []
-    tokens, heads = range(blocks * kv_format.block_size), range(kv_format.heads)
-    return block_payloads(
-        kv_format, [engine.read_kv(handle, layer, tokens, heads) for layer in range(kv_format.layers)]
-    )
+    return engine.read_blocks(handle, 0, blocks) if blocks else []
 
 
 def check_pool(engine: Engine, chains: Sequence[tuple[Sequence[int], bytes]]) -> None:
