@@ -176,10 +176,8 @@ def main() -> None:
     parser.add_argument("--replay-tokens", type=int, default=200)
     parser.add_argument("--part", choices=("batch", "replay"), default="batch")
     arguments = parser.parse_args()
-    if arguments.part == "replay":
-        save("divergence", {dtype: asyncio.run(replay(arguments, dtype)) for dtype in DTYPES}, part="replay")
-    else:
-        save("divergence", {dtype: asyncio.run(measure(arguments, dtype)) for dtype in DTYPES})
+    run = replay if arguments.part == "replay" else measure
+    save("divergence", {dtype: asyncio.run(run(arguments, dtype)) for dtype in DTYPES}, part=arguments.part)
 
 
 if __name__ == "__main__":

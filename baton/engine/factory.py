@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from baton.engine import host_memory
+from baton.engine import host_memory, huge_pages
 from baton.engine.config import CPU_PAGE_SIZE, CUDA_PAGE_SIZE, EngineConfig
 from baton.engine.contract import EngineSpec
 from baton.engine.torch_engine import TorchEngine
@@ -63,6 +63,8 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> TorchEngine:
     kv = model.new_kv_cache(pages + int(device.type == "cuda"), page_size, kv_dtype)
     # Copies of what the pages hold need not be larger.
     engine = TorchEngine(model, kv, spec, config.host_kv_memory, min(config.resident_kv_memory, pages * kv.page_bytes))
+    if device.type == "cpu":
+        huge_pages.collapse()
     _log.info(
         "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "
         "max_model_len %d, slots %d, threads %d",
@@ -78,6 +80,8 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> TorchEngine:
         config.slots,
         torch.get_num_threads(),
     )
+    if device.type == "cpu" and (memory := huge_pages.resident()):
+        _log.info("%d of %d MiB in memory are in huge pages", memory.huge >> 20, memory.total >> 20)
     return engine
 
 

@@ -12,6 +12,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 WIRE_VERSION = 1
 
@@ -71,7 +72,7 @@ class KvFormat:
     @property
     def digest(self) -> str:
         """SHA-256 in hex over the canonical JSON of all fields."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return _digest(self)
 
     def convertible_from(self, other: KvFormat) -> bool:
         """Whether KV of `other` differs from this format in element types only."""
@@ -79,6 +80,12 @@ class KvFormat:
 
     def _shape(self) -> tuple[object, ...]:
         return (tuple((p.name, p.shape) for p in self.parts), self.layers, self.block_size, self.version)
+
+
+@lru_cache(maxsize=16)
+def _digest(kv_format: KvFormat) -> str:
+    # Asked for with every request.
+    return hashlib.sha256(json.dumps(asdict(kv_format), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

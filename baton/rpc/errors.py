@@ -199,7 +199,11 @@ async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, errors.Overloaded) and error.retry_after is not None:
         metadata = ((RETRY_AFTER, f"{error.retry_after:.3f}"),)
-    await context.abort(status_of(error), _details(error), metadata)
+    try:
+        await context.abort(status_of(error), _details(error), metadata)
+    except grpc.aio.InternalError as ended:
+        # The call has ended since: its deadline passed, or the client left.
+        raise asyncio.CancelledError from ended
     raise error
 
 

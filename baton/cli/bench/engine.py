@@ -91,7 +91,7 @@ def engine(
 
     try:
         # What a worker's process does for its engine too, before torch is loaded.
-        prepare(cpus)
+        prepare(cpus, threads)
         with extra_installed("worker"):
             from baton.bench.engine import Plan
             from baton.bench.engine_report import measure
