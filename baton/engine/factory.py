@@ -65,9 +65,10 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> TorchEngine:
     engine = TorchEngine(model, kv, spec, config.host_kv_memory, min(config.resident_kv_memory, pages * kv.page_bytes))
     if device.type == "cpu":
         huge_pages.collapse()
+    memory = huge_pages.resident()
     _log.info(
         "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "
-        "max_model_len %d, slots %d, threads %d",
+        "max_model_len %d, slots %d, threads %d, %d of %d MiB of memory in huge pages",
         path,
         device,
         time.monotonic() - began,
@@ -79,9 +80,9 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> TorchEngine:
         max_model_len,
         config.slots,
         torch.get_num_threads(),
+        memory.huge >> 20,
+        memory.total >> 20,
     )
-    if device.type == "cpu" and (memory := huge_pages.resident()):
-        _log.info("%d of %d MiB in memory are in huge pages", memory.huge >> 20, memory.total >> 20)
     return engine
 
 

@@ -44,12 +44,12 @@ class Resident:
     huge: int
 
 
-def resident() -> Resident | None:
-    """What is in memory now; None where the kernel does not tell."""
+def resident() -> Resident:
+    """What is in memory now; nothing where the kernel does not tell."""
     try:
         text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
     except OSError:
-        return None
+        return Resident(0, 0)
     kib = {name: int(value) for name, value in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
     return Resident(kib.get("Anonymous", 0) << 10, kib.get("AnonHugePages", 0) << 10)
 
