@@ -99,7 +99,7 @@ def test_what_was_loaded_is_logged_once(checkpoint: Path, caplog: pytest.LogCapt
     assert len(caplog.messages) == 1
     assert re.search(
         r"llama\d* on cpu in .* s: float32, KV bfloat16 in 4 pages of 8 tokens \(18432 bytes\), "
-        r"max_model_len 1024, slots 4, threads 1$",
+        r"max_model_len 1024, slots 4, threads 1, \d+ of \d+ MiB of memory in huge pages$",
         caplog.messages[0],
     )
 
