@@ -38,7 +38,7 @@ from baton import AsyncClient
 from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.request import CachePolicy, SamplingParams
 from baton.rpc.convert import cache_policy_to_proto, sampling_to_proto
-from bench.prefix_cold import COMPARISONS, CONFIDENCE, NOT_SHOWN, OFF, ON, Cold, interval, ms, neighbours, verdict
+from bench.prefix_cold import COMPARISONS, CONFIDENCE, NOT_SHOWN, OFF, ON, Cold, interval, ms, neighbours
 
 MOST_SHARE = 0.01
 """The bar: this much of a cold prompt's time to the first token."""
@@ -91,15 +91,16 @@ async def until_ready(address: str, prompt: Sequence[int], way: str) -> Ready:
         cache=cache_policy_to_proto(CachePolicy.OFF if way == OFF else CachePolicy.READ_WRITE),
     )
     async with grpc.aio.insecure_channel(address) as channel, AsyncClient(address) as client:
-        await channel.channel_ready()
-        began = time.perf_counter()
-        call = prefill_pb2_grpc.PrefillStub(channel).Prefill(request)
-        event = await call.read()
-        took = time.perf_counter() - began
-        call.cancel()
-        if event.WhichOneof("event") != "progress" or event.progress.cached_tokens:
-            raise RuntimeError(f"{way}: instead of being ready: {event}")
         async with asyncio.timeout(PATIENCE_S):
+            await channel.channel_ready()
+            began = time.perf_counter()
+            call = prefill_pb2_grpc.PrefillStub(channel).Prefill(request)
+            event = await call.read()
+            took = time.perf_counter() - began
+            call.cancel()
+            ready = isinstance(event, prefill_pb2.PrefillEvent) and event.WhichOneof("event") == "progress"
+            if not ready or event.progress.cached_tokens:
+                raise RuntimeError(f"{way}: instead of being ready: {event}")
             while (await client.ledger()).entries:
                 pass
     return Ready(way, took)
@@ -131,7 +132,8 @@ def account(samples: Sequence[Cold], ready: Sequence[Ready], below: str) -> dict
         "account_share": round(added / whole, 5),
         "interval": None if bounds is None else [round(bound / whole, 5) for bound in bounds],
         "bar": MOST_SHARE,
-        "reached": NOT_SHOWN if bounds is None else verdict((bounds[0] / whole, bounds[1] / whole), MOST_SHARE),
+        # An upper bound of the cost: beyond the bar it shows nothing.
+        "reached": True if bounds is not None and bounds[1] / whole <= MOST_SHARE else NOT_SHOWN,
         "wait_ms": _differences(waits, parts[0]),
         "beside_computing_ms": {**_differences(cpu, parts[1]), "by_part": by_part},
     }

@@ -30,6 +30,9 @@ from router.policy import servable
 from router.whereabouts import Whereabouts
 from router.worker import WorkerLink
 
+_AGAIN_S = 5.0
+"""Until a worker is dialled again whose watch failed, which only a fault of ours can make it do."""
+
 REASON_CHARACTERS = 400
 """Of the first refusal or loss, as far as clients are told of it."""
 
@@ -56,6 +59,7 @@ class Pool:
         self._accepted: dict[str, WorkerLink] = {}
         self._refusals: dict[str, str] = {}
         self._listeners: list[Callable[[], None]] = []
+        self._closed = False
         self._fleet = Fleet()
         self._forms: Counter[Form] = Counter()
         self.prefixes = Whereabouts()
@@ -71,6 +75,7 @@ class Pool:
         try:
             yield self
         finally:
+            self._closed = True
             await _end(searches)
             await _end([task for _, task in self._links.values()])
 
@@ -146,9 +151,18 @@ class Pool:
 
     def _ended(self, link: WorkerLink, task: asyncio.Task[None]) -> None:
         del self._links[link.role, link.address]
-        if link.listed and not task.cancelled():
+        if task.cancelled() or self._closed or not link.listed:
+            return
+        if error := task.exception():
+            _logger.error("%s worker %s: its watch failed", link.role.value, link.address, exc_info=error)
+            asyncio.get_running_loop().call_later(_AGAIN_S, self._dial_again, link.role, link.address)
+        else:
             # It was listed again while it was being given up.
             self._dial(link.role, link.address)
+
+    def _dial_again(self, role: WorkerRole, address: str) -> None:
+        if not self._closed and (role, address) not in self._links:
+            self._dial(role, address)
 
     def changed(self, link: WorkerLink) -> None:
         """A worker's status or session is another: it may have to leave, or may join, and then its view counts."""

@@ -19,12 +19,14 @@ def at_interrupt(act: Callable[[], object]) -> Iterator[None]:
     """
 
     def first(number: int, frame: FrameType | None) -> None:
-        for each in _SIGNALS:
+        for each in before:
             signal.signal(each, signal.SIG_DFL)
         act()
 
     try:
-        before = {each: signal.signal(each, first) for each in _SIGNALS}
+        # A job in the background of a script ignores Ctrl-C, which is the script's.
+        taken = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        before = {each: signal.signal(each, first) for each in taken}
     except ValueError:
         yield
         return

@@ -45,7 +45,8 @@ class _Commands(click.Group):
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            raise click.ClickException(f"the output can't be written: {error.strerror}") from None
+            what = repr(error.filename) if error.filename else "the output"
+            raise click.ClickException(f"{what} can't be written: {error.strerror}") from None
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -134,8 +134,8 @@ def up(**flags: Any) -> None:
     """Run router, prefill and decode on this machine until Ctrl-C.
 
     A worker that dies is started again at the same addresses, and so is the embedded Valkey; standard error says which
-    and why. When the router dies,
-    or a worker before all is ready, everything ends with status 1. Bad flags and variables end with status 2.
+    and why. When the router dies, or a worker before all is ready, everything ends with status 1. Bad flags and
+    variables end with status 2.
 
     Settings that have no flag here, such as BATON_CPUS, BATON_KV_COMPRESSION and BATON_PROCESSES, are taken from
     variables, by all processes that know them: python -m prefill_svc, decode_svc or router --help lists them.

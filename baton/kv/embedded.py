@@ -105,7 +105,8 @@ class _Server:
             process.terminate()
             self._keeper.join(_STOP_S)
             process.kill()
-        self._keeper.join()
+        if self._keeper.ident is not None:
+            self._keeper.join()
 
     def _keep(self) -> None:
         pause = PAUSE_S

@@ -5,7 +5,7 @@
                   as `vllm bench serve` counts (its `itl`); all requests together
     tpot_ms       a request's time after its first event over the tokens that came after it: its mean ITL per token
     e2e_ms        from sending to the last event with tokens
-    cap_wait_ms   from when a request was due until the cap let it through, None without a cap
+    cap_wait_ms   from when a request came to the cap until it was let through, None without a cap
     lateness_ms   from when a request was due to when it was sent, less that: the generator's own
     seconds       from the begin to the end of the last request; rates are over it
     goodput       requests per second that finished with TTFT and TPOT within their objectives

@@ -172,7 +172,7 @@ class Run:
             outcome.ending = Ending.FINISHED
         except RequestFailed as error:
             outcome.ending, outcome.kind, outcome.message = error.ending, error.kind, str(error)
-            pause = AGAIN_S if error.retry_after is None else min(error.retry_after, MOST_PAUSE_S)
+            pause = AGAIN_S if error.retry_after is None else max(AGAIN_S, min(error.retry_after, MOST_PAUSE_S))
         except TimeoutError:
             outcome.ending, outcome.kind = Ending.FAILED, "timeout"
             outcome.message = f"not ended within {self.plan.timeout_s:g} s, after {outcome.tokens} tokens"

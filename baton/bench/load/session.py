@@ -89,11 +89,14 @@ async def measured(settings: Settings, console: Console) -> AsyncGenerator[dict[
             most = settings.max_concurrency
             run = Run(Plan(load.concurrency, settings.requests, settings.seconds, settings.timeout_s, most))
             interrupt = partial(asyncio.get_running_loop().call_soon_threadsafe, run.interrupt)
-            async with bar(run, console):
-                with at_interrupt(interrupt):
+            with at_interrupt(interrupt):
+                async with bar(run, console):
                     await run.go(target, _jobs(settings, load, seed, vocab_size))
-            workload = _workload(settings, load, vocab_size)
-            yield report(run, settings.place.url, workload, settings.objectives)
+                # Here too a signal must not lose what is complete.
+                workload = _workload(settings, load, vocab_size)
+                found = report(run, settings.place.url, workload, settings.objectives)
+                await asyncio.sleep(0)
+            yield {**found, "interrupted": run.interrupted}
             if run.interrupted:
                 return
 

@@ -20,12 +20,16 @@ def deliver(report: dict[str, Any] | None, file: Path | None, show: Callable[[di
     """
     if report is None:
         raise KeyboardInterrupt
+    failure = None
     if file is not None:
         try:
             file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            raise click.ClickException(f"{str(file)!r} can't be written: {error.strerror}") from None
+            failure = click.ClickException(f"{str(file)!r} can't be written: {error.strerror}")
+    # Shown also when it can't be written: else a long measurement would be lost.
     show(report)
+    if failure is not None:
+        raise failure
     if report["interrupted"]:
         click.echo("interrupted: the report has what was complete by then", err=True)
         sys.exit(INTERRUPTED)

@@ -142,6 +142,7 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
     # What is loaded by now stays: collections need not look at it while requests are timed.
     gc.freeze()
     reports: list[dict[str, Any]] = []
+    interrupted = False
     try:
         # Before and after runs, which take it themselves.
         with usage_of_connection(), at_interrupt(interrupt):
@@ -155,9 +156,9 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
     except KeyboardInterrupt:
         if not reports:
             raise
-        reports[-1]["interrupted"] = True
+        interrupted = True
     _write(reports, many=len(settings.loads) > 1, json_file=json_file, plot=plot)
-    if any(each["interrupted"] for each in reports):
+    if interrupted or any(each["interrupted"] for each in reports):
         sys.exit(INTERRUPTED)
     sys.exit(0 if any(each["requests"]["finished"] for each in reports) else FAILED)
 

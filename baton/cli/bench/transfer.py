@@ -37,10 +37,11 @@ def transfer(tokens: int, streams: tuple[int, ...], repeats: int, file: Path | N
         with extra_installed("worker"):
             from baton.bench.transfer import measure
 
+            about = provenance()
             found = last_report(measure(streams=streams, tokens=tokens, repeats=repeats))
     except BatonError as error:
         raise click.ClickException(str(error)) from None
-    deliver(None if found is None else {**provenance(), **found}, file, _print)
+    deliver(None if found is None else {**about, **found}, file, _print)
 
 
 def _print(found: dict[str, Any]) -> None:
