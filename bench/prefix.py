@@ -93,9 +93,13 @@ class Fleets:
 
 @dataclass
 class Samples:
-    """Seconds to the first token, by what was asked; `strays` are warm ones that came from elsewhere."""
+    """Seconds to the first token, by what was asked; `strays` are warm ones that came from elsewhere.
+
+    `ratios`: of each round, the cold prompts' median with the cache on over that of a tier.
+    """
 
     ttft: dict[str, list[float]] = field(default_factory=dict)
+    ratios: dict[str, list[float]] = field(default_factory=dict)
     cold: list[Cold] = field(default_factory=list)
     short: list[Cold] = field(default_factory=list)
     ready: list[Ready] = field(default_factory=list)
@@ -169,7 +173,8 @@ class Run:
             self.samples.ready.append(await until_ready(address, self._fresh(self._length), way))
 
     async def warm_round(self, prompt: list[int], repeats: int) -> None:
-        """`repeats` samples of a prompt that is in all tiers from each of them."""
+        """`repeats` samples of a prompt that is in all tiers from each of them; follows a cold round."""
+        before = {tier: len(self.samples.ttft.get(tier, ())) for tier in TIERS}
         for _ in range(repeats):
             await self._warm("pool", prompt)
         for _ in range(repeats):
@@ -185,6 +190,11 @@ class Run:
             await self._settled()
             await ask(self._fleets.on, self._other)
             await self._settled()
+        # The machine's speed changes from minute to minute, so a tier is compared with the cold prompts of its round.
+        cold = statistics.median([each.ttft for each in self.samples.cold[-len(COLD) :] if each.way == ON])
+        for tier, known in before.items():
+            if new := self.samples.ttft.get(tier, [])[known:]:
+                self.samples.ratios.setdefault(tier, []).append(cold / statistics.median(new))
         await self._steps(prompt, repeats)
         self.samples.copies += [copy_seconds(self._bytes()) for _ in range(repeats)]
 
@@ -279,7 +289,7 @@ def cold_report(samples: Samples, length: int) -> dict[str, Any]:
 def warm_report(samples: Samples, length: int, redis_seconds: float) -> dict[str, Any]:
     """Medians in ms, floors and ratios; `redis_seconds` is what a plain client takes for the prefix."""
     ttft = {name: statistics.median(values) for name, values in samples.ttft.items()}
-    cold = statistics.median(each.ttft for each in samples.cold if each.way == ON)
+    ratios = {tier: statistics.median(each) for tier, each in samples.ratios.items()}
     step = statistics.median(samples.steps)
     moving = {"pool": 0.0, "host": statistics.median(samples.copies), "redis": redis_seconds}
     warm = {}
@@ -289,9 +299,10 @@ def warm_report(samples: Samples, length: int, redis_seconds: float) -> dict[str
             **spread(samples.ttft[tier]),
             "floor_ms": ms(floor),
             "moving_ms": ms(moving[tier]),
-            "cold_over_warm": round(cold / ttft[tier], 1),
+            "cold_over_warm": round(ratios[tier], 1),
+            "cold_over_warm_each": [round(each, 1) for each in samples.ratios[tier]],
             "warm_over_floor": round(ttft[tier] / floor, 2),
-            **({"bar": BARS[tier], "reached": cold / ttft[tier] >= BARS[tier]} if tier in BARS else {}),
+            **({"bar": BARS[tier], "reached": ratios[tier] >= BARS[tier]} if tier in BARS else {}),
         }
     return {
         "warm": warm,
