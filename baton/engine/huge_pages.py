@@ -70,7 +70,8 @@ def collapse() -> None:
             if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), _COLLAPSE) == 0:
                 continue
             if ctypes.get_errno() not in (errno.EAGAIN, errno.EBUSY, errno.ENOMEM):
-                return
+                # Not this mapping.
+                break
 
 
 def _mappings() -> Iterator[tuple[int, int]]:

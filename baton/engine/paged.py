@@ -43,10 +43,11 @@ class _Paused:
 class PagedEngine(ABC):
     """The contract's bookkeeping; see the module's text."""
 
-    def __init__(self, spec: EngineSpec, memory: KvMemory, host_kv_memory: int) -> None:
+    def __init__(self, spec: EngineSpec, memory: KvMemory, host_kv_memory: int, *, neighbours: bool = False) -> None:
+        # `neighbours`: pages that follow each other are read faster, so that some more may be evicted to have them.
         self._spec = spec
         self._memory = memory
-        self._pool = PagePool(spec.pages, spec.page_size, spec.kv_format.block_size)
+        self._pool = PagePool(spec.pages, spec.page_size, spec.kv_format.block_size, neighbours)
         self._rows: list[Row] = []
         self._row_of: dict[PageHandle, int] = {}
         self._flight = Flight()

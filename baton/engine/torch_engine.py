@@ -45,7 +45,8 @@ class TorchEngine(PagedEngine):
         self, model: LoadedModel, kv: KvCache, spec: EngineSpec, host_kv_memory: int, resident_kv_memory: int = 0
     ) -> None:
         self._cuda = CudaMemory(kv) if model.device.type == "cuda" else None
-        super().__init__(spec, self._cuda or TorchMemory(kv), host_kv_memory)
+        in_place = self._cuda is None and kv.dtype == model.dtype
+        super().__init__(spec, self._cuda or TorchMemory(kv), host_kv_memory, neighbours=in_place)
         self._decoder = model.decoder
         self._device = model.device
         self._kv = kv

@@ -100,9 +100,10 @@ class TorchMemory:
     ) -> None:
         """See KvMemory."""
         homes = self._homes()
+        row_bytes = sum(width for _, width in homes)
         for index, payload in enumerate(payloads):
             start = token_start + index * block_size
-            block = np.frombuffer(payload, dtype=np.uint8).reshape(self.kv.num_layers, -1)
+            block = np.frombuffer(payload, dtype=np.uint8).reshape(self.kv.num_layers, block_size * row_bytes)
             for home, rows in self._runs(homes, pages, range(start, start + block_size), block):
                 home[:] = rows
 

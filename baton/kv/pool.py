@@ -93,7 +93,7 @@ class PageCopy:
 class PagePool:
     """Hands out `pages` pages of `page_size` tokens each, numbered from 0; blocks have as many tokens by default."""
 
-    def __init__(self, pages: int, page_size: int, block_size: int | None = None) -> None:
+    def __init__(self, pages: int, page_size: int, block_size: int | None = None, neighbours: bool = True) -> None:
         if pages < 1 or page_size < 1:
             raise EngineError(f"a pool needs a page of a token or more, got {pages} pages of {page_size}")
         self.pages = pages
@@ -101,7 +101,7 @@ class PagePool:
         self._lock = threading.Lock()
         self._free = FreePages(pages)
         # Evicted at a time: what was reserved together lies together, and so can the next. Bounded, as it takes time.
-        self._evicted = min(pages // 16, 1024)
+        self._evicted = min(pages // 16, 1024) if neighbours else 0
         self._refs = [0] * pages
         self._published = Published(self._refs, page_size, block_size or page_size)
         self._leases: set[_Lease] = set()

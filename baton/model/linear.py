@@ -37,7 +37,7 @@ class Module(nn.Module):
     """A module without torch's hooks: a call is one of `forward`, and parameters and parts are plain attributes.
 
     A decode step calls some 200 modules and reads some 500 such attributes; torch's own ways to them are slower than
-    many a kernel. Parameters are replaced by assignment only.
+    many a kernel.
     """
 
     def __init_subclass__(cls) -> None:
@@ -46,6 +46,12 @@ class Module(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         self.__dict__[name] = value
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Module:
+        # Torch may put new parameters in the place of those that it moves or casts.
+        super()._apply(fn, recurse)
+        self.__dict__.update(self._parameters)
+        return self
 
 
 class DenseStorage(Module):

@@ -57,11 +57,12 @@ def check_addresses(config: WorkerConfig) -> None:
         check_reach(
             getattr(config, field), insecure=config.insecure, tls=bool(config.tls_cert), keys=_keys(config), field=field
         )
-    for field in ("kv", "control", "ops"):
-        try:
-            bind(getattr(config, field)).close()
-        except ConfigError as error:
-            raise ConfigError(f"{field}: {error}") from None
+    with contextlib.ExitStack() as bound:
+        for field in ("kv", "control", "ops"):
+            try:
+                bound.enter_context(bind(getattr(config, field)))
+            except ConfigError as error:
+                raise ConfigError(f"{field}: {error}") from None
 
 
 @contextlib.asynccontextmanager

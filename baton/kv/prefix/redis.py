@@ -135,8 +135,11 @@ class RedisPrefixCache:
         return payloads
 
     def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """All that are not being written already."""
-        return [not self._closed and digest not in self._queue for digest in digests]
+        """All that are not being written already, and whose node is to be had."""
+        return [
+            not self._closed and digest not in self._queue and self._calls.accepts(self._key(digest))
+            for digest in digests
+        ]
 
     def put(self, digest: bytes, payload: Payload) -> bool:
         """Queue a block for writing; False if the queue is full or its node is not to be had."""

@@ -106,6 +106,10 @@ class Share:
         copy.plan = self.plan
         return copy.rows[: len(self.sequences)]
 
+    def skip(self) -> None:
+        """The rows are not read in this step: the copies would have to be made anew, and hold memory meanwhile."""
+        self.bucket.copies.clear()
+
     def _empty(self, rows: int, q: Tensor) -> Tensor:
         # An inference tensor could not be written outside inference mode later.
         with torch.inference_mode(False):

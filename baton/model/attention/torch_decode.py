@@ -76,13 +76,14 @@ def plan(kv: KvCache, q: Tensor, batch: AttentionBatch, window: int | None, scra
     """The groups of a batch's sequences that have one new token; of `q` only dtype and device are read."""
     spans = [context if window is None else min(window, context) for context in batch.context_lens]
     ones = [sequence for sequence, query in enumerate(batch.query_lens) if query == 1]
-    groups = []
+    groups: list[Group] = []
     if batch.resident is not None and window is None:
         shares, ones = batch.resident.plan(batch, q)
-        groups = [
-            _alone(kv, q, batch, share.sequences, spans, scratch) or _resident(share, batch, q, scratch)
-            for share in shares
-        ]
+        for share in shares:
+            alone = _alone(kv, q, batch, share.sequences, spans, scratch)
+            if alone is not None:
+                share.skip()
+            groups.append(alone or _resident(share, batch, q, scratch))
     return groups + [
         _alone(kv, q, batch, members, spans, scratch) or _gathered(kv, q, batch, members, spans, scratch)
         for members in group_by_length(ones, spans)

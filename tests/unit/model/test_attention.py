@@ -100,6 +100,12 @@ def test_pages_that_follow_each_other_equal_dense_attention(case: Case) -> None:
     check(TorchAttention(), case, CPU, tolerance=2e-5)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3)], ids=str)
+def test_pages_that_follow_each_other_in_other_dtypes(dtype: torch.dtype, tolerance: float) -> None:
+    for case in in_dtypes(in_runs([*block_cases()[:12], *decode_cases()[:5]]), dtype, dtype):
+        check(TorchAttention(), case, CPU, tolerance=tolerance)
+
+
 @pytest.mark.parametrize(
     ("lengths", "window", "expected"),
     [

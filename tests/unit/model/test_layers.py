@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.errors import ModelError
 from baton.model.config import RopeConfig
-from baton.model.layers import Parallel, RowParallelLinear, inverse_frequencies
+from baton.model.layers import Parallel, RMSNorm, RowParallelLinear, inverse_frequencies
 from baton.model.linear import DenseStorage, PackedStorage, Placement
 from baton.model.load import load_model
 from tests.checkpoints import make_checkpoint, prompt_ids
@@ -131,3 +131,23 @@ def test_llama3_frequencies_by_hand() -> None:
     blend = (32 / wavelengths[1] - 1) / (4 - 1)
     torch.testing.assert_close(found[1], (1 - blend) * plain[1] / 4 + blend * plain[1])
     torch.testing.assert_close(found[2:], plain[2:] / 4)
+
+
+@pytest.mark.parametrize("size", [64, 896, 7])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 3e4])
+def test_norm_equals_its_formula(size: int, dtype: torch.dtype, tolerance: float, scale: float) -> None:
+    eps, draw = 1e-6, torch.Generator().manual_seed(size)
+    weight = torch.rand(size, generator=draw) + 0.5
+    norm = RMSNorm(size, eps, Placement(dtype, torch.device("cpu")))
+    norm.load_shard("weight", weight)
+    x = (torch.rand(5, size, generator=draw) * 2 - 1).mul_(scale).to(dtype)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    found = norm(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+def test_parameters_are_what_torch_thinks_they_are() -> None:
+    norm = RMSNorm(8, 1e-6, Placement(torch.float32, torch.device("meta")))
+    assert norm.to_empty(device="cpu").weight is dict(norm.named_parameters())["weight"]

@@ -192,6 +192,19 @@ def test_one_alone_is_read_where_it_lies_and_copied_when_it_has_company(monkeypa
     assert tokens == [*[0] * 7, 128, *[1] * 32]
 
 
+def test_what_is_read_in_place_leaves_no_copies() -> None:
+    runner = Runner(runs=True)
+    runner.free = list(range(400))
+    for _ in range(20):
+        runner.join(100)
+    runner.step()
+    assert runner.resident.allocated > 0
+    for one in runner.sequences[1:]:
+        runner.leave(one)
+    runner.step()
+    assert runner.resident.allocated == 0
+
+
 def test_a_sequence_outgrows_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner()
     for length in (62, 62, 60):
