@@ -49,7 +49,7 @@ class Module(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Module:
         # Torch may put new parameters in the place of those that it moves or casts.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.__dict__.update(self._parameters)
         return self
 
