@@ -82,7 +82,7 @@ class _Run:
 def measure(bench: RouterBench, say: Say = lambda what: None) -> Generator[dict[str, Any], None, None]:
     """What is known after each round; `say` is told which one begins. Every number is the median of the rounds'.
 
-    Raises Unavailable when a process does not start.
+    Raises Unavailable when a process does not start, or next to nothing came in the time.
     """
     cores = sorted(os.sched_getaffinity(0))
     about = {
@@ -275,10 +275,13 @@ def _messages(run: _Run) -> int:
 
 
 def _per_cpu_s(run: _Run) -> float:
-    return _tokens(run) / run.cpu_s
+    # Less than a tick is told as none.
+    return _tokens(run) / max(run.cpu_s, 1 / _TICKS_PER_S)
 
 
 def _shares(values: Sequence[float]) -> dict[str, float]:
-    """Percentiles by nearest rank."""
+    """Percentiles by nearest rank. Raises Unavailable if there are no values: the run was too short for the machine."""
+    if not values:
+        raise Unavailable("too few tokens came to tell anything: measure for more seconds")
     ordered = sorted(values)
     return {f"p{share}": ordered[-(-share * len(ordered) // 100) - 1] for share in (50, 90, 99, 100)}

@@ -19,13 +19,15 @@ from baton.pb.inference_pb2_grpc import InferenceServicer, add_InferenceServicer
 
 def test_all_runs_are_told_and_ctrl_c_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    small = ["--streams=2", "--burst-streams=4", "--step-ms=20", "--seconds=0.5", "--rounds=2", f"--json={file}"]
+    small = ["--streams=2", "--burst-streams=4", "--step-ms=20", "--seconds=1.5", "--rounds=2", f"--json={file}"]
     command = [sys.executable, "-m", "baton", "bench", "router", *small]
     with Popen(command, stdout=PIPE, stderr=PIPE, text=True, process_group=0) as bench:
         try:
             assert bench.stderr is not None
-            while "round 2" not in bench.stderr.readline():
-                assert bench.poll() is None
+            said = ""
+            while "round 2" not in said.rpartition("measuring")[2]:
+                said += bench.stderr.readline()
+                assert bench.poll() is None, said + bench.stderr.read()
             # Once there are two, the workers listen, and would have their say about a signal.
             children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
             while len(children.read_text().split()) < 2:

@@ -230,7 +230,8 @@ def test_copies_of_running_sequences_follow_the_batch_within_their_memory(checkp
     for handle, _ in running[1:3]:
         engine.free(handle)
     step(engine)
-    assert resident.allocated == 3 * 64 * 1152
+    # One alone is read where it lies.
+    assert resident.allocated == 0
     assert engine_of(checkpoint, resident_kv_memory=0)._inputs._resident is None
 
 
