@@ -198,7 +198,11 @@ async def test_last_token_of_a_replay_needs_no_decode(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         b.decode[0].script = fails_late
         assert (await b.answer(max_tokens=4)).text() == "abcd"
-        assert [r.transfer_id != "" for r in b.prefill[0].requests] == [True, False]
+        *earlier, last = [r.transfer_id != "" for r in b.prefill[0].requests]
+        # A fault may come before the first token that prefill sends, and costs one more attempt then.
+        assert earlier
+        assert all(earlier)
+        assert not last
 
 
 async def test_an_attempt_that_ends_without_all_of_its_tokens_is_a_fault(tmp_path: Path) -> None:
