@@ -69,3 +69,41 @@ def test_blocks_that_do_not_fit_are_corrupt(rig: Rig, spoil: Callable[[list[byte
     with pytest.raises(CorruptFrame):
         engine.write_blocks(handle, token, spoil(good))
     engine.write_blocks(handle, 0, good)
+
+
+@pytest.mark.parametrize(("there", "here"), [(16, 16), (16, 32), (12, 20), (256, 16)])
+@pytest.mark.parametrize(("token", "count", "size"), [(16, 1, 7), (32, 1, 15), (48, 2, 5), (0, 1, 1), (13, 3, 3)])
+def test_blocks_of_fewer_tokens_move_alike(rig: Rig, there: int, here: int, token: int, count: int, size: int) -> None:
+    source, target = (rig.engine(page_size=page, pages=64, max_model_len=256) for page in (there, here))
+    origin, home = source.reserve("a/1", 70), target.reserve("a/1", 70)
+    prefill(source, origin, state(rig.prompt(70)))
+    tokens = range(token, token + count * size)
+    around = [payload_of(target, home, [range(token)])] if token else []
+    around.append(payload_of(target, home, [range(tokens.stop, 70)]))
+    payloads = source.read_blocks(origin, token, count, size)
+    assert [len(payload) for payload in payloads] == [size * source.spec.kv_format.token_bytes] * count
+    ranges = [range(begin, begin + size) for begin in range(token, tokens.stop, size)]
+    assert b"".join(payloads) == payload_of(source, origin, ranges)
+    target.write_blocks(home, token, [payloads[0], *(memoryview(b"\0" + each)[1:] for each in payloads[1:])], size)
+    assert target.read_blocks(home, token, count, size) == payloads
+    assert payload_of(target, home, ranges) == b"".join(payloads)
+    untouched = [payload_of(target, home, [range(token)])] if token else []
+    assert [*untouched, payload_of(target, home, [range(tokens.stop, 70)])] == around
+
+
+def test_blocks_of_another_size_are_refused(rig: Rig) -> None:
+    engine = rig.engine(page_size=16)
+    handle = engine.reserve("a/1", 20)
+    (good,) = engine.read_blocks(handle, 16, 1, 5)
+    for wrong in (good[:-1], good + b"\0", b"", engine.read_blocks(handle, 0, 1)[0]):
+        with pytest.raises(CorruptFrame, match="block 0"):
+            engine.write_blocks(handle, 16, [wrong], 5)
+    with pytest.raises(CorruptFrame):
+        engine.write_blocks(handle, 16, [good])
+    with pytest.raises(CorruptFrame, match="block 1"):
+        engine.write_blocks(handle, 0, [good, good[:-1]], 5)
+    with pytest.raises(CorruptFrame):
+        engine.write_blocks(handle, 28, [good], 5)
+    with pytest.raises(InvalidRequest, match="tokens"):
+        engine.read_blocks(handle, 28, 1, 5)
+    engine.write_blocks(handle, 27, [good], 5)
