@@ -12,6 +12,7 @@ import pytest
 from baton.engine.fake import FakeEngine
 from baton.kv.format import KvCompression
 from baton.kv.prefix import MemoryPrefixCache, Payload
+from baton.kv.prefix.contract import Hits
 from baton.ledger import LedgerEntry
 from baton.pb import kv_pb2, prefill_pb2
 from baton.rpc.channel import kv_channel
@@ -52,9 +53,9 @@ class SlowCache(MemoryPrefixCache):
         super().__init__(*args)
         self.come, self.go = asyncio.Event(), asyncio.Event()
 
-    async def lookup(self, digests: Sequence[bytes]) -> int:
+    async def lookup(self, digests: Sequence[bytes], end: bytes = b"") -> Hits:
         await self._held("lookup")
-        return await super().lookup(digests)
+        return await super().lookup(digests, end)
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         await self._held("fetch")
