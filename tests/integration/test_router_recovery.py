@@ -64,7 +64,9 @@ async def running(b: Bench, **sampling: object) -> tuple[grpc.aio.UnaryStreamCal
         stub.script = never_ending
     call = b.call(**sampling)
     assert (await call.read()).choices[0].text == "a"
-    first = next(stub for stub in b.decode if stub.starts)
+    first = next(stub for stub in b.decode if stub.reserves)
+    # The first token may be quicker than the message.
+    await first.log.until(lambda: bool(first.starts))
     other = next(stub for stub in b.decode if stub is not first)
     other.script = continue_by_hand
     return call, first, other
