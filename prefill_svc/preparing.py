@@ -266,7 +266,8 @@ class Preparing:
             rate = self._scheduler.rate.value
             decision = self._worth.decide(as_hits(runs), self._rates(), rate, time.monotonic())
             metrics.PREFIX_DECISIONS.labels(decision.name).inc()
-            _log.debug("%s: of %s after %d blocks: %s", job.task.name, runs, have, decision)
+            end = job.end_tier if job.end else "not cached"
+            _log.debug("%s: of %s after %d blocks, end %s: %s", job.task.name, runs, have, end, decision)
             runs = leading(runs, decision.blocks)
         job.plan = runs
         self._scheduler.expects(job.work, self._tokens(job, runs[-1].blocks.stop if runs else have))

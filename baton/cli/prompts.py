@@ -23,7 +23,7 @@ _SHOWN = 5
 def read_text(flag: str, file: Path) -> str:
     """The content of the file that `flag` names; raises click.BadParameter."""
     try:
-        return file.read_bytes().decode("utf-8")
+        return file.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise bad(flag, f"{str(file)!r} can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -179,7 +179,8 @@ def _token_ids(name: str, token_ids: Any) -> list[int]:
         # Each id takes at least a byte.
         if len(token_ids) > CONTROL_MESSAGE_BYTES:
             raise _too_large(name, len(token_ids))
-        if isinstance(token_ids, (bytes, bytearray)):
+        # A bool is an integer to Python, and an error in a list of token ids.
+        if isinstance(token_ids, (bytes, bytearray)) or bool in map(type, token_ids):
             raise TypeError
         ids = [operator.index(token_id) for token_id in token_ids]
     except TypeError:

@@ -236,6 +236,14 @@ async def test_warm_sends_each_line_for_one_token_and_says_what_was_cached(tmp_p
     ]
 
 
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", '{"text": "hi"}'), ("a.txt", "hi")])
+async def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path, name: str, content: str) -> None:
+    router, file = Router(), tmp_path / name
+    file.write_text(content, encoding="utf-8-sig")
+    assert (await warm(router, file)).exit_code == 0
+    assert router.seen[0].text == "hi"
+
+
 async def test_a_text_file_is_one_prompt_and_json_tells_all(tmp_path: Path) -> None:
     router, file = Router(), tmp_path / "system.txt"
     file.write_text("line 1\nline 2\n", encoding="utf-8")

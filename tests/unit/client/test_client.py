@@ -208,6 +208,7 @@ async def test_nobody_there() -> None:
         ([1, -5], {}, "prompt[1]", "-5"),
         ([1, 2**32], {}, "prompt[1]", str(2**32)),
         (["a", "b"], {}, "prompt", "'a'"),
+        ([1, True], {}, "prompt", "True"),
         (b"bytes", {}, "prompt", "b'bytes'"),
         (5, {}, "prompt", "5"),
         ([{"role": "user"}], {}, "prompt[0]", "role"),

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import Counter
 
 from baton.errors import ConfigError
-from baton.telemetry.logs import LineFormatter
+from baton.telemetry.logs import LineFormatter, configure
 from baton.telemetry.ops import serve_ops
 
 COUNTED = Counter("baton_test_ops_total", "For the test.")
@@ -70,3 +70,21 @@ def test_an_event_is_one_line_with_role_and_id() -> None:
     assert len(lines) == 1
     assert " ERROR prefill/p%0 baton.test: it broke\\nTraceback" in lines[0]
     assert "ValueError: first\\nsecond" in lines[0]
+
+
+@pytest.mark.parametrize("level", ["debug", "warning"])
+def test_grpc_does_not_drown_what_is_logged(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, grpc, stream = logging.getLogger(), logging.getLogger("grpc"), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
+    before = root.level, grpc.level
+    try:
+        configure(level, "prefill", stream=stream)
+        for say in (logging.getLogger("grpc._cython"), logging.getLogger("baton")):
+            for kind in (logging.DEBUG, logging.INFO, logging.WARNING):
+                say.log(kind, "%s", logging.getLevelName(kind))
+    finally:
+        root.setLevel(before[0])
+        grpc.setLevel(before[1])
+    said = [line.split(" ")[-2:] for line in stream.getvalue().splitlines()]
+    lines = ["INFO", "WARNING", "DEBUG", "INFO", "WARNING"] if level == "debug" else ["WARNING", "WARNING"]
+    assert [word for _, word in said] == lines
