@@ -59,17 +59,17 @@ class Ends:
         """
         if job.pages is None:
             return
-        found = job.found // self._blocks.size
-        end = EndOf(self._name(job), len(job.ids), hidden) if self._due(job, found, hidden) else None
+        found, name = job.found // self._blocks.size, self._name(job)
+        end = EndOf(name, len(job.ids), hidden) if self._due(job, name, found, hidden) else None
         if await self._blocks.write_back(job.pages.handle, job.digests, found, lambda: True, end=end):
             metrics.PREFIX_ENDS.labels("put").inc()
 
-    def _due(self, job: Job, found: int, hidden: bytes) -> bool:
+    def _due(self, job: Job, name: bytes, found: int, hidden: bytes) -> bool:
         if not self._blocks.end_fits(len(job.ids)):
             return False
         if not hidden:
             return True
-        again = self._computed.sighted([self._name(job)])[0] is not Seen.ONCE
+        again = self._computed.sighted([name])[0] is not Seen.ONCE
         return again or len(job.digests) - found >= AT_ONCE
 
     def _name(self, job: Job) -> bytes:

@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ from tests.prefill import (
     serving,
     since,
 )
-from tests.redis_server import Server, running
+from tests.redis_server import Server
 
 HOST = {"cache_memory": 64 << 20}
 
@@ -39,12 +38,6 @@ HOST = {"cache_memory": 64 << 20}
 @pytest.fixture(autouse=True)
 def all_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_all(monkeypatch)
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[Server]:
-    with running("valkey", tmp_path) as server:
-        yield server
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from crc32c import crc32c
 from prometheus_client import REGISTRY
 from redis import Redis
@@ -20,7 +19,7 @@ from baton.kv.prefix.record import HEADER_BYTES, RecordCodec
 from baton.kv.prefix.redis import key_prefix
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.fleet import SECRET, Fleet, serving
-from tests.redis_server import Server, running
+from tests.redis_server import Server
 
 TRIALS = 20
 PROMPT_TOKENS = 512
@@ -29,12 +28,6 @@ ALPHA = 0.001
 CHECKSUM = slice(80, 84)
 """Of the payload, in a record."""
 SETTINGS: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[Server]:
-    with running("valkey", tmp_path) as server:
-        yield server
 
 
 async def test_an_attacker_can_not_tell_from_timing_what_others_have_cached(valkey: Server, tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from tests.prefill import (
     since,
 )
 from tests.prompt_ends import ask, calls, ends, ends_since, pulled, soil
-from tests.redis_server import Server, running
+from tests.redis_server import Server
 
 HOST = {"cache_memory": 64 << 20}
 LENGTHS = (5, 15, 16, 17, 96, 100)
@@ -38,12 +37,6 @@ SEEDED = SamplingParams(n=6, max_tokens=8, temperature=0.9, seed=11, logprobs=2)
 @pytest.fixture(autouse=True)
 def all_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_all(monkeypatch)
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[Server]:
-    with running("valkey", tmp_path) as server:
-        yield server
 
 
 def whole(tier: str, pages: str, length: int) -> dict[str, int]:

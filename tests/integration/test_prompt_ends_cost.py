@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,15 +20,9 @@ from prefill_svc.job import Job
 from prefill_svc.preparing import MOST_ENDS
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, by_tier, fetch_all, prefilled, serving, since
 from tests.prompt_ends import ask, calls, ends, ends_since, pulled
-from tests.redis_server import Server, running
+from tests.redis_server import Server
 
 HOST = {"cache_memory": 64 << 20}
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[Server]:
-    with running("valkey", tmp_path) as server:
-        yield server
 
 
 async def prepared(client: Client, jobs: int) -> list[Job]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -13,18 +12,12 @@ from baton.kv.prefix.record import HEADER_BYTES, RecordCodec
 from baton.kv.prefix.redis import key_prefix
 from tests.prefill import PROMPT, by_tier, fetch_all, serving
 from tests.prompt_ends import ask, ends, ends_since, pulled
-from tests.redis_server import Server, running
+from tests.redis_server import Server
 
 
 @pytest.fixture(autouse=True)
 def all_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_all(monkeypatch)
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[Server]:
-    with running("valkey", tmp_path) as server:
-        yield server
 
 
 Plant = Callable[[KvFormat, bytes, dict[bytes, bytes]], bytes]
