@@ -11,9 +11,6 @@ of the cache and one with none. All in one run, in turns, on the client's clock:
     redis   after pages and host memory were dropped (Admin.ClearCache), on prefill and on decode
     host    after another prompt took the pages: the pool has room for one
 
-Warm prompts are asked in two ways: as before, and with another last token, so that their last block is computed (see
-bench.prefix_warm).
-
 A machine's speed may change by half within a minute. So cold prompts go in the order none, on, off, off, on, none, and
 each is compared with its neighbour alone: two pairs a round of each comparison, one in either order. What counts is the
 median of the pairs' ratios, with its interval (see bench.prefix_cold): the bar of 1.01 is reached if all of it is
@@ -25,7 +22,8 @@ where what does not grow with the prompt, as the look-up's round trip, weighs mo
 adds before the first token, counted by itself (see bench.prefix_account). --cold-only leaves out all that is warm, and
 writes prefix-cold.json instead of prefix.json.
 
-A sample counts for a tier only if the request's own usage says that nine tenths of its tokens came from there.
+A sample counts for a tier only if the request's own usage says that nine tenths of its tokens came from there. Every
+warm prompt is a whole-prompt hit, of which the last token is computed.
 
 The floor of a tier is what its bytes take at the bandwidth that this run measured, with nothing else (host: a copy in
 memory by one thread; Redis: the best plain client for values of this size, see bench.prefix_redis), plus one decode
@@ -45,6 +43,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 from redis import Redis
 
 from baton import AsyncClient
@@ -53,15 +52,16 @@ from baton.request import CachedTokens
 from bench.common import save
 from bench.prefix_account import Ready, accounts, beside, busiest, thread_seconds, until_ready
 from bench.prefix_account import lines as account_lines
-from bench.prefix_cold import COLD, NONE, OFF, ON, Cold, compared
+from bench.prefix_cold import COLD, NONE, OFF, ON, Cold, compared, ms, spread
 from bench.prefix_cold import lines as cold_lines
 from bench.prefix_redis import Throughput, kv_format
 from bench.prefix_redis import table as redis_table
-from bench.prefix_warm import EXTENDED, WHOLE, Warm, copy_seconds
-from bench.prefix_warm import lines as warm_lines
-from bench.prefix_warm import report as warm_report
 from bench.services import Services, Worker, cpu_seconds
 
+TIERS = ("pool", "host", "redis")
+BARS = {"pool": 80.0, "redis": 40.0}
+FLOOR_AIM = 2.0
+FROM_TIER = 0.9
 STEP_TOKENS = 12
 SPARE_TOKENS = 64
 SHORT_TOKENS = 16
@@ -93,12 +93,23 @@ class Fleets:
 
 @dataclass
 class Samples:
-    """All that was measured, but for Redis."""
+    """Seconds to the first token, by what was asked; `strays` are warm ones that came from elsewhere.
 
+    `ratios`: of each round, the cold prompts' median with the cache on over that of a tier.
+    """
+
+    ttft: dict[str, list[float]] = field(default_factory=dict)
+    ratios: dict[str, list[float]] = field(default_factory=dict)
     cold: list[Cold] = field(default_factory=list)
     short: list[Cold] = field(default_factory=list)
     ready: list[Ready] = field(default_factory=list)
-    warm: Warm = field(default_factory=Warm)
+    strays: list[str] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    copies: list[float] = field(default_factory=list)
+
+    def add(self, name: str, seconds: float) -> None:
+        """One more."""
+        self.ttft.setdefault(name, []).append(seconds)
 
 
 async def ask(
@@ -163,31 +174,29 @@ class Run:
 
     async def warm_round(self, prompt: list[int], repeats: int) -> None:
         """`repeats` samples of a prompt that is in all tiers from each of them; follows a cold round."""
-        warm, before = self.samples.warm, self.samples.warm.counts()
+        before = {tier: len(self.samples.ttft.get(tier, ())) for tier in TIERS}
         for _ in range(repeats):
-            for how in (WHOLE, EXTENDED):
-                await self._warm("pool", how, prompt)
-                await self._settled()
+            await self._warm("pool", prompt)
         for _ in range(repeats):
-            for how in (WHOLE, EXTENDED):
-                await self._clear()
-                await self._warm("redis", how, prompt)
+            await self._clear()
+            await self._warm("redis", prompt)
         await self._clear()
         # Both are in host memory from here on, and each takes the pages from the other.
         await ask(self._fleets.on, prompt)
         await ask(self._fleets.on, self._other)
         await self._settled()
         for _ in range(repeats):
-            for how in (WHOLE, EXTENDED):
-                await self._warm("host", how, prompt)
-                await self._settled()
-                await ask(self._fleets.on, self._other)
-                await self._settled()
+            await self._warm("host", prompt)
+            await self._settled()
+            await ask(self._fleets.on, self._other)
+            await self._settled()
         # The machine's speed changes from minute to minute, so a tier is compared with the cold prompts of its round.
-        cold = [each.ttft for each in self.samples.cold[-len(COLD) :] if each.way == ON]
-        warm.compare(statistics.median(cold), before)
+        cold = statistics.median([each.ttft for each in self.samples.cold[-len(COLD) :] if each.way == ON])
+        for tier, known in before.items():
+            if new := self.samples.ttft.get(tier, [])[known:]:
+                self.samples.ratios.setdefault(tier, []).append(cold / statistics.median(new))
         await self._steps(prompt, repeats)
-        warm.copies += [copy_seconds(self._length * kv_format().token_bytes) for _ in range(repeats)]
+        self.samples.copies += [copy_seconds(self._bytes()) for _ in range(repeats)]
 
     async def _cold(self, way: str, length: int, samples: list[Cold]) -> list[int]:
         """One new prompt; returns it."""
@@ -208,20 +217,22 @@ class Run:
         samples.append(Cold(way, arrivals[0], until, _minus(_taken(pids)[0], first), apart))
         return prompt
 
-    async def _warm(self, tier: str, how: str, prompt: list[int]) -> None:
-        asked = prompt if how == WHOLE else [*prompt[:-1], *self._fresh(1)]
-        arrivals, cached = await ask(self._fleets.on, asked)
-        self.samples.warm.add(tier, how, arrivals[0], cached, len(asked))
+    async def _warm(self, tier: str, prompt: list[int]) -> None:
+        arrivals, cached = await ask(self._fleets.on, prompt)
+        if getattr(cached, tier) < FROM_TIER * len(prompt):
+            self.samples.strays.append(f"{tier}: {cached}")
+        else:
+            self.samples.add(tier, arrivals[0])
 
     async def _steps(self, prompt: list[int], repeats: int) -> None:
         """Times between tokens at this context, and what the way through the fleet takes without a long prompt."""
         arrivals, _ = await ask(self._fleets.on, prompt, tokens=STEP_TOKENS)
         # The first gap is the handoff.
         gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals[1:])]
-        self.samples.warm.steps.append(statistics.median(gaps))
+        self.samples.steps.append(statistics.median(gaps))
         for _ in range(repeats):
             arrivals, _ = await ask(self._fleets.on, self._fresh(SHORT_TOKENS), "off")
-            self.samples.warm.short.append(arrivals[0])
+            self.samples.add("short prompt", arrivals[0])
 
     async def _clear(self) -> None:
         await self._settled()
@@ -240,6 +251,9 @@ class Run:
     def _fresh(self, length: int) -> list[int]:
         return [self._chosen.randrange(1, self._vocabulary) for _ in range(length)]
 
+    def _bytes(self) -> int:
+        return self._length * kv_format().token_bytes
+
 
 def _taken(pids: dict[str, int]) -> tuple[dict[str, float], dict[int, float]]:
     """CPU seconds so far of each process, and of each thread of the prefill worker."""
@@ -248,6 +262,15 @@ def _taken(pids: dict[str, int]) -> tuple[dict[str, float], dict[int, float]]:
 
 def _minus(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
     return {role: value - before[role] for role, value in now.items()}
+
+
+def copy_seconds(size: int) -> float:
+    """Seconds in which one thread copies `size` bytes in memory."""
+    source = numpy.ones(size, dtype=numpy.uint8)
+    target = numpy.zeros(size, dtype=numpy.uint8)
+    began = time.perf_counter()
+    numpy.copyto(target, source)
+    return time.perf_counter() - began
 
 
 def cold_report(samples: Samples, length: int) -> dict[str, Any]:
@@ -260,6 +283,33 @@ def cold_report(samples: Samples, length: int) -> dict[str, Any]:
         "cold_tokens_per_s": round(length / cold, 1),
         "cold_account": accounts(samples.cold, samples.ready),
         "cold_short": {"prompt_tokens": SHORT_COLD, **compared(samples.short)},
+    }
+
+
+def warm_report(samples: Samples, length: int, redis_seconds: float) -> dict[str, Any]:
+    """Medians in ms, floors and ratios; `redis_seconds` is what a plain client takes for the prefix."""
+    ttft = {name: statistics.median(values) for name, values in samples.ttft.items()}
+    ratios = {tier: statistics.median(each) for tier, each in samples.ratios.items()}
+    step = statistics.median(samples.steps)
+    moving = {"pool": 0.0, "host": statistics.median(samples.copies), "redis": redis_seconds}
+    warm = {}
+    for tier in (tier for tier in TIERS if tier in ttft):
+        floor = moving[tier] + step
+        warm[tier] = {
+            **spread(samples.ttft[tier]),
+            "floor_ms": ms(floor),
+            "moving_ms": ms(moving[tier]),
+            "cold_over_warm": round(ratios[tier], 1),
+            "cold_over_warm_each": [round(each, 1) for each in samples.ratios[tier]],
+            "warm_over_floor": round(ttft[tier] / floor, 2),
+            **({"bar": BARS[tier], "reached": ratios[tier] >= BARS[tier]} if tier in BARS else {}),
+        }
+    return {
+        "warm": warm,
+        "strays": samples.strays,
+        "one_step_ms": ms(step),
+        "short_prompt": spread(samples.ttft["short prompt"]),
+        "copy_gb_per_s": round(length * kv_format().token_bytes / moving["host"] / 1e9, 2),
     }
 
 
@@ -306,7 +356,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         results = cold_report(run.samples, arguments.tokens)
         if throughput is None:
             return results
-        results |= warm_report(run.samples.warm, results["prefix_bytes"], throughput.best_seconds("get"))
+        results |= warm_report(run.samples, arguments.tokens, throughput.best_seconds("get"))
         await throughput.close()
         return {**results, "redis": throughput.results()}
 
@@ -318,7 +368,15 @@ def table(results: dict[str, Any]) -> str:
     lines += [f"{results['cold_short']['prompt_tokens']} tokens", *cold_lines(results["cold_short"])]
     if "warm" not in results:
         return "\n".join(lines)
-    lines += warm_lines(results)
+    for tier, warm in results["warm"].items():
+        bar = f" (bar {warm['bar']:g})" if "bar" in warm else ""
+        lines.append(
+            f"{tier:6} {warm['ttft_ms']:8.1f} ms  cold/warm {warm['cold_over_warm']:6.1f}{bar}  "
+            f"floor {warm['floor_ms']:7.1f} ms  warm/floor {warm['warm_over_floor']:.2f} (aim {FLOOR_AIM:g})  "
+            f"n={warm['samples']}"
+        )
+    lines.append(f"one step {results['one_step_ms']} ms, short prompt {results['short_prompt']['ttft_ms']} ms")
+    lines.append(f"strays: {len(results['strays'])} {results['strays'][:2]}")
     return "\n".join([*lines, redis_table(results["redis"])])
 
 

@@ -93,7 +93,7 @@ class Chunks:
         self._computed(job, result)
 
     def _chunk(self, job: Job, start: int, end: int) -> ChunkResult:
-        """One chunk, on the engine thread; of no tokens, but the first of the output, if all were cached."""
+        """One chunk, on the engine thread."""
         if job.pages is None:
             raise EngineError(f"{job.task.name} has no pages")
 
@@ -105,8 +105,6 @@ class Chunks:
 
         self._progress.moved()
         job.check()
-        if job.end is not None and start == end:
-            return ChunkResult(self._engine.sample(job.end.hidden, job.task.states()))
         return self._engine.prefill_chunk(
             job.pages.handle,
             job.ids,

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from baton.engine.contract import KvHandle
 from baton.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
 from baton.kv.prefix.contract import Hits
-from baton.kv.prefix.end import PromptEnd
 from baton.lifecycle import Lifecycle, State
 from baton.request import (
     CachedTokens,
@@ -139,10 +138,10 @@ class Job:
     """An accepted task; belongs to the asyncio loop, but for `check`.
 
     `digests` name the full blocks of `ids`; `hits` are those that the cache had, from block `sought` on, and `plan` is
-    what of them is loaded. `end` is what follows the blocks, if the cache had it, in `end_tier`. `sources` tells where
-    the KV in the pages came from, as (tier, tokens) one after the other. The first `computed` tokens have final KV;
-    with the chunk that is on the engine thread, or was last, `computing` have. `over` says that the stream has its last
-    event; `timer` ends the job at the deadline of its state, and `preparing` is its look-up or its load.
+    what of them is loaded. `sources` tells where the KV in the pages came from, as (tier, tokens) one after the other.
+    The first `computed` tokens have final KV; with the chunk that is on the engine thread, or was last, `computing`
+    have. `over` says that the stream has its last event; `timer` ends the job at the deadline of its state, and
+    `preparing` is its look-up or its load.
     """
 
     task: PrefillTask
@@ -156,8 +155,6 @@ class Job:
     sought: int = 0
     hits: Hits = field(default_factory=Hits)
     plan: list[Run] = field(default_factory=list)
-    end: PromptEnd | None = None
-    end_tier: str = ""
     sources: list[tuple[str, int]] = field(default_factory=list)
     computed: int = 0
     computing: int = 0
@@ -182,14 +179,9 @@ class Job:
         self.life.enter(State.PREFILLING, now, _PREFILLING_S + _PREFILLING_TOKEN_S * len(self.ids))
 
     @property
-    def sparable(self) -> int:
-        """Most tokens that need not be computed: all but the last, to sample from, or all if the end is cached."""
-        return len(self.ids) - (self.end is None)
-
-    @property
     def found(self) -> int:
-        """Tokens that were not computed."""
-        return min(sum(tokens for _, tokens in self.sources), self.sparable)
+        """Tokens that were not computed; the last token always is, to sample from."""
+        return min(sum(tokens for _, tokens in self.sources), len(self.ids) - 1)
 
     def cached(self) -> CachedTokens:
         """Where the prompt's KV came from, as far as it was not computed."""

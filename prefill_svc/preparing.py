@@ -3,9 +3,6 @@
     begin ── digests, pool and cache asked ── pages taken (pool hits are in them), export opened ── load ── ready
              └ at once without a cache, else a task                                                └ a task, if need be
 
-Of a prompt that is cached to its end (`prefill_svc.ends`) nothing is left to compute: what follows is a chunk of no
-tokens.
-
 The pool is asked twice: at the look-up, so that the cache is asked only for the rest, and at the taking of pages,
 which alone counts. What it lost in between is looked up again. Only what is quicker to fetch than to compute is
 loaded (`baton.kv.prefix.worth`). A job whose prefix another is computing at the moment waits for that one instead of
@@ -27,21 +24,16 @@ from baton.engine.contract import Engine, KvHandle
 from baton.errors import BatonError, EngineError, OutOfPages
 from baton.kv.prefix import PrefixCache
 from baton.kv.prefix.contract import FetchRate, Hits
-from baton.kv.prefix.end import PromptEnd
 from baton.kv.prefix.worth import Worth
 from baton.telemetry import metrics
 from baton.transfer.exports import Exports
 from baton.worker.blocks import LONG_TOKENS, Blocks
 from baton.worker.caches import POOL, Caches
 from prefill_svc.beside import Beside
-from prefill_svc.ends import Ends
 from prefill_svc.job import Job, SharedPages, by_tier
 from prefill_svc.peers import Peers
 from prefill_svc.plan import PEER, Run, as_hits, cached_runs, common_blocks, leading, with_peer
 from prefill_svc.scheduler import Scheduler, Work
-
-MOST_ENDS = 8
-"""Most ends of prompts that jobs hold: each takes the memory of a block."""
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +84,6 @@ class Preparing:
         self._worth = Worth(self._block_bytes, self._block)
         self._closing = False
         self.blocks = Blocks(engine, tiers.cache)
-        self.ends = Ends(tiers.cache, self.blocks, self._pays)
         self.holders: dict[Job, None] = {}
 
     def close(self) -> None:
@@ -119,7 +110,7 @@ class Preparing:
             job = self._jobs[work]
             if job.error is not None:
                 self._outcomes.ended(job, job.error)
-            elif job.pages is not None and (job.plan or job.end or self._shrunk(job)):
+            elif job.pages is not None and (job.plan or self._shrunk(job)):
                 job.preparing = self._beside.spawn(job, self._load, job.pages)
             else:
                 self._ready(job)
@@ -144,11 +135,8 @@ class Preparing:
             job.sought = self._engine.held(job.digests[: self._useful(job)]) // self._block
 
     async def _ask_cache(self, job: Job) -> None:
-        if not self._cache.stores:
-            return
-        hits, job.end = await self.ends.look_up(job, job.digests[job.sought :])
-        job.end_tier = hits.runs[-1][0] if job.end else ""
-        job.hits = hits.first(self._useful(job) - job.sought)
+        wanted = job.digests[job.sought : self._useful(job)]
+        job.hits = await self._cache.lookup(wanted) if wanted and self._cache.stores else Hits()
 
     def _looked_up(self, job: Job) -> None:
         runs = self._runs(job, job.sought)
@@ -156,13 +144,11 @@ class Preparing:
         self.grant()
 
     def _useful(self, job: Job) -> int:
-        """Blocks that spare computing: all, or all but one of a single token, if the last token is computed."""
-        return min(len(job.digests), -(-job.sparable // self._block))
+        """Blocks that spare computing: all, or all but one of a single token, since the last token is computed."""
+        return min(len(job.digests), -(-(len(job.ids) - 1) // self._block))
 
     def _tokens(self, job: Job, blocks: int) -> int:
-        """Tokens that so many leading blocks spare, and the end after the last."""
-        if job.end is not None and blocks == len(job.digests):
-            return len(job.ids)
+        """Tokens that so many leading blocks spare."""
         return min(blocks * self._block, len(job.ids) - 1)
 
     # Pages.
@@ -172,7 +158,7 @@ class Preparing:
         job = self._jobs[work]
         prefix = job.digests if job.task.reads else ()
         try:
-            handle = self._engine.reserve(job.task.name, len(job.ids), prefix, job.sparable)
+            handle = self._engine.reserve(job.task.name, len(job.ids), prefix, len(job.ids) - 1)
         except OutOfPages:
             return False
         job.pages = SharedPages(handle, lambda: self._free(job, handle))
@@ -213,8 +199,8 @@ class Preparing:
             common = min(shared, len(other.ids) // unit * unit)
             if rank(other.work, now) - rank(work, now) > common - work.done:
                 common = min(common, other.computing // unit * unit)
-            spared = min(common, job.sparable) - work.done
-            if other.computed < -(-common // unit) * unit and 2 * spared >= max(1, work.left):
+            spared = min(common, len(job.ids) - 1) - work.done
+            if other.computed < -(-common // unit) * unit and 2 * spared >= work.left:
                 return True
         return False
 
@@ -234,8 +220,8 @@ class Preparing:
 
     def _have(self, job: Job) -> int:
         """Leading blocks that came with the pages; all of use if they end within one, which can't be loaded."""
-        tokens, useful = sum(tokens for _, tokens in job.sources), self._useful(job)
-        return useful if tokens % self._block else min(tokens // self._block, useful)
+        tokens = sum(tokens for _, tokens in job.sources)
+        return self._useful(job) if tokens % self._block or job.found == len(job.ids) - 1 else tokens // self._block
 
     def _shrunk(self, job: Job) -> bool:
         """Whether the pool lost blocks since the look-up that the cache may have."""
@@ -249,11 +235,6 @@ class Preparing:
         held = min(source.tokens // self._block, self._useful(job))
         return with_peer(runs, have, held, self._rates(), self._block_bytes)
 
-    def _pays(self, hits: Hits) -> bool:
-        """Whether an end behind these hits is to be fetched, which is then held until its job has pages."""
-        held = self.ends.fetching + sum(job.end is not None for job in self._jobs.values())
-        return held < MOST_ENDS and self._worth.pays(hits, self._rates(), self._scheduler.rate.value)
-
     def _rates(self) -> Mapping[str, FetchRate]:
         rate = self._peers.rate
         return self._cache.rates() if rate is None else {**self._cache.rates(), PEER: rate}
@@ -266,11 +247,10 @@ class Preparing:
             rate = self._scheduler.rate.value
             decision = self._worth.decide(as_hits(runs), self._rates(), rate, time.monotonic())
             metrics.PREFIX_DECISIONS.labels(decision.name).inc()
-            end = job.end_tier if job.end else "not cached"
-            _log.debug("%s: of %s after %d blocks, end %s: %s", job.task.name, runs, have, end, decision)
+            _log.debug("%s: of %s after %d blocks: %s", job.task.name, runs, have, decision)
             runs = leading(runs, decision.blocks)
         job.plan = runs
-        self._scheduler.expects(job.work, self._tokens(job, runs[-1].blocks.stop if runs else have))
+        self._scheduler.expects(job.work, self._tokens(job, runs[-1].blocks.stop) if runs else job.found)
 
     async def _load(self, job: Job) -> None:
         if self._shrunk(job):
@@ -289,23 +269,8 @@ class Preparing:
                 if (got := min(at, run.blocks.stop) - begun) > 0:
                     job.sources.append((run.tier, got * self._block))
                     begun += got
-        if job.end is not None and not job.over:
-            await self._load_end(job, job.end)
         if not job.over:
             self._ready(job)
-
-    async def _load_end(self, job: Job, end: PromptEnd) -> None:
-        """Complete the prompt if all blocks are in place; if not, its end is of no use."""
-        blocks = len(job.digests) * self._block
-        if sum(tokens for _, tokens in job.sources) != blocks:
-            job.end = None
-            return
-        await self.blocks.load_end(_handle(job), end, len(job.ids))
-        # Its KV is in the pages now, and need not be held for as long as the job is.
-        job.end = PromptEnd(b"", bytes(end.hidden))
-        metrics.PREFIX_ENDS.labels("used").inc()
-        if blocks < len(job.ids):
-            job.sources.append((job.end_tier, len(job.ids) - blocks))
 
     async def _load_from_cache(self, job: Job, blocks: range) -> int:
         return await self.blocks.load(
@@ -323,10 +288,10 @@ class Preparing:
         return blocks.stop if await self._peers.fetch(_handle(job), source, tokens, digest) else blocks.start
 
     def _advance(self, job: Job, tokens: int) -> None:
-        """The first `tokens` are in place, but for the last if it is written again when it is computed."""
+        """The first `tokens` are in place, but for the last, which is written again when it is computed."""
         if job.export is not None:
             for layer in range(self._engine.spec.kv_format.layers):
-                job.export.advance(layer, min(tokens, job.sparable))
+                job.export.advance(layer, min(tokens, len(job.ids) - 1))
 
     def _ready(self, job: Job) -> None:
         """The job's cached blocks are in its pages; it may be computed."""

@@ -30,7 +30,7 @@ from baton.worker.thread import EngineThread
 from prefill_svc.beside import Beside
 from prefill_svc.chunks import Chunks
 from prefill_svc.config import PrefillConfig
-from prefill_svc.job import Job, PrefillDone, PrefillTask, finished, overdue
+from prefill_svc.job import Job, PrefillDone, PrefillTask, SharedPages, finished, overdue
 from prefill_svc.ledger import entries
 from prefill_svc.preparing import Outcomes, Preparing, Tiers
 from prefill_svc.scheduler import Scheduler, Work
@@ -250,8 +250,17 @@ class PrefillWorker:
         # The caller is told first, and nobody gets the pages in between.
         pages.share()
         self._end(job, done)
-        self._beside.spawn(job, lambda job: self._preparing.ends.write_back(job, result.hidden), pages)
+        self._write_back(job, pages)
         pages.release()
+
+    def _write_back(self, job: Job, pages: SharedPages) -> None:
+        """Put the job's new blocks into the cache in the background."""
+        found = job.found // self._engine.spec.kv_format.block_size
+
+        async def steps(job: Job) -> None:
+            await self._preparing.blocks.write_back(pages.handle, job.digests, found, lambda: True)
+
+        self._beside.spawn(job, steps, pages)
 
     def _end(self, job: Job, outcome: PrefillDone | BatonError) -> None:
         """The one way out for every job."""

@@ -202,7 +202,6 @@ def fetch_all(monkeypatch: pytest.MonkeyPatch) -> None:
         return Decision(hits.blocks, hits.blocks)
 
     monkeypatch.setattr(Worth, "decide", decide)
-    monkeypatch.setattr(Worth, "pays", lambda *_: True)
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:

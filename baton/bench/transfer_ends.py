@@ -93,7 +93,7 @@ class Pages(PagedEngine):
             self.free(single)
         return [self.reserve(str(stream), tokens) for stream in range(streams)]
 
-    _prefill = _sample = _launch = _undone = _joined = _left = None  # type: ignore[assignment]
+    _prefill = _launch = _undone = _joined = _left = None  # type: ignore[assignment]
 
 
 class _End:

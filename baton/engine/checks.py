@@ -35,14 +35,14 @@ def check_parts(kv_format: KvFormat, layer: int, head_start: int, parts: Sequenc
     return tokens
 
 
-def check_blocks(kv_format: KvFormat, payloads: Sequence[bytes | memoryview], size: int) -> int:
-    """The number of tokens in `payloads`, blocks of `size` tokens; raises CorruptFrame naming what does not fit."""
+def check_blocks(kv_format: KvFormat, payloads: Sequence[bytes | memoryview]) -> int:
+    """The number of tokens in `payloads`, each a whole prefix block; raises CorruptFrame naming what does not fit."""
     if not payloads:
         raise CorruptFrame("no blocks, expected one or more")
     for index, payload in enumerate(payloads):
-        if memoryview(payload).nbytes != (expected := size * kv_format.token_bytes):
-            raise CorruptFrame(f"block {index}: {memoryview(payload).nbytes} bytes, expected {expected}")
-    return len(payloads) * size
+        if memoryview(payload).nbytes != kv_format.block_bytes:
+            raise CorruptFrame(f"block {index}: {memoryview(payload).nbytes} bytes, expected {kv_format.block_bytes}")
+    return len(payloads) * kv_format.block_size
 
 
 def check_range(name: str, value: range, limit: int) -> None:

@@ -5,12 +5,11 @@
                                   └ pause ── resume ┘
 
 A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
-count equals the handles that list it. `prefill_chunk`, `sample`, `insert`, `step`, its `result`, `pause` and `resume`
-may be called from the one engine thread; `reserve`, `publish`, `held`, `drop_cached`, `extend`, `fork`, `read_kv`,
-`write_kv`, `read_blocks`, `write_blocks`, `free` and whatever only looks from any. `free` may come at any time: the
-handle is dead at once for every later call, and its pages return to the pool when the reads, writes and forward passes
-in flight on them have drained. `watch_pages` tells of each return, so that nobody who waits for pages has to ask again
-and again.
+count equals the handles that list it. `prefill_chunk`, `insert`, `step`, its `result`, `pause` and `resume` may be
+called from the one engine thread; `reserve`, `publish`, `held`, `drop_cached`, `extend`, `fork`, `read_kv`, `write_kv`,
+`read_blocks`, `write_blocks`, `free` and whatever only looks from any. `free` may come at any time: the handle is dead
+at once for every later call, and its pages return to the pool when the reads, writes and forward passes in flight on
+them have drained. `watch_pages` tells of each return, so that nobody who waits for pages has to ask again and again.
 
 A step may be launched while `spec.steps_ahead` others are unread: it takes each sequence's last token from where the
 step before left it. So a sequence that ends with an unread step is in the next one too. It has to have room there, its
@@ -36,7 +35,7 @@ class EngineSpec:
     """What does not change while an engine lives.
 
     `steps_ahead`: steps that are still in flight, at most, when one more may be launched; 0 for an engine whose `step`
-    returns when the tokens are there. `hidden_bytes`: of one token's hidden state (`ChunkResult`).
+    returns when the tokens are there.
     """
 
     fingerprint: str
@@ -48,7 +47,6 @@ class EngineSpec:
     pages: int
     slots: int
     steps_ahead: int = 0
-    hidden_bytes: int = 0
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
@@ -90,14 +88,11 @@ class ChunkResult:
     """What a chunk yielded.
 
     `tokens` has one entry for each sampled state. `prompt_logprobs` has one entry for each position `p` of the chunk
-    whose successor `token_ids[p + 1]` is known: that successor with its log-probability. `hidden` is what the tokens
-    were sampled from, for `Engine.sample`: the last token's hidden state, in the engine's own element type; empty if
-    nothing was sampled.
+    whose successor `token_ids[p + 1]` is known: that successor with its log-probability.
     """
 
     tokens: tuple[TokenInfo, ...] = ()
     prompt_logprobs: tuple[TokenInfo, ...] = ()
-    hidden: bytes = b""
 
 
 class StepHandle(Protocol):
@@ -183,12 +178,6 @@ class Engine(Protocol):
         of `on_layer` with the last layer after each part of them, since they may take longer than the layers.
         """
 
-    def sample(self, hidden: bytes | memoryview, states: Sequence[SequenceState]) -> tuple[TokenInfo, ...]:
-        """What a chunk that left `hidden` samples for these states: no KV is read, and no layer computed.
-
-        Raises EngineError for a hidden state of another length.
-        """
-
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
         """Copy out one layer's parts as contiguous `[tokens, heads, ...]`."""
 
@@ -197,19 +186,13 @@ class Engine(Protocol):
     ) -> None:
         """Copy one layer's parts into the handle's pages, converting element types where they differ."""
 
-    def read_blocks(self, handle: KvHandle, token_start: int, count: int, size: int = 0) -> list[bytes]:
-        """Copy out the payloads (`baton.kv.format`) of `count` prefix blocks from token `token_start` on.
+    def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
+        """Copy out the payloads (`baton.kv.format`) of `count` prefix blocks from token `token_start` on."""
 
-        They have `size` tokens each, by default the format's block size.
-        """
-
-    def write_blocks(
-        self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview], size: int = 0
-    ) -> None:
+    def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
         """Copy the payloads of consecutive prefix blocks into the handle's pages, from token `token_start` on.
 
-        They have `size` tokens each, by default the format's block size. Nothing is converted: the digest of
-        `spec.kv_format` is in every block's name, so its element types are ours.
+        Nothing is converted: the digest of `spec.kv_format` is in every block's name, so its element types are ours.
         """
 
     def insert(self, handle: KvHandle, state: SequenceState) -> None:

@@ -58,7 +58,6 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> TorchEngine:
         pages=pages,
         slots=config.slots,
         steps_ahead=int(device.type == "cuda") if steps_ahead is None else steps_ahead,
-        hidden_bytes=model_config.hidden_size * dtype.itemsize,
     )
     # On CUDA a page more, which the rows of a graph write to that no sequence has.
     kv = model.new_kv_cache(pages + int(device.type == "cuda"), page_size, kv_dtype)

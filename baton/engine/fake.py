@@ -18,8 +18,7 @@ base 251
 
 as numbers that every supported dtype holds exactly. Decode compares what is in the sequence's pages with what
 its tokens imply, and if anything differs, its token is certain to be another one: a transfer that loses,
-misplaces or alters a single element changes the output. The hidden state after a token is the CRC-32 of the KV
-up to it, and a token sampled from that of another sequence is another one too. No torch, no numpy.
+misplaces or alters a single element changes the output. No torch, no numpy.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ from baton.request import SamplingParams, SequenceState, TokenInfo
 
 BASE = 251
 PREFILL_LOGPROB, DECODE_LOGPROB, PROMPT_LOGPROB = -1.0, -2.0, -3.0
-
-_HIDDEN_BYTES = 4
 
 
 def next_token(ids: Sequence[int], stage: int, params: SamplingParams, choice_index: int, vocab_size: int) -> int:
@@ -242,16 +239,7 @@ class FakeEngine(PagedEngine):
         parts = tuple(KvPart(name, kv_dtype, (heads, head_dim)) for name in ("k", "v"))
         kv_format = KvFormat(parts, layers, block_size)
         spec = EngineSpec(
-            fingerprint,
-            kv_format,
-            vocab_size,
-            max_model_len,
-            eos_token_ids,
-            page_size,
-            pages,
-            slots,
-            steps_ahead,
-            _HIDDEN_BYTES,
+            fingerprint, kv_format, vocab_size, max_model_len, eos_token_ids, page_size, pages, slots, steps_ahead
         )
         self._layout = _Layout(kv_format, page_size)
         self._fake_memory = _FakeMemory(self._layout, pages)
@@ -287,15 +275,7 @@ class FakeEngine(PagedEngine):
             successors = token_ids[start + 1 : end + 1]
             prompt = tuple(self._info(token, PROMPT_LOGPROB, prompt_logprobs) for token in successors)
             on_layer(self.spec.kv_format.layers - 1)
-        hidden = _hidden(self._fake_memory.get(pages, end)) if sample else b""
-        return ChunkResult(tuple(tokens), prompt, hidden)
-
-    def _sample(self, hidden: bytes | memoryview, states: Sequence[SequenceState]) -> list[TokenInfo]:
-        infos = []
-        for state in states:
-            ids = [*state.prompt_ids, *state.output_ids]
-            infos.append(self._next(state, ids, hidden == _hidden(self._imply(ids)), bytes(hidden), decoding=False))
-        return infos
+        return ChunkResult(tuple(tokens), prompt)
 
     def _launch(self, rows: Sequence[Row]) -> Callable[[], list[TokenInfo]]:
         infos = []
@@ -339,15 +319,11 @@ class FakeEngine(PagedEngine):
         implied: bytes | bytearray,
         decoding: bool,
     ) -> TokenInfo:
-        seen = self._fake_memory.get(pages, len(implied) // self._layout.token_bytes)
-        return self._next(state, ids, seen == implied, seen, decoding)
-
-    def _next(self, state: SequenceState, ids: Sequence[int], right: bool, seen: bytes, decoding: bool) -> TokenInfo:
-        """The token after `ids` if what was `seen` of them is `right`, else certainly another."""
         vocab = self.spec.vocab_size
         stage = 2 if decoding or state.output_ids else 1
         token = next_token(ids, stage, state.params, state.choice_index, vocab)
-        if not right:
+        seen = self._fake_memory.get(pages, len(implied) // self._layout.token_bytes)
+        if seen != implied:
             token = (token + 1 + zlib.crc32(seen) % (vocab - 1)) % vocab
         logprob = DECODE_LOGPROB if decoding else PREFILL_LOGPROB
         return self._info(token, logprob, state.params.logprobs)
@@ -357,11 +333,6 @@ class FakeEngine(PagedEngine):
             return TokenInfo(token)
         top = tuple(((token + i) % self.spec.vocab_size, logprob - i) for i in range(alternatives))
         return TokenInfo(token, logprob, top)
-
-
-def _hidden(states: bytes) -> bytes:
-    """The hidden state after the tokens with these states of KV."""
-    return zlib.crc32(states).to_bytes(_HIDDEN_BYTES, "little")
 
 
 def encode(numbers: Sequence[float], dtype: str) -> bytes:

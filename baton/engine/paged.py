@@ -69,10 +69,6 @@ class PagedEngine(ABC):
         """Compute a chunk; arguments are checked, pages are pinned."""
 
     @abstractmethod
-    def _sample(self, hidden: bytes | memoryview, states: Sequence[SequenceState]) -> list[TokenInfo]:
-        """A token for each state, given the hidden state of its last token."""
-
-    @abstractmethod
     def _launch(self, rows: Sequence[Row]) -> Callable[[], list[TokenInfo]]:
         """Begin one forward pass over all rows, whose pages are pinned and have room; nothing has moved if it raises.
 
@@ -167,12 +163,6 @@ class PagedEngine(ABC):
         with self._pool.pinned(_own(handle), writes=range(start, end)) as pages:
             return self._prefill(pages, token_ids, start, end, on_layer, sample, prompt_logprobs)
 
-    def sample(self, hidden: bytes | memoryview, states: Sequence[SequenceState]) -> tuple[TokenInfo, ...]:
-        """See `Engine.sample`."""
-        if memoryview(hidden).nbytes != (expected := self._spec.hidden_bytes):
-            raise EngineError(f"a hidden state of {memoryview(hidden).nbytes} bytes, expected {expected}")
-        return tuple(self._sample(hidden, states))
-
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
         """See `Engine.read_kv`. Raises InvalidRequest for a range that the handle does not have."""
         own, kv_format = _own(handle), self._spec.kv_format
@@ -190,22 +180,19 @@ class PagedEngine(ABC):
         with self._written(handle, range(token_start, token_start + count)) as pages:
             self._memory.write(pages, layer, token_start, head_start, parts)
 
-    def read_blocks(self, handle: KvHandle, token_start: int, count: int, size: int = 0) -> list[bytes]:
+    def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
         """See `Engine.read_blocks`. Raises InvalidRequest for blocks that the handle does not have."""
-        size = size or self._spec.kv_format.block_size
+        size = self._spec.kv_format.block_size
         with self._pool.pinned(_own(handle)) as pages:
             tokens = range(token_start, token_start + count * size)
             check_range("tokens", tokens, len(pages) * self._spec.page_size)
             return self._memory.read_blocks(pages, token_start, size, count)
 
-    def write_blocks(
-        self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview], size: int = 0
-    ) -> None:
+    def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
         """See `Engine.write_blocks`. Raises CorruptFrame for payloads that don't fit the format or the handle."""
-        size = size or self._spec.kv_format.block_size
-        count = check_blocks(self._spec.kv_format, payloads, size)
+        count = check_blocks(self._spec.kv_format, payloads)
         with self._written(handle, range(token_start, token_start + count)) as pages:
-            self._memory.write_blocks(pages, token_start, size, payloads)
+            self._memory.write_blocks(pages, token_start, self._spec.kv_format.block_size, payloads)
 
     def insert(self, handle: KvHandle, state: SequenceState) -> None:
         """See `Engine.insert`."""

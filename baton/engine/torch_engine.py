@@ -92,14 +92,7 @@ class TorchEngine(PagedEngine):
             tokens = self._sample_first(hidden[-1:], sample) if sample else []
             successors = token_ids[start + 1 : end + 1]
             prompt = [] if prompt_logprobs is None else self._score(hidden, successors, prompt_logprobs, finished)
-            last = _bytes(hidden[-1]) if sample else b""
-        return ChunkResult(tuple(tokens), tuple(prompt), last)
-
-    def _sample(self, hidden: bytes | memoryview, states: Sequence[SequenceState]) -> list[TokenInfo]:
-        with _as_engine_errors(), self._drained():
-            # Copied first: what was received may begin at any address.
-            row = torch.frombuffer(hidden, dtype=torch.uint8).clone().view(self._decoder.placement.dtype)
-            return self._sample_first(row[None].to(self._device), states)
+        return ChunkResult(tuple(tokens), tuple(prompt))
 
     def _launch(self, rows: Sequence[Row]) -> Callable[[], list[TokenInfo]]:
         with _as_engine_errors(), self._drained(on_error=True):
@@ -186,10 +179,6 @@ class TorchEngine(PagedEngine):
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
         return upload(values, dtype, self._device)
-
-
-def _bytes(row: Tensor) -> bytes:
-    return row.cpu().view(torch.uint8).numpy().tobytes()
 
 
 @contextmanager

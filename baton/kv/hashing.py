@@ -3,13 +3,11 @@
     root = SHA-256(fields("baton prefix chain 1", model fingerprint, KV format digest, salt))
     d[0] = SHA-256(root ‖ ids of block 0)
     d[i] = SHA-256(d[i-1] ‖ ids of block i)
-    end  = SHA-256(fields("baton prompt end 1", the last full block's digest or the root, ids of the tokens after it))
 
 `fields` puts each field's length before it as a little-endian uint32, so that no two tuples of fields meet;
 token ids are little-endian uint32. A digest thus names a block together with all that its KV depends on: the
-model, the layout, the tenant, and every token before it. Root and parent both have 32 bytes, and a block's length is
-part of the KV format, so a root can't be taken for a block. Full blocks have a digest, and so has the end of a whole
-prompt (`baton.kv.prefix.end`), which its first field tells from a block.
+model, the layout, the tenant, and every token before it. Only full blocks have one. Root and parent both have
+32 bytes, and a block's length is part of the KV format, so a root can't be taken for a block.
 
 The golden vectors in the tests hold this encoding fast: a fleet mid-upgrade must agree on it.
 """
@@ -25,7 +23,6 @@ from collections.abc import Sequence
 DIGEST_BYTES = 32
 
 _CHAIN = b"baton prefix chain 1"
-_END = b"baton prompt end 1"
 _SALT = b"baton tenant salt 1"
 _REQUEST_SALT = b"baton request salt 1"
 _ID_BYTES = 4
@@ -39,17 +36,15 @@ def chain_root(fingerprint: str, kv_format: str, salt: bytes = b"") -> bytes:
 def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
     """One 32-byte digest for each full block of `block_size` tokens; ids must be in [0, 2**32)."""
     full = len(token_ids) // block_size
-    data, stride = _encoded(token_ids[: full * block_size]), block_size * _ID_BYTES
+    ids = array("I", token_ids[: full * block_size])
+    if sys.byteorder == "big":
+        ids.byteswap()
+    data, stride = ids.tobytes(), block_size * _ID_BYTES
     digests, parent, sha256 = [], root, hashlib.sha256
     for start in range(0, len(data), stride):
         parent = sha256(parent + data[start : start + stride]).digest()
         digests.append(parent)
     return digests
-
-
-def end_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The 32-byte digest of a prompt's end: `token_ids`, none or more, follow the block or the root `parent`."""
-    return hashlib.sha256(_fields(_END, parent, _encoded(token_ids))).digest()
 
 
 def tenant_salt(fleet_secret: str, tenant: str) -> bytes:
@@ -68,13 +63,6 @@ def request_salt(fleet_secret: str, tenant: str, cache_salt: str = "") -> bytes:
     if not fleet_secret:
         return hashlib.sha256(_fields(_REQUEST_SALT, cache_salt.encode())).digest()
     return hmac.digest(fleet_secret.encode(), _fields(_REQUEST_SALT, tenant.encode(), cache_salt.encode()), "sha256")
-
-
-def _encoded(token_ids: Sequence[int]) -> bytes:
-    ids = array("I", token_ids)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()
 
 
 def _fields(*values: bytes) -> bytes:

@@ -47,11 +47,6 @@ LEASES_EXPIRED = Counter("baton_leases_expired_total", "Exports reaped because n
 
 PREFIX_BLOCKS = Counter("baton_prefix_blocks_total", "Prefix-cache blocks, by tier and outcome.", ["tier", "outcome"])
 PREFIX_FAULTS = Counter("baton_prefix_faults_total", "Prefix-cache faults, each a miss, by reason.", ["reason"])
-PREFIX_ENDS = Counter(
-    "baton_prefix_ends_total",
-    "Ends of prompts: put into the cache, or used, so that nothing was computed.",
-    ["outcome"],
-)
 PREFIX_DECISIONS = Counter(
     "baton_prefix_decisions_total", "How much of a prefix found outside of the pages was worth fetching.", ["decision"]
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.kv.format import KvFormat, KvPart
-from baton.kv.hashing import block_digests, chain_root, end_digest
+from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix import MemoryPrefixCache, NullPrefixCache, PrefixCache, open_prefix_cache
 from baton.kv.prefix.host import HostPrefixCache
 from baton.kv.prefix.redis import RedisLimits, RedisPrefixCache
@@ -20,7 +20,6 @@ FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4)
 SIZE = FORMAT.token_bytes * FORMAT.block_size
 DIGESTS = block_digests(chain_root("model", FORMAT.digest), list(range(40)), 4)
 BLOCKS = [os.urandom(SIZE) for _ in DIGESTS]
-END, END_PAYLOAD = end_digest(DIGESTS[-1], [40, 41]), os.urandom(SIZE)
 ROOMY = 1 << 20
 FEW = 3 * SIZE
 PATIENT = RedisLimits(budget_s=20.0)
@@ -50,12 +49,6 @@ async def cache(request: pytest.FixtureRequest) -> AsyncIterator[PrefixCache]:
 
 
 @pytest.fixture
-def near(request: pytest.FixtureRequest) -> bool:
-    """Whether this process holds what was put last."""
-    return request.node.callspec.params["cache"] not in (*BINARIES, "tiered none")
-
-
-@pytest.fixture
 def shared(request: pytest.FixtureRequest) -> bool:
     """Whether others see what is put."""
     return request.node.callspec.params["cache"] in SHARED
@@ -66,8 +59,8 @@ async def fill(cache: PrefixCache, indexes: Sequence[int]) -> None:
     await cache.flush()
 
 
-async def found(cache: PrefixCache, digests: Sequence[bytes], end: bytes = b"") -> int:
-    hits = await cache.lookup(digests, end)
+async def found(cache: PrefixCache, digests: Sequence[bytes]) -> int:
+    hits = await cache.lookup(digests)
     assert all(blocks > 0 for _, blocks in hits.runs)
     tiers = [tier for tier, _ in hits.runs]
     assert all(one != other for one, other in pairwise(tiers))
@@ -185,50 +178,6 @@ async def test_counts_of_tiers_add_up(cache: PrefixCache) -> None:
     assert sum(tier.hits for tier in tiers) == hits
     assert tiers[-1].misses == 3 + 2
     assert all(tier.blocks * SIZE == tier.bytes for tier in tiers if tier.name in IN_PROCESS)
-
-
-async def counted(cache: PrefixCache) -> tuple[int, int]:
-    """Hits of all tiers, and misses of the last."""
-    tiers = await cache.stats()
-    return sum(tier.hits for tier in tiers), tiers[-1].misses
-
-
-async def test_an_end_is_a_hit_behind_all_blocks(cache: PrefixCache) -> None:
-    await fill(cache, range(10))
-    assert cache.put(END, END_PAYLOAD)
-    await cache.flush()
-    for first in (0, 4, 9):
-        before, _ = await counted(cache)
-        assert await found(cache, DIGESTS[first:], END) == 10 - first + 1
-        assert await counted(cache) == (before + 10 - first + 1, 0)
-        assert await found(cache, DIGESTS[first:]) == 10 - first, "unless it is not asked for"
-    assert await fetched(cache, [END]) == [END_PAYLOAD]
-    assert await fetched(cache, [*DIGESTS, END]) == [*BLOCKS, END_PAYLOAD]
-
-
-async def test_an_end_that_is_not_there_is_no_miss(cache: PrefixCache) -> None:
-    await fill(cache, range(10))
-    assert await found(cache, DIGESTS, END) == 10
-    assert await found(cache, [], END) == 0
-    assert await counted(cache) == (10, 0)
-
-
-async def test_an_end_behind_a_block_that_lacks_is_no_hit(cache: PrefixCache) -> None:
-    assert cache.put(END, END_PAYLOAD)
-    await cache.flush()
-    assert await found(cache, DIGESTS[:2], END) == 0
-    assert await counted(cache) == (0, 2)
-    await fill(cache, [0, 1])
-    assert await found(cache, DIGESTS[:3], END) == 2
-    assert await counted(cache) == (2, 3)
-
-
-async def test_an_end_alone_is_found_only_in_this_process(cache: PrefixCache, near: bool) -> None:
-    assert cache.put(END, END_PAYLOAD)
-    await cache.flush()
-    assert await found(cache, [], END) == near
-    assert await counted(cache) == (near, 0)
-    assert await found(cache, []) == 0
 
 
 async def test_what_is_cleared_is_gone(cache: PrefixCache) -> None:

@@ -12,7 +12,6 @@ import pytest
 from baton.engine.fake import FakeEngine
 from baton.kv.format import KvCompression
 from baton.kv.prefix import MemoryPrefixCache, Payload
-from baton.kv.prefix.contract import Hits
 from baton.ledger import LedgerEntry
 from baton.pb import kv_pb2, prefill_pb2
 from baton.rpc.channel import kv_channel
@@ -53,9 +52,9 @@ class SlowCache(MemoryPrefixCache):
         super().__init__(*args)
         self.come, self.go = asyncio.Event(), asyncio.Event()
 
-    async def lookup(self, digests: Sequence[bytes], end: bytes = b"") -> Hits:
+    async def lookup(self, digests: Sequence[bytes]) -> int:
         await self._held("lookup")
-        return await super().lookup(digests, end)
+        return await super().lookup(digests)
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         await self._held("fetch")

@@ -1,6 +1,6 @@
-"""The prefix cache: KV of full blocks, and ends of prompts, found again by the digests of `baton.kv.hashing`.
+"""The prefix cache: KV of full blocks, found again by the digests of `baton.kv.hashing`.
 
-    lookup(digests, end) → how many leading blocks are there, and in which tiers
+    lookup(digests) → how many leading blocks are there, and in which tiers
     fetch(digests)  → their payloads, up to the first that is gone
     wants(digests)  → which of them are worth a put; counts as one sighting of each
     put(digest, payload) → at once; stored later, or dropped
@@ -39,15 +39,6 @@ class Hits:
         """All of them."""
         return sum(blocks for _, blocks in self.runs)
 
-    def first(self, blocks: int) -> Hits:
-        """The first `blocks` of them, or all if there are fewer."""
-        runs: list[tuple[str, int]] = []
-        for tier, count in self.runs:
-            if blocks > 0:
-                runs.append((tier, min(count, blocks)))
-            blocks -= count
-        return Hits(tuple(runs))
-
 
 @dataclass(frozen=True, slots=True)
 class FetchRate:
@@ -67,12 +58,8 @@ class PrefixCache(Protocol):
     async def check(self) -> None:
         """Try the store, so that the log tells now, and not at the first request, if it is out of reach."""
 
-    async def lookup(self, digests: Sequence[bytes], end: bytes = b"") -> Hits:
-        """The longest run of leading digests whose blocks are there.
-
-        `end` names the end of a prompt (`baton.kv.prefix.end`), which is a hit behind them all. Most prompts have none:
-        so it is no miss if it is not there, and a store beyond this process is not asked for it alone.
-        """
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
+        """The longest run of leading digests whose blocks are there."""
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         """Payloads of the leading digests, up to the first miss; callers bound how many."""

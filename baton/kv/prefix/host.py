@@ -64,12 +64,11 @@ class HostPrefixCache:
     async def check(self) -> None:
         """Nothing can be out of reach."""
 
-    async def lookup(self, digests: Sequence[bytes], end: bytes = b"") -> Hits:
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest run of leading hits, which are used now."""
-        asked = [*digests, end]
-        found = sum(1 for _ in takewhile(self._payloads.__contains__, asked))
-        self.used(asked[:found])
-        self.count(found, max(0, len(digests) - found))
+        found = sum(1 for _ in takewhile(self._payloads.__contains__, digests))
+        self.used(digests[:found])
+        self.count(found, len(digests) - found)
         return Hits(((TIER, found),) if found else ())
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:

@@ -21,7 +21,7 @@ class NullPrefixCache:
     async def check(self) -> None:
         """Nothing can be out of reach."""
 
-    async def lookup(self, digests: Sequence[bytes], end: bytes = b"") -> Hits:
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """No hits."""
         return Hits()
 
@@ -78,11 +78,11 @@ class MemoryPrefixCache:
     async def check(self) -> None:
         """Nothing can be out of reach."""
 
-    async def lookup(self, digests: Sequence[bytes], end: bytes = b"") -> Hits:
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest run of leading hits."""
-        found = sum(1 for _ in takewhile(self.blocks.__contains__, [*digests, end]))
+        found = sum(1 for _ in takewhile(self.blocks.__contains__, digests))
         self._hits += found
-        self._misses += max(0, len(digests) - found)
+        self._misses += len(digests) - found
         return Hits(((TIER, found),) if found else ())
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:

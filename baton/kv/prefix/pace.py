@@ -16,16 +16,11 @@ class Pace:
     def __init__(self) -> None:
         self.rate: FetchRate | None = None
 
-    def fetched(self, size: int, latency_s: float, total_s: float, records: int) -> None:
-        """`size` bytes in `records` took `total_s` seconds, `latency_s` of them until the first record was there."""
+    def fetched(self, size: int, latency_s: float, total_s: float) -> None:
+        """`size` bytes took `total_s` seconds, `latency_s` of them until the first were there."""
         if size < ENOUGH_BYTES or not 0 <= latency_s < total_s:
             return
-        if records > 1:
-            seen = FetchRate(latency_s, size / (total_s - latency_s))
-        else:
-            # Nothing follows the first record that could tell a rate from the latency.
-            bytes_per_s = self.rate.bytes_per_s if self.rate else size / total_s
-            seen = FetchRate(max(0.0, total_s - size / bytes_per_s), bytes_per_s)
+        seen = FetchRate(latency_s, size / (total_s - latency_s))
         old = self.rate or seen
         self.rate = FetchRate(
             old.latency_s + _WEIGHT * (seen.latency_s - old.latency_s),

@@ -104,21 +104,20 @@ class RedisPrefixCache:
         """One round trip to each node."""
         await self._ask_all([pack(b"PING")])
 
-    async def lookup(self, digests: Sequence[bytes], end: bytes = b"") -> Hits:
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest run of leading hits; one round trip for each LOOKUP_KEYS digests."""
-        found, asked = 0, [*digests, end] if digests and end else digests
-        for start in range(0, len(asked), LOOKUP_KEYS):
-            keys = self._keys(asked[start : start + LOOKUP_KEYS])
+        found = 0
+        for start in range(0, len(digests), LOOKUP_KEYS):
+            keys = self._keys(digests[start : start + LOOKUP_KEYS])
             ask = Commands([pack(b"STRLEN", key) for key in keys])
             await self._calls.keyed("look", keys, ask, self._limits.budget_s)
             found += sum(1 for _ in takewhile(lambda size: size == self._codec.record_bytes, ask.slots))
             if found < start + len(keys):
                 break
         self._hits += found
-        missed = max(0, len(digests) - found)
-        self._misses += missed
+        self._misses += len(digests) - found
         metrics.PREFIX_BLOCKS.labels(TIER, "hit").inc(found)
-        metrics.PREFIX_BLOCKS.labels(TIER, "miss").inc(missed)
+        metrics.PREFIX_BLOCKS.labels(TIER, "miss").inc(len(digests) - found)
         return Hits(((TIER, found),)) if found else Hits()
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
@@ -131,7 +130,7 @@ class RedisPrefixCache:
             fetch.stop()
         payloads = fetch.payloads()
         took_s = time.monotonic() - started
-        self._pace.fetched(len(payloads) * self._codec.record_bytes, fetch.first_at - started, took_s, len(payloads))
+        self._pace.fetched(len(payloads) * self._codec.record_bytes, fetch.first_at - started, took_s)
         metrics.PREFIX_BLOCKS.labels(TIER, "fetched").inc(len(payloads))
         return payloads
 

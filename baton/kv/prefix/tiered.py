@@ -60,23 +60,20 @@ class TieredPrefixCache:
         """Try the store."""
         await self._shared.check()
 
-    async def lookup(self, digests: Sequence[bytes], end: bytes = b"") -> Hits:
-        """The longest run of leading hits in either tier; one look-up in the store, if host memory lacks any block."""
-        names = [*digests, end] if end else digests
-        held = [name in self._host for name in names]
-        missing = [name for name, here in zip(names, held, strict=True) if not here]
-        blocks = [name for name in missing if name != end]
-        found = await self._shared.lookup(blocks, end if len(missing) > len(blocks) else b"") if blocks else Hits()
-        if blocks:
-            self._sightings.stored(missing[: found.blocks])
-            self._sightings.missed(missing[found.blocks :])
-        hits = names[: names.index(missing[found.blocks])] if found.blocks < len(missing) else names
-        # An end from the store is fetched before the blocks that it stands behind, and must not wait for them.
-        self._host.used(hits[:-1] if end and hits[-1:] == missing[-1:] == [end] else hits)
-        self._host.count(len(hits) - found.blocks, len(blocks))
-        (self._shared.touch if found.blocks else self.touch)(hits)
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
+        """The longest run of leading hits in either tier; one look-up in the store, if host memory lacks any."""
+        held = [digest in self._host for digest in digests]
+        missing = [index for index, here in enumerate(held) if not here]
+        asked = [digests[index] for index in missing]
+        found = await self._shared.lookup(asked) if asked else Hits()
+        self._sightings.stored(asked[: found.blocks])
+        self._sightings.missed(asked[found.blocks :])
+        end = missing[found.blocks] if found.blocks < len(missing) else len(digests)
+        self._host.used(digests[:end])
+        self._host.count(end - found.blocks, len(missing))
+        (self._shared.touch if found.blocks else self.touch)(digests[:end])
         farther = chain.from_iterable(repeat(tier, blocks) for tier, blocks in found.runs)
-        tiers = (TIER if here else next(farther) for here in held[: len(hits)])
+        tiers = (TIER if here else next(farther) for here in held[:end])
         return Hits(tuple((tier, sum(1 for _ in run)) for tier, run in groupby(tiers)))
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:

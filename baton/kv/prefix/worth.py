@@ -56,8 +56,11 @@ class Worth:
 
     def decide(self, hits: Hits, rates: Mapping[str, FetchRate], prefill_rate: float, now: float) -> Decision:
         """Choose for one request; `now` in seconds of any clock that does not go back."""
-        runs = hits.runs
-        taken, saves_s = self._best(hits, rates, prefill_rate)
+        runs, gain_s, saves_s, taken = hits.runs, 0.0, 0.0, 0
+        for number, (tier, blocks) in enumerate(runs, 1):
+            gain_s += self.computing_s(blocks, prefill_rate) - self.fetching_s(blocks, rates.get(tier))
+            if gain_s >= saves_s or prefill_rate <= 0:
+                taken, saves_s = number, gain_s
         for tier, _ in runs[:taken]:
             self._measured[tier] = now
         fetched = sum(blocks for _, blocks in runs[:taken])
@@ -68,10 +71,6 @@ class Worth:
                 return Decision(hits.blocks, fetched + self._trial(blocks, rates[tier]), saves_s, trial=True)
         return Decision(hits.blocks, fetched, saves_s)
 
-    def pays(self, hits: Hits, rates: Mapping[str, FetchRate], prefill_rate: float) -> bool:
-        """Whether `decide` would take all of them, without a trial."""
-        return self._best(hits, rates, prefill_rate)[0] == len(hits.runs)
-
     def fetching_s(self, blocks: int, rate: FetchRate | None) -> float:
         """Seconds that a run is expected to take from a tier; 0 if that is not known."""
         if rate is None or rate.bytes_per_s <= 0:
@@ -81,15 +80,6 @@ class Worth:
     def computing_s(self, blocks: int, prefill_rate: float) -> float:
         """Seconds that computing a run is expected to take; 0 if that is not known."""
         return blocks * self._block_tokens / prefill_rate if prefill_rate > 0 else 0.0
-
-    def _best(self, hits: Hits, rates: Mapping[str, FetchRate], prefill_rate: float) -> tuple[int, float]:
-        """After how many runs the most time is saved, and how much."""
-        gain_s, saves_s, taken = 0.0, 0.0, 0
-        for number, (tier, blocks) in enumerate(hits.runs, 1):
-            gain_s += self.computing_s(blocks, prefill_rate) - self.fetching_s(blocks, rates.get(tier))
-            if gain_s >= saves_s or prefill_rate <= 0:
-                taken, saves_s = number, gain_s
-        return taken, saves_s
 
     def _trial(self, blocks: int, rate: FetchRate) -> int:
         within = (TRIAL_S - rate.latency_s) * rate.bytes_per_s / self._block_bytes

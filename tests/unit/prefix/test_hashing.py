@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from baton.kv.hashing import DIGEST_BYTES, block_digests, chain_root, end_digest, request_salt, tenant_salt
+from baton.kv.hashing import DIGEST_BYTES, block_digests, chain_root, request_salt, tenant_salt
 
 FORMAT = "f" * 64
 
@@ -24,12 +24,6 @@ def by_the_book(fingerprint: str, kv_format: str, salt: bytes, ids: list[int], s
     return out
 
 
-def end_by_the_book(parent: bytes, ids: list[int]) -> bytes:
-    """The same for the end of a prompt."""
-    fields = b"baton prompt end 1", parent, struct.pack(f"<{len(ids)}I", *ids)
-    return hashlib.sha256(b"".join(struct.pack("<I", len(field)) + field for field in fields)).digest()
-
-
 def test_golden_vectors() -> None:
     root = chain_root("model-a", FORMAT, b"tenant")
     assert root.hex() == "ef2d132df12b8f79f4fd20d96f2b499c5c6deccddd55381ee64ecc854fcb1c5a"
@@ -39,13 +33,6 @@ def test_golden_vectors() -> None:
     ]
     high = block_digests(chain_root("", ""), [2**32 - 1, 0, 65_536, 256], 4)
     assert [d.hex() for d in high] == ["747f076be7b6bfcadae58f3aaa3f5fbef2cdaaa6101c215840da0a1b52564398"]
-    blocks = block_digests(root, list(range(40)), 16)
-    assert (
-        end_digest(blocks[-1], list(range(32, 40))).hex()
-        == "bf8a54739f4641e6ba80394fc09bcad21b55c6a199c781712cd332671c65fb21"
-    )
-    assert end_digest(blocks[-1], []).hex() == "c6707fa361dcc301365a6c4ae44c429bfaa532a03936ef7007843d5644ef4274"
-    assert end_digest(root, [2**32 - 1]).hex() == "5796d13b879d3413668997a67353f2b64ac4c8407002f05ad61696e0219f151d"
     salt = tenant_salt("secret", "acme")
     assert salt.hex() == "a854330108db29ce9f5ebb9945d5364df056d4f801e8e45d31f200eaf602de3e"
     team = request_salt("secret", "acme", "team")
@@ -110,22 +97,3 @@ def test_a_cache_salt_sets_requests_apart_and_none_changes_nothing() -> None:
 def test_an_id_that_is_no_uint32_is_an_error() -> None:
     with pytest.raises(OverflowError):
         block_digests(chain_root("m", FORMAT), [2**32], 1)
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 40])
-def test_an_end_equals_the_definition(tokens: int) -> None:
-    ids = [random.Random(tokens).randrange(2**32) for _ in range(tokens)]
-    parent = chain_root("m", FORMAT, b"s")
-    assert end_digest(parent, ids) == end_by_the_book(parent, ids)
-    assert len(end_digest(parent, ids)) == DIGEST_BYTES
-
-
-def test_an_end_depends_on_what_is_before_it_and_on_its_tokens_and_is_no_block() -> None:
-    roots = [chain_root("m", FORMAT, salt) for salt in (b"", b"s")]
-    ids = list(range(40))
-    parents = [*roots, *(digest for root in roots for digest in block_digests(root, ids, 8))]
-    tails = [[], [0], [0, 0], [1], [256], [0, 1], [1, 0], list(range(8, 16)), list(range(16))]
-    names = {end_digest(parent, tail) for parent in parents for tail in tails}
-    assert len(names) == len(parents) * len(tails)
-    blocks = {digest for parent in parents for size in (1, 2, 8) for digest in block_digests(parent, ids, size)}
-    assert not names & (blocks | set(parents))

@@ -17,7 +17,6 @@ from baton.kv.prefix.tiered import TieredPrefixCache
 SIZE = 64
 DIGESTS = [os.urandom(32) for _ in range(10)]
 BLOCKS = {digest: os.urandom(SIZE) for digest in DIGESTS}
-END, END_PAYLOAD = os.urandom(32), os.urandom(SIZE)
 
 
 class Store(MemoryPrefixCache):
@@ -26,17 +25,15 @@ class Store(MemoryPrefixCache):
     def __init__(self) -> None:
         super().__init__()
         self.lookups: list[list[bytes]] = []
-        self.ends: list[bytes] = []
         self.puts: list[bytes] = []
         self.touched: list[bytes] = []
         self.full = False
         self.come, self.go = asyncio.Event(), asyncio.Event()
         self.go.set()
 
-    async def lookup(self, digests: Sequence[bytes], end: bytes = b"") -> Hits:
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
         self.lookups.append(list(digests))
-        self.ends.append(end)
-        return await super().lookup(digests, end)
+        return await super().lookup(digests)
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         self.come.set()
@@ -160,69 +157,6 @@ async def test_what_is_evicted_during_a_fetch_is_served_all_the_same(store: Stor
     await cache.clear(shared=False)
     store.go.set()
     assert await fetching == [BLOCKS[digest] for digest in DIGESTS[:5]]
-
-
-async def test_an_end_is_asked_for_only_along_with_blocks(store: Store) -> None:
-    cache = tiered(store)
-    request(cache, DIGESTS[:4])
-    store.blocks[END] = END_PAYLOAD
-    assert (await cache.lookup(DIGESTS[:4], END)).runs == (("host", 4),), "a store is not asked for it alone"
-    assert (await cache.lookup([], END)).runs == ()
-    assert store.lookups == []
-    await only_stored(store, 4)
-    assert (await cache.lookup(DIGESTS[:5], END)).runs == (("host", 4), ("memory", 2))
-    assert (store.lookups, store.ends) == ([[DIGESTS[4]]], [END])
-    host, shared = await cache.stats()
-    assert (host.hits, host.misses, shared.hits, shared.misses) == (8, 1, 2, 0)
-
-
-async def test_an_end_that_host_memory_has_is_not_asked_for(store: Store) -> None:
-    cache = tiered(store, "never")
-    cache.put(END, END_PAYLOAD)
-    await only_stored(store, *range(3))
-    assert (await cache.lookup(DIGESTS[:3], END)).runs == (("memory", 3), ("host", 1))
-    assert (await cache.lookup([], END)).runs == (("host", 1),)
-    assert (store.lookups, store.ends) == ([DIGESTS[:3]], [b""])
-    host, shared = await cache.stats()
-    assert (host.hits, host.misses, shared.hits, shared.misses) == (2, 3, 3, 0)
-
-
-async def test_an_end_behind_a_block_that_is_missing_is_none(store: Store) -> None:
-    cache = tiered(store)
-    cache.put(END, END_PAYLOAD)
-    await only_stored(store, 0, 2)
-    assert (await cache.lookup(DIGESTS[:3], END)).runs == (("memory", 1),)
-
-
-async def test_an_end_is_kept_though_it_is_fetched_before_its_blocks(store: Store) -> None:
-    cache = tiered(store)
-    await only_stored(store, *range(5))
-    store.blocks[END] = END_PAYLOAD
-    assert (await cache.lookup(DIGESTS[:5], END)).runs == (("memory", 6),)
-    assert await cache.fetch([END]) == [END_PAYLOAD]
-    assert await cache.fetch(DIGESTS[:5]) == [BLOCKS[digest] for digest in DIGESTS[:5]]
-    store.blocks.clear()
-    assert (await cache.lookup(DIGESTS[:5], END)).runs == (("host", 6),)
-
-
-async def test_an_end_that_the_store_has_is_not_written_and_one_that_it_lost_is(store: Store) -> None:
-    cache = tiered(store, blocks=0)
-    await only_stored(store, 0)
-    store.blocks[END] = END_PAYLOAD
-    assert (await cache.lookup(DIGESTS[:1], END)).blocks == 2
-    del store.blocks[END]
-    assert cache.wants([DIGESTS[0], END]) == [False, False], "nobody has missed it yet"
-    assert (await cache.lookup(DIGESTS[:1], END)).blocks == 1
-    assert cache.wants([DIGESTS[0], END]) == [False, True]
-
-
-async def test_hits_keep_ends_fresh(store: Store) -> None:
-    cache = tiered(store, touch_share=1.0)
-    request(cache, DIGESTS[:2])
-    cache.put(END, END_PAYLOAD)
-    await cache.lookup([], END)
-    await cache.lookup(DIGESTS[:2], END)
-    assert store.touched == [END, *DIGESTS[:2], END]
 
 
 async def test_first_writes_at_once_and_not_again(store: Store) -> None:

@@ -52,21 +52,6 @@ def test_a_losing_run_is_fetched_if_what_lies_behind_it_wins_more() -> None:
     assert blocks(Hits((("redis", 1), ("host", 100))), far, 500.0) == 101
 
 
-@pytest.mark.parametrize(
-    ("found", "prefill_rate", "pays"),
-    [
-        (Hits(), 50_000.0, True),
-        (Hits((("redis", 200),)), 500.0, True),
-        (Hits((("redis", 200),)), 50_000.0, False),
-        (Hits((("host", 10), ("redis", 200))), 50_000.0, False),
-        (Hits((("redis", 1), ("host", 100))), 500.0, True),
-        (Hits((("redis", 200),)), 0.0, True),
-    ],
-)
-def test_it_pays_if_all_would_be_fetched(found: Hits, prefill_rate: float, pays: bool) -> None:
-    assert Worth(BYTES, TOKENS).pays(found, {"redis": SLOW}, prefill_rate) == pays
-
-
 @pytest.mark.parametrize("prefill_rate", [0.0, 1e9])
 def test_what_is_not_known_is_fetched(prefill_rate: float) -> None:
     assert blocks(Hits((("redis", 7),)), {}, prefill_rate) == 7
@@ -145,18 +130,3 @@ def test_any_sequence_of_requests_fetches_what_was_found_at_most(
         decision = worth.decide(hits, measured, prefill_rate, now)
         assert decision.found == hits.blocks
         assert int(decision.trial) <= decision.blocks <= hits.blocks
-
-
-@settings(deadline=None)
-@given(hits=runs, rates=rates, prefill_rate=speeds)
-def test_what_pays_is_what_is_fetched_and_asking_is_no_fetch(
-    hits: Hits, rates: Mapping[str, FetchRate], prefill_rate: float
-) -> None:
-    """A trial, which a tier earns by waiting, is not put off by the question."""
-    worth, other = Worth(BYTES, TOKENS), Worth(BYTES, TOKENS)
-    paid = worth.pays(hits, rates, prefill_rate)
-    for now in (0.0, TRIAL_EVERY_S):
-        decision = worth.decide(hits, rates, prefill_rate, now)
-        assert decision == other.decide(hits, rates, prefill_rate, now)
-        assert paid == (decision.blocks == hits.blocks and not decision.trial)
-        assert worth.pays(hits, rates, prefill_rate) == paid
