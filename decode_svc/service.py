@@ -22,7 +22,7 @@ import logging
 from collections.abc import Sequence
 
 from baton.engine.contract import Engine
-from baton.errors import OutOfPages, Overloaded
+from baton.errors import BatonError, OutOfPages, Overloaded
 from baton.kv.prefix import PrefixCache
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import State
@@ -124,7 +124,7 @@ class DecodeService:
         self._sessions[number] = session
         return session
 
-    def close_session(self, session: Session, error: Overloaded | None = None) -> None:
+    def close_session(self, session: Session, error: BatonError | None = None) -> None:
         """End a session, for whatever reason, and free all that it owned; idempotent."""
         for attempt in self.attempts.of(session.number):
             self._end(attempt)

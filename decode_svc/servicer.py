@@ -1,7 +1,8 @@
 """The Session stream: commands up, one message a step down. Translates only.
 
-A router says something every second, so one that has said nothing for SILENCE_S is gone, whatever its connection says,
-and its session ends.
+A router says something every second. One that has said nothing for SILENCE_S is gone, whatever the state of its
+connection, and its session ends. If this process itself was paused, the router gets a moment more: what it said
+meanwhile is still unread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy
 from baton.rpc.convert import add_token, cache_policy_from_proto, finish_to_proto
+from baton.rpc.silence import Silence
 from decode_svc.messages import (
     AttemptKey,
     Cancel,
@@ -74,21 +76,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _read(self, requests: AsyncIterator[decode_pb2.SessionUp], session: RouterSession) -> None:
+        error = DeadlineExceeded(f"nothing was heard from the router for {SILENCE_S:g} s")
         try:
-            while (message := await _next(requests)) is not None:
-                if (command := command_from_proto(message)) is not None:
-                    self._service.handle(session, command)
+            with Silence(SILENCE_S, lambda: self._service.close_session(session, error)) as silence:
+                while (message := await anext(requests, None)) is not None:
+                    silence.heard()
+                    if (command := command_from_proto(message)) is not None:
+                        self._service.handle(session, command)
         finally:
             self._service.close_session(session)
-
-
-async def _next(requests: AsyncIterator[decode_pb2.SessionUp]) -> decode_pb2.SessionUp | None:
-    """What the router says next; None at its end."""
-    try:
-        async with asyncio.timeout(SILENCE_S):
-            return await anext(requests, None)
-    except TimeoutError:
-        raise DeadlineExceeded(f"nothing was heard from the router for {SILENCE_S:g} s") from None
 
 
 async def _hello(requests: AsyncIterator[decode_pb2.SessionUp]) -> str:

@@ -19,8 +19,8 @@ from baton.rpc.convert import (
     token_from_proto,
 )
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.silence import Silence
 from router.events import Blame, Cause, Deliver, Failed, Prefilled
-from router.silence import Silence
 from router.worker import Seat
 
 DEATH_GRACE_S = 0.5

@@ -35,8 +35,8 @@ from baton.errors import (
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy
 from baton.rpc.convert import cache_policy_to_proto, finish_from_proto, token_from_proto
+from baton.rpc.silence import Silence
 from router.events import Blame, Cause, DecodeTimings, Deliver, Failed, Output
-from router.silence import Silence
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0

@@ -22,6 +22,7 @@ import grpc
 from baton.errors import BatonError, Unavailable
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
+from baton.rpc.silence import Silence
 from baton.rpc.tls import Tls
 from baton.worker.servicer import status_from_proto
 from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole, WorkerStatus
@@ -30,7 +31,6 @@ from router.discovery import complete
 from router.events import Blame, Cause, Deliver, Failed
 from router.fleet import RECENT_S, DecodeView, Fading, PrefillView
 from router.session import DecodeSession
-from router.silence import Silence
 
 SILENCE_S = 5.0
 

@@ -1,0 +1,95 @@
+"""When a session's router counts as silent, in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from baton.errors import BatonError, DeadlineExceeded
+from baton.pb import decode_pb2
+from decode_svc.messages import Command
+from decode_svc.service import DecodeService
+from decode_svc.servicer import SILENCE_S, DecodeServicer
+from decode_svc.session import Session
+from tests.property.virtual import VirtualLoop
+
+
+class FakeService:
+    """One session, which owns nothing."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.heard = 0
+
+    def open_session(self, router_id: str) -> Session:
+        self.session = Session(1, router_id)
+        return self.session
+
+    def close_session(self, session: Session, error: BatonError | None = None) -> None:
+        if self.session is not None:
+            self.session = None
+            session.end(error)
+
+    def handle(self, session: Session, command: Command) -> None:
+        self.heard += 1
+
+
+class Router:
+    """The router's side of a session with the real servicer."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.service = FakeService()
+        self._loop = loop
+        self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
+        loop.call(self._up.put_nowait, decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id="r")))
+        self.task = loop.spawn(self._session())
+
+    def beat(self) -> None:
+        """Say that it is there."""
+        self._up.put_nowait(decode_pb2.SessionUp(heartbeat=decode_pb2.Heartbeat()))
+
+    async def _session(self) -> None:
+        async def said() -> Any:
+            while True:
+                yield await self._up.get()
+
+        servicer = DecodeServicer(cast(DecodeService, self.service))
+        async for _ in servicer.Session(said(), cast(grpc.aio.ServicerContext, None)):
+            pass
+
+
+@pytest.fixture
+def loop() -> Iterator[VirtualLoop]:
+    made = VirtualLoop()
+    yield made
+    for task in asyncio.all_tasks(made):
+        task.cancel()
+    made.settle()
+    made.close()
+
+
+def test_a_silent_router_loses_its_session(loop: VirtualLoop) -> None:
+    router = Router(loop)
+    for _ in range(10):
+        loop.advance(1.0)
+        loop.call(router.beat)
+    assert router.service.session is not None
+    loop.advance(SILENCE_S + 0.1)
+    assert router.service.session is None
+    assert isinstance(router.task.exception(), DeadlineExceeded)
+
+
+def test_a_worker_that_was_paused_judges_no_router_by_that_time(loop: VirtualLoop) -> None:
+    router = Router(loop)
+    loop.advance(1.0)
+    # The process stands still; when it wakes, all timers are due before what came meanwhile is read.
+    loop.now += 2 * SILENCE_S
+    loop.call_later(0.05, router.beat)
+    loop.advance(1.0)
+    assert (router.service.heard, router.task.done()) == (1, False)
+    loop.advance(SILENCE_S + 0.1)
+    assert isinstance(router.task.exception(), DeadlineExceeded)
