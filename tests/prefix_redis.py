@@ -52,3 +52,8 @@ def faults(reason: str) -> float:
 def dropped() -> float:
     """Writes dropped so far."""
     return REGISTRY.get_sample_value("baton_prefix_blocks_total", {"tier": "redis", "outcome": "dropped"}) or 0.0
+
+
+def removed() -> float:
+    """Refused records deleted so far."""
+    return REGISTRY.get_sample_value("baton_prefix_blocks_total", {"tier": "redis", "outcome": "removed"}) or 0.0

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from baton.kv.prefix.buffers import Buffers
 from baton.kv.prefix.contract import Payload
 from baton.kv.prefix.faults import concerns_server, count, reason
-from baton.kv.prefix.record import BadRecord, RecordCodec
+from baton.kv.prefix.record import HEADER_BYTES, BadRecord, RecordCodec
 from baton.kv.prefix.wire import Wire, pack
 
 WINDOW_BYTES = 1 << 20
@@ -51,7 +51,8 @@ class Fetch:
     """Payloads of blocks, each checked while the next ones are being received.
 
     A bad or missing record ends the run: what comes after it is not asked for any more. Of a slot on the move the
-    error is kept, and may be filled by another run.
+    error is kept, and may be filled by another run. `refused` gets the index and the header of each bad record, as far
+    as it has one; `gone` gets the index of each missing one.
     """
 
     def __init__(self, keys: Sequence[bytes], digests: Sequence[bytes], codec: RecordCodec, buffers: Buffers) -> None:
@@ -60,6 +61,8 @@ class Fetch:
         self._window = max(1, WINDOW_BYTES // codec.record_bytes)
         self._end = len(keys)
         self.slots: list[Any] = [None] * len(keys)
+        self.refused: list[tuple[int, bytes]] = []
+        self.gone: list[int] = []
         self.first_at = float("inf")
 
     def stop(self) -> None:
@@ -114,12 +117,14 @@ class Fetch:
                 return
             except BadRecord as error:
                 count(error.reason)
+                self.refused.append((index, bytes(reply[:HEADER_BYTES])))
         elif isinstance(reply, Exception):
             self.slots[index] = reply
             if reason(reply) == "moved":
                 return
         elif reply is None:
             count("evicted")
+            self.gone.append(index)
         self._end = min(self._end, index)
 
 

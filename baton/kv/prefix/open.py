@@ -48,5 +48,5 @@ def open_prefix_cache(
     from baton.kv.prefix.tiered import TieredPrefixCache
 
     sightings = Sightings()
-    shared = RedisPrefixCache(url, kv_format, fleet_secret, limits, lost=sightings.missed)
+    shared = RedisPrefixCache(url, kv_format, fleet_secret, limits, lost=sightings.missed, refused=sightings.refused)
     return TieredPrefixCache(host, shared, writes, sightings=sightings)

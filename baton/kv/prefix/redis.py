@@ -7,7 +7,8 @@ It may be one server, a master that sentinels name, or a cluster (`baton.kv.pref
 A look-up is one round trip to each node concerned, all at once, for each LOOKUP_KEYS blocks: a pipeline of STRLEN,
 which also tells a key of another type or size from a block. Fetches are pipelined GETs with at most two windows
 asked for ahead, each record checked while others are received. Writes go through one background task, from a
-queue bounded in bytes.
+queue bounded in bytes. A record that is refused is deleted (`baton.kv.prefix.removals`), and written again by the next
+computation.
 
     redis      this protocol
     calls      from the asyncio loop to threads, within budgets; faults to misses
@@ -36,8 +37,10 @@ from baton.kv.prefix.buffers import Buffers
 from baton.kv.prefix.calls import Calls
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
 from baton.kv.prefix.exchange import Clear, Commands, Fetch, Store
+from baton.kv.prefix.faults import count
 from baton.kv.prefix.pace import Pace
 from baton.kv.prefix.record import RecordCodec
+from baton.kv.prefix.removals import Removals, removal
 from baton.kv.prefix.servers import Node, open_servers
 from baton.kv.prefix.wire import pack, wire_size
 from baton.kv.prefix.writes import Lost, WriteQueue
@@ -69,7 +72,8 @@ class RedisLimits:
 class RedisPrefixCache:
     """`PrefixCache` over the servers at a URL; raises ConfigError for one that can't be used.
 
-    `lost` is told which of the blocks that `put` took were not stored, and which that `touch` was told of are gone.
+    `lost` gets the blocks that `put` took and that were not stored, and those that a fetch or a touch found to be gone.
+    `refused` gets those whose records are not usable.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class RedisPrefixCache:
         fleet_secret: str,
         limits: RedisLimits | None = None,
         lost: Lost = lambda _: None,
+        refused: Lost = lambda _: None,
     ) -> None:
         self._limits = limits or RedisLimits()
         self._codec = RecordCodec(kv_format, fleet_secret)
@@ -87,8 +92,9 @@ class RedisPrefixCache:
         breaker = partial(Breaker, self._limits.pause_s, self._limits.longest_pause_s)
         self._servers = open_servers(parse_redis_url(url), self._limits.budget_s, breaker)
         self._calls = Calls(self._servers)
-        self._lost = lost
+        self._lost, self._refused = lost, refused
         self._queue = WriteQueue(TIER, self._write, self._limits.queue_bytes, BATCH_BYTES, lost)
+        self._removals = Removals(TIER, self._remove)
         self._pace = Pace()
         self._hits = self._misses = 0
         self._touching: asyncio.Task[None] | None = None
@@ -113,6 +119,9 @@ class RedisPrefixCache:
             await self._calls.keyed("look", keys, ask, self._limits.budget_s)
             found += sum(1 for _ in takewhile(lambda size: size == self._codec.record_bytes, ask.slots))
             if found < start + len(keys):
+                if isinstance(size := ask.slots[found - start], int) and size > 0:
+                    count("truncated")
+                    self._removals.add({digests[found]: b""})
                 break
         self._hits += found
         self._misses += len(digests) - found
@@ -128,6 +137,9 @@ class RedisPrefixCache:
             await self._calls.keyed("fetch", keys, fetch, self._budget(len(keys)))
         finally:
             fetch.stop()
+        self._lost([digests[index] for index in fetch.gone])
+        self._refused([digests[index] for index, _ in fetch.refused])
+        self._removals.add({digests[index]: header for index, header in fetch.refused})
         payloads = fetch.payloads()
         took_s = time.monotonic() - started
         self._pace.fetched(len(payloads) * self._codec.record_bytes, fetch.first_at - started, took_s)
@@ -190,8 +202,9 @@ class RedisPrefixCache:
         return [CacheTier(TIER, blocks, blocks * self._codec.record_bytes, state=state)]
 
     async def flush(self) -> None:
-        """Wait until the queue is written or dropped."""
+        """Wait until the queue is written or dropped, and refused records are removed."""
         await self._queue.flush()
+        await self._removals.finished()
 
     async def close(self) -> None:
         """Write for at most a second more, then drop the rest and disconnect."""
@@ -201,6 +214,7 @@ class RedisPrefixCache:
         await self._queue.close(_CLOSE_S)
         if self._touching is not None:
             self._touching.cancel()
+        await self._removals.close()
         await self._calls.close(_CLOSE_S)
 
     async def _write(self, blocks: Sequence[tuple[bytes, Payload]]) -> list[bool]:
@@ -208,6 +222,13 @@ class RedisPrefixCache:
         store = Store(keys, blocks, self._codec, self._limits.ttl_s)
         await self._calls.keyed("write", keys, store, _WRITE_BUDGET_S + self._budget(len(keys)))
         return [reply == b"OK" for reply in store.slots]
+
+    async def _remove(self, refused: Mapping[bytes, bytes]) -> list[object]:
+        keys, size = self._keys(list(refused)), self._codec.record_bytes
+        commands = [removal(key, size, header) for key, header in zip(keys, refused.values(), strict=True)]
+        ask = Commands(commands)
+        await self._calls.keyed("write", keys, ask, self._limits.budget_s)
+        return ask.slots
 
     async def _clear(self, node: Node, job: Clear) -> None:
         going = True

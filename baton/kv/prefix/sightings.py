@@ -1,8 +1,11 @@
-"""What a worker remembers of blocks that it need not hold: seen once, seen again, or stored in Redis. Pure.
+"""What a worker remembers of blocks that it need not hold: seen once, seen again, stored or refused in Redis. Pure.
 
 By the first 8 bytes of their digests, in two generations of a dictionary: when the young one is full, the old one is
 forgotten. A block met in either is young again once it is noted. At most about 18 MB for 2 × 65,536 blocks. Two
 blocks of the same name, or a forgotten one, cost a write that is not made, or made once more.
+
+A block whose record was refused is written again with the next sighting of its chain, and so are the blocks behind it
+that were taken for stored: a look-up compares sizes only, and what damaged one record may have damaged many.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ class Seen(IntEnum):
     ONCE = 1
     AGAIN = 2
     STORED = 3
+    REFUSED = 4
 
 
-_NEXT = (Seen.ONCE, Seen.AGAIN, Seen.AGAIN, Seen.STORED)
+_NEXT = (Seen.ONCE, Seen.AGAIN, Seen.AGAIN, Seen.STORED, Seen.AGAIN)
 
 
 class Sightings:
@@ -45,10 +49,15 @@ class Sightings:
         self._young[digest[:NAME_BYTES]] = seen
 
     def sighted(self, digests: Sequence[bytes]) -> list[Seen]:
-        """Count one sighting of each; returns what they have come to."""
-        seen = [_NEXT[self.of(digest)] for digest in digests]
-        for digest, now in zip(digests, seen, strict=True):
+        """Count one sighting of each block of a chain, in its order; returns what they have come to."""
+        seen: list[Seen] = []
+        doubted = False
+        for digest in digests:
+            before = self.of(digest)
+            doubted = doubted or before is Seen.REFUSED
+            now = Seen.AGAIN if doubted and before is Seen.STORED else _NEXT[before]
             self.note(digest, now)
+            seen.append(now)
         return seen
 
     def stored(self, digests: Iterable[bytes]) -> None:
@@ -56,11 +65,24 @@ class Sightings:
         for digest in digests:
             self.note(digest, Seen.STORED)
 
+    def found(self, digests: Iterable[bytes]) -> None:
+        """Something of the right size is stored under their names, which is no news of one that was refused."""
+        self.stored(digest for digest in digests if self.of(digest) is not Seen.REFUSED)
+
     def missed(self, digests: Iterable[bytes]) -> None:
         """They are not known to be stored any more."""
         for digest in digests:
-            if self.of(digest) is Seen.STORED:
+            if self.of(digest) in (Seen.STORED, Seen.REFUSED):
                 self.note(digest, Seen.AGAIN)
+
+    def refused(self, digests: Iterable[bytes]) -> None:
+        """What is stored under their names was read and is not these blocks, until `checked`, written or missed."""
+        for digest in digests:
+            self.note(digest, Seen.REFUSED)
+
+    def checked(self, digests: Iterable[bytes]) -> None:
+        """They were read and are right: of those that were refused, somebody has written good records since."""
+        self.stored(digest for digest in digests if self.of(digest) is Seen.REFUSED)
 
     def clear(self) -> None:
         """Forget all."""

@@ -10,10 +10,12 @@ tiers. A fetch takes each block from where it is, and keeps in host memory what 
     never   not at all
 
 What was found in the store or given to it is remembered (`baton.kv.prefix.sightings`) until a look-up misses it or the
-store tells that it is lost, so that nobody copies KV out of the engine for nothing. Hits keep their blocks
-in the store from going stale: all that the store has part in, and of those in host memory alone, or in the engine's
-pages, of which `touch` tells, one in eight, picked at random, as any fixed rhythm might pass over the same prompt for
-ever.
+store reports that it is lost or was refused, so that nobody copies KV out of the engine for nothing.
+
+Blocks that are used do not go stale in the store. A fetch renews the lives of the blocks that it delivers, never of one
+that was found and then refused. It does so for each fetch from the store. Of the fetches from host memory alone, and of
+the hits in the engine's pages that `touch` reports, it is one in eight, picked at random: any fixed rhythm might pass
+over the same prompt for ever.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ TOUCH_SHARE = 1 / 8
 class TieredPrefixCache:
     """`PrefixCache` over host memory and a shared store, in this order; `writes` is "first", "second" or "never".
 
-    A store that may lose what it was given tells `sightings.missed`.
+    A store that may lose what it was given calls `sightings.missed`, one that checks what it reads `sightings.refused`.
     """
 
     def __init__(
@@ -48,8 +50,11 @@ class TieredPrefixCache:
         self._host, self._shared = host, shared
         self._touch_share = touch_share
         self._sightings = sightings or Sightings()
-        least = {"first": Seen.ONCE, "second": Seen.AGAIN, "never": Seen.STORED}[writes]
-        self._due = range(least, Seen.STORED)
+        self._due = {
+            "first": (Seen.ONCE, Seen.AGAIN, Seen.REFUSED),
+            "second": (Seen.AGAIN, Seen.REFUSED),
+            "never": (),
+        }[writes]
 
     @property
     def stores(self) -> bool:
@@ -66,12 +71,11 @@ class TieredPrefixCache:
         missing = [index for index, here in enumerate(held) if not here]
         asked = [digests[index] for index in missing]
         found = await self._shared.lookup(asked) if asked else Hits()
-        self._sightings.stored(asked[: found.blocks])
+        self._sightings.found(asked[: found.blocks])
         self._sightings.missed(asked[found.blocks :])
         end = missing[found.blocks] if found.blocks < len(missing) else len(digests)
         self._host.used(digests[:end])
         self._host.count(end - found.blocks, len(missing))
-        (self._shared.touch if found.blocks else self.touch)(digests[:end])
         farther = chain.from_iterable(repeat(tier, blocks) for tier, blocks in found.runs)
         tiers = (TIER if here else next(farther) for here in held[:end])
         return Hits(tuple((tier, sum(1 for _ in run)) for tier, run in groupby(tiers)))
@@ -88,6 +92,8 @@ class TieredPrefixCache:
                 break
             payloads.append(payload)
         self._host.served(len(payloads) - len(fetched))
+        self._sightings.checked(missing[: len(fetched)])
+        (self._shared.touch if fetched else self.touch)(digests[: len(payloads)])
         return payloads
 
     def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:

@@ -253,13 +253,47 @@ async def test_dropped_by_both_is_dropped(store: Store) -> None:
 async def test_hits_keep_the_store_fresh(store: Store, touch_share: float) -> None:
     cache = tiered(store, touch_share=touch_share)
     request(cache, DIGESTS[:3])
-    await cache.lookup(DIGESTS)
+    await cache.fetch(DIGESTS)
     cache.touch(DIGESTS[7:])
     assert store.touched == (DIGESTS[:3] + DIGESTS[7:] if touch_share else [])
     store.touched.clear()
     await only_stored(store, *range(6))
-    await cache.lookup(DIGESTS)
-    assert store.touched == DIGESTS[:6], "a hit in the store always counts"
+    assert (await cache.lookup(DIGESTS)).blocks == 6
+    assert store.touched == [], "what was found may be damaged"
+    await cache.fetch(DIGESTS)
+    assert store.touched == DIGESTS[:6], "a fetch from the store always counts"
+
+
+@pytest.mark.parametrize("writes", ["first", "second", "never"])
+async def test_a_refused_record_is_written_again_with_all_behind_it(store: Store, writes: str) -> None:
+    sightings = Sightings()
+    cache = TieredPrefixCache(HostPrefixCache(0), store, writes, sightings=sightings)
+    await only_stored(store, *range(6))
+    assert (await cache.lookup(DIGESTS[:6])).blocks == 6
+    assert request(cache, DIGESTS[:6]) == []
+    sightings.refused(DIGESTS[2:3])
+    del store.blocks[DIGESTS[2]]
+    assert request(cache, DIGESTS[:6]) == ([] if writes == "never" else DIGESTS[2:3]), "the store has the others"
+    store.blocks.clear()
+    sightings.refused(DIGESTS[2:3])
+    assert request(cache, DIGESTS[:6]) == ([] if writes == "never" else DIGESTS[2:6]), "they are behind it"
+
+
+async def test_a_refused_record_is_not_taken_for_stored_until_it_was_read(store: Store) -> None:
+    sightings = Sightings()
+    cache = TieredPrefixCache(HostPrefixCache(0), store, sightings=sightings)
+    await only_stored(store, *range(6))
+    await cache.lookup(DIGESTS[:6])
+    for _ in range(2):
+        sightings.refused(DIGESTS[:1])
+        await cache.lookup(DIGESTS[:6])
+        assert sightings.of(DIGESTS[0]) is Seen.REFUSED, "it has the size of a record still"
+    await cache.fetch(DIGESTS[:6])
+    assert {sightings.of(digest) for digest in DIGESTS[:6]} == {Seen.STORED}, "another worker has mended it"
+    sightings.refused(DIGESTS[:1])
+    store.blocks.clear()
+    await cache.lookup(DIGESTS[:6])
+    assert {sightings.of(digest) for digest in DIGESTS[:6]} == {Seen.AGAIN}
 
 
 async def test_only_a_sample_is_touched(store: Store) -> None:

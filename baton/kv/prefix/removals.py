@@ -1,0 +1,82 @@
+"""Deletes records that were refused from a shared store: in the background, and only if they are still there.
+
+A refused record is a miss for whoever reads it. If it stayed, every look-up would find it again by its size. But by now
+another worker may have put a good record in its place. So a value is deleted only if it has the wrong size, or if it
+begins with the header that was refused. Each header has a random nonce, so no new record begins with the same bytes.
+
+Whoever can write to the store can have any number of records refused. Each costs at most one command, and at most MOST
+wait at a time. The others are forgotten: the next computation overwrites them, or the next fetch finds them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from baton.kv.prefix.wire import pack
+from baton.telemetry import metrics
+
+MOST = 256
+
+_SCRIPT = b"""
+local size = redis.call('STRLEN', KEYS[1])
+local header = ARGV[2]
+if size ~= tonumber(ARGV[1]) or (#header > 0 and redis.call('GETRANGE', KEYS[1], 0, #header - 1) == header) then
+  return redis.call('UNLINK', KEYS[1])
+end
+return 0
+"""
+
+_log = logging.getLogger(__name__)
+
+Remove = Callable[[Mapping[bytes, bytes]], Awaitable[Sequence[object]]]
+"""Gets headers by digest; returns the replies to their `removal`."""
+
+
+def removal(key: bytes, size: int, header: bytes) -> bytes:
+    """The command that deletes the value at `key` if it has not `size` bytes, or begins with `header`, if any.
+
+    Its reply is the number of deleted keys.
+    """
+    return pack(b"EVAL", _SCRIPT, b"1", key, b"%d" % size, header)
+
+
+class Removals:
+    """Removes what was refused, in batches, one after the other; lives on the asyncio loop."""
+
+    def __init__(self, tier: str, remove: Remove) -> None:
+        self._remove = remove
+        self._waiting: dict[bytes, bytes] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._removed = metrics.PREFIX_BLOCKS.labels(tier, "removed")
+        self._tier = tier
+
+    def add(self, refused: Mapping[bytes, bytes]) -> None:
+        """Headers of refused records by the digests under which they are stored; empty where there is none."""
+        for digest, header in refused.items():
+            if len(self._waiting) < MOST:
+                self._waiting[digest] = header
+        if self._waiting and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._run(), name="prefix-cache-removals")
+
+    async def finished(self) -> None:
+        """Wait until all are removed or given up."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def close(self) -> None:
+        """Give up what is left."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, {}
+            try:
+                replies = await self._remove(batch)
+            except Exception:  # the records stay, until they are overwritten or refused again
+                _log.exception("refused records could not be removed from %s", self._tier)
+                return
+            self._removed.inc(sum(reply for reply in replies if isinstance(reply, int)))
