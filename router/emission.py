@@ -133,9 +133,8 @@ class _Choice:
         piece = "" if silent else self._detokenizer.push(token.token_id)
         if finish is not None:
             piece += self._detokenizer.flush()
-        # As in vLLM, a stop string ends a choice only beyond min_tokens.
-        watched = len(self.output_ids) > self._params.min_tokens
-        delta.text += self._matcher.push(piece) if watched else piece
+        # As in vLLM, a stop string that ends within min_tokens is text like any other.
+        delta.text += self._matcher.push(piece, counts=len(self.output_ids) > self._params.min_tokens)
         if self._matcher.found is not None:
             finish, by_token = FinishReason.STOP, False
             delta.stop_string = self._matcher.found

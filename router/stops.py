@@ -48,8 +48,11 @@ class StopMatcher:
         self.found: str | None = None
         """The stop string that ended the text."""
 
-    def push(self, piece: str) -> str:
-        """Add text and return what may be shown now; once `found` is set, nothing more comes."""
+    def push(self, piece: str, *, counts: bool = True) -> str:
+        """Add text and return what may be shown now; once `found` is set, nothing more comes.
+
+        Without `counts`, matches that end within `piece` are ignored. One that only begins there is found when it ends.
+        """
         if self.found is not None:
             return ""
         if not self._held and self._first.isdisjoint(piece):
@@ -60,10 +63,14 @@ class StopMatcher:
             self._matched = [stop.advance(length, char) for stop, length in pairs]
             pairs = zip(self._stops, self._matched, strict=True)
             whole = [stop.text for stop, length in pairs if length == len(stop.text)]
-            if whole:
+            if whole and counts:
                 self.found = max(whole, key=len)
                 self._held = ""
                 return text[: end if self._include_stop else end - len(self.found)]
+            if whole:
+                # The end of the ignored match may begin the next one.
+                pairs = zip(self._stops, self._matched, strict=True)
+                self._matched = [stop.borders[-1] if length == len(stop.text) else length for stop, length in pairs]
         hold = max(self._matched)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

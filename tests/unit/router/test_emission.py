@@ -118,6 +118,19 @@ async def test_stop_strings_wait_for_min_tokens() -> None:
     assert (delta.text, len(delta.tokens), delta.stop_string) == ("aa", 3, "a")
 
 
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "ab"), (3, "ab"), (7, "ab"), (8, "ab\n\nUser: x")])
+async def test_a_stop_string_counts_where_it_ends(min_tokens: int, text: str) -> None:
+    """It begins with token 3 and ends with token 8, in another attempt, beside a choice of other text."""
+    e = emission(stop=("\n\nUser",), min_tokens=min_tokens, n=2)
+    e.output(Output(0, 0, infos("ab\n\nU")))
+    e.output(Output(1, 0, infos("\n\n"), FinishReason.LENGTH))
+    e.begin([0])
+    e.output(Output(0, 5, infos("ser: x"), FinishReason.LENGTH))
+    deltas = (await taken(e)).deltas
+    assert [delta.text for delta in deltas.values()] == [text, "\n\n"]
+    assert deltas[0].stop_string == ("\n\nUser" if text == "ab" else None)
+
+
 async def test_a_stop_token_is_told_but_not_its_text() -> None:
     e = emission()
     e.output(Output(0, 0, infos("ab"), FinishReason.STOP))

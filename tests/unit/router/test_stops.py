@@ -17,9 +17,9 @@ def matcher(stops: list[str], *, include_stop: bool = False) -> StopMatcher:
     return StopMatcher([StopString.build(stop) for stop in stops], include_stop=include_stop)
 
 
-def expected(text: str, stops: list[str]) -> tuple[str, str] | None:
-    """Text before the match and the match, found by trying every end."""
-    for end in range(1, len(text) + 1):
+def expected(text: str, stops: list[str], ignored: int = 0) -> tuple[str, str] | None:
+    """Text before the match and the match, found by trying every end beyond the first `ignored` characters."""
+    for end in range(ignored + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             stop = max(ending, key=len)
@@ -37,6 +37,15 @@ def test_equal_to_searching_the_whole_text(stops: list[str], pieces: list[str], 
     else:
         before, stop = found
         assert (shown, watched.found) == (before + (stop if include else ""), stop)
+
+
+@given(stops=STOPS, pieces=st.lists(st.text("abc", max_size=4), max_size=8), ignored=st.integers(0, 8))
+def test_matches_that_end_in_ignored_pieces_do_not_count(stops: list[str], pieces: list[str], ignored: int) -> None:
+    watched = matcher(stops)
+    shown = "".join(watched.push(piece, counts=at >= ignored) for at, piece in enumerate(pieces)) + watched.flush()
+    text = "".join(pieces)
+    found = expected(text, stops, len("".join(pieces[:ignored])))
+    assert (shown, watched.found) == (found or (text, None))
 
 
 @given(stops=STOPS, pieces=st.lists(st.text("abc", max_size=4), max_size=8))
