@@ -43,8 +43,8 @@ class Sampling(TypedDict, total=False):
 class Delta:
     """What is new about choice `index`; `usage` and `timings_ms` come with the last delta of the stream.
 
-    `stop` is the stop string or stop token that ended the choice. `prompt_tokens` comes with the first
-    delta, if `prompt_logprobs` was asked for.
+    `stop` is the stop string or stop token that ended the choice. `prompt_tokens`, if `prompt_logprobs` was asked
+    for, comes before all tokens, in parts when the prompt is long.
     """
 
     request_id: str

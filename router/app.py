@@ -29,6 +29,7 @@ from router.intake import Intake, Model
 from router.pipeline import Pipeline
 from router.pool import Pool
 from router.servicer import InferenceServicer
+from router.stalls import Stalls
 from router.tenants import Guard, Tenants
 
 SERVICE = "baton.v1.Inference"
@@ -90,7 +91,9 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
         dispatcher = Dispatcher(pool, config)
         stack.callback(dispatcher.close)
         pipeline = Pipeline(dispatcher, config, router_id=router_id, signer=signer)
-        servicer = InferenceServicer(model, intake, pool, dispatcher, pipeline, tenants)
+        stalls = Stalls(config.client_stall_s)
+        await stack.enter_async_context(stalls.watched())
+        servicer = InferenceServicer(model, intake, pool, dispatcher, pipeline, tenants, stalls)
 
         def add(server: grpc.aio.Server) -> None:
             inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)

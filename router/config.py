@@ -35,6 +35,9 @@ class RouterConfig:
     max_attempts: int = option(3, help="Attempts at serving a request before its fault is reported.", minimum=1)
     reserve_timeout_s: float = option(5.0, help="Seconds for a decode worker's answer to a reservation.", minimum=0.01)
     request_timeout_s: float = option(3600.0, help="Deadline in seconds of requests that come without.", minimum=0.01)
+    client_stall_s: float = option(
+        60.0, help="Seconds without the client taking any of its waiting output; then its stream ends.", minimum=0.1
+    )
     prefill_silence_s: float = option(
         10.0, help="Seconds without a word from a prefill call after which it has failed.", minimum=0.01
     )

@@ -14,16 +14,14 @@ from baton.rpc.convert import add_token, finish_to_proto, timings_to_proto, usag
 from baton.rpc.errors import write
 from baton.telemetry.metrics import REQUESTS
 from router.dispatcher import Dispatcher
-from router.emission import Delta, Emission, News, Outbox
+from router.emission import Emission
 from router.intake import Intake, Model
+from router.outbox import Delta, News, Outbox
 from router.pipeline import Pipeline
 from router.pool import Pool
 from router.request import Request
+from router.stalls import Stalls, Stream
 from router.tenants import Tenants
-
-_LARGE = 512
-"""Tokens and alternatives from which on a response is made on a thread: it takes a millisecond, or many where a client
-has not read for long."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -37,6 +35,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         dispatcher: Dispatcher,
         pipeline: Pipeline,
         tenants: Tenants,
+        stalls: Stalls,
     ) -> None:
         self._model = model
         self._intake = intake
@@ -44,6 +43,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._dispatcher = dispatcher
         self._pipeline = pipeline
         self._tenants = tenants
+        self._stalls = stalls
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -51,21 +51,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def drain(self) -> None:
         """Refuse new requests, and return when the running ones have ended."""
-        self._draining = True
+        self._draining = self._stalls.draining = True
         await self._idle.wait()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Stream the completion of one prompt."""
         status = "CANCELLED"
         try:
-            async with self._accepted(request, context) as (accepted, outbox):
+            async with self._accepted(request, context) as (accepted, outbox, stream):
                 while True:
                     news = await outbox.take()
-                    if _size(news) > _LARGE:
-                        response = await asyncio.to_thread(_response, accepted.id, news)
-                    else:
-                        response = _response(accepted.id, news)
-                    await write(context, response)
+                    await stream.write(write(context, _response(accepted.id, news)))
                     if news.usage is not None:
                         break
             status = "OK"
@@ -108,7 +104,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     @contextlib.asynccontextmanager
     async def _accepted(
         self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[tuple[Request, Outbox]]:
+    ) -> AsyncIterator[tuple[Request, Outbox, Stream]]:
         """A request being served, from its checks until its client has all or is gone."""
         now = asyncio.get_running_loop().time
         arrived, remaining = now(), context.time_remaining()
@@ -126,7 +122,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 emission = Emission(request, now)
                 serving = asyncio.create_task(self._pipeline.run(request, emission), name=f"request {request.id}")
                 try:
-                    yield request, emission.outbox
+                    async with self._stalls.stream(serving.done) as stream:
+                        yield request, emission.outbox, stream
                 finally:
                     serving.cancel()
                     await asyncio.gather(serving, return_exceptions=True)
@@ -134,12 +131,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._running -= 1
             if not self._running:
                 self._idle.set()
-
-
-def _size(news: News) -> int:
-    """Tokens and alternatives, of which all tokens but a prompt's first have equally many."""
-    parts = (news.prompt_tokens, *(delta.tokens for delta in news.deltas.values()))
-    return sum(len(part) * (1 + len(part[-1].top)) for part in parts if part)
 
 
 def _response(request_id: str, news: News) -> inference_pb2.GenerateResponse:

@@ -30,6 +30,9 @@ RETRY_AFTER = "retry-after"
 
 _DETAILS_BYTES = 2000
 
+_ABORT_S = 1.0
+"""How long a handler waits until its status has left."""
+
 _logger = logging.getLogger(__name__)
 
 _CLASSES: dict[str, Callable[[str], errors.BatonError]] = {
@@ -200,9 +203,11 @@ async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
     if isinstance(error, errors.Overloaded) and error.retry_after is not None:
         metadata = ((RETRY_AFTER, f"{error.retry_after:.3f}"),)
     try:
-        await context.abort(status_of(error), _details(error), metadata)
-    except grpc.aio.InternalError as ended:
-        # The call has ended since: its deadline passed, or the client left.
+        async with asyncio.timeout(_ABORT_S):
+            await context.abort(status_of(error), _details(error), metadata)
+    except (grpc.aio.InternalError, TimeoutError) as ended:
+        # The call has ended since: its deadline passed, or the client left. Or the status is sent, but waits behind
+        # messages that the client does not read.
         raise asyncio.CancelledError from ended
     raise error
 

@@ -19,6 +19,7 @@ PLACED_TOKENS = Counter(
     "baton_placed_prefix_tokens_total", "Prompt tokens thought to be cached, and found cached, at prefill.", ["kind"]
 )
 LINE_LENGTH = Gauge("baton_line_requests", "Requests in the router's waiting line.")
+CLIENTS_STALLED = Counter("baton_clients_stalled_total", "Streams ended because their client did not read.")
 TTFT = Histogram("baton_time_to_first_token_seconds", "From arrival to the first token.", buckets=_SECONDS)
 ITL = Histogram("baton_inter_token_seconds", "Time between two tokens of a choice.", buckets=_SECONDS)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 
 import pytest
 
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
-from router import servicer
-from router.emission import News
 from tests.integration.router_bench import bench, whole
 from tests.integration.router_stubs import (
     LENGTH,
@@ -19,7 +16,6 @@ from tests.integration.router_stubs import (
     DownStream,
     letter,
     never_ending,
-    output,
     text,
 )
 
@@ -149,34 +145,6 @@ async def test_slow_client_holds_back_nobody(tmp_path: Path) -> None:
         slow = b.call(max_tokens=60)
         assert (await b.answer(max_tokens=60)).text() == text(0, 60)
         assert (await whole(slow)).text() == text(0, 60)
-
-
-async def test_what_has_gathered_for_a_slow_client_is_put_into_words_beside_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[tuple[int, bool]] = []
-
-    def response(request_id: str, news: News) -> inference_pb2.GenerateResponse:
-        on_loop = threading.current_thread() is threading.main_thread()
-        made.append((sum(len(delta.tokens) for delta in news.deltas.values()), on_loop))
-        return make(request_id, news)
-
-    async def at_once(down: DownStream, start: decode_pb2.Start, _: prefill_pb2.PrefillRequest) -> None:
-        gathered = output(start.key, 0, 1, [letter(i) for i in range(1, 60)], LENGTH)
-        for token in gathered.tokens:
-            token.logprob = -1.0
-            token.top.extend([inference_pb2.TokenLogprob(token_id=i, logprob=-2.0) for i in range(20)])
-        down.messages.put_nowait(decode_pb2.SessionDown(outputs=[gathered]))
-
-    make = servicer._response
-    monkeypatch.setattr(servicer, "_response", response)
-    async with bench(tmp_path) as b:
-        b.decode[0].script = at_once
-        answer = await b.answer(max_tokens=60, logprobs=20)
-        assert answer.tokens() == [letter(i) for i in range(60)]
-        assert await b.answer(max_tokens=1)
-    assert {on_loop for tokens, on_loop in made if tokens > 50} == {False}
-    assert {on_loop for tokens, on_loop in made if tokens <= 1} == {True}
 
 
 async def test_chat_tokenize_detokenize_and_model(tmp_path: Path) -> None:

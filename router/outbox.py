@@ -1,0 +1,161 @@
+"""What a client has not been sent yet, cut into messages that any client can receive.
+
+    add ──▶ [News] [News] [News, still filling] ──▶ take: one News at a time, oldest first, each at most MESSAGE_BYTES
+
+A client that reads slowly lets much gather here. As one message it could be larger than the client accepts (gRPC's
+default is 4 MiB), and the answer would be lost. So what gathers is cut as it comes: text, tokens and finish of a choice
+keep their order, and usage and timings are in the last message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.request import FinishReason, Timings, TokenInfo, Usage
+
+MESSAGE_BYTES = 64 << 10
+"""Most bytes of a response on the wire.
+
+Making one of this size takes at most 5 ms. A thread would not spare the event loop that: it keeps the GIL for as long.
+"""
+
+_FIXED_BYTES = 256
+"""Most bytes of a response without prompt tokens and deltas: request id, usage and timings."""
+
+_ROOM = MESSAGE_BYTES - _FIXED_BYTES
+
+_DELTA_BYTES, _TOKEN_BYTES, _ALTERNATIVE_BYTES, _CHARACTER_BYTES = 32, 16, 13, 4
+"""Most bytes on the wire of a delta, of a token beside its alternatives, of an alternative, and of a character."""
+
+_TEXT = _ROOM // _CHARACTER_BYTES // 4
+"""Most characters that are added at once."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new about one choice; the last two say what a finish with STOP is owed to."""
+
+    index: int
+    text: str = ""
+    tokens: list[TokenInfo] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class News:
+    """What is new about a request, at most one message; usage and timings come with the last."""
+
+    deltas: dict[int, Delta] = field(default_factory=dict)
+    prompt_tokens: Sequence[TokenInfo] = ()
+    usage: Usage | None = None
+    timings: Timings | None = None
+    size: int = 0
+    """Most bytes that deltas and prompt tokens may take on the wire."""
+
+
+class Outbox:
+    """Gathers news until it is taken; one producer, one consumer."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[News] = deque()
+        self._report: Sequence[TokenInfo] = ()
+        self._reported = 0
+        """Leading tokens of the report that were taken."""
+        self._taker: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+
+    def add(
+        self,
+        choice: int,
+        token: TokenInfo,
+        text: str,
+        finish: FinishReason | None = None,
+        *,
+        stop_string: str | None = None,
+        stop_token_id: int | None = None,
+    ) -> None:
+        """Add a token of a choice with the text that it completes, and how the choice ended if it did."""
+        while len(text) > _TEXT:
+            self._delta(choice, _CHARACTER_BYTES * _TEXT).text += text[:_TEXT]
+            text = text[_TEXT:]
+        size = _size(token) + _CHARACTER_BYTES * len(text)
+        if stop_string is not None:
+            size += _CHARACTER_BYTES * len(stop_string)
+        delta = self._delta(choice, size)
+        delta.text += text
+        delta.tokens.append(token)
+        if finish is not None:
+            delta.finish, delta.stop_string, delta.stop_token_id = finish, stop_string, stop_token_id
+
+    def report(self, prompt_tokens: Sequence[TokenInfo]) -> None:
+        """Add log-probabilities of the prompt; they are taken before everything else."""
+        self._report = prompt_tokens
+        self._wake()
+
+    def close(self, usage: Usage, timings: Timings) -> None:
+        """Add the last of all."""
+        last = self._last(0)
+        last.usage, last.timings = usage, timings
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, once what came before it is taken."""
+        self._error = error
+        self._wake()
+
+    async def take(self) -> News:
+        """Wait for news and take one message of it; raises the error that ended the request when nothing is left."""
+        while not (self._waiting or self._report):
+            if self._error is not None:
+                raise self._error
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
+        return self._take_report() if self._report else self._waiting.popleft()
+
+    def _take_report(self) -> News:
+        """As much of the report as a message holds."""
+        report, start, size = self._report, self._reported, 0
+        end = start
+        while end < len(report) and (end == start or size + _size(report[end]) <= _ROOM):
+            size += _size(report[end])
+            end += 1
+        self._reported = end
+        if end < len(report):
+            return News(prompt_tokens=report[start:end])
+        self._report = ()
+        fits = bool(self._waiting) and self._waiting[0].size + size <= _ROOM
+        news = self._waiting.popleft() if fits else News()
+        news.prompt_tokens = report[start:end]
+        return news
+
+    def _delta(self, choice: int, size: int) -> Delta:
+        """What of the last message is about a choice, with room for `size` bytes more."""
+        news = self._last(size + _DELTA_BYTES)
+        found = news.deltas.get(choice)
+        if found is None:
+            found = news.deltas[choice] = Delta(choice)
+            size += _DELTA_BYTES
+        news.size += size
+        return found
+
+    def _last(self, size: int) -> News:
+        """The last message if it has room for `size` bytes more, or a new one."""
+        if self._waiting and self._waiting[-1].size + size <= _ROOM:
+            return self._waiting[-1]
+        news = News()
+        self._waiting.append(news)
+        self._wake()
+        return news
+
+    def _wake(self) -> None:
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
+
+
+def _size(token: TokenInfo) -> int:
+    """Most bytes of a token on the wire."""
+    return _TOKEN_BYTES + _ALTERNATIVE_BYTES * len(token.top)

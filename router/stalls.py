@@ -1,0 +1,96 @@
+"""Ends streams whose clients take nothing.
+
+gRPC lets a handler write until the client's flow-control window is full, and then the write waits until the client
+reads. Keepalive does not help: a client that reads nothing still answers pings. So each write has a bound. It is short
+while the router drains and the request is generated: only the client could then hold up the end of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from baton.errors import DeadlineExceeded
+from baton.telemetry.metrics import CLIENTS_STALLED
+
+DRAIN_LIMIT_S = 5.0
+
+_TICK_S = 1.0
+_LATE_S = 0.5
+
+
+class Stream:
+    """One client's stream; `generated` tells whether all of its output is there."""
+
+    def __init__(self, stalls: Stalls, generated: Callable[[], bool], ending: asyncio.Timeout) -> None:
+        self._stalls = stalls
+        self.generated = generated
+        self.ending = ending
+
+    async def write(self, written: Awaitable[None]) -> None:
+        """Wait until the client has taken a message."""
+        self._stalls.writing[self] = self._stalls.now()
+        try:
+            await written
+        finally:
+            del self._stalls.writing[self]
+
+
+class Stalls:
+    """Watches all writes to clients; a write may take `limit_s` seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self.draining = False
+        self.writing: dict[Stream, float] = {}
+        """Streams that wait for their clients, the longest first, and since when."""
+        self.now = asyncio.get_running_loop().time
+
+    @contextlib.asynccontextmanager
+    async def stream(self, generated: Callable[[], bool]) -> AsyncIterator[Stream]:
+        """A stream, which is ended by DeadlineExceeded when its client takes nothing for too long."""
+        try:
+            async with asyncio.timeout(None) as ending:
+                yield Stream(self, generated, ending)
+        except TimeoutError:
+            if not ending.expired():
+                raise
+            CLIENTS_STALLED.inc()
+            problem = f"the client took none of its waiting output for {self._limit_s:g} s"
+            if self.draining:
+                problem = "the router drains, and the client took none of its waiting output"
+            raise DeadlineExceeded(f"client_stall_s: {problem}") from None
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Judge the writes until the block ends."""
+        watching = asyncio.create_task(self._watch(), name="client stalls")
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        tick_s = min(_TICK_S, self._limit_s / 2)
+        while True:
+            due = self.now() + tick_s
+            await asyncio.sleep(tick_s)
+            now = self.now()
+            if now > due + _LATE_S:
+                # This process was paused or busy, and has not yet noticed what clients took meanwhile.
+                continue
+            for stream in self._overdue(now):
+                stream.ending.reschedule(now)
+
+    def _overdue(self, now: float) -> list[Stream]:
+        short_s = min(self._limit_s, DRAIN_LIMIT_S)
+        found = []
+        for stream, since in self.writing.items():
+            waited = now - since
+            if waited >= self._limit_s or (self.draining and waited >= short_s and stream.generated()):
+                found.append(stream)
+            elif waited < short_s:
+                break
+        return found
