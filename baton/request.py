@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from baton.errors import InvalidRequest
 
+MAX_ID_LENGTH = 128
+MAX_ADDRESS_LENGTH = 300
 MAX_CHOICES = 64
 MAX_CACHE_SALT_BYTES = 256
 MAX_LOGPROBS = 20
@@ -240,6 +242,25 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int, first:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         at, bad = next((i, t) for i, t in enumerate(token_ids, first) if not 0 <= t < vocab_size)
         raise InvalidRequest(f"{name}[{at}]", f"must be in [0, {vocab_size})", bad)
+
+
+def check_id(name: str, value: str, *, optional: bool = False) -> None:
+    """Raise InvalidRequest naming the field unless `value` can be an id of a request, transfer, process and so on.
+
+    That is 1 to MAX_ID_LENGTH printable ASCII characters, or none if it is `optional`. Processes keep ids of peers, and
+    write them to logs.
+    """
+    if not value and not optional:
+        raise InvalidRequest(name, "must not be empty")
+    if len(value) > MAX_ID_LENGTH or not (value.isascii() and value.isprintable()):
+        raise InvalidRequest(name, f"must have at most {MAX_ID_LENGTH} printable ASCII characters", value)
+
+
+def check_length(name: str, value: str | bytes, most: int) -> None:
+    """Raise InvalidRequest naming the field if `value` has more than `most` characters or bytes."""
+    if len(value) > most:
+        unit = "characters" if isinstance(value, str) else "bytes"
+        raise InvalidRequest(name, f"must have at most {most} {unit}", len(value))
 
 
 def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -14,9 +14,10 @@ import grpc
 
 from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.pb import decode_pb2, decode_pb2_grpc
-from baton.request import CachePolicy
+from baton.request import MAX_ADDRESS_LENGTH, CachePolicy, check_id, check_length
 from baton.rpc.convert import add_token, cache_policy_from_proto, finish_to_proto
 from baton.rpc.silence import Silence
+from baton.transfer.tickets import MAX_TICKET_BYTES
 from decode_svc.messages import (
     AttemptKey,
     Cancel,
@@ -96,13 +97,14 @@ async def _hello(requests: AsyncIterator[decode_pb2.SessionUp]) -> str:
     kind = first.WhichOneof("message") if first is not None else None
     if first is None or kind != "hello":
         raise InvalidRequest("message", "the first message of a session must be hello", kind or "nothing")
+    check_id("hello.router_id", first.hello.router_id, optional=True)
     return first.hello.router_id
 
 
 def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
     """A router's command; None for what a later version may say.
 
-    Raises InvalidRequest for a second hello and for a command without a request id.
+    Raises InvalidRequest for a second hello, and for ids, addresses or tickets that can't be such.
     """
     kind = message.WhichOneof("message")
     match kind:
@@ -120,6 +122,7 @@ def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
             )
         case "start":
             start = message.start
+            _check_start(start)
             return Start(
                 _key(start.key, kind),
                 start.transfer_id,
@@ -152,9 +155,16 @@ def down_to_proto(down: Down) -> decode_pb2.SessionDown:
     return message
 
 
+def _check_start(start: decode_pb2.Start) -> None:
+    check_id("start.transfer_id", start.transfer_id, optional=True)
+    check_id("start.source_incarnation", start.source_incarnation, optional=True)
+    check_id("start.prefix_transfer_id", start.prefix_transfer_id, optional=True)
+    check_length("start.source_address", start.source_address, MAX_ADDRESS_LENGTH)
+    check_length("start.ticket", start.ticket, MAX_TICKET_BYTES)
+
+
 def _key(key: decode_pb2.AttemptKey, kind: str) -> AttemptKey:
-    if not key.request_id:
-        raise InvalidRequest(f"{kind}.key.request_id", "must not be empty")
+    check_id(f"{kind}.key.request_id", key.request_id)
     return AttemptKey(key.request_id, key.attempt)
 
 

@@ -11,7 +11,7 @@ import grpc
 from baton.engine.contract import EngineSpec
 from baton.errors import Cancelled, InvalidRequest
 from baton.pb import prefill_pb2, prefill_pb2_grpc
-from baton.request import SamplingParams, check_token_ids
+from baton.request import MAX_ADDRESS_LENGTH, SamplingParams, check_id, check_length, check_token_ids
 from baton.rpc.convert import (
     cache_policy_from_proto,
     cached_to_proto,
@@ -19,6 +19,7 @@ from baton.rpc.convert import (
     sampling_from_proto,
     token_to_proto,
 )
+from baton.transfer.tickets import MAX_TICKET_BYTES
 from prefill_svc.job import PrefillDone, PrefillProgress, PrefillTask, PrefixSource
 from prefill_svc.worker import PrefillWorker
 
@@ -57,24 +58,22 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.AbandonRequest, context: grpc.aio.ServicerContext
     ) -> prefill_pb2.AbandonResponse:
         """End an export that nobody will fetch."""
-        if not request.transfer_id:
-            raise InvalidRequest("transfer_id", "must not be empty")
+        check_id("transfer_id", request.transfer_id)
         self._worker.abandon(request.transfer_id, request.incarnation)
         return prefill_pb2.AbandonResponse()
 
 
 def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadline: float | None) -> PrefillTask:
     """The task in a request; raises InvalidRequest naming the field and the value seen."""
-    if not request.request_id:
-        raise InvalidRequest("request_id", "must not be empty")
+    check_id("request_id", request.request_id)
+    check_id("transfer_id", request.transfer_id, optional=True)
+    check_length("cache_salt", request.cache_salt, MOST_SALT_BYTES)
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", "must not be empty")
     prompt_ids, output_ids = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
     check_token_ids("prompt_token_ids", prompt_ids, spec.vocab_size)
     check_token_ids("output_token_ids", output_ids, spec.vocab_size)
     params = _sampling(request, spec)
-    if len(request.cache_salt) > MOST_SALT_BYTES:
-        raise InvalidRequest("cache_salt", f"must have at most {MOST_SALT_BYTES} bytes", len(request.cache_salt))
     return PrefillTask(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -111,6 +110,10 @@ def event_to_proto(event: PrefillProgress | PrefillDone) -> prefill_pb2.PrefillE
 
 
 def _source(source: prefill_pb2.PrefixSource) -> PrefixSource:
+    check_id("prefix_source.transfer_id", source.transfer_id, optional=True)
+    check_id("prefix_source.incarnation", source.incarnation, optional=True)
+    check_length("prefix_source.address", source.address, MAX_ADDRESS_LENGTH)
+    check_length("prefix_source.ticket", source.ticket, MAX_TICKET_BYTES)
     return PrefixSource(source.address, source.incarnation, source.transfer_id, source.ticket, source.tokens)
 
 

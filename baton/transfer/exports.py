@@ -9,7 +9,9 @@ be announced or opened, one of an announced id as long as its caller does, since
 
 An export ends once: it is unlisted, its streams end with an error, and as soon as no `read_kv` of its is in
 flight, `on_closed` is called, once, and the owner frees the handle. Ids that ended are remembered, so that
-what belonged to a dead attempt can't be opened again: the last `REMEMBERED` of them.
+what belonged to a dead attempt can't be opened again: the last `REMEMBERED` of them, each with the first
+`REASON_LENGTH` characters of what ended it. The RPCs take ids of at most `MAX_ID_LENGTH` characters, so
+that is about 35 MB at most.
 
 All runs on one asyncio loop but `Export.advance`, which any thread may call.
 """
@@ -21,12 +23,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import InvalidRequest, NotFound, StaleIncarnation, TransferError, Unavailable
+from baton.errors import InvalidRequest, NotFound, StaleIncarnation, TransferError, Unavailable, shown
 from baton.telemetry.metrics import EXPORTS_OPEN
 from baton.transfer.export import Export
 from baton.transfer.waiters import waiter_in, wake_all
 
 REMEMBERED = 65_536
+REASON_LENGTH = 160
 
 
 class Exports:
@@ -147,7 +150,8 @@ class Exports:
     def _check_incarnation(self, incarnation: str) -> None:
         """Raise StaleIncarnation if another incarnation of this worker was meant."""
         if incarnation != self.incarnation:
-            raise StaleIncarnation(f"incarnation {incarnation!r} was asked for, this is {self.incarnation!r}")
+            # The right one is not named: without tickets, knowing it is what lets a caller release an export.
+            raise StaleIncarnation(f"incarnation: the exporter has been restarted, got {shown(incarnation)}")
 
     def close(self) -> None:
         """Fail all exports and every fetch that waits for one; nothing can be opened any more."""
@@ -173,7 +177,7 @@ class Exports:
 
     def _remember(self, transfer_id: str, reason: str) -> None:
         self._announced.discard(transfer_id)
-        self._ended[transfer_id] = reason
+        self._ended[transfer_id] = reason[:REASON_LENGTH]
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
         self._tell(transfer_id)

@@ -15,6 +15,7 @@ import grpc
 from baton.errors import InvalidRequest, PermissionDenied, StaleIncarnation, Unsupported
 from baton.kv.format import KvCompression
 from baton.pb import kv_pb2
+from baton.request import check_id
 from baton.rpc.tls import peer_principal
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
@@ -60,7 +61,7 @@ class KvServicer:
         """Encoded frames; the initial metadata is sent once the export is open."""
         self._check(request, context, use=(_asked(request), request.stream, request.retry))
         try:
-            export = await self._exports.find(_transfer_id(request), request.incarnation)
+            export = await self._exports.find(request.transfer_id, request.incarnation)
         except StaleIncarnation as error:
             context.set_trailing_metadata(((FAULT_METADATA, type(error).__name__),))
             raise
@@ -75,7 +76,7 @@ class KvServicer:
     ) -> kv_pb2.RenewLeaseResponse:
         """Let the lease run anew."""
         self._check(request, context)
-        lease_s = self._exports.renew(_transfer_id(request), request.incarnation)
+        lease_s = self._exports.renew(request.transfer_id, request.incarnation)
         return kv_pb2.RenewLeaseResponse(lease_ms=int(lease_s * 1000))
 
     async def ReleaseKv(
@@ -83,14 +84,23 @@ class KvServicer:
     ) -> kv_pb2.ReleaseKvResponse:
         """End the export."""
         self._check(request, context)
-        self._exports.release(_transfer_id(request), request.incarnation)
+        self._exports.release(request.transfer_id, request.incarnation)
         return kv_pb2.ReleaseKvResponse()
 
     def _check(self, request: Any, context: grpc.aio.ServicerContext, use: Use | None = None) -> None:
-        """Raise PermissionDenied unless the request has a ticket for it, good for this `use` if one is given."""
-        if self._tickets is None:
-            return
-        ticket = self._tickets.check(
+        """Raise unless the caller may do this, and the request names something that can be an export.
+
+        Raises PermissionDenied without a ticket for it, good for this `use` if one is given; then InvalidRequest.
+        """
+        if self._tickets is not None:
+            self._check_ticket(self._tickets, request, context, use)
+        check_id("transfer_id", request.transfer_id)
+        check_id("incarnation", request.incarnation, optional=True)
+
+    def _check_ticket(
+        self, tickets: TicketVerifier, request: Any, context: grpc.aio.ServicerContext, use: Use | None
+    ) -> None:
+        ticket = tickets.check(
             request.ticket,
             transfer_id=request.transfer_id,
             incarnation=request.incarnation,
@@ -99,13 +109,7 @@ class KvServicer:
         if _secured(context) and (peer := peer_principal(context)) != ticket.consumer:
             raise PermissionDenied(f"ticket: is for another consumer than the caller, {peer or 'who has no name'}")
         if use is not None:
-            self._tickets.once(ticket, *use)
-
-
-def _transfer_id(request: Any) -> str:
-    if not request.transfer_id:
-        raise InvalidRequest("transfer_id", "must not be empty")
-    return str(request.transfer_id)
+            tickets.once(ticket, *use)
 
 
 def _secured(context: grpc.aio.ServicerContext) -> bool:

@@ -297,6 +297,32 @@ async def test_leases_are_renewed_and_exports_released_over_the_wire(pair: Pair)
     await _refused(stub.ReleaseKv(kv_pb2.ReleaseKvRequest()), "transfer_id: must not be empty")
 
 
+@pytest.mark.parametrize("field", ["transfer_id", "incarnation"])
+async def test_ids_that_are_long_are_refused_and_not_remembered(pair: Pair, field: str) -> None:
+    stub = kv_pb2_grpc.KvStub(pair.channel)
+    ids = {"transfer_id": "t", "incarnation": INCARNATION, field: "x" * (1 << 20)}
+    for call in (
+        stub.FetchKv(kv_pb2.FetchKvRequest(**ids)).read(),
+        stub.RenewLease(kv_pb2.RenewLeaseRequest(**ids)),
+        stub.ReleaseKv(kv_pb2.ReleaseKvRequest(**ids)),
+    ):
+        await _refused(call, f"^{field}: must have at most 128 printable ASCII characters, got 'xxx")
+    assert not pair.exports._ended
+
+
+async def test_a_caller_does_not_learn_the_incarnation_that_is_needed(pair: Pair) -> None:
+    ready(pair.exports, pair.exporter, "t", TOKENS)
+    stub = kv_pb2_grpc.KvStub(pair.channel)
+    for call in (
+        stub.FetchKv(kv_pb2.FetchKvRequest(transfer_id="t", incarnation="guess")).read(),
+        stub.RenewLease(kv_pb2.RenewLeaseRequest(transfer_id="t", incarnation="guess")),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="'guess'") as refused:
+            await call
+        assert INCARNATION not in str(refused.value)
+        assert INCARNATION not in str(refused.value.trailing_metadata())
+
+
 @pytest.mark.parametrize(
     ("box", "complaint"),
     [

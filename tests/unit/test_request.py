@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.request import MIN_REPETITION_PENALTY, SamplingParams, check_token_ids
+from baton.request import MAX_ID_LENGTH, MIN_REPETITION_PENALTY, SamplingParams, check_id, check_length, check_token_ids
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,21 @@ def test_values_out_of_range_are_named(field: str, value: Any) -> None:
 )
 def test_borders_are_allowed(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_ids_are_short_and_printable() -> None:
+    for good in ("t", "router-host.example-1/2", "x" * MAX_ID_LENGTH):
+        check_id("transfer_id", good)
+    for bad in ("x" * (MAX_ID_LENGTH + 1), "x" * (1 << 20), "a\nb", "\0", "\N{SNOWMAN}"):
+        with pytest.raises(InvalidRequest, match=r"^transfer_id: must have at most 128 printable ASCII") as refused:
+            check_id("transfer_id", bad)
+        assert len(str(refused.value)) < 250
+    with pytest.raises(InvalidRequest, match=r"^transfer_id: must not be empty$"):
+        check_id("transfer_id", "")
+    check_id("transfer_id", "", optional=True)
+    check_length("ticket", b"abc", 3)
+    with pytest.raises(InvalidRequest, match=r"^ticket: must have at most 3 bytes, got 4$"):
+        check_length("ticket", b"abcd", 3)
 
 
 def test_a_part_of_the_token_ids_is_named_by_its_place_in_the_whole() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,32 @@ def test_a_command_without_a_request_id_and_a_second_hello_are_refused_by_name()
         command_from_proto(decode_pb2.SessionUp(cancel=decode_pb2.Cancel()))
     with pytest.raises(InvalidRequest, match="hello"):
         command_from_proto(decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id="x")))
+
+
+LONG = "x" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("reserve.key.request_id", {"reserve": decode_pb2.Reserve(key=decode_pb2.AttemptKey(request_id=LONG))}),
+        ("start.key.request_id", {"start": decode_pb2.Start(key=decode_pb2.AttemptKey(request_id=LONG))}),
+        ("start.transfer_id", {"start": decode_pb2.Start(key=KEY_MESSAGE, transfer_id=LONG)}),
+        ("start.source_incarnation", {"start": decode_pb2.Start(key=KEY_MESSAGE, source_incarnation=LONG)}),
+        ("start.source_address", {"start": decode_pb2.Start(key=KEY_MESSAGE, source_address=LONG)}),
+        ("start.prefix_transfer_id", {"start": decode_pb2.Start(key=KEY_MESSAGE, prefix_transfer_id=LONG)}),
+        ("start.ticket", {"start": decode_pb2.Start(key=KEY_MESSAGE, ticket=LONG.encode())}),
+        ("cancel.key.request_id", {"cancel": decode_pb2.Cancel(key=decode_pb2.AttemptKey(request_id=LONG))}),
+        (
+            "heartbeat.live.key.request_id",
+            {"heartbeat": decode_pb2.Heartbeat(live=[KEY_MESSAGE, decode_pb2.AttemptKey(request_id=LONG)])},
+        ),
+    ],
+)
+def test_what_is_kept_of_a_router_is_short(field: str, message: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: must have at most ") as refused:
+        command_from_proto(decode_pb2.SessionUp(**message))
+    assert len(str(refused.value)) < 250
 
 
 def test_messages_are_written() -> None:

@@ -17,7 +17,7 @@ from baton.errors import (
 )
 from baton.telemetry.metrics import EXPORTS_OPEN, LEASES_EXPIRED
 from baton.transfer import exports as exports_module
-from baton.transfer.exports import Exports
+from baton.transfer.exports import REASON_LENGTH, Exports
 from tests.unit.transfer.support import (
     INCARNATION,
     LAYERS,
@@ -200,6 +200,16 @@ async def test_another_incarnation_is_refused_at_once(exports: Exports, engine: 
             await refused
     with pytest.raises(StaleIncarnation):
         exports.renew("t", "second")
+
+
+async def test_what_is_remembered_of_ended_exports_is_bounded(exports: Exports, engine: Engine) -> None:
+    handle = prefilled(engine, TOKENS)
+    export = exports.open("failed", handle, TOKENS, on_closed=lambda: engine.free(handle))
+    export.fail(RuntimeError("x" * (1 << 20)))
+    with pytest.raises(NotFound, match="failed at its source: xxx") as late:
+        await exports.find("failed", INCARNATION)
+    assert len(str(late.value)) < 250
+    assert all(len(reason) <= REASON_LENGTH for reason in exports._ended.values())
 
 
 async def test_close_fails_everything(engine: Engine) -> None:

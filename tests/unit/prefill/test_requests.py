@@ -1,0 +1,50 @@
+"""What a prefill worker keeps of a caller is short: the fields of a request that are longer are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.engine.fake import FakeEngine
+from baton.errors import InvalidRequest
+from baton.pb import prefill_pb2
+from baton.request import SamplingParams
+from baton.rpc.convert import sampling_to_proto
+from prefill_svc.servicer import task_from_proto
+
+LONG = "x" * (1 << 20)
+SPEC = FakeEngine().spec
+
+
+def request(**changes: Any) -> prefill_pb2.PrefillRequest:
+    fields = {
+        "request_id": "r",
+        "prompt_token_ids": [1, 2],
+        "choice_indexes": [0],
+        "sampling": sampling_to_proto(SamplingParams(max_tokens=2, temperature=0.0)),
+    }
+    return prefill_pb2.PrefillRequest(**(fields | changes))
+
+
+def source(**fields: Any) -> dict[str, Any]:
+    return {"prefix_source": prefill_pb2.PrefixSource(**fields)}
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("request_id", {"request_id": LONG}),
+        ("transfer_id", {"transfer_id": LONG}),
+        ("cache_salt", {"cache_salt": LONG.encode()}),
+        ("prefix_source.address", source(address=LONG)),
+        ("prefix_source.incarnation", source(incarnation=LONG)),
+        ("prefix_source.transfer_id", source(transfer_id=LONG)),
+        ("prefix_source.ticket", source(ticket=LONG.encode())),
+    ],
+)
+def test_what_is_kept_of_a_caller_is_short(field: str, changes: dict[str, Any]) -> None:
+    assert task_from_proto(request(), SPEC, None).request_id == "r"
+    with pytest.raises(InvalidRequest, match=f"^{field}: must have at most ") as refused:
+        task_from_proto(request(**changes), SPEC, None)
+    assert len(str(refused.value)) < 250
