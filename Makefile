@@ -22,8 +22,8 @@ demo: $(INSTALLED) ## complete a prompt through three services and show the late
 test: $(INSTALLED) ## all tests that need no accelerator
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-chaos: $(INSTALLED) ## every fault in every state on real processes, MINUTES=20 SEED=1; writes bench/results/
-	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),20) --seed $(or $(SEED),1)
+chaos: $(INSTALLED) ## every fault in every state on real processes, storms, damage, floods, MINUTES=30 SEED=1; writes bench/results/
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1)
 
 soak: $(INSTALLED) ## overload, cancels and deaths, MINUTES=60 SEED=1; writes bench/results/
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)

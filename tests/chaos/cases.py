@@ -1,15 +1,20 @@
-"""The matrix: which fault hits whom while a request is in which state, and what is done to the fleet for it."""
+"""All cases, and what the matrix does to a fleet.
+
+The matrix is which fault hits whom while a request is in which state. Beside it stand storms (tests/chaos/storm.py),
+damaged records (tests/chaos/damage.py) and floods (tests/chaos/flood.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 from dataclasses import dataclass
 
 from tests.chaos.fleet import Fleet
 
 TARGETS = ("router", "prefill", "decode", "redis")
-FAULTS = ("kill", "stop", "cut", "pair", "slow", "restart")
+FAULTS = ("kill", "stop", "cut", "pair", "slow", "reset", "restart")
 STATES = ("waiting", "prefilling", "transferring", "decoding")
 
 SLOW_RATES = {"kv": 80_000, "redis": 80_000}
@@ -21,8 +26,12 @@ SLOW_CONTROL_RATE = 8_000
 TRANSFER_RATE = 300_000
 """Bytes per second of KV links before a fault that is to hit a transfer: enough for the load, with long transfers."""
 
-HOLD_S = {"kill": 1.5, "stop": 9.0, "cut": 9.0, "pair": 9.0, "slow": 6.0, "restart": 0.0}
+HOLD_S = {"kill": 1.5, "stop": 9.0, "cut": 9.0, "pair": 9.0, "slow": 6.0, "reset": 6.0, "restart": 0.0}
 """How long a fault lasts; long enough that a silent peer must have been noticed."""
+
+RESETS = 6
+"""How often connections between routers and workers break in one case, each time those of another worker of the role: a
+stream that moved away from the first break meets the next."""
 
 DECODE_STATES = {
     "waiting": ("reserved", "slot_wait"),
@@ -41,7 +50,7 @@ ROUTER_STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One cell of the matrix."""
+    """One cell of the matrix, or a case beside it; `state` is then its variant."""
 
     target: str
     fault: str
@@ -54,23 +63,47 @@ class Case:
 
     @property
     def applicable(self) -> bool:
-        """A link of one pair has a prefill and a decode worker at its ends."""
-        return self.fault != "pair" or self.target in ("prefill", "decode")
+        """A link of one pair has a prefill and a decode worker at its ends; sessions join routers with workers."""
+        return self.fault not in ("pair", "reset") or self.target in ("prefill", "decode")
 
 
 MATRIX = [Case(target, fault, state) for target in TARGETS for fault in FAULTS for state in STATES]
+STORM = Case("workers", "storm", "mixed")
+DAMAGE = Case("redis", "damage", "mixed")
+FLOODS = [
+    Case("tenant", "flood", kind) for kind in ("choices", "prompts", "tokenize", "detokenize", "unread", "cancels")
+]
+CASES = [*(case for case in MATRIX if case.applicable), STORM, DAMAGE, *FLOODS]
+
+CELLS_BETWEEN_STORMS = 20
+
+
+def plan(rng: random.Random) -> list[Case]:
+    """All cases, those that are not in the old matrix early and more than once."""
+    cells = [case for case in MATRIX if case.applicable]
+    first = [case for case in cells if case.fault == "reset"]
+    rest = [case for case in cells if case.fault != "reset"]
+    rng.shuffle(rest)
+    planned = [STORM, *first, DAMAGE, *FLOODS]
+    for index, case in enumerate(rest, 1):
+        planned.append(case)
+        if index % CELLS_BETWEEN_STORMS == 0:
+            planned.append(STORM)
+        if index == len(rest) // 2:
+            planned += [DAMAGE, *FLOODS]
+    return planned
 
 
 def parse(name: str) -> Case:
-    """The case of a name; raises ValueError for one that the matrix lacks."""
+    """The case of a name; raises ValueError for one that is not there."""
     case = Case(*name.split("/"))
-    if case not in MATRIX or not case.applicable:
+    if case not in CASES:
         raise ValueError(f"{name}: no such case")
     return case
 
 
 async def inject(fleet: Fleet, case: Case, name: str, other: str) -> None:
-    """Do it to the process `name`; `other` is the peer of a pair. Returns at once, but for a restart."""
+    """Do it to the process `name`; `other` is the peer of a pair."""
     process = fleet.processes[name]
     match case.fault:
         case "kill":
@@ -86,6 +119,26 @@ async def inject(fleet: Fleet, case: Case, name: str, other: str) -> None:
             for link, peer in fleet.links_of(name):
                 rate = SLOW_RATES.get(link.partition("-")[0], SLOW_CONTROL_RATE)
                 await fleet.mode(case.fault, link, peer=peer, rate=rate)
+        case "reset":
+            await _break_sessions(fleet, name, 0)
+
+
+async def hold(fleet: Fleet, case: Case, name: str, seconds: float) -> None:
+    """Let the fault last; sessions break again and again meanwhile, while both ends live."""
+    if case.fault != "reset":
+        await asyncio.sleep(seconds)
+        return
+    for turn in range(1, RESETS):
+        await _break_sessions(fleet, name, turn)
+        await asyncio.sleep(seconds / (RESETS - 1))
+
+
+async def _break_sessions(fleet: Fleet, first: str, turn: int) -> None:
+    names = fleet.decode if first in fleet.decode else fleet.prefill
+    hit = names[(names.index(first) + turn) % len(names)]
+    for link in fleet.links.values():
+        if link.ends[0] in fleet.routers and link.ends[1] == hit:
+            await fleet.abort(link.name)
 
 
 async def heal(fleet: Fleet, case: Case, name: str) -> str:
@@ -119,6 +172,6 @@ async def prepare(fleet: Fleet, case: Case) -> None:
 async def ease(fleet: Fleet, case: Case, name: str) -> None:
     """Let links that `prepare` slowed pass again, but for those that the fault concerns."""
     await asyncio.sleep(1.0)
-    if case.state == "transferring" and case.fault in ("kill", "stop", "restart"):
+    if case.state == "transferring" and case.fault in ("kill", "stop", "reset", "restart"):
         for each in fleet.prefill:
             await fleet.mode("pass", f"kv-{each}")

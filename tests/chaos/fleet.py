@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton import keys
 from baton.launcher import bound_to_me
 from tests.redis_server import BINARIES
 
@@ -51,6 +52,9 @@ class Shape:
     chunk_size: int = 32
     line_capacity: int = 256
     drain_s: float = 20.0
+    model_len: int = 4096
+    tenants: Mapping[str, int | None] = field(default_factory=dict)
+    """Most streams of each tenant, None for no limit; with tenants the routers ask for API keys."""
     worker_flags: Sequence[str] = ()
     router_flags: Sequence[str] = ()
 
@@ -131,12 +135,18 @@ class Fleet:
         self.control: dict[str, int] = {}
         """Port of each process at which it is asked directly: control of workers, clients' of routers."""
         self.ops: dict[str, int] = {}
+        self.keys: dict[str, str] = {}
+        """API keys by tenant; "" is the harness itself, as an admin."""
         self.routers = [f"r{i}" for i in range(shape.routers)]
         self.prefill = [f"p{i}" for i in range(shape.prefill)]
         self.decode = [f"d{i}" for i in range(shape.decode)]
         self._directory = directory
         self._taken: set[int] = set()
         self._channels: dict[str, grpc.aio.Channel] = {}
+
+    @property
+    def _key_file(self) -> Path:
+        return self._directory / "keys.json"
 
     @property
     def workers(self) -> list[str]:
@@ -170,6 +180,12 @@ class Fleet:
         flags = ["--port", str(redis), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory)]
         flags += ["--maxmemory", "16mb", "--maxmemory-policy", "allkeys-lru"]
         self._add("redis", [BINARIES["valkey"], *flags])
+        if self.shape.tenants:
+            self.keys = {
+                tenant: keys.add(self._key_file, tenant=tenant, max_streams=limit)
+                for tenant, limit in self.shape.tenants.items()
+            }
+            self.keys[""] = keys.add(self._key_file, tenant="harness", admin=True)
         for name in self.prefill:
             await self._start_prefill(name)
         for name in self.decode:
@@ -193,6 +209,7 @@ class Fleet:
     def _start_worker(self, name: str, role: str, flags: Sequence[str]) -> None:
         self.control[name], self.ops[name] = self._port(), self._port()
         command = [sys.executable, "-m", "tests.chaos.process", role, *flags]
+        command += ["--model-len", str(self.shape.model_len)]
         command += ["--control", f"127.0.0.1:{self.control[name]}", "--ops", f"127.0.0.1:{self.ops[name]}"]
         command += ["--worker-id", name, "--drain-s", str(self.shape.drain_s), *self.shape.worker_flags]
         self._add(name, command)
@@ -209,6 +226,7 @@ class Fleet:
         command += ["--prefill", ",".join(targets[each] for each in self.prefill)]
         command += ["--decode", ",".join(targets[each] for each in self.decode)]
         command += ["--drain-s", str(self.shape.drain_s), *self.shape.router_flags]
+        command += ["--api-keys", str(self._key_file)] if self.keys else []
         self._add(name, command)
 
     def _add(self, name: str, command: Sequence[str]) -> None:
@@ -245,6 +263,10 @@ class Fleet:
         """Set the mode of a link."""
         await self._ask(op="mode", link=link, mode=mode, peer=peer, rate=rate)
 
+    async def abort(self, link: str) -> None:
+        """Reset the connections of a link; new ones pass."""
+        await self._ask(op="abort", link=link)
+
     def links_of(self, name: str) -> list[tuple[str, str | None]]:
         """All links that touch a process, as (link, peer)."""
         found: list[tuple[str, str | None]] = []
@@ -269,6 +291,10 @@ class Fleet:
     def address(self, router: str) -> str:
         """Where clients reach a router, through the network."""
         return f"127.0.0.1:{self.links[f'c-{router}'].port}"
+
+    def metadata(self, name: str) -> tuple[tuple[str, str], ...]:
+        """What shows a process that the harness may ask it all."""
+        return (("authorization", f"Bearer {self.keys['']}"),) if self.keys and name in self.routers else ()
 
     def channel(self, name: str) -> grpc.aio.Channel:
         """A direct channel to a process."""

@@ -2,7 +2,7 @@
 
 A request ends in exactly one of these ways:
 
-    finished    every choice has exactly its tokens, the right finish reason, and the usage adds up
+    finished    every choice has exactly its tokens, text, log-probabilities and finish reason, and the usage adds up
     cancelled   by its client, at a moment drawn beforehand
     expired     its deadline passed (only those that have one)
     refused     RESOURCE_EXHAUSTED
@@ -20,39 +20,100 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple
 
+from baton import bundled
 from baton.client import AsyncClient
-from baton.engine.fake import expected_tokens
+from baton.engine.fake import DECODE_LOGPROB, PREFILL_LOGPROB, expected_tokens
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
-from baton.request import FinishReason, SamplingParams
+from baton.request import FinishReason, SamplingParams, TokenInfo, Usage
+from baton.tokenizer import Tokenizer
 from tests.chaos.process import VOCABULARY
 
 ENDS = ("finished", "cancelled", "expired", "refused", "failed", "untyped", "wrong", "hung")
 UNTYPED = ("BatonError", "EngineError")
 
 
+class Expected(NamedTuple):
+    """What a choice must be."""
+
+    tokens: list[int]
+    finish: FinishReason
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One request; times in seconds after it was sent."""
+    """One request; times in seconds after it was sent. `pause` is how long the client reads nothing after its first
+    message."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     n: int = 1
     seed: int | None = None
     stop_token: int | None = None
+    stop: str | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
     timeout: float | None = None
     cancel_after: float | None = None
+    pause: float | None = None
 
-    def expected(self, choice: int) -> tuple[list[int], FinishReason]:
-        """All tokens of a choice, and why it ends."""
+    def expected(self, choice: int) -> Expected:
+        """All tokens of a choice, why it ends, and its text."""
         params = SamplingParams(temperature=0.0) if self.seed is None else SamplingParams(seed=self.seed)
         tokens = expected_tokens(
             self.prompt, self.max_tokens, params=params, choice_index=choice, vocab_size=VOCABULARY
         )
         if self.stop_token in tokens:
-            return tokens[: tokens.index(self.stop_token) + 1], FinishReason.STOP
-        return tokens, FinishReason.LENGTH
+            end = tokens.index(self.stop_token)
+            return Expected(tokens[: end + 1], FinishReason.STOP, "".join(pieces(tokens[:end])))
+        text = ""
+        for count, piece in enumerate(pieces(tokens), 1):
+            before = len(text)
+            text += piece
+            if self.stop is not None and count > self.min_tokens:
+                at = text.find(self.stop, max(0, before - len(self.stop) + 1))
+                if at >= 0:
+                    return Expected(tokens[:count], FinishReason.STOP, text[:at])
+        return Expected(tokens, FinishReason.LENGTH, text)
+
+    def following(self, prefix: tuple[int, ...]) -> Spec:
+        """The same with a longer prompt."""
+        return replace(self, prompt=prefix + self.prompt)
+
+    def sampling(self) -> dict[str, object]:
+        """The arguments of the client."""
+        given = {"temperature": 0.0} if self.seed is None else {"seed": self.seed}
+        optional = {
+            "stop": self.stop,
+            "stop_token_ids": None if self.stop_token is None else [self.stop_token],
+            "logprobs": self.logprobs,
+        }
+        given |= {name: value for name, value in optional.items() if value is not None}
+        return given | {
+            "max_tokens": self.max_tokens,
+            "min_tokens": self.min_tokens,
+            "n": self.n,
+            "ignore_eos": True,
+        }
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """That of the bundled model, which the routers use."""
+    return Tokenizer.load(bundled.path())
+
+
+def pieces(tokens: Sequence[int]) -> list[str]:
+    """The text that each token completes."""
+    detokenizer = tokenizer().detokenizer()
+    found = [detokenizer.push(token) for token in tokens]
+    if found:
+        found[-1] += detokenizer.flush()
+    return found
 
 
 @dataclass(slots=True)
@@ -62,13 +123,18 @@ class Outcome:
     spec: Spec
     router: str
     sent: float
+    first: float = 0.0
+    """When the first token came; 0 without one."""
     ended: float = 0.0
     last: float = 0.0
     longest_gap: tuple[float, float] = (0.0, 0.0)
     """Longest time without a token while streaming, and when it began."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    odd: str = ""
+    """The first token whose log-probabilities are not the engine's."""
     finish: dict[int, FinishReason] = field(default_factory=dict)
-    usage: int | None = None
+    usage: Usage | None = None
     request_id: str = ""
     end: str = ""
     error: str = ""
@@ -78,26 +144,39 @@ class Outcome:
         """Tokens so far."""
         return sum(map(len, self.tokens.values()))
 
-    def take(self, index: int, tokens: Sequence[int], now: float) -> None:
-        """Note new tokens."""
-        self.tokens.setdefault(index, []).extend(tokens)
-        if self.last and now - self.last > self.longest_gap[0]:
+    def take(self, index: int, tokens: Sequence[TokenInfo], text: str, now: float) -> None:
+        """Note new tokens and their text."""
+        self.tokens.setdefault(index, []).extend(token.token_id for token in tokens)
+        self.texts[index] = self.texts.get(index, "") + text
+        self.odd = self.odd or next((str(token) for token in tokens if not self._usual(token)), "")
+        self.first = self.first or now
+        if self.last and self.spec.pause is None and now - self.last > self.longest_gap[0]:
             self.longest_gap = now - self.last, self.last
         self.last = now
+
+    def _usual(self, token: TokenInfo) -> bool:
+        """Whether log-probabilities are as the fake engine gives them; which worker sampled is no matter."""
+        count, logprob = self.spec.logprobs, token.logprob
+        if count is None or logprob not in (PREFILL_LOGPROB, DECODE_LOGPROB):
+            return count is None and logprob is None and not token.top
+        return token.top == tuple(((token.token_id + i) % VOCABULARY, logprob - i) for i in range(count))
 
     def judge(self) -> None:
         """Compare with what must have come; makes the end `wrong` where it differs."""
         for choice in range(self.spec.n):
-            expected, reason = self.spec.expected(choice)
-            got = self.tokens.get(choice, [])
+            expected, reason, text = self.spec.expected(choice)
+            got, read = self.tokens.get(choice, []), self.texts.get(choice, "")
             if self.end == "finished":
                 self._hold(got == expected, f"choice {choice}: {got} is not {expected}")
                 ended = self.finish.get(choice)
                 self._hold(ended is reason, f"choice {choice} ended by {ended}, not {reason}")
+                self._hold(read == text, f"choice {choice} reads {read!r}, not {text!r}")
             else:
                 self._hold(got == expected[: len(got)], f"choice {choice}: {got} does not begin {expected}")
+        self._hold(not self.odd, f"{self.odd} with logprobs of {self.spec.logprobs}")
         if self.end == "finished":
-            self._hold(self.usage == self.received, f"usage of {self.usage} tokens, {self.received} came")
+            told = self.usage.completion_tokens if self.usage else None
+            self._hold(told == self.received, f"usage of {told} tokens, {self.received} came")
 
     def _hold(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -107,20 +186,19 @@ class Outcome:
 async def ask(client: AsyncClient, outcome: Outcome) -> None:
     """Send a request and note how it ends; a cancelled task leaves it without an end."""
     spec = outcome.spec
-    seeded = {"temperature": 0.0} if spec.seed is None else {"seed": spec.seed}
-    stop = {} if spec.stop_token is None else {"stop_token_ids": [spec.stop_token]}
-    asked = client.generate(
-        spec.prompt, timeout=spec.timeout, max_tokens=spec.max_tokens, n=spec.n, ignore_eos=True, **seeded, **stop
-    )
+    asked = client.generate(spec.prompt, timeout=spec.timeout, **spec.sampling())
     try:
         async with asyncio.timeout(spec.cancel_after) as cancelling, aclosing(asked) as deltas:
             async for delta in deltas:
+                pausing = spec.pause is not None and not outcome.first
                 outcome.request_id = delta.request_id
-                outcome.take(delta.index, [token.token_id for token in delta.tokens], time.monotonic())
+                outcome.take(delta.index, delta.tokens, delta.text, time.monotonic())
                 if delta.finish_reason is not None:
                     outcome.finish[delta.index] = delta.finish_reason
                 if delta.usage is not None:
-                    outcome.usage = delta.usage.completion_tokens
+                    outcome.usage = delta.usage
+                if pausing:
+                    await asyncio.sleep(spec.pause or 0.0)
         outcome.end = "finished"
     except TimeoutError:
         outcome.end = "cancelled" if cancelling.expired() else "untyped"
@@ -137,7 +215,7 @@ async def ask(client: AsyncClient, outcome: Outcome) -> None:
 
 
 class Mix:
-    """Draws requests: lengths, shared prefixes, sampling, choices, stops, deadlines, cancels."""
+    """Draws requests: lengths, shared prefixes, sampling, choices, stops, slow readers, deadlines, cancels."""
 
     def __init__(self, rng: random.Random, *, cancels: float = 0.1, deadlines: float = 0.05) -> None:
         self._rng = rng
@@ -153,18 +231,35 @@ class Mix:
         prefix = rng.choice(self._prefixes) if rng.random() < 0.5 else ()
         spec = Spec(
             prompt=prefix + self._ids(rng.choice((1, 8, 40, 90))),
-            max_tokens=rng.choice((1, 2, 10, 25, 25, 40, 120)),
-            n=2 if rng.random() < 0.08 else 1,
+            max_tokens=400 if rng.random() < 0.03 else rng.choice((1, 2, 10, 25, 25, 40, 120)),
             seed=rng.randrange(2**32) if rng.random() < 0.5 else None,
         )
-        chosen, changes = rng.random(), {}
+        if rng.random() < 0.08:
+            n = rng.choice((2, 2, 3, 8, 33, 64))
+            spec = replace(spec, n=n, max_tokens=min(spec.max_tokens, 120 if n <= 3 else 10))
+        spec = self._stopping(spec)
         if rng.random() < 0.1:
-            changes["stop_token"] = rng.choice(spec.expected(0)[0])
+            spec = replace(spec, logprobs=rng.choice((0, 1, 20, 20)))
+            if rng.random() < 0.5:
+                spec = replace(spec, pause=rng.uniform(0.5, 3.0))
+        chosen = rng.random()
         if chosen < self._cancels:
-            changes["cancel_after"] = rng.uniform(0.0, 1.2)
-        elif chosen < self._cancels + self._deadlines:
-            changes["timeout"] = rng.uniform(0.05, 3.0)
-        return Spec(**{name: getattr(spec, name) for name in Spec.__slots__} | changes)
+            return replace(spec, cancel_after=rng.uniform(0.0, 1.2))
+        if chosen < self._cancels + self._deadlines:
+            return replace(spec, timeout=rng.uniform(0.05, 3.0))
+        return spec
+
+    def _stopping(self, spec: Spec) -> Spec:
+        """Now and then with a stop token, or with a stop string that its first choice comes to, beyond `min_tokens` or
+        not."""
+        rng, chosen = self._rng, self._rng.random()
+        if chosen < 0.1:
+            return replace(spec, stop_token=rng.choice(spec.expected(0).tokens))
+        text = spec.expected(0).text if chosen < 0.2 else ""
+        if not text:
+            return spec
+        at, min_tokens = rng.randrange(len(text)), rng.randrange(spec.max_tokens + 1)
+        return replace(spec, stop=text[at : at + rng.choice((1, 2, 4, 8))], min_tokens=min_tokens)
 
     def plain(self, prompt: int, max_tokens: int) -> Spec:
         """A request that is neither cancelled nor late."""
@@ -230,9 +325,6 @@ class Load:
 
 async def ask_until_cancelled(client: AsyncClient, spec: Spec) -> None:
     """Send a request and drop what comes; a cancel of the task is a cancel by the client."""
-    sampling = {"temperature": 0.0} if spec.seed is None else {"seed": spec.seed}
-    async with aclosing(
-        client.generate(spec.prompt, max_tokens=spec.max_tokens, ignore_eos=True, **sampling)
-    ) as deltas:
+    async with aclosing(client.generate(spec.prompt, **spec.sampling())) as deltas:
         async for _ in deltas:
             pass

@@ -25,7 +25,8 @@ async def ledger(fleet: Fleet, name: str, timeout: float = 3.0) -> Ledger | None
     """The ledger of a process; None if it does not answer."""
     try:
         stub = admin_pb2_grpc.AdminStub(fleet.channel(name))
-        return ledger_from_proto(await stub.Ledger(admin_pb2.LedgerRequest(), timeout=timeout))
+        answer = await stub.Ledger(admin_pb2.LedgerRequest(), timeout=timeout, metadata=fleet.metadata(name))
+        return ledger_from_proto(answer)
     except grpc.aio.AioRpcError:
         return None
 

@@ -31,9 +31,11 @@ def main() -> int:
     parser.add_argument("--pages", type=int, default=512)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--host-kv", type=int, default=1 << 20)
+    parser.add_argument("--model-len", type=int, default=4096)
     own, rest = parser.parse_known_args()
     engine = FakeEngine(
         vocab_size=VOCABULARY,
+        max_model_len=own.model_len,
         layers=LAYERS,
         heads=HEADS,
         head_dim=HEAD_DIM,

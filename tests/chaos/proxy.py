@@ -14,7 +14,8 @@ A link opened with `identify` knows which process dials it (the local port of it
 processes named by `pids`), so that it can be cut for one peer alone.
 
 Requests (one line each, answered by one line): {"op": "open", "link", "listen", "upstream", "identify"},
-{"op": "mode", "link", "mode", "rate", "peer"}, {"op": "pids", "pids": {name: pid}}.
+{"op": "mode", "link", "mode", "rate", "peer"}, {"op": "abort", "link"}: reset the connections that are open now, and go
+on taking new ones; {"op": "pids", "pids": {name: pid}}.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Proxy:
                 self._tasks.add(asyncio.create_task(link.serve(listening(request["listen"]))))
             case "mode":
                 self.links[request["link"]].set_mode(request["mode"], request.get("rate", 0), request.get("peer"))
+            case "abort":
+                self.links[request["link"]].abort()
             case "pids":
                 self.pids = request["pids"]
 
@@ -94,6 +97,11 @@ class Link:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def abort(self) -> None:
+        """Reset all connections that are open now."""
+        for task in self.connections:
+            task.cancel()
+
     async def serve(self, listener: socket.socket) -> None:
         """Take connections for ever."""
         loop = asyncio.get_running_loop()
@@ -120,7 +128,7 @@ class Link:
             async with asyncio.TaskGroup() as pumps:
                 pumps.create_task(self._pump(near, far, peer, 0))
                 pumps.create_task(self._pump(far, near, peer, 1))
-        except* OSError:
+        except* (OSError, asyncio.CancelledError):
             for end in (near, far):
                 if end is not None:
                     # A reset, not an orderly end: nobody may take half a message for a whole one.

@@ -10,12 +10,14 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from baton.bench.provenance import commit, machine
+from baton.bench.stats import percentile
 from bench.common import RESULTS
-from tests.chaos.cases import MATRIX
+from tests.chaos import flood
+from tests.chaos.cases import CASES, MATRIX
 from tests.chaos.fleet import Shape
 
 if TYPE_CHECKING:
-    from tests.chaos.runner import Row
+    from tests.chaos.scene import Row
 
 _HEAD = (
     "target",
@@ -40,6 +42,19 @@ _HEAD = (
     "free s",
 )
 
+_FLOOD_HEAD = (
+    "flood",
+    "calls of the flooder",
+    "refused",
+    "requests alone",
+    "in the flood",
+    "p50 alone s",
+    "p50 s",
+    "p99 alone s",
+    "p99 s",
+    "p99 ratio",
+)
+
 
 def line(row: Row) -> str:
     """One case in words."""
@@ -48,13 +63,15 @@ def line(row: Row) -> str:
         f"{'ok ' if row.good else 'BAD'} {row.case.name} hit {row.hit} ({row.in_state} in state): "
         f"{row.sent} sent, {counts}, {row.lost} lost, leaked {row.leaked}, "
         f"detect {_seconds(row.detect)}, gap {row.stall:.2f}, healthy {_seconds(row.heal)}, free {row.settled:.2f}"
+        + (f"; {row.note}" if row.note else "")
+        + (f"; other tenant {' | '.join(_first_tokens(row))}" if row.trickle else "")
     )
 
 
 def table(rows: Sequence[Row], shape: Shape, *, seed: int, seconds: float) -> str:
     """All cases as a page of markdown."""
     body = ["| " + " | ".join(_HEAD) + " |", "|" + "---|" * len(_HEAD)]
-    for row in sorted(rows, key=lambda row: MATRIX.index(row.case)):
+    for row in sorted(rows, key=lambda row: CASES.index(row.case)):
         counts = [
             row.sent,
             *(row.counts[end] for end in ("finished", "cancelled", "expired", "refused", "failed", "untyped")),
@@ -83,8 +100,10 @@ def table(rows: Sequence[Row], shape: Shape, *, seed: int, seconds: float) -> st
             "",
             *body,
             "",
+            *_notes(rows),
+            *_floods(rows),
             "Not applicable: " + ", ".join(case.name for case in MATRIX if not case.applicable) + ": a pair is a "
-            "prefill and a decode worker.",
+            "prefill and a decode worker, and sessions are broken that routers have with workers.",
             "",
             *_EXPLAINED,
             *(["", "## Problems", "", *bad] if bad else []),
@@ -93,19 +112,58 @@ def table(rows: Sequence[Row], shape: Shape, *, seed: int, seconds: float) -> st
     )
 
 
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """What storms and damage show besides."""
+    noted = [f"- {row.case.name}: {row.note}" for row in rows if row.note]
+    return [*noted, ""] if noted else []
+
+
+def _floods(rows: Sequence[Row]) -> list[str]:
+    """The first tokens of the tenant that floods nothing."""
+    flooded = [row for row in rows if row.trickle]
+    if not flooded:
+        return []
+    return [
+        "## Floods",
+        "",
+        f"No fault: one tenant, which may have {flood.MAX_STREAMS} streams, floods; another sends {flood.RATE:g} small "
+        f"requests a second; their seconds to the first token. p99 may be {flood.BAR:g} times that alone. The fleet: "
+        f"{_settings(flood.SHAPE)}.",
+        "",
+        "| " + " | ".join(_FLOOD_HEAD) + " |",
+        "|" + "---|" * len(_FLOOD_HEAD),
+        *(
+            f"| {row.case.state} | {row.sent} | {row.counts['refused']} | {' | '.join(_first_tokens(row))} |"
+            for row in sorted(flooded, key=lambda row: CASES.index(row.case))
+        ),
+        "",
+    ]
+
+
+def _first_tokens(row: Row) -> list[str]:
+    if row.trickle is None or not (row.trickle.alone and row.trickle.flooded):
+        return ["–"] * 7
+    alone, flooded = row.trickle.alone, row.trickle.flooded
+    times = [percentile(values, share) for share in (0.5, 0.99) for values in (alone, flooded)]
+    return [str(len(alone)), str(len(flooded)), *(f"{value:.3f}" for value in times), f"{row.trickle.ratio:.2f}"]
+
+
 def heading(seed: int, seconds: float, shape: Shape) -> list[str]:
     """Where, when, of what and how."""
     where = ", ".join(f"{name} {value}" for name, value in machine().items())
-    settings = {each.name: getattr(shape, each.name) for each in fields(shape)}
-    setting = ", ".join(f"{name} {value}" for name, value in settings.items() if value != ())
     main = sys.modules["__main__"].__spec__
     command = " ".join(["python -m", main.name.removesuffix(".__main__") if main else sys.argv[0], *sys.argv[1:]])
     return [
         f"- command: `{command}`, seed {seed}, {seconds:.0f} s",
         f"- commit: {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         f"- machine: {where}, kernel {platform.release()}",
-        f"- fleet: {setting}",
+        f"- fleet: {_settings(shape)}",
     ]
+
+
+def _settings(shape: Shape) -> str:
+    settings = {each.name: getattr(shape, each.name) for each in fields(shape)}
+    return ", ".join(f"{name} {value}" for name, value in settings.items() if value not in ((), {}))
 
 
 def write(kind: str, text: str) -> None:
@@ -141,5 +199,8 @@ _EXPLAINED = (
     "what can be computed by hand; *leaked*: bytes with an owner in any ledger once all requests have ended. *detect*: "
     "from the fault until a router counts a failed attempt or a client sees a status; *longest gap*: the longest time "
     "without a token in any stream that went on; *healthy*: from the end of the fault until fresh requests succeed at "
-    "every router and every worker has worked again; *free*: until every ledger was empty.",
+    "every router and every worker has worked again; *free*: until every ledger was empty. Faults: *cut*: nothing "
+    "moves on the links; *reset*: the connections that routers have with the workers of a role break, one worker after "
+    "the other, while all live; *storm*: every 3 to 4 s a worker that is up is killed or frozen; *damage*: bits of "
+    "records in Redis are flipped; *flood*: no fault, see above.",
 )

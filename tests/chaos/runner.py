@@ -1,4 +1,4 @@
-"""One case: load, the state that is asked for, the fault, its end, and what is left afterwards.
+"""One case with faults: load, the state that is asked for, the fault, its end, and what is left afterwards.
 
 load runs ── some request is in the state ── fault ── held ── healed ── load ends ── fleet serves ── nothing held
                                               └─ time to detect       └─ all ended      └─ every worker works again
@@ -10,57 +10,29 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 
 from baton.client import AsyncClient
 from baton.errors import BatonError
 from tests.chaos import cases
 from tests.chaos.cases import Case
+from tests.chaos.damage import damage
 from tests.chaos.fleet import Fleet
 from tests.chaos.load import Load, Mix, Outcome
-from tests.chaos.observe import SERVED, Detector, counter, ledger, settle
+from tests.chaos.observe import SERVED, Detector, counter, ledger
+from tests.chaos.scene import TOLD, Row, Scene, told
+from tests.chaos.storm import storm
 
 RATE = 8.0
 """Requests per second of the mixed load, below what the fleet can do."""
 
-TOLD = 8
-"""Bad requests that are told of in full; more of them say the same."""
-
+RESET_TOKENS = 400
 STATE_BOUND_S = 15.0
 END_BOUND_S = 45.0
 """Within this after the fault is healed every request has ended; routers wait 10 s for workers that are gone."""
 HEALTH_BOUND_S = 40.0
 LEAK_BOUND_S = 20.0
 """A lease and its margin."""
-
-
-@dataclass
-class Row:
-    """What one case showed; times in seconds, None where there is nothing to tell."""
-
-    case: Case
-    hit: str
-    in_state: int
-    counts: Counter[str] = field(default_factory=Counter)
-    sent: int = 0
-    lost: int = 0
-    """Accepted requests that another worker could have served, and that failed."""
-    leaked: int = 0
-    detect: float | None = None
-    stall: float = 0.0
-    """Longest time without a token in a stream that went on after the fault."""
-    refusal: float | None = None
-    """Slowest refusal."""
-    heal: float | None = None
-    settled: float = 0.0
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def good(self) -> bool:
-        """Whether the case shows what it must."""
-        return not self.problems
 
 
 @contextlib.asynccontextmanager
@@ -72,17 +44,15 @@ async def clients_of(fleet: Fleet) -> AsyncIterator[dict[str, AsyncClient]]:
 
 async def run_case(fleet: Fleet, case: Case, rng: random.Random, *, rate: float = RATE, hold: float = 1.0) -> Row:
     """Run a case on a healthy fleet; `hold` scales how long the fault lasts."""
+    act = {"storm": storm, "damage": damage}.get(case.fault, _cell)
+    row = Row(case)
     await cases.prepare(fleet, case)
     async with clients_of(fleet) as clients:
         load = Load(clients, Mix(rng), rng)
         background = asyncio.create_task(load.open_loop(rate))
         try:
             await asyncio.sleep(0.5)
-            name, other, in_state = await _reach(fleet, case, load, rng)
-            row = Row(case, f"{name}-{other}" if case.fault == "pair" else name, in_state)
-            if not in_state:
-                row.problems.append(f"no request got into the state within {STATE_BOUND_S:g} s")
-            began = await _fault(fleet, case, name, other, row, load, hold)
+            began = await act(Scene(fleet, case, load, rng, row, hold))
         finally:
             background.cancel()
             await asyncio.gather(background, return_exceptions=True)
@@ -92,21 +62,23 @@ async def run_case(fleet: Fleet, case: Case, rng: random.Random, *, rate: float 
         _judge(row, load.outcomes, began, healed)
         for outcome in late:
             row.problems.append(await describe(fleet, outcome))
-    left, row.settled = await settle(fleet, LEAK_BOUND_S)
-    row.leaked = left.bytes
-    if not left.clean:
-        row.problems.append("\n  ".join(["held after the end:", *left.violations, *left.lines, *left.silent]))
+    await row.settle(fleet, LEAK_BOUND_S)
     return row
 
 
-async def _fault(fleet: Fleet, case: Case, name: str, other: str, row: Row, load: Load, hold: float) -> float:
-    """Inject, hold and heal; when it began, on the monotonic clock."""
+async def _cell(scene: Scene) -> float:
+    """A cell of the matrix: reach the state, inject, hold and heal; when it began, on the monotonic clock."""
+    fleet, case, load, row = scene.fleet, scene.case, scene.load, scene.row
+    name, other, row.in_state = await _reach(fleet, case, load, scene.rng)
+    row.hit = f"{name}-{other}" if case.fault == "pair" else name
+    if not row.in_state:
+        row.problems.append(f"no request got into the state within {STATE_BOUND_S:g} s")
     detector = Detector(fleet)
     async with detector.watching():
         began = time.monotonic()
         await cases.inject(fleet, case, name, other)
         await cases.ease(fleet, case, name)
-        await asyncio.sleep(max(0.0, hold * cases.HOLD_S[case.fault] - 1.0))
+        await cases.hold(fleet, case, name, max(0.0, scene.hold * cases.HOLD_S[case.fault] - 1.0))
         if trouble := await cases.heal(fleet, case, name):
             row.problems.append(trouble)
         await asyncio.sleep(1.0)
@@ -141,6 +113,9 @@ def _provoke(case: Case, load: Load, rng: random.Random, routers: list[str]) -> 
         "transferring": (4, 900, 40),
         "decoding": (4, 40, 150),
     }[case.state]
+    if case.fault == "reset":
+        # Streams that are there at every break.
+        tokens = RESET_TOKENS
     for _ in range(count):
         load.send(load.mix.plain(prompt, tokens), rng.choice(routers))
 
@@ -211,16 +186,6 @@ async def _fresh(client: AsyncClient, mix: Mix) -> None:
     found = await client.complete(spec.prompt, max_tokens=spec.max_tokens, ignore_eos=True, timeout=20, **seeded)
     if found.token_ids != spec.expected(0)[0]:
         raise BatonError(f"a fresh request got {found.token_ids}")
-
-
-def told(outcome: Outcome) -> str:
-    """A request and its end, in a line."""
-    spec = outcome.spec
-    return (
-        f"{outcome.end}: request {outcome.request_id} at {outcome.router}, prompt {len(spec.prompt)}, "
-        f"max_tokens {spec.max_tokens}, n {spec.n}, seed {spec.seed}, timeout {spec.timeout}, "
-        f"cancel_after {spec.cancel_after}, received {outcome.received}: {outcome.error}"
-    )
 
 
 async def describe(fleet: Fleet, outcome: Outcome) -> str:

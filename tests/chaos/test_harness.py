@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import socket
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
-from baton.request import FinishReason
-from tests.chaos.load import Load, Mix, Outcome, Spec
+from baton.request import FinishReason, TokenInfo, Usage
+from tests.chaos.cases import CASES, DAMAGE, FLOODS, STORM, plan
+from tests.chaos.load import Load, Mix, Outcome, Spec, pieces, tokenizer
 from tests.chaos.proxy import Proxy
 
 
@@ -108,13 +111,14 @@ def ended(end: str, *, change: int | None = None, drop: int = 0, finish: FinishR
     """An outcome of SPEC; `change` alters a token of the last choice, `drop` leaves its last ones out."""
     outcome = Outcome(SPEC, "r0", 0.0, end=end)
     for choice in range(2):
-        outcome.tokens[choice] = list(SPEC.expected(choice)[0])
+        outcome.tokens[choice] = list(SPEC.expected(choice).tokens)
+        outcome.texts[choice] = SPEC.expected(choice).text
         outcome.finish[choice] = finish
     if change is not None:
         outcome.tokens[1][change] += 1
     if drop:
         del outcome.tokens[1][-drop:]
-    outcome.usage = outcome.received
+    outcome.usage = Usage(len(SPEC.prompt), 0, outcome.received)
     outcome.judge()
     return outcome
 
@@ -146,3 +150,59 @@ async def test_a_request_without_an_end_is_hung() -> None:
     assert outcome.end == "hung"
     await asyncio.sleep(0)
     assert load.counts()["hung"] == 1
+
+
+def test_the_oracle_knows_where_a_stop_string_ends_a_choice() -> None:
+    spec = Spec(prompt=(5, 7), max_tokens=12, seed=4)
+    tokens, _, text = spec.expected(0)
+    made = pieces(tokens)
+    assert "".join(made) == text == tokenizer().decode(tokens)
+    # A stop string that begins in the text of the fifth token, or earlier, and ends in that of a later one.
+    begins = len("".join(made[:5])) - 1
+    stop = text[begins:]
+    stopped = replace(spec, stop=stop, min_tokens=6).expected(0)
+    assert stopped.finish is FinishReason.STOP
+    assert stopped.text == text[:begins]
+    first = text[0]
+    assert replace(spec, stop=first).expected(0).text == ""
+    assert len(replace(spec, stop=first, min_tokens=6).expected(0).tokens) > 6
+
+
+def test_the_oracle_finds_wrong_text_and_wrong_log_probabilities() -> None:
+    good = ended("finished")
+    good.texts[1] += "!"
+    good.judge()
+    assert good.end == "wrong"
+    told = Outcome(replace(SPEC, n=1, logprobs=2), "r0", 0.0)
+    told.take(0, [TokenInfo(24, -1.0, ((24, -1.0), (25, -2.0)))], "", 1.0)
+    assert not told.odd
+    told.take(0, [TokenInfo(97, -2.0, ((97, -2.0), (99, -3.0)))], "", 2.0)
+    assert told.odd
+
+
+async def test_connections_that_are_reset_can_be_made_anew() -> None:
+    async with echo() as (proxy, port):
+        old = await asyncio.open_connection("127.0.0.1", port)
+        assert await ping(old) == b"ping"
+        await proxy.command({"op": "abort", "link": "l"})
+        with pytest.raises(OSError, match="reset"):
+            await asyncio.wait_for(old[0].readexactly(1), 30)
+        new = await asyncio.open_connection("127.0.0.1", port)
+        new[1].write(b"ping")
+        assert await asyncio.wait_for(new[0].readexactly(4), 30) == b"ping"
+
+
+def test_the_mix_draws_all_that_the_suite_is_for() -> None:
+    mix = Mix(random.Random(1))
+    specs = [mix.draw() for _ in range(2000)]
+    assert {spec.n for spec in specs} >= {1, 2, 3, 8, 33, 64}
+    assert any(spec.logprobs == 20 and spec.pause for spec in specs)
+    assert any(spec.stop and spec.min_tokens for spec in specs)
+
+
+def test_every_case_is_planned_and_what_is_new_comes_early_and_again() -> None:
+    planned = plan(random.Random(1))
+    assert set(planned) == set(CASES)
+    assert planned.count(STORM) > 3
+    assert all(planned.count(case) == 2 for case in (DAMAGE, *FLOODS))
+    assert {STORM, DAMAGE, *FLOODS} <= set(planned[:20])

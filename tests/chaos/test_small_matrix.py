@@ -1,4 +1,8 @@
-"""Six cells of the chaos matrix, on one fleet of real processes; `make chaos` runs the whole."""
+"""Two cells of the chaos matrix, on one fleet of real processes; `make chaos` runs the whole.
+
+The faults themselves have cheaper tests. What only these can show is that routers, prefill and decode workers go
+together through a fault under a mixed load, with exact tokens and nothing held afterwards.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,7 @@ from tests.chaos.cases import parse
 from tests.chaos.fleet import Fleet, Shape
 from tests.chaos.runner import run_case
 
-CASES = (
-    "decode/kill/decoding",
-    "prefill/kill/prefilling",
-    "decode/pair/transferring",
-    "decode/stop/decoding",
-    "redis/kill/prefilling",
-    "router/restart/decoding",
-)
+CASES = ("decode/kill/decoding", "router/restart/decoding")
 
 
 @pytest.mark.timeout(240)
@@ -29,7 +26,7 @@ async def test_faults_lose_nothing(tmp_path: Path) -> None:
     rows = []
     async with Fleet.running(Shape(), tmp_path) as fleet:
         for name in CASES:
-            rows.append(await run_case(fleet, parse(name), rng))
+            rows.append(await run_case(fleet, parse(name), rng, hold=0.5))
             print(report.line(rows[-1]))
             assert not rows[-1].problems, "\n".join([report.line(rows[-1]), *rows[-1].problems])
     assert all(row.counts["finished"] for row in rows)

@@ -1,0 +1,91 @@
+"""What a case works with, and what it shows."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from baton.bench.stats import percentile
+from tests.chaos.cases import Case
+from tests.chaos.fleet import Fleet
+from tests.chaos.load import Load, Outcome
+from tests.chaos.observe import settle
+
+TOLD = 8
+"""Bad requests that are told of in full; more of them say the same."""
+
+BAD = ("failed", "untyped", "wrong", "hung")
+
+
+@dataclass
+class Row:
+    """What one case showed; times in seconds, None where there is nothing to tell."""
+
+    case: Case
+    hit: str = "?"
+    in_state: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
+    lost: int = 0
+    """Accepted requests that another worker could have served, and that failed."""
+    leaked: int = 0
+    detect: float | None = None
+    stall: float = 0.0
+    """Longest time without a token in a stream that went on after the fault."""
+    refusal: float | None = None
+    """Slowest refusal."""
+    heal: float | None = None
+    settled: float = 0.0
+    note: str = ""
+    """What this kind of case shows besides, in words."""
+    trickle: Trickle | None = None
+    """The other tenant of a flood."""
+    problems: list[str] = field(default_factory=list)
+
+    async def settle(self, fleet: Fleet, bound: float) -> None:
+        """Wait until nothing is held any more; what still is after `bound` seconds is a leak."""
+        left, self.settled = await settle(fleet, bound)
+        self.leaked = left.bytes
+        if not left.clean:
+            self.problems.append("\n  ".join(["held after the end:", *left.violations, *left.lines, *left.silent]))
+
+    @property
+    def good(self) -> bool:
+        """Whether the case shows what it must."""
+        return not self.problems
+
+
+@dataclass
+class Trickle:
+    """First tokens of the tenant that floods nothing, in seconds after each request, without a flood and in one."""
+
+    alone: list[float] = field(default_factory=list)
+    flooded: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """p99 in the flood over p99 alone."""
+        return percentile(self.flooded, 0.99) / percentile(self.alone, 0.99)
+
+
+@dataclass
+class Scene:
+    """A case under way. `hold` scales how long faults last."""
+
+    fleet: Fleet
+    case: Case
+    load: Load
+    rng: random.Random
+    row: Row
+    hold: float
+
+
+def told(outcome: Outcome) -> str:
+    """A request and its end, in a line."""
+    spec = outcome.spec
+    return (
+        f"{outcome.end}: request {outcome.request_id} at {outcome.router}, prompt {len(spec.prompt)}, "
+        f"max_tokens {spec.max_tokens}, n {spec.n}, seed {spec.seed}, timeout {spec.timeout}, "
+        f"cancel_after {spec.cancel_after}, received {outcome.received}: {outcome.error}"
+    )
