@@ -29,6 +29,10 @@ from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 from baton.config import load
 from baton.errors import BatonError
 
+# gRPC looks at it when it is loaded, which is after this module. What it logs by itself, such as each connection that a
+# peer closes, services say better.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 STOP_S = 15.0
 ABANDON_S = 0.5
 _GC_THRESHOLDS = (20_000, 50, 10)
@@ -64,6 +68,8 @@ def main(role: str, package: str, settings: type[C], run: Callable[[C], Running]
     """
     for number in _NUMBERS:
         signal.signal(number, lambda *_: os._exit(0))
+    # Before torch is loaded: small passes over all that it brings are a tenth of that time.
+    gc.set_threshold(*_GC_THRESHOLDS)
     try:
         _leave(asyncio.run(serve(run(load(settings, f"python -m {package}")), role)))
     except ModuleNotFoundError as error:
@@ -151,13 +157,12 @@ async def _live(app: Running, role: str, stop: _Signals, listening: asyncio.Futu
 
 
 def _settle() -> None:
-    """Spare the garbage collector what lives as long as the process, and most of its small passes.
+    """Spare the garbage collector what lives as long as the process.
 
     A full pass over all that a service has loaded held up every stream for 50 ms and more.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 def _give_up(role: str) -> None:

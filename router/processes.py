@@ -2,7 +2,7 @@
 
     parent ── holds the port, serves nobody ── router 0, router 1, …      all listen on the port (SO_REUSEPORT), and the
       │                                                                   kernel spreads connections over them
-      ├─ one dies: its streams break, the others go on; it is started again after RESTART_S
+      ├─ one dies: its streams break, the others go on; it is started again at once, or after RESTART_S if it died early
       └─ SIGTERM: all drain, then it ends
 
 Routers need no state of each other, so these are full ones, as separate machines would run them. Each has an ops
@@ -30,6 +30,9 @@ from router.app import run
 from router.config import RouterConfig
 
 RESTART_S = 1.0
+STEADY_S = 5.0
+"""Seconds that a router must have listened for its end not to be an early one."""
+
 _STOP_S = 10.0
 _LAST_PORT = 65535
 _OWN = ("processes", "grpc", "ops")
@@ -45,9 +48,11 @@ class _Child:
         self.ops = ops
         self._flags = flags
         self._process: asyncio.subprocess.Process | None = None
+        self._listens_since: float | None = None
 
     async def start(self) -> None:
         """Run it until it listens. Raises ConfigError when it ends before; it has said why."""
+        self._listens_since = None
         command = bound_to_me([sys.executable, "-m", __name__, *self._flags, f"--ops={self.ops}"])
         # A signal of the terminal goes to the parent alone, which passes it on once.
         process = self._process = await asyncio.create_subprocess_exec(
@@ -57,6 +62,7 @@ class _Child:
         if not line.startswith("listening "):
             raise ConfigError(f"processes: router {self.number} ended with status {await process.wait()}")
         self.ops = line.rpartition("ops=")[2].strip()
+        self._listens_since = asyncio.get_running_loop().time()
 
     async def keep(self) -> None:
         """Start it again whenever it ends, until cancelled."""
@@ -65,7 +71,9 @@ class _Child:
                 status = await self._process.wait()
                 pid = self._process.pid
                 _logger.error("router %d (pid %d) ended with status %d, and is started again", self.number, pid, status)
-            await asyncio.sleep(RESTART_S)
+            now = asyncio.get_running_loop().time()
+            if self._listens_since is None or now - self._listens_since < STEADY_S:
+                await asyncio.sleep(RESTART_S)
             try:
                 await self.start()
             except ConfigError:

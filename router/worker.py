@@ -35,6 +35,9 @@ from router.session import DecodeSession
 SILENCE_S = 5.0
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
+_SOON_S, _SOON_BACKOFF_S = 20.0, 0.2
+"""Seconds for which the successor of a lost worker is expected, and those between two calls meanwhile, at most."""
+
 
 _UNWANTED = "it is no longer wanted"
 _STALLED = "it answers, but makes no progress"
@@ -103,19 +106,21 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Watch the worker until it is lost and no longer listed, or the task is cancelled."""
-        backoff = _FIRST_BACKOFF_S
+        loop = asyncio.get_running_loop()
+        backoff, lost_at = _FIRST_BACKOFF_S, -_SOON_S
         try:
             while True:
                 await self._redial()
                 reason = await self._watch()
                 if self.status is not None:
-                    backoff = _FIRST_BACKOFF_S
+                    backoff, lost_at = _FIRST_BACKOFF_S, loop.time()
                 self._lose(reason)
                 self._observer.told(self, None)
                 if not self.listed:
                     return
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-                backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+                soon = loop.time() - lost_at < _SOON_S
+                backoff = min(2 * backoff, _SOON_BACKOFF_S if soon else _LONGEST_BACKOFF_S)
         finally:
             self._said = _UNWANTED
             self._lose(_UNWANTED)

@@ -2,14 +2,14 @@
 
     start ── listening ── … ── stop
       │         │ a child ends unasked
-      │         ├── it is kept: said which, why, its last words; pause ─┐
+      │         ├── it is kept: said which, why, its last words; again ─┐
       │         └── else `death` is set to the same words               │
       └─────────────────────────────────────────────────────────────────┘
 
-A child that is kept gets a successor whenever it ends, after a pause that doubles with each end that comes soon. Each
-child leads a session of its own, so that Ctrl-C reaches only the supervisor, and is killed by the
-kernel when the supervisor dies. Stopping goes in order, the reverse of starting: SIGTERM; a second SIGTERM,
-which cuts a drain short; SIGKILL to the child's whole session.
+A child that is kept gets a successor whenever it ends: at once when it had served for a while, and the first time;
+otherwise after a pause that doubles with each early end. Each child leads a session of its own, so that Ctrl-C
+reaches only the supervisor, and is killed by the kernel when the supervisor dies. Stopping goes in order, the reverse
+of starting: SIGTERM; a second SIGTERM, which cuts a drain short; SIGKILL to the child's whole session.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FIRST_S, CUT_S, KILL_S = 1.0, 2.0, 3.5
 """Seconds since a stop began: the last child has gone first; drains are cut; what is left is killed."""
 
 PAUSE_S, MOST_PAUSE_S = 1.0, 30.0
-"""Seconds from the end of a child that is kept to its successor: the first time, and at most."""
+"""Seconds from an early end of a child that is kept to its successor: the first time, and at most."""
 
-STEADY_S = 60.0
-"""A child that has lived so long has not died of its start: the pause begins anew."""
+STEADY_S = 5.0
+"""Seconds that a child must have listened for its end not to be an early one."""
 
 OWN_NAME = "up"
 """What the supervisor calls itself in the common log."""
@@ -51,13 +51,19 @@ class Child:
         self.name = name
         self.process = process
         self.listening: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
-        self.born = asyncio.get_running_loop().time()
+        self.listens_since: float | None = None
         self.last_line = ""
         self.last_words = ""
         self.kept = False
         self.followers: list[asyncio.Task[None]] = []
         self.end: asyncio.Task[None] | None = None
         self._cleared = False
+
+    @property
+    def steady(self) -> bool:
+        """Whether it has listened for STEADY_S: what ends it then is not its start."""
+        now = asyncio.get_running_loop().time()
+        return self.listens_since is not None and now - self.listens_since >= STEADY_S
 
     def signal(self, number: int) -> None:
         """Send a signal, if the child still runs."""
@@ -181,19 +187,22 @@ class Fleet:
             self.death.set_result(child.last_words)
 
     async def _keep(self, child: Child, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        pause = PAUSE_S
+        pause = 0.0
         while not await self._stops(child.end):
-            if asyncio.get_running_loop().time() - child.born > STEADY_S:
-                pause = PAUSE_S
-            self.say(OWN_NAME, f"{child.last_words}; it is started again in {pause:g} s")
+            if child.steady:
+                pause = 0.0
+            when = f"in {pause:g} s" if pause else "at once"
+            self.say(OWN_NAME, f"{child.last_words}; it is started again {when}")
             child.clear()
             if await self._stops(timeout=pause):
                 return
-            pause = min(2 * pause, MOST_PAUSE_S)
+            pause = min(2 * pause, MOST_PAUSE_S) or PAUSE_S
             try:
                 successor = await self._launch(child.name, command, environ)
             except OSError as error:
                 child.last_words = f"{child.name} can't be started: {error.strerror}"
+                # What failed now is a start, however long the child had listened.
+                child.listens_since = None
                 continue
             successor.kept = True
             self.children[self.children.index(child)] = successor
@@ -222,6 +231,7 @@ class Fleet:
 
     def _take(self, child: Child, line: str, is_stdout: bool) -> None:
         if is_stdout and line.startswith(_LISTENING) and not child.listening.done():
+            child.listens_since = asyncio.get_running_loop().time()
             child.listening.set_result(dict(part.split("=", 1) for part in line.split()[1:] if "=" in part))
             return
         # The two pipes keep no order between them, and faults are told on stderr.

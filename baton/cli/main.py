@@ -8,10 +8,7 @@ import sys
 from typing import Any
 
 # What gRPC logs by itself while a client connects, commands say better; it looks at the variable when it is loaded.
-_VERBOSITY = "GRPC_VERBOSITY"
-_quiet = _VERBOSITY not in os.environ
-if _quiet:
-    os.environ[_VERBOSITY] = "NONE"
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 try:
     import click
 
@@ -26,10 +23,6 @@ try:
 except KeyboardInterrupt:
     # Loading takes long enough for a Ctrl-C to come.
     sys.exit(130)
-finally:
-    if _quiet:
-        # Services that `baton up` starts speak as ever.
-        os.environ.pop(_VERBOSITY, None)
 
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -45,6 +45,9 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> TorchEngine:
     _check_room(config.kv_memory, device)
     began = time.monotonic()
     model = load_model(path, dtype=dtype, device=device)
+    if device.type == "cpu":
+        # Before there is a pool, which gets its huge pages in the background.
+        huge_pages.collapse()
     kv_format = _kv_format(model, kv_dtype, config.block_size)
     page_size = config.page_size or (CUDA_PAGE_SIZE if device.type == "cuda" else CPU_PAGE_SIZE)
     pages = _pages(config, kv_format.token_bytes * page_size, page_size, max_model_len, device)
@@ -63,8 +66,6 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> TorchEngine:
     kv = model.new_kv_cache(pages + int(device.type == "cuda"), page_size, kv_dtype)
     # Copies of what the pages hold need not be larger.
     engine = TorchEngine(model, kv, spec, config.host_kv_memory, min(config.resident_kv_memory, pages * kv.page_bytes))
-    if device.type == "cpu":
-        huge_pages.collapse()
     memory = huge_pages.resident()
     _log.info(
         "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "

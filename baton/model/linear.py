@@ -63,7 +63,13 @@ class DenseStorage(Module):
         self.bias = placement.empty(rows) if bias else None
 
     def load(self, row: int, weight: Tensor) -> None:
-        """Fill rows from `row` on, casting to the storage's dtype."""
+        """Fill rows from `row` on, casting to the storage's dtype.
+
+        A whole weight that is to be packed is not copied before: until `ready` the storage is a view of the file.
+        """
+        if _packs(self.weight) and weight.is_contiguous() and _alike(weight, self.weight):
+            self.weight = nn.Parameter(weight, requires_grad=False)
+            return
         self.weight[row : row + weight.shape[0]].copy_(weight)
 
     def load_bias(self, row: int, bias: Tensor) -> None:
@@ -148,6 +154,10 @@ class PackedStorage(Module):
 
 
 Storage = DenseStorage | PackedStorage
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _packs(weight: Tensor) -> bool:

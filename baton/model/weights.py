@@ -1,10 +1,9 @@
 """Filling a decoder from safetensors files.
 
-Files are memory-mapped and read one tensor at a time, each copied straight into its place and dtype, so
-loading never holds more than the final weights and one checkpoint tensor (the last step lays weights out for
-the processor, one after the other). The checkpoint must hold exactly what the model needs: a tensor that is
-missing, misshapen or unknown is an error that names it, because a model that ran without a bias it came with
-would be silently wrong.
+Files are memory-mapped. A whole weight that will be laid out for the processor stays a view of its file until then;
+every other tensor is copied straight into its place and dtype. So loading never holds more than the final weights and
+one tensor. The checkpoint must hold exactly what the model needs: a tensor that is missing, misshapen or unknown is an
+error that names it, because a model that ran without a bias it came with would be silently wrong.
 """
 
 from __future__ import annotations

@@ -40,11 +40,11 @@ _DIAL: Options = [
     *KEEPALIVE,
     # Workers are dialled directly, whatever proxy the environment names for the outside world.
     ("grpc.enable_http_proxy", 0),
-    # A restarted worker should be found again within a second.
+    # A restarted worker should be found again at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # This is in fact how long one attempt may take, TCP and TLS handshake together, on a slow line or a busy machine.
     ("grpc.min_reconnect_backoff_ms", 5000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 250),
 ]
 
 CLIENT_OPTIONS: Options = [*_DIAL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES)]

@@ -22,15 +22,17 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 from google.protobuf.message import DecodeError
 
 from baton.errors import ConfigError, PermissionDenied, shown
 from baton.pb import kv_pb2
 from baton.watched import Watched
+
+if TYPE_CHECKING:
+    # Loaded with the first key: it takes 0.2 s of the start of a worker that may have none.
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 DOMAIN = b"baton.v1.Ticket\0"
 LEEWAY_S = 5.0
@@ -131,6 +133,8 @@ class TicketVerifier:
         if key is None:
             named = signed.key_id[:_KEY_ID_BYTES].hex() or "none"
             raise PermissionDenied(f"ticket: is signed with an unknown key, {named}")
+        from cryptography.exceptions import InvalidSignature
+
         try:
             # Ed25519 verification compares no secrets; its time tells nothing worth knowing.
             key.verify(signed.signature, DOMAIN + signed.ticket)
@@ -143,6 +147,10 @@ class TicketVerifier:
 
 
 def _private(data: bytes) -> tuple[Ed25519PrivateKey, bytes]:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
     try:
         key = load_pem_private_key(data, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -153,6 +161,10 @@ def _private(data: bytes) -> tuple[Ed25519PrivateKey, bytes]:
 
 
 def _publics(data: bytes) -> Mapping[bytes, Ed25519PublicKey]:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
     keys = {}
     blocks = data.split(_PUBLIC_END)
     if len(blocks) < 2 or blocks[-1].strip():

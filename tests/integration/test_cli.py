@@ -176,7 +176,7 @@ def test_a_killed_decode_worker_is_replaced_in_mid_stream_and_comes_back(tmp_pat
         ops = re.search(r"router +\|.* listening .*ops=(\S+)", log.read_text())[1]
         with urllib.request.urlopen(f"http://{ops}/metrics", timeout=10) as metrics:
             assert re.search(r"(?m)^baton_replays_total\{.*\} [1-9]", metrics.read().decode())
-        wait_for(log, r"up +\| decode-0 was killed by SIGKILL; its last line: .*; it is started again in 1 s\n")
+        wait_for(log, r"up +\| decode-0 was killed by SIGKILL; its last line: .*; it is started again at once\n")
         # The router has joined three workers, and the one that came back.
         wait_for(log, r"(?s)(router +\| [^\n]* joined.*){4}")
         workers = decode_workers(up.pid)

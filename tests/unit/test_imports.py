@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -181,3 +182,30 @@ def test_importing_baton_is_light() -> None:
     code = "import sys, baton; print(*sorted(set(sys.modules) & {'grpc', 'google.protobuf', 'click'}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_a_worker_loads_nothing_that_it_may_not_need() -> None:
+    heavy = ("transformers", "torch._dynamo", "sympy", "cryptography", "redis", "tokenizers", "jinja2")
+    code = f"import sys, prefill_svc.app, decode_svc.app, baton.engine.factory; print(*{{*sys.modules}} & {{*{heavy}}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("chosen", [None, "ERROR"])
+@pytest.mark.parametrize("module", ["router.__main__", "prefill_svc.__main__, prefill_svc.app", "baton.cli.main"])
+def test_grpc_is_quiet_before_it_is_loaded_unless_the_user_has_chosen(module: str, chosen: str | None) -> None:
+    code = f"""
+import os, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "grpc":
+            print(os.environ.get("GRPC_VERBOSITY"))
+sys.meta_path.insert(0, Finder())
+import {module}
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    environ |= {"GRPC_VERBOSITY": chosen} if chosen else {}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == (chosen or "NONE")

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from baton.model.zeros import host_zeros
+
 
 @dataclass(frozen=True, eq=False)
 class KvCache:
@@ -31,8 +33,10 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KvCache:
-        """A pool with parts "k" and "v"; zeroed, so that memory is committed now and not in mid-request."""
+        """A pool with parts "k" and "v"; zeroed, and committed now, or soon on a CPU, so not in mid-request."""
         shape = (num_layers, num_pages, page_size, kv_heads, head_dim)
+        if device.type == "cpu":
+            return cls({name: host_zeros(shape, dtype) for name in ("k", "v")})
         return cls({name: torch.zeros(shape, dtype=dtype, device=device) for name in ("k", "v")})
 
     @property

@@ -18,7 +18,7 @@ from baton.model.checkpoint import INDEX_NAME, SINGLE_NAME, resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.layers import Parallel
-from baton.model.linear import Placement
+from baton.model.linear import DenseStorage, PackedStorage, Placement
 from baton.model.load import load_model
 from tests.checkpoints import load_reference, make_checkpoint, prompt_ids
 from tests.unit.model.runner import Sequence, chunked_logits, forward
@@ -39,6 +39,20 @@ def edit(directory: Path, change: Callable[[Tensors], None]) -> None:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return make_checkpoint("llama", tmp_path / "whole")
+
+
+def test_what_is_packed_is_read_from_the_file_and_not_copied_before() -> None:
+    given, placement = torch.randn(8, 16), Placement(torch.float32, torch.device("cpu"))
+    packs = torch.backends.mkldnn.is_available()
+    storage = DenseStorage(8, 16, True, placement)
+    storage.load(0, given)
+    assert isinstance(storage.ready(), PackedStorage) is packs
+    assert (storage.weight.data_ptr() == given.data_ptr()) is packs
+    for other in (given.to(torch.bfloat16), torch.randn(16, 8).T, given[:4]):
+        storage = DenseStorage(8, 16, True, placement)
+        storage.load(0, other)
+        assert torch.equal(storage.weight[: len(other)], other.to(torch.float32))
+        assert storage.weight.data_ptr() != other.data_ptr()
 
 
 def test_sharded_equals_single(checkpoint: Path, tmp_path: Path) -> None:

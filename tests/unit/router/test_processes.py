@@ -26,3 +26,24 @@ async def test_a_router_that_does_not_start_is_tried_again(error: Exception, mon
     keeping = asyncio.create_task(child.keep())
     await asyncio.wait_for(again.wait(), 5)
     keeping.cancel()
+
+
+async def test_a_router_that_had_served_is_started_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "RESTART_S", 3600)
+    monkeypatch.setattr(processes, "STEADY_S", 0)
+    child, ends = processes._Child(0, [], "127.0.0.1:0"), 0
+    again = asyncio.Event()
+
+    async def start() -> None:
+        nonlocal ends
+        ends += 1
+        child._listens_since = asyncio.get_running_loop().time()
+        if ends == 2:
+            again.set()
+            await asyncio.Event().wait()
+
+    await start()
+    monkeypatch.setattr(child, "start", start)
+    keeping = asyncio.create_task(child.keep())
+    await asyncio.wait_for(again.wait(), 30)
+    keeping.cancel()

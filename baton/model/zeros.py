@@ -1,0 +1,75 @@
+"""Large zeroed tensors in host memory that don't make a start wait for their page faults.
+
+Zeroing a pool of 3.4 GB took 1.3 s, and 8 s on a virtual machine whose host had to find the memory, which was most of a
+worker's start. The kernel gives zeroed pages anyway. Here a thread asks for them (MADV_POPULATE_WRITE,
+https://man7.org/linux/man-pages/man2/madvise.2.html, Linux 5.14) while the worker already serves. So memory is still
+committed soon after the start, and not in mid-request: a machine that has too little shows it at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+_POPULATE_WRITE, _COLLAPSE = 23, 25
+"""MADV_POPULATE_WRITE and MADV_COLLAPSE, from linux/mman.h."""
+
+_PIECE = 8 << 20
+"""Bytes populated in one call, for whose duration other threads' mmap and munmap wait: some milliseconds."""
+
+
+def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As torch.zeros; all but the first 8 MiB is committed in the background, where the kernel can."""
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    if size <= _PIECE:
+        return torch.zeros(*shape, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # As torch's own allocator does; see baton.engine.process.
+    huge = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
+    if huge:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
+    pieces = _pieces(tensor.data_ptr(), size)
+    libc = ctypes.CDLL(None)
+    if not _populate(libc, *next(pieces), huge):
+        return tensor.zero_()
+    rest = threading.Thread(
+        target=_populate_rest, args=(libc, weakref.ref(memory), pieces, huge), name="kv-pages", daemon=True
+    )
+    rest.start()
+    return tensor
+
+
+def _pieces(start: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((start + offset, min(_PIECE, size - offset)) for offset in range(0, size, _PIECE))
+
+
+def _populate_rest(
+    libc: ctypes.CDLL, memory: weakref.ref[mmap.mmap], pieces: Iterator[tuple[int, int]], huge: bool
+) -> None:
+    for begin, length in pieces:
+        # Held during the call; gone when nobody uses the tensor any more.
+        held = memory()
+        if held is None:
+            return
+        _populate(libc, begin, length, huge)
+
+
+def _populate(libc: ctypes.CDLL, begin: int, length: int, huge: bool) -> bool:
+    """Whether the kernel has made these pages present; what they hold stays as it is."""
+    where = ctypes.c_void_p(begin), ctypes.c_size_t(length)
+    if libc.madvise(*where, _POPULATE_WRITE):
+        return False
+    if huge:
+        # Where free memory lies in pieces the kernel gave small pages; see baton.engine.huge_pages.
+        libc.madvise(*where, _COLLAPSE)
+    return True

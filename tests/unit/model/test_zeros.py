@@ -1,0 +1,88 @@
+"""Memory that is committed in the background."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.model import zeros
+from baton.model.attention import KvCache
+
+PAGE = 4096
+
+
+def resident(tensor: Tensor) -> float:
+    """The share of the tensor's memory that is there."""
+    start = -(-tensor.data_ptr() // PAGE) * PAGE
+    pages = (tensor.data_ptr() + tensor.nbytes - start) // PAGE
+    found = (ctypes.c_ubyte * pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * PAGE), found) == 0
+    return sum(each & 1 for each in found) / pages
+
+
+def pool() -> Tensor:
+    shape = {"num_layers": 2, "num_pages": 1024, "page_size": 16, "kv_heads": 2, "head_dim": 512}
+    return KvCache.allocate(**shape, dtype=torch.bfloat16, device=torch.device("cpu")).parts["k"]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What lies behind the first piece is committed when this is set."""
+    event, rest = threading.Event(), zeros._populate_rest
+
+    def wait(*of: object) -> None:
+        event.wait(60)
+        rest(*of)
+
+    monkeypatch.setattr(zeros, "_populate_rest", wait)
+    return event
+
+
+def committing() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kv-pages"]
+
+
+def test_a_pool_is_committed_after_it_was_made_and_what_was_written_stays(gate: threading.Event) -> None:
+    k = pool()
+    assert k.nbytes == 64 << 20
+    assert resident(k) < 0.5
+    k[1, 1000] = 7
+    gate.set()
+    for thread in committing():
+        thread.join(60)
+    assert resident(k) == 1
+    assert bool((k[1, 1000] == 7).all())
+    k[1, 1000] = 0
+    assert not k.any()
+
+
+def test_a_pool_that_nobody_has_any_more_is_left_alone(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    k, v = (zeros.host_zeros((1 << 24,), torch.float32) for _ in range(2))
+    threads, calls = committing(), []
+    populate = zeros._populate
+    monkeypatch.setattr(zeros, "_populate", lambda *of: bool(calls.append(of[1])) or populate(*of))
+    begin, end = v.data_ptr(), v.data_ptr() + v.nbytes
+    del k
+    gate.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(calls) == 7
+    assert all(begin < call < end for call in calls)
+
+
+def test_a_kernel_that_can_not_gets_zeros_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zeros, "_populate", lambda *_: False)
+    tensor = zeros.host_zeros((4, 1 << 20), torch.float32)
+    assert resident(tensor) == 1
+    assert not committing()
+    assert tensor.shape == (4, 1 << 20)
+    assert not tensor.any()
+
+
+def test_small_ones_are_ordinary() -> None:
+    assert torch.equal(zeros.host_zeros((3, 5), torch.float16), torch.zeros(3, 5, dtype=torch.float16))
+    assert not committing()
