@@ -31,6 +31,7 @@ from router.pool import Pool
 from router.servicer import InferenceServicer
 from router.stalls import Stalls
 from router.tenants import Guard, Tenants
+from router.threads import Threads
 
 SERVICE = "baton.v1.Inference"
 
@@ -85,12 +86,14 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
         lengths = [identity.max_model_len for identity in pool.identities] or [longest]
         return min([*lengths, config.max_model_len or max(lengths)])
 
-    intake = Intake(model, max_model_len, partial(request_salt, config.fleet_secret))
+    threads = Threads(config.line_capacity)
+    intake = Intake(model, max_model_len, threads, partial(request_salt, config.fleet_secret))
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(threads.close)
         await stack.enter_async_context(pool.running())
         dispatcher = Dispatcher(pool, config)
         stack.callback(dispatcher.close)
-        pipeline = Pipeline(dispatcher, config, router_id=router_id, signer=signer)
+        pipeline = Pipeline(dispatcher, config, threads, router_id=router_id, signer=signer)
         stalls = Stalls(config.client_stall_s)
         await stack.enter_async_context(stalls.watched())
         servicer = InferenceServicer(model, intake, pool, dispatcher, pipeline, tenants, stalls)

@@ -35,6 +35,7 @@ from router.prefill import DEATH_GRACE_S, PrefixSource, message, prefill
 from router.registry import Live, Registry
 from router.request import Request
 from router.retries import History
+from router.threads import Threads
 
 _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
 """Faults that another attempt would only repeat."""
@@ -65,6 +66,7 @@ class Means:
     registry: Registry
     abandoner: Abandoner
     signer: Signer | None
+    threads: Threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +207,14 @@ class Attempt:
                 cache=request.cache,
                 source=source,
             )
-            silence_s = self._means.config.prefill_silence_s
-            await prefill(place.seat, asked, timeout=self._remaining(), silence_s=silence_s, deliver=self._deliver)
+            await prefill(
+                place.seat,
+                asked,
+                timeout=self._remaining(),
+                silence_s=self._means.config.prefill_silence_s,
+                deliver=self._deliver,
+                run=self._means.threads.of(request.tenant),
+            )
         except Exception as error:
             # Nobody waits for this task, and the attempt would wait until its deadline.
             self._inbox.put_nowait(_Emitted(error))

@@ -1,15 +1,16 @@
 """From the client's message to a request that can be served, or to the reason why it can't.
 
 Checks go from cheap to costly, and every refusal names the field and the value seen. Small texts are tokenized at
-once; larger ones on a thread.
+once; larger ones on a thread, when it is their tenant's turn.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from baton.errors import InvalidRequest, NotFound, shown
 from baton.pb import inference_pb2
@@ -19,11 +20,18 @@ from baton.rpc.convert import cache_policy_from_proto, sampling_from_proto
 from baton.tokenizer import Tokenizer
 from router.request import NoText, Request
 from router.stops import StopString
+from router.threads import Threads
 
 MAX_ROLE_LENGTH = 64
 
+MAX_CHAT_MESSAGES = 4096
+"""Messages of a chat. Rendering them keeps the GIL, for about 10 µs each, and so holds up the event loop."""
+
 _INLINE_BYTES = 4096
 _INLINE_TOKENS = 4096
+_INLINE_MESSAGES = 64
+
+T = TypeVar("T")
 
 _LOGPROB_BYTES = 11
 _TOKEN_BYTES = 16
@@ -50,9 +58,11 @@ class Intake:
         self,
         model: Model,
         max_model_len: Callable[[], int],
+        threads: Threads,
         salt: Callable[[str, str], bytes] = lambda tenant, cache_salt: b"",
     ) -> None:
         self._model = model
+        self._threads = threads
         self._salt = salt
         self.max_model_len = max_model_len
 
@@ -76,7 +86,7 @@ class Intake:
             raise InvalidRequest("cache_salt", f"may have at most {MAX_CACHE_SALT_BYTES} bytes", size)
         params = sampling_from_proto(message.sampling)
         params.check_model(self._model.vocab_size, self._model.eos_token_ids)
-        field, prompt_ids = await self._prompt(message)
+        field, prompt_ids = await self._prompt(message, tenant)
         limit, count = self.max_model_len(), len(prompt_ids)
         max_tokens = max(limit - count, 1) if params.max_tokens is None else params.max_tokens
         if count + max_tokens > limit:
@@ -105,38 +115,37 @@ class Intake:
             ),
         )
 
-    async def tokenize(self, message: inference_pb2.TokenizeRequest) -> list[int]:
-        """Token ids of a text or a chat. Raises InvalidRequest or NotFound."""
+    async def tokenize(self, message: inference_pb2.TokenizeRequest, tenant: str = "") -> list[int]:
+        """Token ids of a text or a chat. Raises InvalidRequest, NotFound or Overloaded."""
         self.check_model(message.model)
         match message.WhichOneof("input"):
             case "text":
                 special = message.add_special_tokens if message.HasField("add_special_tokens") else True
-                return await self._text(message.text, add_special_tokens=special)
+                return await self._text(message.text, tenant, add_special_tokens=special)
             case "chat":
-                return await self._chat(message.chat)
+                return await self._chat(message.chat, tenant)
         raise InvalidRequest("input", "one of text and chat must be set")
 
-    async def detokenize(self, message: inference_pb2.DetokenizeRequest) -> str:
-        """Text of token ids. Raises InvalidRequest or NotFound."""
+    async def detokenize(self, message: inference_pb2.DetokenizeRequest, tenant: str = "") -> str:
+        """Text of token ids. Raises InvalidRequest, NotFound or Overloaded."""
         self.check_model(message.model)
         self._check_count("token_ids", len(message.token_ids))
         check_token_ids("token_ids", message.token_ids, self._model.vocab_size)
         tokenizer, token_ids = self._tokenizer("token_ids"), list(message.token_ids)
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
-        if len(token_ids) <= _INLINE_TOKENS:
-            return tokenizer.decode(token_ids, skip_special_tokens=skip)
-        return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=skip)
+        small = len(token_ids) <= _INLINE_TOKENS
+        return await self._work(lambda: tokenizer.decode(token_ids, skip_special_tokens=skip), tenant, inline=small)
 
-    async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[str, Sequence[int]]:
+    async def _prompt(self, message: inference_pb2.GenerateRequest, tenant: str) -> tuple[str, Sequence[int]]:
         """The field that holds the prompt, and its token ids."""
         field = message.WhichOneof("prompt")
         match field:
             case "text":
                 if not message.text:
                     raise InvalidRequest("text", "must not be empty", "")
-                prompt_ids: Sequence[int] = await self._text(message.text, add_special_tokens=True)
+                prompt_ids: Sequence[int] = await self._text(message.text, tenant, add_special_tokens=True)
             case "chat":
-                prompt_ids = await self._chat(message.chat)
+                prompt_ids = await self._chat(message.chat, tenant)
             case "token_ids":
                 self._check_count("token_ids", len(message.token_ids.ids))
                 prompt_ids = list(message.token_ids.ids)
@@ -147,18 +156,20 @@ class Intake:
             raise InvalidRequest(field, "must not be empty", [])
         return field, prompt_ids
 
-    async def _text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def _text(self, text: str, tenant: str, *, add_special_tokens: bool) -> list[int]:
         tokenizer, size = self._tokenizer("text"), len(text.encode())
         tokenizer.check_size("text", size, self.max_model_len())
-        if size <= _INLINE_BYTES:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        small = size <= _INLINE_BYTES
+        encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._work(encode, tenant, inline=small)
 
-    async def _chat(self, chat: inference_pb2.Chat) -> list[int]:
+    async def _chat(self, chat: inference_pb2.Chat, tenant: str) -> list[int]:
         tokenizer = self._tokenizer("chat")
         if not chat.messages:
             raise InvalidRequest("chat.messages", "must not be empty", [])
-        self._check_count("chat.messages", len(chat.messages))
+        if (count := len(chat.messages)) > MAX_CHAT_MESSAGES:
+            raise InvalidRequest("chat.messages", f"at most {MAX_CHAT_MESSAGES} are allowed", count)
+        self._check_count("chat.messages", count)
         prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         limit = self.max_model_len()
 
@@ -168,7 +179,15 @@ class Intake:
             text = tokenizer.render_chat(messages, add_generation_prompt=prompted)
             return tokenizer.encode(text, add_special_tokens=False)
 
-        return render_and_encode() if chat.ByteSize() <= _INLINE_BYTES else await asyncio.to_thread(render_and_encode)
+        small = count <= _INLINE_MESSAGES and chat.ByteSize() <= _INLINE_BYTES
+        return await self._work(render_and_encode, tenant, inline=small)
+
+    async def _work(self, function: Callable[[], T], tenant: str, *, inline: bool) -> T:
+        """Call at once, or on a thread. Raises Overloaded if too many of the tenant's requests wait for one."""
+        if inline:
+            return function()
+        self._threads.check(tenant)
+        return await self._threads.run(tenant, function)
 
     def _check_count(self, field: str, count: int) -> None:
         """Refuse what is longer than the model's length before a pass over it holds up the event loop."""

@@ -29,6 +29,7 @@ from router.events import Cause, Failed
 from router.registry import Registry
 from router.request import Request
 from router.retries import History, RetryBudget
+from router.threads import Threads
 
 _STOPPED = "the router stops before the request has ended"
 
@@ -53,13 +54,14 @@ class Pipeline:
         self,
         dispatcher: Dispatcher,
         config: RouterConfig,
+        threads: Threads,
         *,
         router_id: str = "router",
         signer: Signer | None = None,
     ) -> None:
         self._registry = Registry(router_id)
         self._abandoner = Abandoner()
-        self._means = Means(dispatcher, config, self._registry, self._abandoner, signer)
+        self._means = Means(dispatcher, config, self._registry, self._abandoner, signer, threads)
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._budget = RetryBudget(self._loop.time())
@@ -78,7 +80,8 @@ class Pipeline:
             if self._stopped:
                 # It was still being tokenized when the others were ended.
                 raise Unavailable(_STOPPED)
-            chains = Chains(request.prompt_ids, request.salt) if request.reads_cache else None
+            run = self._means.threads.of(request.tenant)
+            chains = Chains(request.prompt_ids, request.salt, run) if request.reads_cache else None
             await self._serve(Work(request, emission, chains), range(request.params.n), History(), 0.0)
             emission.close()
         except BatonError as error:

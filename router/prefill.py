@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import grpc
 
@@ -21,6 +22,7 @@ from baton.rpc.convert import (
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.silence import Silence
 from router.events import Blame, Cause, Deliver, Failed, Prefilled
+from router.threads import Run
 from router.worker import Seat
 
 DEATH_GRACE_S = 0.5
@@ -70,11 +72,17 @@ def message(
 
 
 async def prefill(
-    seat: Seat, request: prefill_pb2.PrefillRequest, *, timeout: float | None, silence_s: float, deliver: Deliver
+    seat: Seat,
+    request: prefill_pb2.PrefillRequest,
+    *,
+    timeout: float | None,
+    silence_s: float,
+    deliver: Deliver,
+    run: Run,
 ) -> None:
     """Call the worker and deliver the outcome, exactly one event; cancelling it frees all the worker holds.
 
-    Workers say every second how far they are, so `silence_s` without a word is a fault.
+    Workers say every second how far they are, so `silence_s` without a word is a fault. `run` converts large reports.
     """
     link = seat.link
     call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=timeout)
@@ -85,8 +93,10 @@ async def prefill(
             async for event in call:
                 silence.heard()
                 if event.WhichOneof("event") == "done":
+                    # Its part is done, and a thread may be long in coming.
+                    silence.stop()
                     large = len(event.done.prompt_tokens) > LARGE_REPORT
-                    deliver(await asyncio.to_thread(_prefilled, event.done) if large else _prefilled(event.done))
+                    deliver(await run(partial(_prefilled, event.done)) if large else _prefilled(event.done))
                     done = True
     except grpc.aio.AioRpcError as error:
         if not done:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 
@@ -21,7 +21,7 @@ from router.pipeline import Pipeline
 from router.pool import Pool
 from router.request import Request
 from router.stalls import Stalls, Stream
-from router.tenants import Tenants
+from router.tenants import Caller, Tenants
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -78,13 +78,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         """Turn a text or a chat into token ids."""
-        return inference_pb2.TokenizeResponse(token_ids=await self._intake.tokenize(request))
+        with self._admitted(context) as caller:
+            return inference_pb2.TokenizeResponse(token_ids=await self._intake.tokenize(request, caller.tenant))
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.DetokenizeResponse:
         """Turn token ids into text."""
-        return inference_pb2.DetokenizeResponse(text=await self._intake.detokenize(request))
+        with self._admitted(context) as caller:
+            return inference_pb2.DetokenizeResponse(text=await self._intake.detokenize(request, caller.tenant))
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext
@@ -101,13 +103,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             fingerprint=identities[0].fingerprint if identities else "",
         )
 
-    @contextlib.asynccontextmanager
-    async def _accepted(
-        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[tuple[Request, Outbox, Stream]]:
-        """A request being served, from its checks until its client has all or is gone."""
-        now = asyncio.get_running_loop().time
-        arrived, remaining = now(), context.time_remaining()
+    @contextlib.contextmanager
+    def _admitted(self, context: grpc.aio.ServicerContext) -> Iterator[Caller]:
+        """A call that counts as one of its tenant's streams, and that a drain waits for."""
         caller = self._tenants.caller(context.invocation_metadata() or ())
         if self._draining:
             raise Unavailable("the router is draining")
@@ -115,22 +113,32 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._idle.clear()
         try:
             with self._tenants.stream(caller):
-                self._intake.check_model(message.model)
-                self._dispatcher.check(caller.tenant, decodes=message.sampling.max_tokens != 1)
-                deadline = None if remaining is None else arrived + remaining
-                request = await self._intake.request(message, arrived=arrived, deadline=deadline, tenant=caller.tenant)
-                emission = Emission(request, now)
-                serving = asyncio.create_task(self._pipeline.run(request, emission), name=f"request {request.id}")
-                try:
-                    async with self._stalls.stream(serving.done) as stream:
-                        yield request, emission.outbox, stream
-                finally:
-                    serving.cancel()
-                    await asyncio.gather(serving, return_exceptions=True)
+                yield caller
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def _accepted(
+        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[tuple[Request, Outbox, Stream]]:
+        """A request being served, from its checks until its client has all or is gone."""
+        now = asyncio.get_running_loop().time
+        arrived, remaining = now(), context.time_remaining()
+        with self._admitted(context) as caller:
+            self._intake.check_model(message.model)
+            self._dispatcher.check(caller.tenant, decodes=message.sampling.max_tokens != 1)
+            deadline = None if remaining is None else arrived + remaining
+            request = await self._intake.request(message, arrived=arrived, deadline=deadline, tenant=caller.tenant)
+            emission = Emission(request, now)
+            serving = asyncio.create_task(self._pipeline.run(request, emission), name=f"request {request.id}")
+            try:
+                async with self._stalls.stream(serving.done) as stream:
+                    yield request, emission.outbox, stream
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
 
 
 def _response(request_id: str, news: News) -> inference_pb2.GenerateResponse:

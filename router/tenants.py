@@ -6,7 +6,8 @@
 need a key, and those of Admin an admin's. Who has none is refused before the message is received. Without a file of
 keys everybody is the one tenant "".
 
-A tenant is a queue of the waiting line, a salt of the prefix cache, and a number of open streams.
+A tenant is a queue of the waiting line, a salt of the prefix cache, and a number of open streams. Tokenize and
+Detokenize count as streams too. GetModel does not: it takes no longer than a refusal.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def key() -> None:
 @key.command()
 @_file
 @click.option("--tenant", required=True, metavar="NAME", help="Whom the key is for: letters, digits and ._-")
-@click.option("--max-streams", type=click.IntRange(min=1), help="Streams the tenant may have open at a time.")
+@click.option("--max-streams", type=click.IntRange(min=1), help="Generate, Tokenize and Detokenize calls at a time.")
 @click.option("--admin", is_flag=True, help="Let the key make admin calls, such as those of baton ledger.")
 def new(path: Path, tenant: str, max_streams: int | None, admin: bool) -> None:
     """Make a key, print it, and add its hash to the file."""
@@ -65,7 +65,7 @@ def remove(path: Path, tenant: str, sha256: str) -> None:
 @key.command(name="set")
 @_file
 @click.option("--tenant", required=True, metavar="NAME", help="Whose keys.")
-@click.option("--max-streams", type=click.IntRange(min=1), help="Streams the tenant may have open at a time.")
+@click.option("--max-streams", type=click.IntRange(min=1), help="Generate, Tokenize and Detokenize calls at a time.")
 @click.option("--no-limit", is_flag=True, help="Let it have any number open.")
 def set_(path: Path, tenant: str, max_streams: int | None, no_limit: bool) -> None:
     """Change the limit of a tenant, which all its keys share."""

@@ -31,6 +31,10 @@ class Silence:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Nothing more is expected."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,12 @@ import pytest
 from baton import keys
 from baton.errors import ConfigError
 from baton.kv.hashing import tenant_salt
-from baton.pb import prefill_pb2
+from baton.pb import inference_pb2, prefill_pb2
+from baton.tokenizer import Tokenizer
 from router.app import run
 from router.config import RouterConfig
 from tests.integration.router_bench import Answer, Bench, bench, refused, request, whole
+from tests.integration.router_stubs import StubDecode, StubPrefill, letter
 
 SECRET = "a secret of the tests"
 FLOOD = 20
@@ -33,6 +40,14 @@ class Clients:
     def call(self, b: Bench, tenant: str, prompt: str) -> grpc.aio.UnaryStreamCall:
         metadata = (("authorization", f"Bearer {self.keys[tenant]}"),)
         return b.client.Generate(request(prompt, max_tokens=1), metadata=metadata, timeout=20)
+
+    def tokenize(self, b: Bench, tenant: str, text: str) -> grpc.aio.UnaryUnaryCall:
+        metadata = (("authorization", f"Bearer {self.keys[tenant]}"),)
+        return b.client.Tokenize(inference_pb2.TokenizeRequest(text=text), metadata=metadata, timeout=60)
+
+    def detokenize(self, b: Bench, tenant: str, ids: Sequence[int]) -> grpc.aio.UnaryUnaryCall:
+        metadata = (("authorization", f"Bearer {self.keys[tenant]}"),)
+        return b.client.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids), metadata=metadata, timeout=60)
 
 
 async def test_one_tenants_flood_leaves_anothers_place_in_the_line(tmp_path: Path) -> None:
@@ -101,3 +116,56 @@ async def test_a_file_that_can_not_be_used_ends_the_start_by_name(tmp_path: Path
     with pytest.raises(ConfigError, match=f"^{name}: '.*file': "):
         async with run(config):
             pass
+
+
+def long_texts(stub: StubPrefill | StubDecode) -> None:
+    stub.status._identity = replace(stub.identity, max_model_len=2**21)
+
+
+@pytest.mark.parametrize("max_streams", [1, None])
+async def test_one_tenants_texts_leave_another_its_place_at_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_streams: int | None
+) -> None:
+    """16 large texts: with a limit all but one are refused at once, without they wait; another is served beside
+    those that are being tokenized, which end only then."""
+    begun, gate = [], threading.Event()
+    encode = Tokenizer.encode
+
+    def gated(self: Tokenizer, text: str, **settings: Any) -> list[int]:
+        if text.startswith("flood"):
+            begun.append(text)
+            gate.wait(60)
+        return encode(self, text, **settings)
+
+    monkeypatch.setattr(Tokenizer, "encode", gated)
+    clients = Clients(tmp_path)
+    clients.keys["flood"] = keys.add(clients.file, tenant="flood2", max_streams=max_streams)
+    text = "flood".ljust(100_000)
+    async with bench(tmp_path, change=long_texts, api_keys=str(clients.file), **SETTINGS) as b:
+        try:
+            flood = [asyncio.create_task(answered(clients.tokenize(b, "flood", text))) for _ in range(16)]
+            if max_streams:
+                # All but the one that is served.
+                codes = Counter([await each for each in itertools.islice(asyncio.as_completed(flood), 15)])
+                assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED: 15}
+                refusal = await answered(clients.detokenize(b, "flood", [letter(0)]))
+                assert refusal is grpc.StatusCode.RESOURCE_EXHAUSTED
+            ids = (await clients.tokenize(b, "other", "o" * 10_000)).token_ids
+            assert len(ids) == 10_001
+            assert (await clients.detokenize(b, "other", ids)).text == "o" * 10_000
+            # Tokenized, and then hashed.
+            assert (await whole(clients.call(b, "other", "o" * 10_000))).text() == "a"
+            assert 1 <= len(begun) <= (1 if max_streams else 3)
+        finally:
+            gate.set()
+        codes = Counter(await asyncio.gather(*flood))
+        assert codes[grpc.StatusCode.OK] == (1 if max_streams else 16)
+
+
+async def answered(call: Any) -> grpc.StatusCode:
+    """How a call ends; refusals say when to try again."""
+    code = await call.code()
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        assert (await call.details()) == "max_streams: 1 streams of tenant flood2 are open, 1 may be"
+        assert float(dict(await call.trailing_metadata())["retry-after"]) > 0
+    return code

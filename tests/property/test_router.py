@@ -28,6 +28,7 @@ from router.emission import Emission
 from router.pipeline import Pipeline
 from router.pool import Pool
 from router.request import Request
+from router.threads import Threads
 from tests.effort import machine_test
 from tests.property.fleet import Held, Job, SimulatedFleet, Worker
 from tests.property.virtual import Hung, VirtualLoop
@@ -85,7 +86,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.pool = Pool(config, "router", "t")
         await self.running.enter_async_context(self.pool.running())
         self.dispatcher = Dispatcher(self.pool, config)
-        self.pipeline = Pipeline(self.dispatcher, config)
+        self.pipeline = Pipeline(self.dispatcher, config, Threads(1))
 
     async def _serve(self, client: Client) -> None:
         """What the servicer does."""

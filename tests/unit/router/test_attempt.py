@@ -24,6 +24,7 @@ from router.place import Application, Place
 from router.registry import Registry
 from router.request import Request
 from router.retries import History
+from router.threads import Threads
 from router.worker import Seat
 
 
@@ -68,7 +69,7 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> tuple[Em
     monkeypatch.setattr(router.attempt, "prefill", prefill)
     config, registry = RouterConfig(prefill=("p:1",), decode=("d:1",)), Registry("router")
     dispatcher = cast(Dispatcher, FakeDispatcher())
-    means = Means(dispatcher, config, registry, Abandoner(), None)
+    means = Means(dispatcher, config, registry, Abandoner(), None, Threads(1))
     params = SamplingParams(max_tokens=1, seed=1)
     now = loop.time()
     request = Request("r", [1, 2], params, 1, now, deadline=now + 0.05)

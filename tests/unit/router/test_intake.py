@@ -12,11 +12,12 @@ import router.prefill
 from baton.errors import InvalidRequest
 from baton.pb import inference_pb2, prefill_pb2
 from router.intake import Intake, Model
+from router.threads import Threads
 from tests.integration.router_bench import bench
 
 
 async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_computed() -> None:
-    intake = Intake(Model("m", 300, (), None), lambda: 1_000_000)
+    intake = Intake(Model("m", 300, (), None), lambda: 1_000_000, Threads(1))
 
     async def take(count: int) -> Any:
         ids = inference_pb2.TokenIds(ids=[1] * count)

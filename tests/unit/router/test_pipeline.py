@@ -12,11 +12,12 @@ from router.config import RouterConfig
 from router.emission import Emission
 from router.pipeline import Pipeline
 from router.request import Request
+from router.threads import Threads
 from tests.unit.router.dispatching import FULL, Workers, dispatcher
 
 
 async def test_what_comes_after_the_stop_is_not_begun() -> None:
-    pipeline = Pipeline(dispatcher(Workers(d=FULL)), RouterConfig(prefill=("p:1",), decode=("d:1",)))
+    pipeline = Pipeline(dispatcher(Workers(d=FULL)), RouterConfig(prefill=("p:1",), decode=("d:1",)), Threads(1))
     loop = asyncio.get_running_loop()
     emissions = []
     async with asyncio.timeout(5):

@@ -1,0 +1,106 @@
+"""The router's own threads: results, errors, who waits, and who left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from typing import cast
+
+import pytest
+
+from baton.errors import InvalidRequest, Overloaded
+from baton.pb import inference_pb2
+from baton.tokenizer import Tokenizer
+from router.intake import MAX_CHAT_MESSAGES, Intake, Model
+from router.threads import Threads
+
+WAIT_S = 60
+
+
+class Gate:
+    """Work that goes on when it is let through; `begun` names what has begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.open = threading.Event()
+
+    def work(self, name: str) -> str:
+        self.begun.append(name)
+        assert self.open.wait(WAIT_S)
+        return name
+
+
+@contextlib.asynccontextmanager
+async def threads(capacity: int = 9, count: int = 2) -> AsyncIterator[tuple[Threads, Gate]]:
+    made, gate = Threads(capacity, count), Gate()
+    try:
+        yield made, gate
+    finally:
+        gate.open.set()
+        made.close()
+
+
+def waits(made: Threads, gate: Gate, tenant: str) -> asyncio.Task[str]:
+    return asyncio.create_task(made.run(tenant, lambda: gate.work(tenant)))
+
+
+async def test_one_tenants_work_leaves_a_thread_to_another() -> None:
+    async with threads() as (made, gate):
+        flood = [waits(made, gate, "flood") for _ in range(4)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT_S):
+            assert await made.run("other", lambda: "served") == "served"
+            assert gate.begun == ["flood"]
+            gate.open.set()
+            assert await asyncio.gather(*flood) == ["flood"] * 4
+
+
+async def test_work_that_nobody_waits_for_does_not_begin_and_errors_come_back() -> None:
+    def fails() -> None:
+        raise InvalidRequest("text", "is wrong")
+
+    async with threads() as (made, gate), asyncio.timeout(WAIT_S):
+        first, left = waits(made, gate, "a"), waits(made, gate, "a")
+        failing = asyncio.create_task(made.run("a", fails))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        gate.open.set()
+        assert await first == "a"
+        with pytest.raises(InvalidRequest):
+            await failing
+        assert gate.begun == ["a"]
+
+
+async def test_what_has_begun_keeps_its_thread_when_its_caller_leaves() -> None:
+    async with threads() as (made, gate), asyncio.timeout(WAIT_S):
+        first = waits(made, gate, "a")
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        second = waits(made, gate, "a")
+        assert await made.run("b", lambda: len(gate.begun)) == 1
+        assert not second.done()
+        gate.open.set()
+        assert await second == "a"
+
+
+async def test_a_tenants_queue_is_bounded() -> None:
+    async with threads(capacity=2) as (made, gate):
+        tasks = [waits(made, gate, "a") for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=r"^line_capacity: 2 requests wait to be tokenized, 2 may") as refusal:
+            made.check("a")
+        assert refusal.value.retry_after
+        made.check("b")
+        gate.open.set()
+        await asyncio.gather(*tasks)
+
+
+async def test_a_chat_of_too_many_messages_is_refused() -> None:
+    intake = Intake(Model("m", 300, (), cast(Tokenizer, object())), lambda: 10**6, Threads(1))
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1))
+    with pytest.raises(InvalidRequest, match=r"^chat.messages: at most 4096 are allowed, got 4097$"):
+        await intake.tokenize(inference_pb2.TokenizeRequest(chat=chat))
