@@ -24,7 +24,7 @@ from baton.worker.start import prefix_cache, started
 from baton.worker.status import StatusHub, WorkerRole
 from prefill_svc.config import PrefillConfig
 from prefill_svc.peers import Peers
-from prefill_svc.preparing import Tiers
+from prefill_svc.prefix import Tiers
 from prefill_svc.servicer import PrefillServicer
 from prefill_svc.worker import PrefillWorker
 

@@ -1,32 +1,27 @@
-"""The loop that computes: the scheduler's choice on the engine thread, one chunk after the other.
+"""One engine for all prompts: whose chunk is next, and the chunk itself on the engine thread.
 
-It is woken by events. After every layer, and after each part of a prompt's scores, the chunk looks whether its job
-was aborted or is late, and tells the export what is final. What a chunk yields or raises goes to the worker, which
-ends jobs; a job whose chunk runs is `current`, and nobody ends it meanwhile.
+A job asks for a `turn`; when the engine is free it goes to the job that the scheduler chooses, until the turn's block
+ends. After every layer, and after each part of a prompt's scores, a running chunk looks whether its job was aborted or
+is late, and tells the export what is final.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 
 from baton.engine.contract import ChunkResult, Engine
-from baton.errors import EngineError
-from baton.lifecycle import State
 from baton.telemetry import metrics
 from baton.worker.progress import Progress
 from baton.worker.thread import EngineThread
 from prefill_svc.job import Job
-from prefill_svc.scheduler import Scheduler, Work
+from prefill_svc.scheduler import Prompt, Scheduler
 
 
 class Chunks:
-    """One worker's chunks; lives on the asyncio loop.
-
-    `begins` is called before a job's first chunk; `computed` gets the job and its chunk's result, `failed` the job
-    and what its chunk raised.
-    """
+    """The chunks of one worker's `jobs`; lives on the asyncio loop."""
 
     def __init__(
         self,
@@ -34,68 +29,70 @@ class Chunks:
         thread: EngineThread,
         scheduler: Scheduler,
         progress: Progress,
-        jobs: Mapping[Work, Job],
-        *,
-        begins: Callable[[Job], object],
-        computed: Callable[[Job, ChunkResult], object],
-        failed: Callable[[Job, Exception], Awaitable[object]],
+        jobs: Mapping[Prompt, Job],
     ) -> None:
         self._engine = engine
         self._thread = thread
         self._scheduler = scheduler
         self._progress = progress
         self._jobs = jobs
-        self._begins = begins
-        self._computed = computed
-        self._failed = failed
-        self._wake = asyncio.Event()
-        self._stopping = False
-        self.current: Job | None = None
-        """The job that is on the engine thread."""
+        self._loop = asyncio.get_running_loop()
+        self._computing: Job | None = None
 
-    def wake(self) -> None:
-        """A job may have become ready."""
-        self._wake.set()
-
-    def stop(self) -> None:
-        """Make `run` return after the chunk in progress."""
-        self._stopping = True
-        self._wake.set()
-
-    async def run(self) -> None:
-        """Compute what is ready until told to stop."""
-        while not self._stopping:
-            self._wake.clear()
-            choice = self._scheduler.next_chunk(time.monotonic())
-            if choice is None:
-                self._progress.idle()
-                await self._wake.wait()
-                continue
-            await self._compute(self._jobs[choice[0]], choice[1])
-        self._progress.idle()
-
-    async def _compute(self, job: Job, end: int) -> None:
-        began, start = time.monotonic(), job.computed
-        if job.life.state is State.QUEUED:
-            self._begins(job)
-        self.current, job.computing = job, end
+    @contextlib.asynccontextmanager
+    async def turn(self, job: Job) -> AsyncIterator[int]:
+        """Wait for the engine; yields the end of the chunk that the job is to compute now."""
+        self._scheduler.make_ready(job.entry, job.computed)
+        job.turn = self._loop.create_future()
+        self._give_engine()
         try:
-            result = await self._thread.run(self._chunk, job, start, end)
-        except Exception as error:
-            self.current = None
-            await self._failed(job, error)
-            return
-        self.current = None
-        self._scheduler.computed(job.work, end, time.monotonic() - began)
+            yield await job.turn
+        finally:
+            if self._computing is job:
+                self._computing = None
+                self._give_engine()
+
+    async def run(self, job: Job, end: int) -> ChunkResult:
+        """Compute the job's next tokens up to `end`; within a turn.
+
+        Returns or raises only once the engine has let go of the job's pages. A cancel is raised after the chunk, whose
+        tokens count; a job whose `error` is set, or whose deadline has passed, ends after the layer with that error.
+        """
+        began, start = time.monotonic(), job.computed
+        job.computing = end
+        call = self._thread.run(self._compute, job, start, end)
+        cancelled = False
+        try:
+            await asyncio.wait({call})
+        except asyncio.CancelledError:
+            cancelled = True
+            await asyncio.wait({call})
+        result = call.result()
+        self._scheduler.finish_chunk(job.entry, end, time.monotonic() - began)
         metrics.PREFILL_TOKENS.labels("computed").inc(end - start)
         job.computed = end
         job.prompt_tokens += result.prompt_logprobs
-        self._computed(job, result)
+        if cancelled:
+            raise asyncio.CancelledError
+        return result
 
-    def _chunk(self, job: Job, start: int, end: int) -> ChunkResult:
+    def _give_engine(self) -> None:
+        """Give the engine, if it is free, to the prompt that the scheduler chooses."""
+        while self._computing is None and (choice := self._scheduler.next_chunk(time.monotonic())) is not None:
+            entry, end = choice
+            job = self._jobs[entry]
+            if job.turn is None or job.turn.done():
+                # It was cancelled, and has yet to wake up.
+                self._scheduler.remove(entry)
+                continue
+            self._computing = job
+            self._scheduler.start_chunk(entry)
+            job.turn.set_result(end)
+        if self._computing is None:
+            self._progress.idle()
+
+    def _compute(self, job: Job, start: int, end: int) -> ChunkResult:
         """One chunk, on the engine thread."""
-        if job.pages is None:
-            raise EngineError(f"{job.task.name} has no pages")
 
         def on_layer(layer: int) -> None:
             self._progress.moved()
@@ -106,7 +103,7 @@ class Chunks:
         self._progress.moved()
         job.check()
         return self._engine.prefill_chunk(
-            job.pages.handle,
+            job.pages,
             job.ids,
             start,
             end,

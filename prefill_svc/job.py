@@ -2,8 +2,7 @@
 
 A job goes through the states of `baton.lifecycle`, each with a deadline. It ends once for its caller, with
 `PrefillDone` or an error as the last event of its stream; one with an export is HELD from then on, until the export
-ends. Its pages are shared by up to three owners (the job, its export, its write-back) and are freed when the last of
-them lets go.
+ends. `prefill_svc.worker` has its life.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.contract import KvHandle
-from baton.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
+from baton.errors import BatonError, DeadlineExceeded, EngineError, Overloaded, Unavailable
 from baton.kv.prefix.contract import Hits
 from baton.lifecycle import Lifecycle, State
 from baton.request import (
@@ -30,7 +29,7 @@ from baton.request import (
 )
 from baton.transfer.export import Export
 from prefill_svc.plan import Run
-from prefill_svc.scheduler import Work
+from prefill_svc.scheduler import Prompt
 
 PROGRESS_S = 1.0
 """Longest silence of a job that is alive."""
@@ -114,45 +113,27 @@ class PrefillDone:
     compute_ms: float
 
 
-class SharedPages:
-    """A KV handle with several owners, on the asyncio loop; begins with one. `free` is called for the last."""
-
-    def __init__(self, handle: KvHandle, free: Callable[[], None]) -> None:
-        self.handle = handle
-        self._free = free
-        self._owners = 1
-
-    def share(self) -> None:
-        """One more owner."""
-        self._owners += 1
-
-    def release(self) -> None:
-        """An owner lets go; the last one frees."""
-        self._owners -= 1
-        if not self._owners:
-            self._free()
-
-
 @dataclass(eq=False, slots=True)
 class Job:
     """An accepted task; belongs to the asyncio loop, but for `check`.
 
-    `digests` name the full blocks of `ids`; `hits` are those that the cache had, from block `sought` on, and `plan` is
-    what of them is loaded. `sources` tells where the KV in the pages came from, as (tier, tokens) one after the other.
-    The first `computed` tokens have final KV; with the chunk that is on the engine thread, or was last, `computing`
-    have. `over` says that the stream has its last event; `timer` ends the job at the deadline of its state, and
-    `preparing` is its look-up or its load.
+    `entry` is the prompt as the scheduler knows it, `handle` the right to its pages. `digests` name the full blocks of
+    `ids`; `hits` are those that the cache had from block `searched_from` on, and `plan` is what of them is loaded.
+    `sources` tells where the KV in the pages came from, as (tier, tokens) one after the other. The first `computed`
+    tokens have final KV; with the chunk that is on the engine thread, or was last, `computing` have. `turn` is what the
+    job waits for: its pages, or the end of its next chunk. `begun` says that its coroutine runs, `over` that the stream
+    has its last event.
     """
 
     task: PrefillTask
-    work: Work
+    entry: Prompt
     ids: Sequence[int]
     admitted_at: float
     life: Lifecycle
-    pages: SharedPages | None = None
+    handle: KvHandle | None = None
     export: Export | None = None
     digests: Sequence[bytes] = ()
-    sought: int = 0
+    searched_from: int = 0
     hits: Hits = field(default_factory=Hits)
     plan: list[Run] = field(default_factory=list)
     sources: list[tuple[str, int]] = field(default_factory=list)
@@ -161,22 +142,31 @@ class Job:
     started_at: float | None = None
     prompt_tokens: list[TokenInfo] = field(default_factory=list)
     error: BatonError | None = None
+    begun: bool = False
     over: bool = False
-    timer: asyncio.TimerHandle | None = None
-    preparing: asyncio.Task[None] | None = None
+    turn: asyncio.Future[int] | None = None
+    running: asyncio.Task[None] | None = None
+    export_closed: asyncio.Event = field(default_factory=asyncio.Event)
     _events: asyncio.Queue[PrefillProgress | PrefillDone | BatonError] = field(default_factory=asyncio.Queue)
 
     @classmethod
-    def of(cls, task: PrefillTask, work: Work, now: float) -> Job:
+    def of(cls, task: PrefillTask, entry: Prompt, now: float) -> Job:
         """The job of a task that was just admitted."""
         deadline = math.inf if task.deadline is None else task.deadline
         life = Lifecycle(State.QUEUED, now, request_deadline=deadline, limit_s=QUEUED_S)
-        return cls(task, work, [*task.prompt_ids, *task.output_ids], now, life)
+        return cls(task, entry, [*task.prompt_ids, *task.output_ids], now, life)
 
     def start(self, now: float) -> None:
         """The first chunk begins."""
         self.started_at = now
         self.life.enter(State.PREFILLING, now, _PREFILLING_S + _PREFILLING_TOKEN_S * len(self.ids))
+
+    @property
+    def pages(self) -> KvHandle:
+        """Its handle; raises EngineError before it has one."""
+        if self.handle is None:
+            raise EngineError(f"{self.task.name} has no pages")
+        return self.handle
 
     @property
     def found(self) -> int:
@@ -186,6 +176,10 @@ class Job:
     def cached(self) -> CachedTokens:
         """Where the prompt's KV came from, as far as it was not computed."""
         return CachedTokens(**by_tier(self.sources, min(self.found, len(self.task.prompt_ids))))
+
+    def goes_on(self) -> bool:
+        """Whether it is neither aborted nor late; from any thread."""
+        return self.error is None and not self.life.overdue(time.monotonic())
 
     def check(self) -> None:
         """Raise if the job was aborted or its state's deadline has passed; from any thread."""

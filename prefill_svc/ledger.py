@@ -17,7 +17,7 @@ def entries(jobs: Iterable[Job], spec: EngineSpec, now: float) -> list[LedgerEnt
 
 
 def _entry(job: Job, spec: EngineSpec, now: float) -> LedgerEntry:
-    pages = spec.pages_for(len(job.ids)) if job.pages is not None else 0
+    pages = spec.pages_for(len(job.ids)) if job.handle is not None else 0
     kind, state, deadline_s, detail = "kv", job.life.state, job.life.deadline - now, ""
     if job.over:
         kind, state, deadline_s, detail = _after_its_end(job)

@@ -1,18 +1,21 @@
 """Which prompt is computed next, and how much of it. Pure, without even a clock of its own.
 
-    admit ──▶ LOOKUP ──looked_up──▶ WAITING ──grant──▶ LOADING ──ready──▶ READY ──computed × n──▶ remove
-              (prefix cache)        (for pages)        (cached blocks)    (a chunk at a time)
+    admit ──▶ LOOKUP ──await_pages──▶ WAITING ──allocate──▶ LOADING ──make_ready──▶ READY ⇄ COMPUTING ──▶ remove
+              (prefix cache)          (for pages)           (cached blocks)         (a chunk at a time)
+
+The scheduler returns decisions and calls nobody: `next_allocation` names the prompt to allocate pages for, `next_chunk`
+the chunk to compute; the caller does it, and says how it went.
 
 What is cached of a prompt is known twice: when it was looked up, and, since it may have grown or shrunk meanwhile, when
-its pages are taken; `take` says so with `expects`. A prompt that does best to wait for another, because that one
-computes much of its prefix, is passed over as long as `later` says so.
+its pages are allocated (`expect`). A prompt that does best to wait for another one, because that one computes much of
+its prefix, is `deferred`: the caller names these.
 
 At each chunk boundary the READY prompt with the fewest tokens left goes next, so that a short prompt does not
 wait for a long one. So that nothing starves, waiting earns credit: a tenth of the tokens that the worker
 could have computed in the time. A prompt is thus held up by shorter ones for at most about ten times as long
 as it takes.
 
-Pages are granted in the same order, all that a prompt needs at once, and only to the first PREPARED_AHEAD
+Pages are allocated in the same order, all that a prompt needs at once, and only to the first PREPARED_AHEAD
 prompts that have not begun, since pages held by a prompt that does not run serve nobody. A prompt whose pages
 are not free is passed over by those that fit, until it was refused for PATIENCE_S; from then on no other gets
 pages before it.
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from baton.engine.contract import EngineSpec
@@ -82,10 +85,11 @@ class Stage(enum.Enum):
     WAITING = "waiting"
     LOADING = "loading"
     READY = "ready"
+    COMPUTING = "computing"
 
 
 @dataclass(eq=False, slots=True)
-class Work:
+class Prompt:
     """A prompt as the scheduler sees it.
 
     `done` tokens are computed, or found in a cache and expected to load. Times are in seconds.
@@ -115,25 +119,25 @@ class Scheduler:
     chunk_size: int
     max_waiting: int
     rate: Rate = field(default_factory=Rate)
-    _works: dict[Work, None] = field(default_factory=dict)
+    _prompts: dict[Prompt, None] = field(default_factory=dict)
     _orders: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
     def waiting(self) -> int:
         """Prompts without a computed chunk."""
-        return sum(not work.begun for work in self._works)
+        return sum(not prompt.begun for prompt in self._prompts)
 
     @property
     def running(self) -> int:
         """Prompts with a computed chunk."""
-        return sum(work.begun for work in self._works)
+        return sum(prompt.begun for prompt in self._prompts)
 
     @property
     def pending_tokens(self) -> int:
         """Tokens to be computed for all prompts."""
-        return sum(work.left for work in self._works)
+        return sum(prompt.left for prompt in self._prompts)
 
-    def admit(self, tokens: int, free_pages: int, now: float) -> Work:
+    def admit(self, tokens: int, free_pages: int, now: float) -> Prompt:
         """Take a prompt in.
 
         Raises InvalidRequest or OutOfPages if it can never be computed here, Overloaded if too many wait.
@@ -153,89 +157,102 @@ class Scheduler:
             raise Overloaded(
                 f"{self.waiting} prompts wait, at most {self.max_waiting} may", min(high, max(low, seconds))
             )
-        work = Work(tokens, pages, now, next(self._orders))
-        self._works[work] = None
-        return work
+        prompt = Prompt(tokens, pages, now, next(self._orders))
+        self._prompts[prompt] = None
+        return prompt
 
-    def looked_up(self, work: Work, cached: int) -> None:
-        """So many leading tokens are expected from the cache."""
-        work.done, work.stage = cached, Stage.WAITING
+    def await_pages(self, prompt: Prompt, cached: int) -> None:
+        """The look-up is over: so many leading tokens are expected from the cache."""
+        prompt.done, prompt.stage = cached, Stage.WAITING
 
-    def expects(self, work: Work, cached: int) -> None:
-        """So many leading tokens are in the pages that it took, or on their way there."""
-        work.done = cached
+    def next_allocation(
+        self, now: float, deferred: Collection[Prompt] = (), refused: Collection[Prompt] = ()
+    ) -> Prompt | None:
+        """The WAITING prompt to allocate pages for; None if no other may have pages before those that have them.
 
-    def grant(
-        self, now: float, take: Callable[[Work], bool], later: Callable[[Work], bool] = lambda _: False
-    ) -> list[Work]:
-        """Offer pages: `take` returns whether it got them. The works that got theirs are LOADING now.
-
-        A work for which `later` is true is offered none: it waits for what another computes.
+        `deferred` prompts wait for what another computes. `refused` ones were tried in this round, and their pages are
+        not free.
         """
-        granted, prepared = [], 0
-        for work in self._next_for_pages(now, later):
-            if work.stage is Stage.WAITING and later(work):
-                continue
-            if work.stage is Stage.WAITING:
-                if not take(work):
-                    if work.refused_at is None:
-                        work.refused_at = now
-                    continue
-                work.stage = Stage.LOADING
-                granted.append(work)
-            prepared += 1
-            if prepared == PREPARED_AHEAD:
-                break
-        return granted
+        prepared = 0
+        for prompt in self._allocation_order(now, deferred):
+            if prompt.stage is not Stage.WAITING:
+                prepared += 1
+                if prepared == PREPARED_AHEAD:
+                    return None
+            elif prompt not in deferred and prompt not in refused:
+                return prompt
+        return None
 
-    def ready(self, work: Work, done: int) -> None:
-        """The KV of the first `done` tokens is in place; the rest is to be computed."""
-        work.done, work.stage = done, Stage.READY
+    def waiting_for_pages(self) -> list[Prompt]:
+        """All WAITING prompts."""
+        return [prompt for prompt in self._prompts if prompt.stage is Stage.WAITING]
 
-    def next_chunk(self, now: float) -> tuple[Work, int] | None:
+    def allocate(self, prompt: Prompt, cached: int) -> None:
+        """The prompt has its pages; so many leading tokens are in them, or on their way there."""
+        prompt.stage = Stage.LOADING
+        self.expect(prompt, cached)
+
+    def refuse(self, prompt: Prompt, now: float) -> None:
+        """The prompt's pages are not free."""
+        if prompt.refused_at is None:
+            prompt.refused_at = now
+
+    def expect(self, prompt: Prompt, cached: int) -> None:
+        """So many leading tokens are in its pages, or on their way there."""
+        prompt.done = cached
+
+    def make_ready(self, prompt: Prompt, done: int) -> None:
+        """The KV of the first `done` tokens is in place; the next chunk may be computed."""
+        prompt.done, prompt.stage = done, Stage.READY
+
+    def next_chunk(self, now: float) -> tuple[Prompt, int] | None:
         """The prompt to compute next and the end of its chunk; None if none is READY."""
-        ready = [work for work in self._works if work.stage is Stage.READY]
+        ready = [prompt for prompt in self._prompts if prompt.stage is Stage.READY]
         if not ready:
             return None
-        work = self._in_order(ready, now)[0]
-        size = chunk_size(work.tokens, self.chunk_size, self.rate.value)
-        return work, min(work.tokens, work.done + size)
+        prompt = self._in_order(ready, now)[0]
+        size = chunk_size(prompt.tokens, self.chunk_size, self.rate.value)
+        return prompt, min(prompt.tokens, prompt.done + size)
 
-    def computed(self, work: Work, end: int, seconds: float) -> None:
+    def start_chunk(self, prompt: Prompt) -> None:
+        """A chunk of the prompt is being computed."""
+        prompt.stage = Stage.COMPUTING
+
+    def finish_chunk(self, prompt: Prompt, end: int, seconds: float) -> None:
         """A chunk up to `end` took so long.
 
         One of fewer than TELLING_TOKENS is mostly overhead, unless all are that short: it may raise the known
         rate, but neither lower nor establish it. Or short prompts and rests of cached ones would make the worker
         seem slow.
         """
-        tokens = end - work.done
+        tokens = end - prompt.done
         telling = tokens >= min(self.chunk_size or TELLING_TOKENS, TELLING_TOKENS)
         if telling or 0 < self.rate.value * seconds < tokens:
             self.rate.add(tokens, seconds)
-        work.done, work.begun = end, True
-        work.computing_s += seconds
+        prompt.done, prompt.begun = end, True
+        prompt.computing_s += seconds
 
-    def rank(self, work: Work, now: float) -> float:
+    def rank(self, prompt: Prompt, now: float) -> float:
         """Tokens that it has left, less the credit for its waiting: the least goes first."""
         credit = AGEING * (self.rate.value or UNKNOWN_RATE)
-        return work.left - credit * (now - work.admitted_at - work.computing_s)
+        return prompt.left - credit * (now - prompt.admitted_at - prompt.computing_s)
 
-    def remove(self, work: Work) -> None:
+    def remove(self, prompt: Prompt) -> None:
         """The prompt is finished or given up."""
-        self._works.pop(work, None)
+        self._prompts.pop(prompt, None)
 
-    def _next_for_pages(self, now: float, later: Callable[[Work], bool]) -> list[Work]:
-        """Prompts that have not begun and know their hit, in the order in which they are prepared."""
-        works = [work for work in self._works if not work.begun and work.stage is not Stage.LOOKUP]
+    def _allocation_order(self, now: float, deferred: Collection[Prompt]) -> list[Prompt]:
+        """Prompts that have not begun and know their hit; one that has lost patience stands alone."""
+        prompts = [prompt for prompt in self._prompts if not prompt.begun and prompt.stage is not Stage.LOOKUP]
         starved = [
-            work
-            for work in works
-            if work.stage is Stage.WAITING
-            and work.refused_at is not None
-            and now - work.refused_at >= PATIENCE_S
-            and not later(work)
+            prompt
+            for prompt in prompts
+            if prompt.stage is Stage.WAITING
+            and prompt.refused_at is not None
+            and now - prompt.refused_at >= PATIENCE_S
+            and prompt not in deferred
         ]
-        return sorted(starved, key=lambda work: work.order)[:1] or self._in_order(works, now)
+        return sorted(starved, key=lambda prompt: prompt.order)[:1] or self._in_order(prompts, now)
 
-    def _in_order(self, works: Iterable[Work], now: float) -> list[Work]:
-        return sorted(works, key=lambda work: (self.rank(work, now), work.order))
+    def _in_order(self, prompts: Iterable[Prompt], now: float) -> list[Prompt]:
+        return sorted(prompts, key=lambda prompt: (self.rank(prompt, now), prompt.order))

@@ -1,12 +1,12 @@
-"""The prefill worker: accepts jobs, has them prepared and computed, and frees what they hold.
+"""The prefill worker: each prompt's life in one coroutine, one engine for all of them.
 
-    submit ── look-up (task) ── pages, export opened ── cached blocks loaded (task) ── chunk × n ── commit ── HELD
-       └───────────────┴──────────────────┴──────────────────────┴──────────────────────┴── abort, deadline, fault
+    submit ── look up ── allocate ── load ── compute, chunk by chunk ── commit ── write back ── hold ── free
+       └──────────┴──────────┴─────────┴──────────────┴── abort, deadline, fault ───────────────────────▲
 
-`prefill_svc.preparing` prepares, `prefill_svc.chunks` computes. Full blocks are published after each chunk, so what
-an aborted job has computed is not lost; after a fault of the engine nothing that was cached is trusted any more.
-However a job ends, it ends in `_end`, once. Finished KV belongs to the export's lease (job HELD) and, for a moment,
-to the write-back of new blocks. Whenever nothing is left, the worker audits itself.
+`_live` is that life, top to bottom. Twice it waits for its turn, which the scheduler decides: for all of its pages at
+once (`_give_pages`), and for the engine at each chunk (`prefill_svc.chunks`). Full blocks are published after each
+chunk, so what an aborted job has computed is not lost; after a fault of the engine nothing that was cached is trusted
+any more. Finished KV is held for as long as its export lives. Whenever nothing is left, the worker audits itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import time
 from collections.abc import Callable
 
 from baton.engine.contract import ChunkResult, Engine
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineError, Overloaded, Unavailable
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    OutOfPages,
+    Overloaded,
+    Unavailable,
+)
 from baton.ledger import Ledger
 from baton.lifecycle import State
 from baton.telemetry import metrics
@@ -27,13 +35,12 @@ from baton.worker.audit import IdleAudit, take_ledger
 from baton.worker.progress import Progress
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from baton.worker.thread import EngineThread
-from prefill_svc.beside import Beside
 from prefill_svc.chunks import Chunks
 from prefill_svc.config import PrefillConfig
-from prefill_svc.job import Job, PrefillDone, PrefillTask, SharedPages, finished, overdue
+from prefill_svc.job import Job, PrefillDone, PrefillTask, by_tier, finished, overdue
 from prefill_svc.ledger import entries
-from prefill_svc.preparing import Outcomes, Preparing, Tiers
-from prefill_svc.scheduler import Scheduler, Work
+from prefill_svc.prefix import PrefixLoader, Tiers
+from prefill_svc.scheduler import Prompt, Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +59,8 @@ class PrefillWorker:
         progress: Progress,
         changed: Callable[[], None],
     ) -> None:
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
         self._engine = engine
         self._thread = thread
         self._identity = identity
@@ -60,61 +68,50 @@ class PrefillWorker:
         self._tiers = tiers
         self._changed = changed
         self._scheduler = Scheduler(engine.spec, config.chunk_size, config.max_waiting)
-        self._jobs: dict[Work, Job] = {}
-        self._beside = Beside(self.abort)
-        outcomes = Outcomes(self._ready, self._end, self._freed, self._export_closed)
-        self._preparing = Preparing(engine, tiers, exports, self._scheduler, self._beside, self._jobs, outcomes)
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._prefix = PrefixLoader(engine, tiers, lambda: self._scheduler.rate.value)
+        self._queue: dict[Prompt, Job] = {}
+        """Jobs whose callers wait."""
+        self._alive: dict[Job, None] = {}
+        """Jobs that may hold something."""
+        self._chunks = Chunks(engine, thread, self._scheduler, progress, self._queue)
         self._refusal = ""
-        self._chunks = Chunks(
-            engine,
-            thread,
-            self._scheduler,
-            progress,
-            self._jobs,
-            begins=self._begins,
-            computed=self._chunk_computed,
-            failed=self._chunk_failed,
-        )
-        self._loop_task = asyncio.create_task(self._chunks.run(), name="prefill-loop")
-        self._loop_task.add_done_callback(self._loop_ended)
-        self._audit = IdleAudit(self.ledger, lambda: not (self._jobs or self._preparing.holders), self._break)
+        self._closing = False
+        self._audit = IdleAudit(self.ledger, lambda: not self._alive, self._break)
         self._audit_task = asyncio.create_task(self._audit.run(), name="idle-audit")
-        self._audit_task.add_done_callback(self._loop_ended)
+        self._audit_task.add_done_callback(self._audit_ended)
 
     def submit(self, task: PrefillTask) -> Job:
         """Accept a task; raises InvalidRequest, Overloaded or Unavailable, or what refuses the transfer id."""
         if self._refusal:
             raise Unavailable(self._refusal)
         now, stats = time.monotonic(), self._engine.stats()
-        work = self._scheduler.admit(len(task.prompt_ids) + len(task.output_ids), stats.free + stats.cached, now)
-        job = self._jobs[work] = Job.of(task, work, now)
+        entry = self._scheduler.admit(len(task.prompt_ids) + len(task.output_ids), stats.free + stats.cached, now)
         try:
             if task.transfer_id:
                 self._exports.announce(task.transfer_id)
         except BatonError:
-            self._forget(job)
+            self._scheduler.remove(entry)
             raise
-        self._idle.clear()
-        self._watch(job)
-        self._preparing.begin(job)
+        job = self._queue[entry] = Job.of(task, entry, now)
+        self._alive[job] = None
+        job.running = asyncio.create_task(self._live(job), name=f"prefill {task.name}")
         self._changed()
         return job
 
     def abort(self, job: Job, error: BatonError) -> None:
         """End a job early; one in the middle of a chunk stops after the layer. Does nothing to one that is over."""
-        if job.over:
+        if job.over or job.error is not None:
             return
-        job.error = job.error or error
-        if job is not self._chunks.current:
-            self._end(job, job.error)
+        job.error = error
+        # A task that is cancelled before its first step never runs, and would free nothing.
+        if job.begun and job.running is not None:
+            job.running.cancel()
 
     def abandon(self, transfer_id: str, incarnation: str) -> None:
         """End the export that nobody will fetch, and a job that still computes for it; idempotent."""
         if incarnation != self._identity.incarnation:
             return
-        for job in [job for job in self._jobs.values() if job.task.transfer_id == transfer_id]:
+        for job in [job for job in self._queue.values() if job.task.transfer_id == transfer_id]:
             self.abort(job, Cancelled("the attempt was abandoned"))
         self._exports.release(transfer_id, incarnation, "was abandoned")
 
@@ -138,9 +135,7 @@ class PrefillWorker:
         """Who holds what, and whether the sums are right."""
         spec = self._engine.spec
         return await take_ledger(
-            self._identity,
-            self._engine,
-            lambda: entries([*self._jobs.values(), *self._preparing.holders], spec, time.monotonic()),
+            self._identity, self._engine, lambda: entries(list(self._alive), spec, time.monotonic())
         )
 
     def refuse(self) -> None:
@@ -149,125 +144,132 @@ class PrefillWorker:
 
     async def finished(self) -> None:
         """Return once no job, no export and no write-back is left; at a drain, after `refuse`."""
-        await self._idle.wait()
-        await self._exports.drained()
-        await self._beside.finished()
+        while tasks := [job.running for job in self._alive if job.running is not None]:
+            await asyncio.wait(tasks)
         await self._tiers.cache.flush()
 
     async def close(self) -> None:
         """End all jobs and exports, wait for every thread and task, and leave no page behind."""
         self.refuse()
-        self._preparing.close()
+        self._closing = True
+        self._prefix.stop()
         self._audit_task.cancel()
-        for job in list(self._jobs.values()):
+        tasks = [job.running for job in self._alive if job.running is not None]
+        for job in list(self._alive):
             self.abort(job, Unavailable("the worker stops"))
-        self._chunks.stop()
-        await asyncio.gather(self._loop_task, self._audit_task, self._beside.finished(), return_exceptions=True)
         self._exports.close()
+        await asyncio.gather(*tasks, self._audit_task, return_exceptions=True)
         await self._exports.drained()
         await self._tiers.peers.close()
         if not self.failed.cancel():
             self.failed.exception()
 
-    def _watch(self, job: Job) -> None:
-        """End the job when the deadline of its state passes, instead of the one before."""
-        if job.timer is not None:
-            job.timer.cancel()
-        if job.over or math.isinf(job.life.deadline):
-            return
-        left = max(0.0, job.life.deadline - time.monotonic())
-        job.timer = asyncio.get_running_loop().call_later(left, self._deadline, job)
+    # A prompt's life.
 
-    def _deadline(self, job: Job) -> None:
-        if job.life.overdue(time.monotonic()):
-            self.abort(job, overdue(job))
-        else:
-            self._watch(job)
-
-    # What becomes of chunks.
-
-    def _ready(self, job: Job) -> None:
-        self._chunks.wake()
-
-    def _begins(self, job: Job) -> None:
-        job.start(time.monotonic())
-        self._watch(job)
-
-    def _chunk_computed(self, job: Job, result: ChunkResult) -> None:
-        if job.error is None and job.computed == len(job.ids):
-            self._finish(job, result)
-            return
-        self._preparing.publish(job)
-        if job.error is not None:
-            self._end(job, job.error)
-            return
-        job.tell(job.progress())
-        self._preparing.grant()
-        self._changed()
-
-    async def _chunk_failed(self, job: Job, error: Exception) -> None:
-        """End a job whose chunk raised: because it was to stop, or because the engine failed."""
-        if error is job.error or isinstance(error, DeadlineExceeded | Overloaded | Unavailable):
-            self._end(job, error)
-            return
-        _log.error("%s: a chunk failed", job.task.name, exc_info=error)
-        # Whatever spoiled the chunk may have spoiled what was cached, too. The job's end gives its pages to others, who
-        # must not find anything of that.
-        self._engine.drop_cached()
-        self._end(job, EngineError(f"{type(error).__name__}: {error}"))
+    async def _live(self, job: Job) -> None:
+        """Serve a job from its look-up until nothing of it is left."""
+        job.begun = True
         try:
-            await self._thread.run(self._engine.audit)
-        except Exception as broken:
-            self._break(broken)
+            self._end(job, await self._prefill(job))
+            await self._keep(job)
+        finally:
+            self._free(job)
 
-    def _break(self, error: BaseException) -> None:
-        """The engine can't be trusted any more: end all jobs, and tell whoever runs this worker."""
-        self._refusal, self._chunks.current = f"the engine failed: {error}", None
-        for job in list(self._jobs.values()):
-            self.abort(job, Unavailable(self._refusal))
-        if not self.failed.done():
-            self.failed.set_exception(error)
+    async def _prefill(self, job: Job) -> PrefillDone | BatonError:
+        """Everything up to the answer, which may be an error."""
+        try:
+            async with asyncio.timeout_at(_finite(job.life.deadline)) as timeout:
+                await self._look_up(job)
+                await self._allocate(job)
+                await self._load(job)
+                return self._commit(job, await self._compute(job, timeout))
+        except TimeoutError:
+            return overdue(job)
+        except asyncio.CancelledError:
+            return job.error or Unavailable("the worker stops")
+        except BatonError as error:
+            return error
+        except Exception as error:
+            _log.exception("%s: the prefill failed", job.task.name)
+            return EngineError(f"{type(error).__name__}: {error}")
 
-    def _loop_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._break(error)
+    async def _look_up(self, job: Job) -> None:
+        """Name the prompt's blocks, and ask which of them are cached."""
+        if job.error is not None:
+            raise job.error
+        await self._prefix.look_up(job)
+        self._scheduler.await_pages(job.entry, self._prefix.expected_at_look_up(job))
 
-    # Ending.
+    async def _allocate(self, job: Job) -> None:
+        """Wait for all pages of the job, and for its export to be open."""
+        job.turn = self._loop.create_future()
+        self._give_pages()
+        await job.turn
+        if job.task.transfer_id:
+            job.export = self._exports.open(
+                job.task.transfer_id, job.pages, len(job.ids), on_closed=job.export_closed.set
+            )
 
-    def _finish(self, job: Job, result: ChunkResult) -> None:
-        """Commit the KV with the first token of each choice, and end the job."""
+    async def _load(self, job: Job) -> None:
+        """Bring cached blocks into the pages, as far as that is worth it."""
+        if self._prefix.lost_blocks(job):
+            await self._prefix.look_up_again(job)
+            self._scheduler.expect(job.entry, self._prefix.expected(job))
+        await self._prefix.load(job)
+        job.computed = job.found
+        for tier, tokens in by_tier(job.sources, job.found).items():
+            metrics.PREFILL_TOKENS.labels(tier).inc(tokens)
+        if job.computed:
+            self._prefix.advance(job, job.computed)
+            self._prefix.publish(job)
+        job.tell(job.progress())
+
+    async def _compute(self, job: Job, timeout: asyncio.Timeout) -> ChunkResult:
+        """Compute what is not cached, chunk by chunk; the last chunk's result."""
+        while True:
+            async with self._chunks.turn(job) as end:
+                if job.life.state is State.QUEUED:
+                    job.start(time.monotonic())
+                    timeout.reschedule(_finite(job.life.deadline))
+                try:
+                    result = await self._chunks.run(job, end)
+                except asyncio.CancelledError:
+                    self._prefix.publish(job)
+                    raise
+                except Exception as error:
+                    raise await self._fault(job, error) from None
+                self._prefix.publish(job)
+            if job.computed == len(job.ids):
+                return result
+            job.tell(job.progress())
+            self._give_pages()
+            self._changed()
+
+    def _commit(self, job: Job, result: ChunkResult) -> PrefillDone:
+        """Hand the KV over, with the first token of each choice."""
         now = time.monotonic()
         handoff, done = finished(job, result.tokens, self._engine.spec.eos_token_ids, now)
         if job.export is not None:
             job.export.commit(handoff)
             if not job.export.ended:
                 job.life.enter(State.HELD, now)
-        self._preparing.publish(job)
-        pages = job.pages
-        if pages is None or not self._tiers.cache.stores or not job.task.cache.writes:
-            self._end(job, done)
-            return
-        # The caller is told first, and nobody gets the pages in between.
-        pages.share()
-        self._end(job, done)
-        self._write_back(job, pages)
-        pages.release()
+        return done
 
-    def _write_back(self, job: Job, pages: SharedPages) -> None:
-        """Put the job's new blocks into the cache in the background."""
-        found = job.found // self._engine.spec.kv_format.block_size
-
-        async def steps(job: Job) -> None:
-            await self._preparing.blocks.write_back(pages.handle, job.digests, found, lambda: True)
-
-        self._beside.spawn(job, steps, pages)
+    async def _keep(self, job: Job) -> None:
+        """Write new blocks of a finished job back, and hold its KV until its export has ended."""
+        if job.error is None:
+            try:
+                await self._prefix.write_back(job)
+            except Exception:
+                _log.exception("%s: blocks could not be written back", job.task.name)
+        if job.export is not None:
+            await job.export_closed.wait()
 
     def _end(self, job: Job, outcome: PrefillDone | BatonError) -> None:
-        """The one way out for every job."""
-        if job.over:
-            return
+        """Give the caller the last event, once."""
         job.over = True
         if isinstance(outcome, BatonError):
+            job.error = job.error or outcome
             metrics.WASTED_PREFILL_TOKENS.inc(max(0, job.computed - job.found))
             if job.export is not None:
                 job.export.fail(outcome)
@@ -275,32 +277,94 @@ class PrefillWorker:
                 self._exports.withdraw(job.task.transfer_id, f"was given up: {outcome}")
         if job.life.state is not State.HELD:
             job.life.end(time.monotonic())
-        if job.timer is not None:
-            job.timer.cancel()
-        if job.preparing is not None:
-            job.preparing.cancel()
         job.tell(outcome)
-        self._forget(job)
-        if job.pages is not None:
-            job.pages.release()
+        self._scheduler.remove(job.entry)
+        del self._queue[job.entry]
         self._changed()
-        self._preparing.grant()
+        self._give_pages()
 
-    def _forget(self, job: Job) -> None:
-        self._scheduler.remove(job.work)
-        del self._jobs[job.work]
-        if not self._jobs:
-            self._idle.set()
-        self._audit.changed()
-
-    def _export_closed(self, job: Job) -> None:
-        """The export has ended, and nobody reads from it any more."""
-        if job.over:
-            job.life.end(time.monotonic())
-        if job.pages is not None:
-            job.pages.release()
-
-    def _freed(self, job: Job) -> None:
-        """The job's pages are back."""
+    def _free(self, job: Job) -> None:
+        """Give back all that the job held; what waits for pages may get them now."""
+        job.life.end(time.monotonic())
+        if job.handle is not None:
+            self._engine.free(job.handle)
+        del self._alive[job]
+        self._give_pages()
         self._changed()
         self._audit.changed()
+
+    # Pages.
+
+    def _give_pages(self) -> None:
+        """Allocate pages for the prompts whose turn it is; called whenever one may have become able to get them."""
+        refused: set[Prompt] = set()
+        while not self._closing:
+            now = time.monotonic()
+            entry = self._scheduler.next_allocation(now, self._deferred(now), refused)
+            if entry is None:
+                return
+            job = self._queue[entry]
+            if job.turn is None or job.turn.done():
+                # It was cancelled, and has yet to wake up.
+                self._scheduler.remove(entry)
+            elif self._reserve(job):
+                self._prefix.plan(job)
+                self._scheduler.allocate(entry, self._prefix.expected(job))
+                job.turn.set_result(0)
+            else:
+                refused.add(entry)
+                self._scheduler.refuse(entry, now)
+
+    def _reserve(self, job: Job) -> bool:
+        """Take all pages of a job; False if they are not free."""
+        prefix = job.digests if job.task.reads else ()
+        try:
+            job.handle = self._engine.reserve(job.task.name, len(job.ids), prefix, len(job.ids) - 1)
+        except OutOfPages:
+            return False
+        return True
+
+    def _deferred(self, now: float) -> set[Prompt]:
+        """Prompts that do best to wait for what another computes."""
+        return {entry for entry in self._scheduler.waiting_for_pages() if self._defers(self._queue[entry], now)}
+
+    def _defers(self, job: Job, now: float) -> bool:
+        """Whether another job with pages is about to compute most of what this one lacks, soon enough."""
+        rank = self._scheduler.rank
+        return any(
+            self._prefix.defers(job, other, rank(other.entry, now) - rank(job.entry, now))
+            for other in self._queue.values()
+            if other.handle is not None and other.error is None
+        )
+
+    # Faults.
+
+    async def _fault(self, job: Job, error: Exception) -> Exception:
+        """What a chunk that raised means: its job was to stop, or the engine failed."""
+        if error is job.error or isinstance(error, DeadlineExceeded | Overloaded | Unavailable):
+            return error
+        _log.error("%s: a chunk failed", job.task.name, exc_info=error)
+        # Whatever spoiled the chunk may have spoiled what was cached, too. The job's end gives its pages to others, who
+        # must not find anything of that.
+        self._engine.drop_cached()
+        try:
+            await self._thread.run(self._engine.audit)
+        except Exception as broken:
+            self._break(broken)
+        return EngineError(f"{type(error).__name__}: {error}")
+
+    def _break(self, error: BaseException) -> None:
+        """The engine can't be trusted any more: end all jobs, and tell whoever runs this worker."""
+        self._refusal = f"the engine failed: {error}"
+        for job in list(self._queue.values()):
+            self.abort(job, Unavailable(self._refusal))
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def _audit_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(error)
+
+
+def _finite(deadline: float) -> float | None:
+    return None if math.isinf(deadline) else deadline

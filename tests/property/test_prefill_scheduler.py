@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, OutOfPages, Overloaded
 from baton.kv.format import KvFormat, KvPart
-from prefill_svc.scheduler import AGEING, PATIENCE_S, PREPARED_AHEAD, Scheduler, Stage, Work
+from prefill_svc.scheduler import AGEING, PATIENCE_S, PREPARED_AHEAD, Prompt, Scheduler, Stage
 from tests.effort import machine_test
 
 PAGE, PAGES, LONGEST, WAITING = 16, 64, 1200, 6
@@ -26,14 +26,14 @@ SLACK_S = 0.01
 
 
 @dataclass(eq=False)
-class Prompt:
+class Known:
     """One prompt as the test knows it."""
 
-    work: Work
+    work: Prompt
     computed: int = 0
     pages: int = 0
     to_compute: int = 0
-    leader: Work | None = None
+    leader: Prompt | None = None
 
 
 class PrefillSchedulerMachine(RuleBasedStateMachine):
@@ -45,9 +45,9 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         spec = EngineSpec("m", kv_format, 1000, LONGEST, frozenset(), PAGE, PAGES, 0)
         self.scheduler = Scheduler(spec, 100, WAITING)
         self.now, self.free = 0.0, PAGES
-        self.prompts: dict[Work, Prompt] = {}
+        self.prompts: dict[Prompt, Known] = {}
 
-    def picked(self, index: int, stage: Stage) -> Prompt | None:
+    def picked(self, index: int, stage: Stage) -> Known | None:
         found = [prompt for prompt in self.prompts.values() if prompt.work.stage is stage]
         return found[index % len(found)] if found else None
 
@@ -65,12 +65,12 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         else:
             assert waiting < WAITING
             assert work.pages * PAGE >= tokens
-            self.prompts[work] = Prompt(work)
+            self.prompts[work] = Known(work)
 
     @rule(index=st.integers(0, 99), hit=st.floats(0, 0.99))
     def look_up(self, index: int, hit: float) -> None:
         if prompt := self.picked(index, Stage.LOOKUP):
-            self.scheduler.looked_up(prompt.work, int(prompt.work.tokens * hit))
+            self.scheduler.await_pages(prompt.work, int(prompt.work.tokens * hit))
 
     @rule(tokens=st.one_of(st.integers(1, 100), st.integers(400, LONGEST - 200)), hit=st.floats(0, 0.9))
     def arrive(self, tokens: int, hit: float) -> None:
@@ -86,9 +86,15 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         if (prompt := self.picked(index, Stage.WAITING)) and (other := self.picked(leader, Stage.READY)):
             prompt.leader = other.work
 
-    def later(self, work: Work) -> bool:
+    def later(self, work: Prompt) -> bool:
         leader = self.prompts[work].leader
         return leader in self.prompts and not leader.begun
+
+    def prepared_before(self, work: Prompt) -> list[Prompt]:
+        """Those that have pages, have not begun, and go before it."""
+        rank, now = self.scheduler.rank, self.now
+        prepared = [each for each in self.prompts if each.stage in (Stage.LOADING, Stage.READY) and not each.begun]
+        return [each for each in prepared if (rank(each, now), each.order) < (rank(work, now), work.order)]
 
     @rule(found=st.floats(0, 0.99))
     def grant(self, found: float = 0.5) -> None:
@@ -100,31 +106,35 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
             and self.now - prompt.work.refused_at >= PATIENCE_S
             and not self.later(prompt.work)
         ]
-        offered: list[Work] = []
-
-        def take(work: Work) -> bool:
+        offered, refused = list[Prompt](), set[Prompt]()
+        while True:
+            deferred = {prompt.work for prompt in self.prompts.values() if self.later(prompt.work)}
+            work = self.scheduler.next_allocation(self.now, deferred, refused)
+            if work is None:
+                break
             offered.append(work)
             assert work.stage is Stage.WAITING
-            assert not self.later(work), "it was to wait"
+            assert work not in deferred, "it was to wait"
             if work.pages > self.free:
-                return False
-            self.free -= work.pages
-            self.prompts[work].pages += work.pages
-            self.scheduler.expects(work, int(work.tokens * found))
-            return True
-
-        granted = self.scheduler.grant(self.now, take, self.later)
-        assert len(granted) <= PREPARED_AHEAD
+                self.scheduler.refuse(work, self.now)
+                refused.add(work)
+            else:
+                self.free -= work.pages
+                self.prompts[work].pages += work.pages
+                assert work in starved or len(self.prepared_before(work)) < PREPARED_AHEAD
+                self.scheduler.allocate(work, int(work.tokens * found))
         assert len(set(offered)) == len(offered)
         if starved:
-            assert set(offered) <= set(starved[:1]), "another was offered pages before the one that starves"
+            assert offered[0] is min(starved, key=lambda each: each.order), "another was offered pages before it"
+            if offered[0] in refused:
+                assert len(offered) == 1, "others were offered pages though it has none"
 
     @rule(index=st.integers(0, 99), worth=st.floats(0, 1))
     def load(self, index: int, worth: float) -> None:
         if prompt := self.picked(index, Stage.LOADING):
             done = int(prompt.work.done * worth)
             prompt.computed, prompt.to_compute = done, prompt.work.tokens - done
-            self.scheduler.ready(prompt.work, done)
+            self.scheduler.make_ready(prompt.work, done)
 
     @rule(fails=st.sampled_from([False] * 9 + [True]))
     def compute(self, fails: bool) -> None:
@@ -145,18 +155,21 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
             self._end(prompt)
             return
         seconds = (end - work.done) / RATE
-        self.scheduler.computed(work, end, seconds)
+        self.scheduler.start_chunk(work)
+        self.scheduler.finish_chunk(work, end, seconds)
         prompt.computed = end
         self.now += seconds
         if end == work.tokens:
             self._end(prompt)
+        else:
+            self.scheduler.make_ready(work, end)
 
     @precondition(lambda self: self.prompts)
     @rule(index=st.integers(0, 99))
     def cancel(self, index: int) -> None:
         self._end(list(self.prompts.values())[index % len(self.prompts)])
 
-    def _end(self, prompt: Prompt) -> None:
+    def _end(self, prompt: Known) -> None:
         self.free += prompt.pages
         del self.prompts[prompt.work]
         self.scheduler.remove(prompt.work)

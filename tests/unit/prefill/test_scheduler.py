@@ -1,5 +1,7 @@
 """The prefill scheduler in simulated time."""
 
+from collections.abc import Callable, Collection
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, OutOfPages, Overloaded
 from baton.kv.format import KvFormat, KvPart
-from prefill_svc.scheduler import PATIENCE_S, PREPARED_AHEAD, Rate, Scheduler, Stage, Work, chunk_size
+from prefill_svc.scheduler import PATIENCE_S, PREPARED_AHEAD, Prompt, Rate, Scheduler, Stage, chunk_size
 
 FORMAT = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=16)
 
@@ -17,11 +19,29 @@ def scheduler(pages: int = 1000, chunk: int = 100, max_waiting: int = 64, max_mo
     return Scheduler(spec, chunk, max_waiting)
 
 
-def admit_ready(s: Scheduler, tokens: int, now: float = 0.0, done: int = 0) -> Work:
-    work = s.admit(tokens, 0, now)
-    s.looked_up(work, done)
-    s.ready(work, done)
-    return work
+def allocate(
+    s: Scheduler,
+    now: float,
+    fits: Callable[[Prompt], bool] = lambda _: True,
+    deferred: Collection[Prompt] = (),
+) -> list[Prompt]:
+    """One round: allocate to all whose turn it is, and whose pages are free; those that got theirs."""
+    allocated, refused = [], set()
+    while (prompt := s.next_allocation(now, deferred, refused)) is not None:
+        if fits(prompt):
+            s.allocate(prompt, prompt.done)
+            allocated.append(prompt)
+        else:
+            s.refuse(prompt, now)
+            refused.add(prompt)
+    return allocated
+
+
+def admit_ready(s: Scheduler, tokens: int, now: float = 0.0, done: int = 0) -> Prompt:
+    prompt = s.admit(tokens, 0, now)
+    s.await_pages(prompt, done)
+    s.make_ready(prompt, done)
+    return prompt
 
 
 @pytest.mark.parametrize(
@@ -62,12 +82,12 @@ def test_rate_forgets() -> None:
 
 def compute(s: Scheduler, tokens: int, done: int = 0, overhead: float = 0.05) -> list[int]:
     """Chunk sizes of one prompt on a machine that computes 1,000 tokens/s beside an overhead for each chunk."""
-    work, sizes = admit_ready(s, tokens, done=done), []
-    while work.left:
-        work, end = s.next_chunk(0.0) or (work, 0)
-        sizes.append(end - work.done)
-        s.computed(work, end, overhead + sizes[-1] / 1_000)
-    s.remove(work)
+    prompt, sizes = admit_ready(s, tokens, done=done), []
+    while prompt.left:
+        prompt, end = s.next_chunk(0.0) or (prompt, 0)
+        sizes.append(end - prompt.done)
+        s.finish_chunk(prompt, end, overhead + sizes[-1] / 1_000)
+    s.remove(prompt)
     return sizes
 
 
@@ -117,10 +137,10 @@ def test_a_short_prompt_overtakes_at_the_chunk_boundary() -> None:
     s = scheduler()
     long = admit_ready(s, 1_000)
     assert s.next_chunk(0.0) == (long, 100)
-    s.computed(long, 100, 0.1)
+    s.finish_chunk(long, 100, 0.1)
     short = admit_ready(s, 50, now=0.1)
     assert s.next_chunk(0.1) == (short, 50)
-    s.computed(short, 50, 0.05)
+    s.finish_chunk(short, 50, 0.05)
     s.remove(short)
     assert s.next_chunk(0.15) == (long, 200)
 
@@ -134,10 +154,10 @@ def test_remaining_counts_not_length() -> None:
 
 def test_equals_go_in_order_of_arrival() -> None:
     s = scheduler()
-    works = [admit_ready(s, 50) for _ in range(3)]
-    for work in works:
-        assert s.next_chunk(0.0) == (work, 50)
-        s.remove(work)
+    entries = [admit_ready(s, 50) for _ in range(3)]
+    for prompt in entries:
+        assert s.next_chunk(0.0) == (prompt, 50)
+        s.remove(prompt)
 
 
 def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time() -> None:
@@ -146,11 +166,11 @@ def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time() -> None:
     while long.left:
         assert now < 13 * 1_000 / rate, "starved"
         fresh = admit_ready(s, 10, now=now)
-        work, end = s.next_chunk(now) or (fresh, 0)
-        seconds = (end - work.done) / rate
-        s.computed(work, end, seconds)
+        prompt, end = s.next_chunk(now) or (fresh, 0)
+        seconds = (end - prompt.done) / rate
+        s.finish_chunk(prompt, end, seconds)
         now += seconds
-        for done in (fresh, work):
+        for done in (fresh, prompt):
             if done is not long:
                 s.remove(done)
     assert now > 5 * 1_000 / rate, "short ones did go first"
@@ -158,65 +178,61 @@ def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time() -> None:
 
 def test_only_a_few_are_prepared_ahead() -> None:
     s = scheduler()
-    works = [s.admit(tokens, 0, 0.0) for tokens in (400, 300, 200, 100)]
-    assert s.grant(0.0, lambda work: True) == [], "no hit is known yet"
-    for work in works:
-        s.looked_up(work, 0)
-    assert s.grant(0.0, lambda work: True) == [works[3], works[2]]
-    assert s.grant(0.0, lambda work: True) == []
-    s.ready(works[3], 0)
-    assert s.grant(0.0, lambda work: True) == [], "READY but not begun is still ahead"
-    s.computed(works[3], 100, 0.1)
-    assert s.grant(0.1, lambda work: True) == [works[1]]
+    entries = [s.admit(tokens, 0, 0.0) for tokens in (400, 300, 200, 100)]
+    assert allocate(s, 0.0) == [], "no hit is known yet"
+    for prompt in entries:
+        s.await_pages(prompt, 0)
+    assert allocate(s, 0.0) == [entries[3], entries[2]]
+    assert allocate(s, 0.0) == []
+    s.make_ready(entries[3], 0)
+    assert allocate(s, 0.0) == [], "READY but not begun is still ahead"
+    s.finish_chunk(entries[3], 100, 0.1)
+    assert allocate(s, 0.1) == [entries[1]]
     assert PREPARED_AHEAD == 2
 
 
 def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:
     s = scheduler()
     big = s.admit(50, 0, 0.0)
-    s.looked_up(big, 0)
-    assert s.grant(0.0, lambda work: work is not big) == []
+    s.await_pages(big, 0)
+    assert allocate(s, 0.0, lambda prompt: prompt is not big) == []
     small = s.admit(60, 0, 0.0)
-    s.looked_up(small, 0)
-    assert s.grant(0.1, lambda work: work is not big) == [small]
+    s.await_pages(small, 0)
+    assert allocate(s, 0.1, lambda prompt: prompt is not big) == [small]
     late = s.admit(10, 0, 0.0)
-    s.looked_up(late, 0)
-    assert s.grant(PATIENCE_S, lambda work: work is not big) == [], "none before the starved one"
-    assert s.grant(PATIENCE_S, lambda work: True) == [big]
-    s.remove(small)
-    assert s.grant(PATIENCE_S, lambda work: True) == [late]
+    s.await_pages(late, 0)
+    assert allocate(s, PATIENCE_S, lambda prompt: prompt is not big) == [], "none before the starved one"
+    assert allocate(s, PATIENCE_S) == [big, late]
     assert late.stage is Stage.LOADING
 
 
 def test_what_the_pages_hold_counts_more_than_what_was_expected() -> None:
     s = scheduler()
     grown, shrunk = s.admit(1_000, 0, 0.0), s.admit(1_000, 0, 0.0)
-    s.looked_up(grown, 100)
-    s.looked_up(shrunk, 500)
+    s.await_pages(grown, 100)
+    s.await_pages(shrunk, 500)
     found = {grown: 800, shrunk: 0}
 
-    def take(work: Work) -> bool:
-        s.expects(work, found[work])
-        return True
-
-    assert s.grant(0.0, take) == [shrunk, grown]
+    for prompt in (shrunk, grown):
+        assert s.next_allocation(0.0) is prompt
+        s.allocate(prompt, found[prompt])
     assert s.pending_tokens == 1_200
-    for work, cached in found.items():
-        s.ready(work, cached)
+    for prompt, cached in found.items():
+        s.make_ready(prompt, cached)
     assert s.next_chunk(0.0) == (grown, 900)
 
 
 def test_one_that_waits_for_another_is_passed_over_and_loses_no_pages_to_patience() -> None:
     s = scheduler()
     follower, other, third = s.admit(50, 0, 0.0), s.admit(60, 0, 0.0), s.admit(70, 0, 0.0)
-    for work in (follower, other, third):
-        s.looked_up(work, 0)
-    assert s.grant(0.0, lambda work: False) == []
-    assert s.grant(PATIENCE_S, lambda work: True, lambda work: work is follower) == [other], "it is the next to starve"
-    s.ready(other, 0)
-    s.computed(other, 60, 0.1)
+    for prompt in (follower, other, third):
+        s.await_pages(prompt, 0)
+    assert allocate(s, 0.0, lambda prompt: False) == []
+    assert allocate(s, PATIENCE_S, deferred={follower}) == [other, third], "in the order of arrival"
+    s.make_ready(other, 0)
+    s.finish_chunk(other, 60, 0.1)
     s.remove(other)
-    assert s.grant(PATIENCE_S, lambda work: True) == [follower]
+    assert allocate(s, PATIENCE_S) == [follower]
 
 
 def test_refusals_name_both_numbers() -> None:
@@ -236,7 +252,7 @@ def test_waiting_is_bounded_and_tells_when_to_retry() -> None:
     with pytest.raises(Overloaded, match="2 prompts wait, at most 2 may") as caught:
         s.admit(1, 0, 0.0)
     assert caught.value.retry_after == 4.0
-    s.computed(first, 500, 5.0)
+    s.finish_chunk(first, 500, 5.0)
     assert (s.waiting, s.running, s.pending_tokens) == (1, 1, 3_500)
     admit_ready(s, 10)
     with pytest.raises(Overloaded) as caught:
@@ -253,35 +269,35 @@ def test_every_prompt_is_computed_whole_and_once(prompts: list[tuple[int, int, f
     """Random prompts with random hits through a small pool: each ends, in steps that join."""
     s, now, free = scheduler(pages=pages, chunk=chunk), 0.0, pages
     coming = sorted(prompts, key=lambda prompt: prompt[2])
-    computed: dict[Work, int] = {}
+    computed: dict[Prompt, int] = {}
 
-    def take(work: Work) -> bool:
+    def take(prompt: Prompt) -> bool:
         nonlocal free
-        if work.pages > free:
+        if prompt.pages > free:
             return False
-        free -= work.pages
+        free -= prompt.pages
         return True
 
     while coming or computed:
         while coming and coming[0][2] <= now:
             tokens, cached, _ = coming.pop(0)
-            work = s.admit(tokens, free, now)
-            s.looked_up(work, min(cached, tokens - 1))
-            computed[work] = work.done
-        for work in s.grant(now, take):
-            s.ready(work, work.done)
+            prompt = s.admit(tokens, free, now)
+            s.await_pages(prompt, min(cached, tokens - 1))
+            computed[prompt] = prompt.done
+        for prompt in allocate(s, now, take):
+            s.make_ready(prompt, prompt.done)
         choice = s.next_chunk(now)
         if choice is None:
             assert coming, "prompts wait and nothing runs"
             now = coming[0][2]
             continue
-        work, end = choice
-        assert computed[work] == work.done < end <= min(work.tokens, work.done + chunk)
-        s.computed(work, end, 0.01)
-        computed[work], now = end, now + 0.01
-        if end == work.tokens:
-            s.remove(work)
-            del computed[work]
-            free += work.pages
+        prompt, end = choice
+        assert computed[prompt] == prompt.done < end <= min(prompt.tokens, prompt.done + chunk)
+        s.finish_chunk(prompt, end, 0.01)
+        computed[prompt], now = end, now + 0.01
+        if end == prompt.tokens:
+            s.remove(prompt)
+            del computed[prompt]
+            free += prompt.pages
     assert free == pages
     assert s.waiting == s.running == s.pending_tokens == 0
