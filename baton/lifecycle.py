@@ -4,7 +4,7 @@
                ▲          └─ refused by all ─┐
                └─────────────────────────────┘
     prefill   QUEUED ─▶ PREFILLING ─▶ HELD ─▶ ENDED
-    decode    RESERVED ─▶ TRANSFERRING ─▶ SLOT_WAIT ─▶ DECODING ─▶ ENDED
+    decode    RESERVED ─▶ TRANSFERRING ─▶ SLOT_WAIT ◀─▶ DECODING ─▶ ENDED
                                                  ▲       ▼
                                                  └─ PAUSED
 
@@ -39,7 +39,7 @@ class State(enum.Enum):
     TRANSFERRING = "transferring"
     """Decode fetches KV; for the router, from the first token until decode's first."""
     SLOT_WAIT = "slot_wait"
-    """KV is in place at a decode worker, which has no slot yet."""
+    """KV is in place at a decode worker, which has no slot for it now; also between two choices of one attempt."""
     DECODING = "decoding"
     """In the generation batch."""
     PAUSED = "paused"
@@ -57,7 +57,7 @@ _NEXT: dict[State, frozenset[State]] = {
     State.RESERVED: frozenset({State.TRANSFERRING}),
     State.TRANSFERRING: frozenset({State.SLOT_WAIT, State.DECODING}),
     State.SLOT_WAIT: frozenset({State.DECODING}),
-    State.DECODING: frozenset({State.PAUSED}),
+    State.DECODING: frozenset({State.PAUSED, State.SLOT_WAIT}),
     State.PAUSED: frozenset({State.DECODING, State.SLOT_WAIT}),
     State.ENDED: frozenset(),
 }

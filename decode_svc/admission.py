@@ -1,13 +1,23 @@
-"""How many sequences a worker takes on: those in its slots, and those that will find one when they are ready. Pure.
+"""How many sequences a worker takes on, and whether the next place goes to a reservation or to a fork. Pure.
 
 A sequence that is prefilled and then waits for a slot makes its reader wait between the first and the second token, so
-a reservation is granted only while the sequences held, wherever they are, and the new ones are no more than
+a reservation is granted only while the sequences held, wherever they are, and the new one are no more than
 
     slots + ahead        ahead = completions per second · seconds from reservation to readiness
 
 By Little's law `ahead` sequences end while a new one is prefilled and transferred. It is measured, and at most a
-quarter of the slots, since a measurement may be late. A worker that holds nothing takes any request: one may have more
-choices than there are slots.
+quarter of the slots, since a measurement may be late.
+
+A request with many choices is one sequence here. Its further choices are forks, which take places as these come free:
+
+- A fork leaves one place in `KEEP` free for others, so that a request that comes now finds one, though many choices
+  wait.
+- After a reservation was granted while forks are pending, a fork is owed the next place, whichever it is.
+- While a reservation that was refused may come back, for `OFFER_S`, forks take only what they are owed. Its router asks
+  again as soon as it hears of a free place; for those who wait behind it, places are left for `FOLLOW_S` after a grant.
+
+So where both sides always want more, they take turns, and neither starves, and where one does not come, the other has
+all places a moment later.
 """
 
 from __future__ import annotations
@@ -21,6 +31,12 @@ SPAN_S = 10.0
 
 MIN_RETRY_S, MAX_RETRY_S, USUAL_RETRY_S = 0.02, 5.0, 0.5
 
+KEEP = 8
+"""One slot in so many is not for forks, unless one is owed to them."""
+
+OFFER_S, FOLLOW_S = 1.0, 0.1
+"""Seconds for which free places are left for reservations: after a refusal, and after the grant that follows it."""
+
 _LEAD_WEIGHT = 0.1
 
 
@@ -32,6 +48,9 @@ class Admission:
         self._began = self._at = now
         self._weight = 0.0
         self._lead_s = 0.0
+        self._owed = False
+        self.offered_until = -math.inf
+        """Until when forks take only what they are owed."""
 
     def ended(self, now: float, count: int = 1) -> None:
         """`count` sequences have given back their places."""
@@ -52,16 +71,34 @@ class Admission:
         """Sequences beyond the slots that will find one in time."""
         return min(int(self.rate(now) * self._lead_s), self._slots // 4)
 
-    def check(self, held: int, choices: int, now: float) -> None:
-        """Raise Overloaded, with a time to retry after, when `choices` more sequences would wait for slots."""
+    def check(self, held: int, now: float) -> None:
+        """Raise Overloaded, with a time to retry after, when one more sequence would wait for a slot."""
         ahead = self.ahead(now)
-        beyond = held + choices - self._slots - ahead
-        if held and beyond > 0:
+        beyond = held + self._owed + 1 - self._slots - ahead
+        if beyond > 0:
+            self.offered_until = now + OFFER_S
+            owed = ", one of them promised to a choice that waits" if self._owed else ""
             raise Overloaded(
-                f"{held} sequences are held for {self._slots} slots, of which {ahead} will be free in time; "
-                f"{choices} more would wait",
+                f"{held} sequences are held for {self._slots} slots, of which {ahead} will be free in time{owed}; "
+                "one more would wait",
                 self.retry_after(now, beyond),
             )
+
+    def granted(self, now: float, *, pending: bool) -> None:
+        """A reservation was granted; the next place is a fork's if some are `pending`."""
+        if now < self.offered_until:
+            self.offered_until = now + FOLLOW_S
+        self._owed = pending
+
+    def may_fork(self, held: int, now: float) -> bool:
+        """Whether a fork may start now."""
+        if self._owed or held >= self._slots:
+            return held < self._slots
+        return now >= self.offered_until and held + self._slots // KEEP < self._slots
+
+    def forked(self) -> None:
+        """A fork has had its turn: it has started, lacks pages, or none is pending any more."""
+        self._owed = False
 
     def retry_after(self, now: float, wanted: int = 1) -> float:
         """Seconds in which `wanted` sequences are likely to end."""

@@ -3,18 +3,23 @@
     reserve ──▶ RESERVED ─start─▶ TRANSFERRING ─commit─▶ SLOT_WAIT ─▶ DECODING ⇄ PAUSED ─(last choice ended)─▶ ENDED
                     └──────────────────┴─────────────────────┴─────────── end ──────────────────────────────────▶
 
-A reservation takes the pages of the context and of each choice's first outputs: those of one choice, and for each
-further choice what it does not share with the first (`spares`, which the forks take over at the commit, so that no
-fork can run out of pages). More is taken by the engine thread as generation goes on; what could not be generated even
-with the whole pool for itself is refused here. The handles are freed here, whatever state the attempt is in: that may
-be done at any time, and what the engine thread is in the midst of comes back when it has ended.
+A reservation takes the pages of the context and of the first outputs of one choice, however many choices there are.
+At the commit the first choice becomes a sequence. The further choices are pending: a handle of their own (`context`)
+keeps the context's pages, and each of them is forked from it when a slot is free (`decode_svc.grants`). The last one
+takes that handle over. The page that the context fills in part is the only one that they do not share with the first
+choice; it is reserved (`spare`), so that the commit does not run out of pages.
+
+More pages are taken by the engine thread as generation goes on; what could not be generated even with the whole pool
+for itself is refused here. The handles are freed here, whatever state the attempt is in: that may be done at any time,
+and what the engine thread is in the midst of comes back when it has ended.
 
 Leading blocks of the context that are published in the pool are pinned by the reservation, shared with whoever else has
 them, and not transferred. Their names were the router's; the commit is held against them. It publishes the context's
 own blocks, so that the next request finds them while this one runs, and the end of each sequence publishes those of its
 output. Where KV comes compressed or converted nothing is published: names are those of KV as it was computed.
 
-An attempt is DECODING while one of its choices is in the batch, and PAUSED when none is and some are paused.
+An attempt is DECODING while one of its choices is in the batch, PAUSED when none is and some are paused, and back in
+SLOT_WAIT when the choices that it still has are waiting or pending.
 """
 
 from __future__ import annotations
@@ -22,12 +27,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import IncompleteTransfer, OutOfPages
+from baton.errors import EngineError, IncompleteTransfer, OutOfPages
 from baton.lifecycle import Lifecycle, State
-from baton.request import Handoff, SequenceState, check_token_ids
+from baton.request import FirstToken, Handoff, SequenceState, check_token_ids
+from decode_svc.attempt import Attempt, Choice, Pending
 from decode_svc.chain import Chain
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.reservation import Refused, Sizes, pinnable, sizes
@@ -35,52 +40,6 @@ from decode_svc.scheduler import Decoding
 
 Left = Callable[[str, Sequence[bytes], int], object]
 """Gets a sequence's owner at its end, the names of its final blocks, and how many of these are the context's."""
-
-
-@dataclass(slots=True)
-class Choice:
-    """A choice that still decodes: its sequence, where that is, and since when; `chain` names what it may publish."""
-
-    sequence: int
-    handle: KvHandle
-    chain: Chain | None
-    since: float
-    state: State = State.SLOT_WAIT
-
-
-@dataclass(eq=False, slots=True)
-class Attempt:
-    """One attempt, owned by a session; its pages hold `tokens` tokens of each choice.
-
-    `age` orders attempts from the oldest: a request that was tried before is older than its reservation, so that what
-    was given back once is not the first to be given back again. `choices` are those that decode, by index.
-    """
-
-    session: int
-    age: tuple[int, int]
-    request: Reserve
-    tokens: int
-    handle: KvHandle
-    spares: list[KvHandle]
-    life: Lifecycle
-    reserved_at: float
-    cancelled: set[int] = field(default_factory=set)
-    choices: dict[int, Choice] = field(default_factory=dict)
-
-    @property
-    def key(self) -> AttemptKey:
-        """Its name within the session."""
-        return self.request.key
-
-    @property
-    def committed(self) -> bool:
-        """Whether its KV is there, so that its handles belong to sequences."""
-        return self.life.state in (State.SLOT_WAIT, State.DECODING, State.PAUSED)
-
-    @property
-    def sequences(self) -> int:
-        """Sequences that it has, or will have."""
-        return len(self.choices) if self.committed else self.request.choices - len(self.cancelled)
 
 
 def context_ids(handoff: Handoff) -> Sequence[int]:
@@ -108,6 +67,7 @@ class Attempts:
         self._exact = exact
         self._live: dict[tuple[int, AttemptKey], Attempt] = {}
         self._owners: dict[int, tuple[Attempt, int]] = {}
+        self._pending: dict[Attempt, None] = {}
         self._numbers = itertools.count()
         self._ids = itertools.count()
 
@@ -119,8 +79,18 @@ class Attempts:
 
     @property
     def sequences(self) -> int:
-        """Sequences of all attempts, those to come included."""
+        """Sequences of all attempts, and one for each that is on its way here; not what is pending."""
         return sum(attempt.sequences for attempt in self._live.values())
+
+    @property
+    def pending(self) -> Sequence[Attempt]:
+        """The attempts with choices that are still to be forked, in the order of their turns."""
+        return list(self._pending)
+
+    @property
+    def forks(self) -> int:
+        """Choices that are still to be forked."""
+        return sum(len(attempt.pending.firsts) for attempt in self._pending if attempt.pending)
 
     def get(self, session: int, key: AttemptKey) -> Attempt | None:
         """The live attempt of that name."""
@@ -150,10 +120,8 @@ class Attempts:
         try:
             prefix, most = pinnable(request), request.context_tokens
             taken.append(self._engine.reserve(str(request.key), need.tokens, prefix, most))
-            for choice in range(1, request.choices):
-                owner = f"{request.key}/spare{choice}"
-                handle = self._engine.reserve(owner, need.spare_tokens)
-                taken.append(handle)
+            if need.spare_tokens:
+                taken.append(self._engine.reserve(f"{request.key}/spare", need.spare_tokens))
         except Exception as error:
             self._free(taken)
             if not isinstance(error, OutOfPages):
@@ -163,7 +131,8 @@ class Attempts:
         deadline = math.inf if request.deadline_s is None else now + request.deadline_s
         life = Lifecycle(State.RESERVED, now, request_deadline=deadline, limit_s=limit_s)
         age = -request.key.attempt, next(self._numbers)
-        attempt = Attempt(session, age, request, need.tokens, taken[0], taken[1:], life, now)
+        spare = taken[1] if need.spare_tokens else None
+        attempt = Attempt(session, age, request, need.tokens, taken[0], spare, life, now)
         self._live[session, request.key] = attempt
         return attempt
 
@@ -184,12 +153,12 @@ class Attempts:
         fetch_ms: float,
         now: float,
         digests: Sequence[bytes] | None = None,
-    ) -> list[Decoding]:
-        """Turn a fetched attempt into one sequence for each choice that goes on, the KV shared by forks.
+    ) -> Decoding | None:
+        """Turn a fetched attempt into the sequence of its first choice that goes on; further ones are pending.
 
         `digests` name all full blocks of the context; without them nothing is published. Raises IncompleteTransfer or
-        InvalidRequest when the handoff is not the one that pages were reserved for. Yields nothing when no choice is
-        left; the attempt is to be ended then.
+        InvalidRequest when the handoff is not the one that pages were reserved for, OutOfPages when none is left to
+        keep the context for further choices. None when no choice is left; the attempt is to be ended then.
         """
         self._check(attempt, handoff)
         self._check_pinned(attempt, digests or ())
@@ -203,19 +172,42 @@ class Attempts:
             if first.finish is None and first.choice_index not in attempt.cancelled
         ]
         if not going:
-            return []
-        handles = self._fork(attempt, [f"{attempt.key}/{first.choice_index}" for first in going[1:]])
+            return None
+        pending = None
+        if further := {first.choice_index: first for first in going[1:]}:
+            pending = Pending(self._context(attempt), further, handoff, chain, fetch_ms, now)
+        if attempt.spare is not None:
+            self._engine.free(attempt.spare)
         attempt.life.enter(State.SLOT_WAIT, now)
-        sequences = []
-        for first, handle in zip(going, handles, strict=True):
-            output_ids = [*handoff.output_ids, first.token.token_id]
-            state = SequenceState(handoff.params, handoff.prompt_ids, tuple(output_ids), first.choice_index)
-            own = chain and chain.forked(first.token.token_id)
-            sequence = Decoding(next(self._ids), handle, state, output_ids, fetch_ms, now, attempt.age, own)
-            attempt.choices[first.choice_index] = Choice(sequence.id, handle, own, now)
-            self._owners[sequence.id] = (attempt, first.choice_index)
-            sequences.append(sequence)
-        return sequences
+        if pending is not None:
+            attempt.pending, self._pending[attempt] = pending, None
+        return self._sequence(attempt, going[0], attempt.handle, handoff, chain, fetch_ms, now)
+
+    def fork_pages(self, attempt: Attempt) -> int:
+        """Pages that the attempt's next fork takes."""
+        spec, context = self._engine.spec, attempt.request.context_tokens
+        pending = attempt.pending
+        last = pending is not None and len(pending.firsts) == 1
+        return spec.pages_for(attempt.tokens) - (spec.pages_for(context) if last else context // spec.page_size)
+
+    def fork(self, attempt: Attempt) -> Decoding:
+        """Make a sequence of the attempt's next pending choice; others have the next turn. Raises OutOfPages."""
+        pending = attempt.pending
+        if pending is None:
+            raise EngineError(f"{attempt.key}: no choice is pending")
+        index, first = next(iter(pending.firsts.items()))
+        if len(pending.firsts) == 1:
+            handle = pending.context
+            self._engine.extend(handle, attempt.tokens)
+        else:
+            context, owner = attempt.request.context_tokens, f"{attempt.key}/{index}"
+            handle = self._engine.fork(pending.context, owner, context, attempt.tokens)
+        del pending.firsts[index], self._pending[attempt]
+        if pending.firsts:
+            self._pending[attempt] = None
+        else:
+            attempt.pending = None
+        return self._sequence(attempt, first, handle, pending.handoff, pending.chain, pending.fetch_ms, pending.since)
 
     def moved(self, sequence: int, state: State, now: float) -> None:
         """A sequence is in the batch, or paused; ignored for one that was ended meanwhile."""
@@ -227,6 +219,10 @@ class Attempts:
     def cancel_choice(self, attempt: Attempt, choice: int, now: float) -> list[int]:
         """End one choice, now or at the commit; returns the sequences to drop."""
         attempt.cancelled.add(choice)
+        if attempt.pending is not None and attempt.pending.firsts.pop(choice, None) is not None:
+            if not attempt.pending.firsts:
+                self._drop_pending(attempt)
+            return []
         if (going := attempt.choices.get(choice)) is None:
             return []
         self._release(attempt, going)
@@ -241,24 +237,26 @@ class Attempts:
 
     def over(self, attempt: Attempt) -> bool:
         """Whether no choice of the attempt is left, so that it is to be ended."""
-        return attempt.sequences <= 0
+        if attempt.committed:
+            return not attempt.choices and attempt.pending is None
+        return len(attempt.cancelled) >= attempt.request.choices
 
     def end(self, attempt: Attempt, now: float, *, sound: bool = True) -> list[int]:
         """End an attempt once: frees all that it holds, and returns the sequences to drop.
 
         What is final of its KV is left for others, unless that is not `sound`.
         """
-        committed = attempt.committed
+        held = attempt.handles
         if not attempt.life.end(now):
             return []
         del self._live[attempt.session, attempt.key]
-        if not committed:
-            self._free([attempt.handle, *attempt.spares])
         dropped = [choice.sequence for choice in attempt.choices.values()]
         if sound:
             for choice in attempt.choices.values():
                 self._release(attempt, choice)
-        self._free([choice.handle for choice in attempt.choices.values()])
+        self._free(held)
+        self._pending.pop(attempt, None)
+        attempt.pending = None
         for sequence in dropped:
             del self._owners[sequence]
         attempt.choices.clear()
@@ -275,30 +273,43 @@ class Attempts:
             state = State.DECODING
         elif State.PAUSED in states:
             state = State.PAUSED
-        elif states and attempt.life.state is State.PAUSED:
+        elif states or attempt.pending is not None:
             state = State.SLOT_WAIT
         else:
             return
         if attempt.life.state is not state:
             attempt.life.enter(state, now)
 
-    def _fork(self, attempt: Attempt, owners: list[str]) -> list[KvHandle]:
-        """The first handle and, in the pages of the spares, a fork of it for each of `owners`."""
-        handles = [attempt.handle]
-        context = attempt.request.context_tokens
-        try:
-            for owner in owners:
-                spare = attempt.spares.pop()
-                try:
-                    handles.append(self._engine.fork(attempt.handle, owner, context, attempt.tokens, spare))
-                finally:
-                    self._engine.free(spare)
-        except Exception:
-            self._free(handles[1:])
-            raise
-        self._free(attempt.spares)
-        attempt.spares.clear()
-        return handles
+    def _sequence(
+        self,
+        attempt: Attempt,
+        first: FirstToken,
+        handle: KvHandle,
+        handoff: Handoff,
+        chain: Chain | None,
+        fetch_ms: float,
+        ready_at: float,
+    ) -> Decoding:
+        """A choice with its KV in place, from now on one of those that decode."""
+        output_ids = [*handoff.output_ids, first.token.token_id]
+        state = SequenceState(handoff.params, handoff.prompt_ids, tuple(output_ids), first.choice_index)
+        own = chain and chain.forked(first.token.token_id)
+        sequence = Decoding(next(self._ids), handle, state, output_ids, fetch_ms, ready_at, attempt.age, own)
+        attempt.choices[first.choice_index] = Choice(sequence.id, handle, own, ready_at)
+        self._owners[sequence.id] = (attempt, first.choice_index)
+        return sequence
+
+    def _context(self, attempt: Attempt) -> KvHandle:
+        """A handle that keeps the pages of the context, in which nothing is written any more."""
+        tokens = attempt.request.context_tokens
+        return self._engine.fork(attempt.handle, f"{attempt.key}/context", tokens, tokens, attempt.spare)
+
+    def _drop_pending(self, attempt: Attempt) -> None:
+        """No choice is pending any more."""
+        if attempt.pending is not None:
+            self._engine.free(attempt.pending.context)
+            del self._pending[attempt]
+            attempt.pending = None
 
     def _chain(self, attempt: Attempt, handoff: Handoff, digests: Sequence[bytes]) -> Chain:
         """The chain of the context, whose full blocks have these names."""

@@ -17,7 +17,7 @@ from baton.kv.format import KvCompression
 from baton.request import Handoff
 from baton.rpc.tls import Tls
 from baton.transfer.channels import KvChannels
-from decode_svc.attempts import Attempt
+from decode_svc.attempt import Attempt
 from decode_svc.config import DecodeConfig
 from decode_svc.messages import FailureKind, Start
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from baton.engine.contract import Engine, KvHandle
 from baton.ledger import LedgerEntry
 from baton.lifecycle import State
-from decode_svc.attempts import Attempt
+from decode_svc.attempt import Attempt
 
 
 def entries(attempts: Iterable[Attempt], engine: Engine, now: float) -> list[LedgerEntry]:
@@ -35,6 +35,8 @@ def entries(attempts: Iterable[Attempt], engine: Engine, now: float) -> list[Led
         life = attempt.life
         if attempt.committed:
             found += [entry(attempt, each.handle, each.state, each.since) for each in attempt.choices.values()]
+            if attempt.pending is not None:
+                found.append(entry(attempt, attempt.pending.context, State.SLOT_WAIT, attempt.pending.since))
         else:
-            found += [entry(attempt, each, life.state, life.since) for each in (attempt.handle, *attempt.spares)]
+            found += [entry(attempt, each, life.state, life.since) for each in attempt.handles]
     return found

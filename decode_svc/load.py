@@ -41,11 +41,11 @@ class Load:
         for state in ("used", "free", "cached"):
             metrics.PAGES.labels("decode", state).set(getattr(stats, state))
 
-    def status(self, paused: int) -> WorkerLoad:
-        """The load now, with so many sequences paused."""
+    def status(self, paused: int, pending: int) -> WorkerLoad:
+        """The load now, with so many sequences paused, and so many choices still to be forked."""
         stats, spec = self._engine.stats(), self._engine.spec
         return WorkerLoad(
-            waiting=self._last.waiting,
+            waiting=self._last.waiting + pending,
             running=self._last.running,
             pages_used=stats.used,
             pages_cached=stats.cached,

@@ -13,7 +13,7 @@ from baton.errors import BatonError
 from baton.telemetry import metrics
 from baton.transfer.export import Export
 from baton.transfer.exports import Exports
-from decode_svc.attempts import Attempt
+from decode_svc.attempt import Attempt
 from decode_svc.reservation import pinnable
 
 _log = logging.getLogger(__name__)

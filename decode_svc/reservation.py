@@ -17,7 +17,7 @@ class Refused(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a reservation takes: tokens of the first choice, and of each further one what it does not share.
+    """What a reservation takes: room for the tokens of one choice, and for those of the context that forks can't share.
 
     `pages` are all of them, also those that turn out to be shared with others; these need not be free.
     """
@@ -28,10 +28,9 @@ class Sizes:
 
 
 def sizes(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> Sizes:
-    """Size a reservation of `reserve_tokens` outputs at most for each choice.
+    """Size a reservation of `reserve_tokens` outputs at most.
 
-    Raises Refused when the request is malformed, when its first outputs could never fit, or when one choice alone
-    could never be generated to its end.
+    Raises Refused when the request is malformed, or when one choice alone could never be generated to its end.
     """
     for name, value, limit in (
         ("context_tokens", request.context_tokens, spec.max_model_len - 1),
@@ -42,12 +41,13 @@ def sizes(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> Sizes:
             raise Refused(name, "must be at least 1" + (f" and at most {limit}" if limit else ""), value)
     _check_names(spec, request)
     tokens = min(request.context_tokens + min(request.max_new_tokens, reserve_tokens), spec.max_model_len)
-    spare_pages = spec.pages_for(tokens) - request.context_tokens // spec.page_size
-    pages = spec.pages_for(tokens) + (request.choices - 1) * spare_pages
+    pages = spec.pages_for(tokens)
     whole = spec.pages_for(min(request.context_tokens + request.max_new_tokens, spec.max_model_len))
-    if (most := max(pages, whole)) > spec.pages:
-        raise Refused("context_tokens", f"needs {most} pages, there are {spec.pages}", request.context_tokens)
-    return Sizes(tokens, spare_pages * spec.page_size, pages)
+    if whole > spec.pages:
+        raise Refused("context_tokens", f"needs {whole} pages, there are {spec.pages}", request.context_tokens)
+    # Where the first choice needs all pages, there is none to spare: what is pending is given back at the commit.
+    splits = request.choices > 1 and request.context_tokens % spec.page_size > 0 and pages < spec.pages
+    return Sizes(tokens, spec.page_size if splits else 0, pages + splits)
 
 
 def pinnable(request: Reserve) -> list[bytes]:

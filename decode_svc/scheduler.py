@@ -12,9 +12,11 @@ page is left the youngest running sequence is paused, and gives back slot and pa
 Why everything ends: paused sequences come back oldest first, and before waiting ones, as soon as there is a slot, and
 room in the pool for the whole batch to go on for RESUME_TOKENS steps or to its end. So each return is paid for with
 progress, and the oldest is never paused while another one could be. While it can't come back, waiting ones take the
-slots: they hold their pages anyhow, and give them back only by running. No reservation is granted while anything is
-paused, so pages only come free; in the end the oldest has the pool for itself, which by the terms of its reservation
-is large enough.
+slots: they hold their pages anyhow, and give them back only by running. While anything is paused no reservation is
+granted, and no choice is forked as long as anything moves, so pages only come free. When nothing moves any more, the
+pages in use are those that pending choices keep of their contexts: these choices are then forked one after the other,
+and run, or are paused as well, until no context is kept (`decode_svc.grants`). In the end the oldest has the pool for
+itself, which by the terms of its reservation is large enough.
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ What is final of a sequence's KV stays in the pool when it ends, unless the engi
 cache that workers share (`write_backs`), if there is one.
 
 Reservations are refused while the worker drains or has failed, while the batch lacks pages to go on, while the
-new sequences would wait for slots (`admission`), and while there are no pages; all but what can never be come with a
-time to try again. Thereby a session can't hold more attempts than there are slots and those that are ahead.
+new sequence would wait for a slot (`admission`), and while there are no pages; all but what can never be come with a
+time to try again. Thereby a session can't hold more attempts than there are slots and those that are ahead, and those
+whose further choices are pending. These are forked as places come free (`grants`), which is looked at whenever a
+sequence or an attempt has ended, pages have returned, or the batch has changed.
 
 Everything here runs on the asyncio loop; the engine thread only ever sees plain messages and KV handles.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 
 from baton.engine.contract import Engine
@@ -38,16 +41,19 @@ from baton.worker.progress import Progress
 from baton.worker.status import StatusHub, WorkerIdentity
 from baton.worker.thread import EngineThread
 from decode_svc.admission import Admission
-from decode_svc.attempts import Attempt, Attempts, context_ids
+from decode_svc.attempt import Attempt
+from decode_svc.attempts import Attempts, context_ids
 from decode_svc.config import DecodeConfig
 from decode_svc.deadlines import Deadlines
 from decode_svc.fetches import Fetch, Fetches
+from decode_svc.grants import Grants
 from decode_svc.ledger import entries
 from decode_svc.load import Load
 from decode_svc.loop import DecodeLoop, Report
 from decode_svc.messages import Cancel, Command, Failure, FailureKind, Heartbeat, Output, Reserve, Reserved, Start
 from decode_svc.prefixes import PrefixExports
 from decode_svc.reservation import Refused, pinnable
+from decode_svc.scheduler import Decoding
 from decode_svc.session import MAX_ANSWERS, Session
 from decode_svc.write_backs import WriteBacks
 
@@ -70,7 +76,7 @@ class DecodeService:
         self._asyncio = loop = asyncio.get_running_loop()
         self._news = PrefixNews(engine, cache, lambda: self.status.changed())
         self._load = Load(engine)
-        self.status = StatusHub(identity, lambda: self._load.status(self.loop.paused), self._news)
+        self.status = StatusHub(identity, lambda: self._load.status(self.loop.paused, self.attempts.forks), self._news)
         self.progress = Progress()
         self.failed: asyncio.Future[None] = loop.create_future()
         self._config = config
@@ -87,7 +93,6 @@ class DecodeService:
         )
         self.attempts = Attempts(engine, config.reserve_tokens, self._write_backs.begin, exact=config.fetches_exact)
         self._prefixes = PrefixExports(exports, engine.spec.kv_format.block_size)
-        self._admission = Admission(engine.spec.slots, loop.time())
         self._sessions: dict[int, Session] = {}
         self._numbers = itertools.count()
         self._deadlines = Deadlines(self._overdue)
@@ -98,12 +103,16 @@ class DecodeService:
         self._idle = asyncio.Event()
         self._idle.set()
         self._load_due = False
+        self._fork_timer: asyncio.TimerHandle | None = None
         self.loop = DecodeLoop(
             engine,
             self.progress,
             lambda report: loop.call_soon_threadsafe(self._reported, report),
             loop.time,
             self._write_backs.give_up,
+        )
+        self._grants = Grants(
+            engine, self.attempts, Admission(engine.spec.slots, loop.time()), self.loop, self._write_backs.give_up
         )
         self._audit = IdleAudit(self.ledger, lambda: not self.attempts and not self._write_backs, self._broke)
         self._auditing: asyncio.Task[None] | None = None
@@ -202,39 +211,19 @@ class DecodeService:
             return Reserved(request.key, False, "the worker's engine has failed")
         now = self._asyncio.time()
         try:
-            self.attempts.check(session.number, request)
-            self._check_load(request, now)
-            attempt = self._reserved(session, request, now)
+            attempt = self._grants.reserve(session.number, request, now, self._config.start_timeout_s)
         except Refused as error:
             return Reserved(request.key, False, str(error), never=True)
         except Overloaded as error:
-            retry_after = error.retry_after or self._admission.retry_after(now)
+            retry_after = error.retry_after or self._grants.admission.retry_after(now)
             return Reserved(request.key, False, str(error), retry_after_s=retry_after)
         self._idle.clear()
         self._deadlines.set(attempt)
+        self._fork()
         self._load_changed()
         cached = attempt.handle.cached
         self.caches.reserved(cached // self._engine.spec.kv_format.block_size, len(pinnable(request)))
         return Reserved(request.key, True, cached_tokens=cached)
-
-    def _reserved(self, session: Session, request: Reserve, now: float) -> Attempt:
-        """The attempt with its pages, if need be those of blocks that are being written back."""
-        limit_s = self._config.start_timeout_s
-        try:
-            return self.attempts.reserve(session.number, request, now, limit_s)
-        except OutOfPages:
-            if not self._write_backs.give_up():
-                raise
-        return self.attempts.reserve(session.number, request, now, limit_s)
-
-    def _check_load(self, request: Reserve, now: float) -> None:
-        if self.loop.crowded:
-            stats = self._engine.stats()
-            free = stats.free + stats.cached
-            raise Overloaded(
-                f"the batch lacks pages, {free} of {stats.total} are free; {self.loop.paused} sequences are paused"
-            )
-        self._admission.check(self.attempts.sequences, request.choices, now)
 
     def _start(self, session: Session, start: Start) -> None:
         attempt = self.attempts.get(session.number, start.key)
@@ -257,8 +246,9 @@ class DecodeService:
             now = self._asyncio.time()
             if dropped := self.attempts.cancel_choice(attempt, cancel.choice_index, now):
                 self.loop.drop(dropped)
-                self._admission.ended(now)
+                self._grants.admission.ended(now)
             if not self.attempts.over(attempt):
+                self._fork()
                 return
         self._end(attempt)
 
@@ -278,16 +268,36 @@ class DecodeService:
     def _fetched(self, attempt: Attempt, handoff: Handoff, digests: Sequence[bytes] | None, fetch_ms: float) -> None:
         now = self._asyncio.time()
         self._prefixes.end(attempt)
-        sequences = self.attempts.commit(attempt, handoff, fetch_ms, now, digests)
+        try:
+            sequence = self.attempts.commit(attempt, handoff, fetch_ms, now, digests)
+        except OutOfPages as error:
+            self._fail(attempt, FailureKind.PREEMPTED, f"{attempt.key}: no page is left to keep the context: {error}")
+            return
         metrics.REUSED_TOKENS.inc(attempt.handle.cached)
         if not self._config.fetches_exact:
             metrics.UNSHARED_TOKENS.inc(attempt.request.context_tokens)
-        if sequences:
-            self._admission.ready(now - attempt.reserved_at)
-            self._deadlines.set(attempt)
-            self.loop.add(sequences)
-        else:
+        if sequence is None:
             self._end(attempt)
+            return
+        self._grants.admission.ready(now - attempt.reserved_at)
+        self._deadlines.set(attempt)
+        self._fork([sequence])
+
+    def _fork(self, sequences: Sequence[Decoding] = ()) -> None:
+        """Let these sequences run, and the further choices whose turn it is."""
+        if self._fork_timer is not None:
+            self._fork_timer.cancel()
+            self._fork_timer = None
+        if self.failed.done():
+            return
+        now = self._asyncio.time()
+        forked = self._grants.forks(now)
+        if sequences := [*sequences, *forked.started]:
+            self.loop.add(sequences)
+        for broken, error in forked.failed:
+            self._fail(broken, FailureKind.ENGINE, f"{broken.key}: a choice can't be forked: {error}")
+        if not math.isinf(at := self._grants.wake_at(now)):
+            self._fork_timer = self._asyncio.call_at(at, self._fork)
 
     def _reported(self, report: Report) -> None:
         """Pass one turn of the engine thread on to the routers: one message for each."""
@@ -304,7 +314,7 @@ class DecodeService:
             )
             if output.finish is not None:
                 self.attempts.sequence_ended(output.id, now, output.digests)
-                self._admission.ended(now)
+                self._grants.admission.ended(now)
                 if self.attempts.over(attempt):
                     self._end(attempt)
         for lost in report.failures:
@@ -312,6 +322,7 @@ class DecodeService:
                 self._fail(owner[0], lost.kind, f"{owner[0].key}: {lost.message}")
         self._load.reported(report)
         self._load_changed()
+        self._fork()
 
     def _overdue(self, attempt: Attempt) -> None:
         life = attempt.life
@@ -342,11 +353,12 @@ class DecodeService:
         self._prefixes.end(attempt)
         if dropped := self.attempts.end(attempt, now, sound=sound):
             self.loop.drop(dropped)
-            self._admission.ended(now, len(dropped))
+            self._grants.admission.ended(now, len(dropped))
         self._deadlines.drop(attempt)
         self._fetches.stop(attempt)
         self._idled()
         self._load_changed()
+        self._fork()
 
     def _idled(self) -> None:
         """The last attempt may have ended, or the last write-back."""
@@ -372,9 +384,13 @@ class DecodeService:
         self.loop.wake()
         if not self._load_due:
             self._load_due = True
-            self._asyncio.call_soon_threadsafe(self._load_changed)
+            self._asyncio.call_soon_threadsafe(self._returned)
+
+    def _returned(self) -> None:
+        self._load_due = False
+        self._load_changed()
+        self._fork()
 
     def _load_changed(self) -> None:
-        self._load_due = False
         self._load.show_pages()
         self.status.changed()

@@ -1,8 +1,9 @@
 """A decode worker in simulated time, its engine thread driven turn by turn.
 
-There are fetches that end well, badly or late, deadlines, cancels, heartbeats that leave attempts out, faults of steps,
-lost sessions, and a pool so small that sequences are paused and preempted. Prompts share beginnings, one is the next
-turn of another, and routers name the blocks of their prompts, of another's, or none.
+There are requests with one choice and with more than there are slots, fetches that end well, badly or late, deadlines,
+cancels, heartbeats that leave attempts out, faults of steps, lost sessions, and a pool so small that sequences are
+paused and preempted. Prompts share beginnings, one is the next turn of another, and routers name the blocks of their
+prompts, of another's, or none.
 
 Whatever happens: each attempt ends once and in time, its tokens are those of its prompt, nothing is told of what has
 ended, the pages in use are those of live attempts and of write-backs, and once all is over there are none. What is left
@@ -12,6 +13,7 @@ in the pool, what was written back, and what is exported is the KV of the tokens
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from typing import Any
@@ -27,6 +29,7 @@ from baton.request import CachePolicy, Handoff, SamplingParams
 from baton.transfer.exports import Exports
 from baton.worker.config import WorkerConfig
 from baton.worker.status import WorkerRole, new_identity
+from decode_svc.admission import OFFER_S
 from decode_svc.config import DecodeConfig
 from decode_svc.loop import Report
 from decode_svc.messages import AttemptKey, Cancel, Heartbeat, Reserve, Start
@@ -41,13 +44,14 @@ SEED = 5
 FIRST_TURN = tuple(range(3, 7))
 NEXT_TURN = (*FIRST_TURN, *alone(FIRST_TURN, SamplingParams(max_tokens=17, seed=SEED))[:10], 8, 9)
 PROMPTS = [*(tuple(range(3, 3 + length)) for length in (1, 4, 7, 9)), tuple(range(53, 62)), NEXT_TURN]
-PAGES, PAGE, BLOCK, SLOTS = 9, 4, 2, 3
+PAGES, PAGE, BLOCK = 9, 4, 2
 HOST_PAGES = 4
 RESERVE_TOKENS = 2
 START_S, FETCH_S, COPY_S = 10.0, 20.0, 0.3
 PROMPT = st.sampled_from(PROMPTS)
 NAMED = st.sampled_from(["its own", "its own", "its own", "none", "another's"])
 POLICY = st.sampled_from([CachePolicy.READ_WRITE, CachePolicy.READ_WRITE, CachePolicy.WRITE, CachePolicy.OFF])
+CHOICES = st.sampled_from([1, 1, 1, 2, 2, 3, 5, 64])
 PICK = st.integers(0, 99)
 PATIENCE = st.sampled_from([None, None, 3.0, 30.0])
 
@@ -57,6 +61,8 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
     sessions = Bundle("sessions")
 
+    slots = 3
+
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop(lambda: COPY_S)
@@ -65,7 +71,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             page_size=PAGE,
             pages=PAGES,
             block_size=BLOCK,
-            slots=SLOTS,
+            slots=self.slots,
             max_model_len=64,
             host_kv_memory=HOST_PAGES * PAGE * token_bytes,
         )
@@ -130,7 +136,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         session=sessions,
         prompt=PROMPT,
         max_tokens=st.sampled_from([1, 2, 6, 17]),
-        choices=st.sampled_from([1, 1, 2, 3]),
+        choices=CHOICES,
         patience=PATIENCE,
         named=NAMED,
         cache=POLICY,
@@ -197,7 +203,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             ours.told_to_end = True
             self.loop.call(self.service.handle, ours.session, Cancel(ours.key))
 
-    @rule(pick=PICK, choice=st.integers(0, 2))
+    @rule(pick=PICK, choice=st.integers(0, 4))
     def cancel_one_choice(self, pick: int, choice: int) -> None:
         for ours in self._picked(pick):
             self.cancel_choice(ours, choice)
@@ -226,7 +232,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             if ours.started_at is not None:
                 self.loop.spawn(read_prefix(self.exports, self.engine, ours))
 
-    @rule(session=sessions, prompt=PROMPT, choices=st.sampled_from([1, 1, 2]))
+    @rule(session=sessions, prompt=PROMPT, choices=CHOICES)
     def reserve_start_and_fetch(self, session: Session, prompt: tuple[int, ...], choices: int) -> None:
         ours = self.reserve(session, prompt, 17, choices, None)
         if ours is not None:
@@ -338,9 +344,12 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         for ours in self.tries_of.values():
             handoff = ours.ready.handoff
             for choice, tokens in ours.tokens.items():
-                expected = alone(handoff.prompt_ids, handoff.params, choice)
+                expected = _alone(handoff.prompt_ids, handoff.params, choice)
                 assert tokens == expected[: len(tokens)]
                 assert choice not in ours.finished or tokens == expected
+
+    def _progress(self) -> list[Any]:
+        return [(ours.ended, sum(map(len, ours.tokens.values()))) for ours in self.tries_of.values()]
 
     def teardown(self) -> None:
         try:
@@ -353,11 +362,15 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         for ours in going:
             self.start(ours, None)
             self.end_fetch(ours, True)
-        for _ in range(400):
-            if not any(goes_on(ours) for ours in going):
-                break
+        still = 0
+        while any(goes_on(ours) for ours in going) and still < 3:
+            before = self._progress()
             self.turn("")
             self.deliver()
+            if self._progress() == before:
+                # A place may be kept for whoever was refused.
+                self.loop.advance(OFFER_S)
+            still = 0 if self._progress() != before else still + 1
         stuck = [ours for ours in going if goes_on(ours)]
         if stuck:
             raise Hung(f"{[str(ours.key) for ours in stuck]} never end")
@@ -379,8 +392,20 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.loop.finish()
 
 
+@functools.cache
+def _alone(prompt: tuple[int, ...], params: SamplingParams, choice: int) -> list[int]:
+    return alone(prompt, params, choice)
+
+
 def _number(owner: str) -> int:
     return int(owner.removeprefix("r").partition("/")[0])
 
 
+class OneSlotMachine(DecodeWorkerMachine):
+    """The same with one slot, which all choices of all requests share."""
+
+    slots = 1
+
+
 TestDecodeWorker = machine_test(DecodeWorkerMachine, 80, 40)
+TestOneSlot = machine_test(OneSlotMachine, 30, 40)

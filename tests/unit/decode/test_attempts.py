@@ -9,11 +9,13 @@ import pytest
 from baton.engine.fake import FakeEngine
 from baton.errors import BatonError, IncompleteTransfer, InvalidRequest, OutOfPages
 from baton.lifecycle import State
-from baton.request import FinishReason, SamplingParams
-from decode_svc.attempts import Attempt, Attempts
+from baton.request import FinishReason, Handoff, SamplingParams
+from decode_svc.attempt import Attempt
+from decode_svc.attempts import Attempts
 from decode_svc.ledger import entries
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.reservation import Refused, sizes
+from decode_svc.scheduler import Decoding
 from tests.decoding import greedy, prefill
 
 KEY = AttemptKey("r", 0)
@@ -29,7 +31,14 @@ def of(fake: FakeEngine, reserve_tokens: int = 100) -> Attempts:
 
 def committed(attempts: Attempts, ours: Attempt, **handoff: object) -> int:
     ready = replace(prefill([1, 2, 3, 4, 5]).handoff, **handoff)
-    return len(attempts.commit(ours, ready, 0.0, 0.0))
+    first = attempts.commit(ours, ready, 0.0, 0.0)
+    return (first is not None) + attempts.forks
+
+
+def forked(attempts: Attempts, ours: Attempt, ready: Handoff, now: float = 0.0) -> list[Decoding]:
+    """All sequences of an attempt, begun at once."""
+    first = attempts.commit(ours, ready, 1.0, now)
+    return [] if first is None else [first, *(attempts.fork(ours) for _ in range(attempts.forks))]
 
 
 def test_a_request_that_was_tried_before_is_older() -> None:
@@ -42,17 +51,18 @@ def test_a_request_that_was_tried_before_is_older() -> None:
 @pytest.mark.parametrize(
     ("context", "new", "choices", "first", "tokens", "spare", "pages"),
     [
-        (5, 3, 1, 100, 8, 4, 2),
-        (8, 1, 1, 100, 9, 4, 3),
-        (6, 6, 3, 100, 12, 8, 7),
-        (8, 8, 2, 100, 16, 8, 6),
-        (30, 100, 1, 100, 40, 12, 10),
-        (5, 30, 1, 3, 8, 4, 2),
-        (8, 30, 3, 8, 16, 8, 8),
-        (4, 36, 12, 1, 5, 4, 13),
+        (5, 3, 1, 100, 8, 0, 2),
+        (8, 1, 1, 100, 9, 0, 3),
+        (6, 6, 3, 100, 12, 4, 4),
+        (6, 6, 64, 100, 12, 4, 4),
+        (8, 8, 2, 100, 16, 0, 4),
+        (30, 100, 1, 100, 40, 0, 10),
+        (5, 30, 1, 3, 8, 0, 2),
+        (8, 30, 3, 8, 16, 0, 4),
+        (29, 11, 64, 100, 40, 4, 11),
     ],
 )
-def test_a_reservation_holds_context_and_first_outputs_and_shares_only_full_pages(
+def test_a_reservation_holds_the_context_and_one_choices_first_outputs_and_the_page_that_forks_cant_share(
     context: int, new: int, choices: int, first: int, tokens: int, spare: int, pages: int
 ) -> None:
     need = sizes(engine().spec, Reserve(KEY, context, new, choices), first)
@@ -67,7 +77,6 @@ def test_a_reservation_holds_context_and_first_outputs_and_shares_only_full_page
         (4, 0, 1, "max_new_tokens: .* got 0"),
         (4, 4, 0, "choices: .* got 0"),
         (4, 4, 65, "choices: .*at most 64, got 65"),
-        (4, 36, 9, "needs 82 pages, there are 16"),
     ],
 )
 def test_what_can_never_fit_is_refused_with_the_numbers(context: int, new: int, choices: int, words: str) -> None:
@@ -81,6 +90,8 @@ def test_what_could_not_be_generated_alone_in_an_empty_pool_is_refused_however_l
     with pytest.raises(Refused, match="needs 10 pages, there are 9"):
         sizes(engine(pages=9).spec, Reserve(KEY, 10, 30, 1), 1)
     assert sizes(engine(pages=10).spec, Reserve(KEY, 10, 30, 1), 1).pages == 3
+    many, one = (sizes(engine(pages=10).spec, Reserve(KEY, 30, 10, choices), 100) for choices in (64, 1))
+    assert many == one
 
 
 def test_a_reservation_takes_all_its_pages_or_none() -> None:
@@ -88,7 +99,7 @@ def test_a_reservation_takes_all_its_pages_or_none() -> None:
     attempts = of(fake)
     attempts.reserve(1, Reserve(KEY, 10, 26, 1), 0.0)
     with pytest.raises(OutOfPages, match=r"needs 8 pages, 7 of 16 are free"):
-        attempts.reserve(1, Reserve(AttemptKey("other", 0), 8, 12, 2), 0.0)
+        attempts.reserve(1, Reserve(AttemptKey("other", 0), 9, 19, 2), 0.0)
     assert fake.audit() == {"r/0": 9}
     assert len(attempts) == 1
 
@@ -105,25 +116,89 @@ def test_a_live_name_is_not_given_twice_but_each_session_has_its_own() -> None:
     assert fake.stats().used == 4
 
 
-def test_choices_share_the_prompt_and_never_need_more_pages_than_reserved() -> None:
+def test_further_choices_take_their_pages_one_by_one_and_the_last_takes_the_context_over() -> None:
     fake = engine(pages=9)
     attempts = of(fake)
     attempt = attempts.reserve(1, Reserve(KEY, 6, 6, 4), 0.0)
-    used = fake.stats().used
+    assert fake.audit() == {"r/0": 3, "r/0/spare": 1}
     attempts.start(attempt, 0.0)
     ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=4), choices=range(4))
     ready.write(fake, attempt.handle)
-    sequences = attempts.commit(attempt, ready.handoff, 1.0, 2.0)
+    first = attempts.commit(attempt, ready.handoff, 1.0, 2.0)
+    assert first is not None
+    assert (fake.audit(), attempts.sequences, attempts.forks) == ({"r/0": 3, "r/0/context": 2}, 1, 3)
+    sequences = [first]
+    for pages, owner in ((2, "r/0/1"), (2, "r/0/2")):
+        before = fake.stats().used
+        assert attempts.fork_pages(attempt) == pages
+        sequences.append(attempts.fork(attempt))
+        assert fake.stats().used == before + pages
+        assert owner in fake.audit()
+    # The first choice has ended: its pages are another's, and the context is still there.
+    fake.free(first.handle)
+    attempts.sequence_ended(first.id, 3.0)
+    assert attempts.fork_pages(attempt) == 1
+    sequences.append(attempts.fork(attempt))
     assert [each.state.choice_index for each in sequences] == [0, 1, 2, 3]
-    assert fake.stats().used == used
+    assert (attempts.forks, attempts.pending, attempt.pending) == (0, [], None)
     assert all(each.handle.capacity >= 12 for each in sequences)
-    assert set(fake.audit()) == {"r/0", "r/0/1", "r/0/2", "r/0/3"}
-    for each in sequences:
+    for each in sequences[1:]:
+        expected, got = prefill([1, 2, 3, 4, 5, 6]).layers[0], fake.read_kv(each.handle, 0, range(6), range(2))
+        assert [bytes(part.data) for part in got] == [bytes(part.data) for part in expected]
         fake.free(each.handle)
-        attempts.sequence_ended(each.id, 0.0)
+        attempts.sequence_ended(each.id, 4.0)
     assert attempts.over(attempt)
-    attempts.end(attempt, 0.0)
+    attempts.end(attempt, 4.0)
     assert fake.audit() == {}
+
+
+def test_a_fork_without_pages_changes_nothing_and_its_attempt_keeps_its_turn() -> None:
+    fake = engine(pages=5)
+    attempts = of(fake)
+    attempt = attempts.reserve(1, Reserve(KEY, 6, 6, 3), 0.0)
+    attempts.start(attempt, 0.0)
+    ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=3), choices=range(3)).handoff
+    attempts.commit(attempt, ready, 0.0, 0.0)
+    with pytest.raises(OutOfPages):
+        attempts.fork(attempt)
+    assert (attempts.forks, attempts.pending, fake.stats().used) == (2, [attempt], 4)
+    attempts.end(attempt, 0.0)
+    assert (fake.audit(), attempts.pending) == ({}, [])
+
+
+def test_pending_choices_of_several_attempts_take_turns() -> None:
+    attempts = of(engine(pages=64))
+    tries = []
+    for name in ("a", "b"):
+        tries.append(attempts.reserve(1, Reserve(AttemptKey(name, 0), 5, 4, 3), 0.0))
+        attempts.start(tries[-1], 0.0)
+        params = SamplingParams(max_tokens=4, seed=1, n=3)
+        attempts.commit(tries[-1], prefill([1, 2, 3, 4, 5], params, request_id=name, choices=range(3)).handoff, 0, 0)
+    order = []
+    while turns := attempts.pending:
+        order.append(turns[0].key.request_id)
+        attempts.fork(turns[0])
+    assert order == ["a", "b", "a", "b"]
+
+
+def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_context_back() -> None:
+    fake = engine()
+    attempts = of(fake)
+    attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 3), 0.0)
+    attempts.start(attempt, 0.0)
+    ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3)).handoff
+    first = attempts.commit(attempt, ready, 0.0, 0.0)
+    assert first is not None
+    attempts.moved(first.id, State.DECODING, 0.0)
+    fake.free(first.handle)
+    attempts.sequence_ended(first.id, 1.0)
+    assert (attempts.over(attempt), attempt.life.state) == (False, State.SLOT_WAIT)
+    assert attempts.cancel_choice(attempt, 2, 1.0) == []
+    assert set(fake.audit()) == {"r/0/context"}
+    assert attempts.cancel_choice(attempt, 1, 1.0) == []
+    assert attempts.over(attempt)
+    assert fake.audit() == {}
+    assert attempts.end(attempt, 1.0) == []
 
 
 def test_choices_that_ended_with_their_first_token_or_were_cancelled_are_not_decoded() -> None:
@@ -135,7 +210,7 @@ def test_choices_that_ended_with_their_first_token_or_were_cancelled_are_not_dec
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=4), choices=range(4)).handoff
     firsts = list(ready.first_tokens)
     firsts[0] = replace(firsts[0], finish=FinishReason.STOP)
-    sequences = attempts.commit(attempt, replace(ready, first_tokens=tuple(firsts)), 0.0, 0.0)
+    sequences = forked(attempts, attempt, replace(ready, first_tokens=tuple(firsts)))
     assert [each.state.choice_index for each in sequences] == [1, 2]
     assert fake.stats().used == 3 + 2
     dropped = attempts.cancel_choice(attempt, 1, 0.0)
@@ -189,7 +264,7 @@ def test_a_replay_reserves_what_is_left_and_continues_its_choice() -> None:
     attempts.start(attempt, 0.0)
     params = SamplingParams(max_tokens=4, seed=3, n=4)
     ready = prefill([1, 2, 3, 4, 5], params, attempt=1, choices=[2], outputs=[8, 9]).handoff
-    (sequence,) = attempts.commit(attempt, ready, 0.0, 0.0)
+    (sequence,) = forked(attempts, attempt, ready)
     assert sequence.state.choice_index == 2
     assert sequence.output_ids[:2] == [8, 9]
     assert attempts.owner(sequence.id) == (attempt, 2)
@@ -201,7 +276,7 @@ def test_every_state_has_the_deadline_of_the_request_or_its_own_if_that_comes_fi
     assert (attempt.life.state, attempt.life.deadline) == (State.RESERVED, 110.0)
     attempts.start(attempt, 105.0, 60.0)
     assert (attempt.life.state, attempt.life.deadline) == (State.TRANSFERRING, 130.0)
-    (sequence,) = attempts.commit(attempt, prefill([1, 2, 3, 4, 5]).handoff, 0.0, 107.0)
+    (sequence,) = forked(attempts, attempt, prefill([1, 2, 3, 4, 5]).handoff, 107.0)
     for state in (State.SLOT_WAIT, State.DECODING, State.PAUSED, State.DECODING):
         if state is not State.SLOT_WAIT:
             attempts.moved(sequence.id, state, 108.0)
@@ -220,7 +295,7 @@ def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
     attempt = attempts.reserve(1, Reserve(KEY, 5, 4, 3), 0.0)
     attempts.start(attempt, 0.0)
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3))
-    one, two, three = (each.id for each in attempts.commit(attempt, ready.handoff, 0.0, 0.0))
+    one, two, three = (each.id for each in forked(attempts, attempt, ready.handoff))
     for sequence, state, expected in (
         (one, State.DECODING, State.DECODING),
         (two, State.DECODING, State.DECODING),
@@ -242,7 +317,7 @@ def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
     assert fake.audit() == {}
 
 
-def test_choices_take_over_their_spares_though_others_wait_for_every_page() -> None:
+def test_the_context_takes_over_its_spare_though_others_wait_for_every_page() -> None:
     fake = engine(pages=9)
     attempts = of(fake)
     attempt = attempts.reserve(1, Reserve(KEY, 6, 6, 4), 0.0)
@@ -250,24 +325,24 @@ def test_choices_take_over_their_spares_though_others_wait_for_every_page() -> N
     ready = prefill([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6, seed=1, n=4), choices=range(4))
     # What a page returned for a moment would be snatched.
     fake.watch_pages(lambda: fake.reserve("thief", 4))
-    assert len(attempts.commit(attempt, ready.handoff, 1.0, 2.0)) == 4
+    assert attempts.commit(attempt, ready.handoff, 1.0, 2.0) is not None
     fake.watch_pages(None)
-    assert "thief" not in fake.audit()
+    assert set(fake.audit()) == {"r/0", "r/0/context"}
 
 
 def test_the_ledger_names_every_handle_and_where_its_bytes_are() -> None:
     fake = engine()
     attempts = of(fake, 1)
-    waiting = attempts.reserve(1, Reserve(AttemptKey("w", 0), 8, 30, 2, deadline_s=50.0), 10.0)
+    waiting = attempts.reserve(1, Reserve(AttemptKey("w", 0), 9, 30, 2, deadline_s=50.0), 10.0)
     running = attempts.reserve(1, Reserve(KEY, 5, 4, 1), 10.0)
     attempts.start(running, 11.0)
-    (sequence,) = attempts.commit(running, prefill([1, 2, 3, 4, 5]).handoff, 0.0, 12.0)
+    (sequence,) = forked(attempts, running, prefill([1, 2, 3, 4, 5]).handoff, 12.0)
     page = 4 * fake.spec.kv_format.token_bytes
     assert {entry.owner: entry.pages for entry in entries(attempts, fake, 13.0)} == fake.audit()
     first, spare, ours = entries(attempts, fake, 13.0)
     assert (first.owner, first.state, first.pages, first.bytes) == ("w/0", "reserved", 3, 3 * page)
     assert (first.age_s, first.deadline_s) == (3.0, 47.0)
-    assert (spare.owner, spare.kind, spare.pages) == ("w/0/spare1", "kv", 1)
+    assert (spare.owner, spare.kind, spare.pages) == ("w/0/spare", "kv", 1)
     assert (ours.owner, ours.state, ours.age_s, ours.deadline_s) == ("r/0", "slot_wait", 1.0, None)
     fake.insert(sequence.handle, sequence.state)
     fake.pause(sequence.handle)

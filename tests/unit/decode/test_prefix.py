@@ -48,7 +48,8 @@ class Worker:
         self.attempts.start(attempt, 0.0)
         ready.write(self.engine, attempt.handle, attempt.handle.cached)
         names = digests(self.engine, prompt, SALT) if self.attempts.named(attempt) else None
-        return self.attempts.commit(attempt, ready.handoff, 0.0, 0.0, names)
+        first = self.attempts.commit(attempt, ready.handoff, 0.0, 0.0, names)
+        return [] if first is None else [first, *(self.attempts.fork(attempt) for _ in range(self.attempts.forks))]
 
     def run(self, sequence: Any, tokens: int) -> None:
         """Decode so many tokens, as the engine thread does."""
@@ -127,7 +128,7 @@ def test_choices_share_what_was_pinned_and_write_only_their_own_pages() -> None:
     worker.attempts.end(first, 0.0)
     attempt = worker.reserve("c", choices=3)
     assert attempt.handle.cached == 8
-    assert worker.engine.stats().used == 2 + 3 * 3
+    assert worker.engine.stats().used == 2 + 3 + 1
     sequences = worker.commit(attempt, params=params)
     assert worker.engine.stats().used == 2 + 3 * 3
     for each in sequences:
@@ -275,7 +276,8 @@ def test_a_replay_finds_prompt_and_outputs() -> None:
     ready = prefill(PROMPT, greedy(8), request_id="a", attempt=1, outputs=outputs)
     worker.attempts.start(again, 2.0)
     ready.write(worker.engine, again.handle, 12)
-    (sequence,) = worker.attempts.commit(again, ready.handoff, 0.0, 2.0, digests(worker.engine, context, SALT))
+    sequence = worker.attempts.commit(again, ready.handoff, 0.0, 2.0, digests(worker.engine, context, SALT))
+    assert sequence is not None
     worker.run(sequence, 1)
     assert sequence.output_ids == alone(PROMPT, greedy(8))
     worker.attempts.end(again, 3.0)

@@ -1,0 +1,137 @@
+"""Who gets a place and pages next: a reservation that a router asks for, or a fork of a committed attempt. Pure.
+
+    reserve ── malformed, or larger than the worker ─▶ Refused
+       │────── the batch lacks pages, all places are taken, pages are missing ─▶ Overloaded, try again
+       └─────▶ Attempt, which counts as one sequence, however many choices it has
+    forks ───▶ sequences of further choices, as places and pages come free; to be asked for whenever that may be so
+
+Forks of several attempts take turns. One that lacks pages waits, and keeps nobody from a place.
+
+Why all forks end. A pending fork waits for a place, for the batch to have room for what is paused, or for pages.
+Places come free, since all that runs ends, and forks get every second one (`admission`). For the rest there is a rule:
+when nothing moves, that is when all sequences are paused and nothing is on its way here, a fork may start though the
+batch lacks pages. There is always one that can: no pages are in use then but those of the contexts that are kept, and
+the attempt that was granted last among these was granted one choice's pages beside all these contexts, its own page
+that forks can't share included. So in the end no context is kept, and the oldest paused sequence has the pool.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+from baton.engine.contract import Engine
+from baton.errors import OutOfPages, Overloaded
+from decode_svc.admission import Admission
+from decode_svc.attempt import Attempt
+from decode_svc.attempts import Attempts
+from decode_svc.messages import Reserve
+from decode_svc.scheduler import Decoding
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Forked:
+    """What came of the forks whose turn it was: sequences for the batch, and attempts that the engine has failed."""
+
+    started: list[Decoding] = field(default_factory=list)
+    failed: list[tuple[Attempt, Exception]] = field(default_factory=list)
+
+
+class Batch(Protocol):
+    """What is known of the generation batch."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it lacks pages."""
+
+    @property
+    def paused(self) -> int:
+        """Sequences that left it for want of pages, and wait to come back."""
+
+
+class Grants:
+    """Decides for one worker; times are seconds on the caller's clock.
+
+    `spared` gives back pages that are held for no request; False if there were none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        attempts: Attempts,
+        admission: Admission,
+        batch: Batch,
+        spared: Callable[[], bool],
+    ) -> None:
+        self._engine = engine
+        self._attempts = attempts
+        self.admission = admission
+        self._batch = batch
+        self._spared = spared
+
+    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> Attempt:
+        """The attempt with its pages. Raises Refused for what can never be, Overloaded for what can't be now."""
+        self._attempts.check(session, request)
+        if self._batch.crowded:
+            stats = self._engine.stats()
+            raise Overloaded(
+                f"the batch lacks pages, {stats.free + stats.cached} of {stats.total} are free; "
+                f"{self._batch.paused} sequences are paused"
+            )
+        self.admission.check(self._attempts.sequences, now)
+        attempt = self._with_spared(lambda: self._attempts.reserve(session, request, now, limit_s))
+        self.admission.granted(now, pending=bool(self._attempts.pending))
+        return attempt
+
+    def forks(self, now: float) -> Forked:
+        """Start the forks whose turn it is; each sequence is to be given a slot, and what failed is to be ended."""
+        forked = Forked()
+        while turns := self._attempts.pending:
+            if not self._may_fork(now):
+                return forked
+            started = self._fork(turns, forked)
+            # Its turn is over, also where pages are missing.
+            self.admission.forked()
+            if not started:
+                return forked
+        self.admission.forked()
+        return forked
+
+    def wake_at(self, now: float) -> float:
+        """When `forks` is to be called though nothing happens; infinite if that is not needed."""
+        until = self.admission.offered_until
+        return until if self._attempts.pending and now < until else math.inf
+
+    def _may_fork(self, now: float) -> bool:
+        moving = any(attempt.moves for attempt in self._attempts)
+        if moving:
+            return not self._batch.crowded and self.admission.may_fork(self._attempts.sequences, now)
+        # Paused sequences have no place in the batch.
+        return self.admission.may_fork(0, now)
+
+    def _fork(self, turns: Sequence[Attempt], forked: Forked) -> bool:
+        """Fork the first that has the pages; False if there is none."""
+        for attempt in turns:
+            try:
+                forked.started.append(self._with_spared(partial(self._attempts.fork, attempt)))
+            except OutOfPages:
+                continue
+            except Exception as error:
+                forked.failed.append((attempt, error))
+                return False
+            return True
+        return False
+
+    def _with_spared(self, take: Callable[[], T]) -> T:
+        """What `take` yields, if need be with the pages that are held for no request."""
+        try:
+            return take()
+        except OutOfPages:
+            if not self._spared():
+                raise
+        return take()

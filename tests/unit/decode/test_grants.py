@@ -1,0 +1,251 @@
+"""Places and pages in turn: forks of many choices beside reservations, on few slots and in a small pool."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import Overloaded
+from baton.request import SamplingParams
+from baton.worker.progress import Progress
+from decode_svc.admission import KEEP, OFFER_S, Admission
+from decode_svc.attempt import Attempt
+from decode_svc.attempts import Attempts
+from decode_svc.grants import Grants
+from decode_svc.loop import DecodeLoop, Report
+from decode_svc.messages import AttemptKey, FailureKind, Reserve
+from tests.decoding import LoggingEngine, alone, prefill
+
+PAGE = 4
+
+
+@dataclass
+class Asked:
+    """A request as its router sees it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    attempt: Attempt | None = None
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+    failed: FailureKind | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.failed is not None or (self.attempt is not None and len(self.finished) == self.params.n)
+
+
+class Worker:
+    """A decode worker without transfers, in turns: what the service does with its parts."""
+
+    def __init__(self, slots: int, pages: int = 500, host_tokens: int = 1000, reserve_tokens: int = 4) -> None:
+        token_bytes = LoggingEngine().spec.kv_format.token_bytes
+        self.engine = LoggingEngine(
+            page_size=PAGE, pages=pages, slots=slots, max_model_len=400, host_kv_memory=host_tokens * token_bytes
+        )
+        self.reports: list[Report] = []
+        self.loop = DecodeLoop(self.engine, Progress(), self.reports.append)
+        self.attempts = Attempts(self.engine, reserve_tokens)
+        self.grants = Grants(self.engine, self.attempts, Admission(slots, 0.0), self.loop, lambda: False)
+        self.asked: dict[str, Asked] = {}
+        self.now = 0.0
+
+    def ask(self, name: str, prompt: list[int], max_tokens: int, n: int) -> bool:
+        params = SamplingParams(max_tokens=max_tokens, seed=7, n=n)
+        return self.try_again(name, Asked(prompt, params))
+
+    def try_again(self, name: str, asked: Asked) -> bool:
+        """Reserve, and at once bring the KV; False when it is refused."""
+        if granted := self.reserve(name, asked):
+            self.bring(name)
+        return granted
+
+    def reserve(self, name: str, asked: Asked) -> bool:
+        """Ask for a place; False when it is refused."""
+        request = Reserve(AttemptKey(name, 0), len(asked.prompt), asked.params.max_tokens or 0, asked.params.n)
+        try:
+            attempt = self.grants.reserve(1, request, self.now)
+        except Overloaded:
+            return False
+        self.asked[name], asked.attempt = asked, attempt
+        self.fork()
+        return True
+
+    def bring(self, name: str) -> None:
+        """The KV of a reservation is there."""
+        asked = self.asked[name]
+        attempt = asked.attempt
+        assert attempt is not None
+        ready = prefill(asked.prompt, asked.params, request_id=name, choices=range(asked.params.n), page_size=PAGE)
+        for first in ready.handoff.first_tokens:
+            asked.tokens[first.choice_index] = [first.token.token_id]
+        self.attempts.start(attempt, self.now)
+        ready.write(self.engine, attempt.handle)
+        try:
+            sequence = self.attempts.commit(attempt, ready.handoff, 0.0, self.now)
+        except Overloaded:
+            self.fail(attempt, FailureKind.PREEMPTED)
+        else:
+            assert sequence is not None
+            self.loop.add([sequence])
+        self.fork()
+
+    def fork(self) -> None:
+        forked = self.grants.forks(self.now)
+        assert not forked.failed
+        self.loop.add(forked.started)
+
+    def fail(self, attempt: Attempt, kind: FailureKind) -> None:
+        self.asked[attempt.key.request_id].failed = kind
+        self.loop.drop(self.attempts.end(attempt, self.now))
+
+    def turn(self) -> bool:
+        """One turn of the engine thread; False when nothing has moved."""
+        before = self.progress()
+        self.loop.drop([])
+        assert self.loop.turn()
+        while self.reports:
+            self.take(self.reports.pop(0))
+        return self.progress() != before
+
+    def take(self, report: Report) -> None:
+        for sequence, state in report.moves:
+            self.attempts.moved(sequence, state, self.now)
+        for output in report.outputs:
+            if (owner := self.attempts.owner(output.id)) is None:
+                continue
+            attempt, choice = owner
+            asked = self.asked[attempt.key.request_id]
+            asked.tokens[choice] += [token.token_id for token in output.tokens]
+            if output.finish is not None:
+                asked.finished.add(choice)
+                self.attempts.sequence_ended(output.id, self.now)
+                if self.attempts.over(attempt):
+                    self.attempts.end(attempt, self.now)
+        for lost in report.failures:
+            if (owner := self.attempts.owner(lost.id)) is not None:
+                self.fail(owner[0], lost.kind)
+        self.fork()
+
+    def progress(self) -> list[object]:
+        counts = [(each.failed, sum(map(len, each.tokens.values()))) for each in self.asked.values()]
+        return [counts, self.attempts.forks, self.loop.paused]
+
+    def finish(self) -> None:
+        """Turn until all is over; nothing may stand still for longer than a place is kept."""
+        still = 0
+        while not all(asked.over for asked in self.asked.values()):
+            if self.turn():
+                still = 0
+                continue
+            self.now += OFFER_S
+            self.fork()
+            still += 1
+            assert still < 3, "it never ends"
+        for asked in self.asked.values():
+            for choice, tokens in asked.tokens.items():
+                assert tokens == alone(asked.prompt, asked.params, choice)[: len(tokens)]
+                assert asked.failed or choice in asked.finished
+        assert (self.engine.audit(), self.engine.host_kv(), len(self.attempts)) == ({}, {}, 0)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 32])
+def test_more_choices_than_slots_all_end_with_the_tokens_that_each_has_alone(slots: int) -> None:
+    worker = Worker(slots)
+    assert worker.ask("many", [3, 1, 4, 1, 5], 9, 64)
+    worker.finish()
+    assert worker.asked["many"].failed is None
+    assert max(map(len, worker.engine.steps)) == slots - slots // KEEP
+
+
+def test_a_request_that_comes_while_more_choices_than_slots_run_starts_at_once() -> None:
+    worker = Worker(32)
+    assert worker.ask("many", [3, 1, 4], 40, 33)
+    worker.turn()
+    assert worker.attempts.forks == 33 - 28
+    assert worker.ask("one", [2, 7], 5, 1)
+    worker.turn()
+    assert "one/0" in worker.engine.steps[-1]
+    worker.finish()
+
+
+def test_many_choices_start_on_a_worker_that_is_nearly_full_and_nobody_waits_for_it_to_drain() -> None:
+    worker = Worker(32)
+    for number in range(20):
+        assert worker.ask(f"r{number}", [number + 2], 30, 1)
+    assert worker.ask("many", [3, 1, 4], 30, 16)
+    worker.turn()
+    assert len(worker.engine.steps[-1]) == 28
+    assert worker.attempts.forks == 36 - 28
+    assert worker.ask("other", [5], 30, 1)
+    worker.finish()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_others_and_the_choices_of_one_request_get_places_in_turn(slots: int) -> None:
+    worker = Worker(slots)
+    assert worker.ask("many", [3, 1, 4], 4, 64)
+    granted, numbers = 0, itertools.count()
+    other = Asked([2, 7], SamplingParams(max_tokens=4, seed=7))
+    while worker.attempts.forks:
+        forks = worker.attempts.forks
+        worker.turn()
+        started = forks - worker.attempts.forks
+        while worker.try_again(f"other{next(numbers)}", other):
+            granted += 1
+            other = Asked([2, 7], other.params)
+        assert started <= slots
+    # As many as there were forks to wait for, but for those of the first moment and of the last.
+    assert 64 - 3 * slots <= granted <= 64 + 2 * slots
+    worker.finish()
+
+
+def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on() -> None:
+    worker = Worker(2, pages=18, reserve_tokens=20)
+    # Nothing is forked before all is set up.
+    worker.grants.admission.offered_until = 1.0
+    for name, length, max_tokens in (("large", 33, 20), ("small", 29, 2)):
+        assert worker.ask(name, list(range(2, 2 + length)), max_tokens, 4)
+        while worker.attempts.sequences:
+            worker.turn()
+    # Beside both contexts there is one page, and a choice of the first needs six.
+    assert (worker.attempts.forks, worker.engine.stats().free) == (6, 1)
+    worker.now = 1.0
+    worker.fork()
+    worker.finish()
+    assert not any(asked.failed for asked in worker.asked.values())
+
+
+def test_one_choice_may_need_all_pages_whatever_the_number_of_choices() -> None:
+    worker = Worker(4, pages=10)
+    assert worker.ask("large", list(range(2, 39)), 3, 2)
+    # No page was left to keep the context in: prefill is asked again, for each choice by itself.
+    assert worker.asked["large"].failed is FailureKind.PREEMPTED
+    assert worker.ask("aligned", list(range(2, 38)), 4, 2)
+    worker.finish()
+    assert worker.asked["aligned"].failed is None
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10**9))
+def test_any_mix_of_choices_ends_in_any_pool_on_any_number_of_slots(seed: int) -> None:
+    dice = random.Random(seed)
+    pages = dice.randint(6, 40)
+    worker = Worker(dice.choice([1, 2, 4, 9]), pages, dice.choice([0, 30, 1000]), dice.choice([1, 5, 20]))
+    coming = []
+    for number in range(dice.randint(2, 8)):
+        context = dice.randint(1, pages * PAGE - 3)
+        most = min(dice.choice([2, 6, 60]), pages * PAGE - context)
+        prompt = [dice.randrange(2, 900) for _ in range(context)]
+        params = SamplingParams(max_tokens=dice.randint(2, max(most, 2)), seed=7, n=dice.choice([1, 1, 2, 5, 64]))
+        coming.append((f"r{number}", Asked(prompt, params)))
+    for _ in range(dice.randint(0, 200)):
+        if coming and dice.random() < 0.5 and worker.try_again(*coming[0]):
+            coming.pop(0)
+        worker.turn()
+    worker.finish()
