@@ -292,6 +292,10 @@ class Fleet:
         """Where clients reach a router, through the network."""
         return f"127.0.0.1:{self.links[f'c-{router}'].port}"
 
+    def direct(self, router: str) -> str:
+        """Where a router listens, past the network."""
+        return f"127.0.0.1:{self.control[router]}"
+
     def metadata(self, name: str) -> tuple[tuple[str, str], ...]:
         """What shows a process that the harness may ask it all."""
         return (("authorization", f"Bearer {self.keys['']}"),) if self.keys and name in self.routers else ()

@@ -3,7 +3,8 @@
     alone ── flood ── alone ── flood
     └──────────┴── first tokens of the other tenant: p99 in the floods at most BAR times that without
 
-No fault is injected. The other tenant is a process of its own (tests/chaos/trickle.py).
+No fault is injected, and both tenants reach the router past the proxy, which would be the first to be busy with a
+flood. The other tenant is a process of its own (tests/chaos/trickle.py).
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Other:
     @classmethod
     async def start(cls, fleet: Fleet, seed: int) -> Other:
         """Return when it begins to send."""
-        command = [sys.executable, "-m", "tests.chaos.trickle", fleet.address("r0"), str(RATE), str(seed)]
+        command = [sys.executable, "-m", "tests.chaos.trickle", fleet.direct("r0"), str(RATE), str(seed)]
         environ = {**os.environ, "BATON_API_KEY": fleet.keys[OTHER], "PYTHONPATH": str(ROOT)}
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environ, cwd=ROOT)
@@ -164,7 +165,7 @@ async def run_flood(fleet: Fleet, case: Case, rng: random.Random) -> Row:
     row = Row(case, hit="r0", trickle=trickle)
     alone: list[tuple[float, float]] = []
     flooded: list[tuple[float, float]] = []
-    async with AsyncClient(fleet.address("r0"), api_key=fleet.keys[FLOODER]) as client:
+    async with AsyncClient(fleet.direct("r0"), api_key=fleet.keys[FLOODER]) as client:
         load = Load({"r0": client}, Mix(rng), rng)
         flooder = Flooder(case.state, client, load, rng)
         other = await Other.start(fleet, rng.randrange(2**32))
