@@ -31,7 +31,11 @@ class RouterConfig:
     line_wait_s: float = option(
         0.0, help="Seconds; a request that is expected to wait longer in the line is refused; 0: none is.", minimum=0
     )
-    prefill_limit: int = option(4, help="Requests sent to one prefill worker at a time.", minimum=1)
+    prefill_limit: int = option(
+        4,
+        help="Requests sent to one prefill worker at a time; up to twice as many while another tenant has more.",
+        minimum=1,
+    )
     max_attempts: int = option(3, help="Attempts at serving a request before its fault is reported.", minimum=1)
     reserve_timeout_s: float = option(5.0, help="Seconds for a decode worker's answer to a reservation.", minimum=0.01)
     request_timeout_s: float = option(3600.0, help="Deadline in seconds of requests that come without.", minimum=0.01)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Collection
 
 from baton.errors import InvalidRequest, Overloaded, Unavailable
@@ -26,6 +27,7 @@ from router.chains import Form
 from router.config import RouterConfig
 from router.demand import Choice
 from router.events import Deliver
+from router.fleet import Fleet
 from router.isolation import Isolation
 from router.line import SHORTEST_RETRY_S, WaitingLine
 from router.place import Answers, Application, Place, Reserver
@@ -64,7 +66,10 @@ class Dispatcher:
     def __init__(self, pool: Pool, config: RouterConfig) -> None:
         self._pool = pool
         self._config = config
-        self._line: WaitingLine[_Waiter] = WaitingLine(config.line_capacity)
+        self._seats: Counter[str] = Counter()
+        self._owners: dict[Seat, str] = {}
+        """Tenants by their seats, and how many each has."""
+        self._line: WaitingLine[_Waiter] = WaitingLine(config.line_capacity, lambda tenant: self._seats[tenant])
         self._breakers = Breakers()
         self._loop = asyncio.get_running_loop()
         self._version = 0
@@ -127,6 +132,10 @@ class Dispatcher:
     def leave(self, seat: Seat) -> None:
         """Give a seat back: the prefill worker is done with the request; idempotent."""
         if seat.release():
+            if (tenant := self._owners.pop(seat, None)) is not None:
+                self._seats[tenant] -= 1
+                if not self._seats[tenant]:
+                    del self._seats[tenant]
             self._pump()
 
     async def _wait(self, asked: Application, deliver: Deliver) -> Place:
@@ -249,7 +258,8 @@ class Dispatcher:
             stands = waiter.application.demand.decodes and self._refused_at is not None
             if stands and (self._probe is not None or self._refused_at == self._version):
                 break
-            fleet, limit = self._pool.fleet(), self._config.prefill_limit
+            fleet, tenant = self._pool.fleet(), waiter.application.tenant
+            limit = self._limit(fleet, tenant)
             if not fleet.seats(limit):
                 break
             demand = self._reserver.located(waiter.application, waiter.answers)
@@ -259,12 +269,25 @@ class Dispatcher:
                 break
             seat = self._reserver.seat(choice, demand)
             self._line.pop(self._loop.time())
+            self._owners[seat] = tenant
+            self._seats[tenant] += 1
             if stands:
                 self._probe = waiter
             waiter.seen = self._version
             waiter.turn.set_result((seat, choice))
         LINE_LENGTH.set(len(self._line))
         self._mind_fleet()
+
+    def _limit(self, fleet: Fleet, tenant: str) -> int:
+        """Requests that a prefill worker may have before it gets the tenant's next one.
+
+        Twice as many for a tenant that has less than its share of the seats, so that it need not wait for the long
+        prompts of another that has them all; a worker computes the shortest of its prompts first.
+        """
+        limit = self._config.prefill_limit
+        tenants = len(self._seats.keys() | self._line.tenants)
+        share = limit * len(fleet.prefill) // tenants
+        return 2 * limit if tenants > 1 and self._seats[tenant] < max(share, 1) else limit
 
     def _settled(self, waiter: _Waiter, granted: bool | None) -> None:
         """A turn is over: pages were granted, refused by all, or (None) nobody answered for want of a request."""

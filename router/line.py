@@ -1,6 +1,7 @@
 """The waiting line: bounded, fair between tenants, aware of deadlines. Pure.
 
-Each tenant has a queue of its own, and the queues take turns. A tenant may hold its share of the capacity, which is
+Each tenant has a queue of its own. The tenant that has the fewest requests at workers is next, and of those that have
+equally many each in turn. A tenant may hold its share of the capacity, which is
 an equal part for each tenant that waits; so a flood fills the flooder's share alone, and the whole line holds at most
 capacity × (1 + 1/2 + 1/3 + ...) entries. What lies past its deadline is never handed out.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Generic, TypeVar
 
 from baton.errors import DeadlineExceeded, Overloaded
@@ -30,10 +31,14 @@ SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
 
 
 class WaitingLine(Generic[T]):
-    """A line of distinct entries; times are in seconds on the caller's clock."""
+    """A line of distinct entries; times are in seconds on the caller's clock.
 
-    def __init__(self, capacity: int) -> None:
+    `held` tells how many requests a tenant has at workers.
+    """
+
+    def __init__(self, capacity: int, held: Callable[[str], int] = lambda _: 0) -> None:
         self._capacity = capacity
+        self._held = held
         self._queues: OrderedDict[str, OrderedDict[T, float]] = OrderedDict()
         self._tenants: dict[T, str] = {}
         self._busy_s = self._departures = 0.0
@@ -47,6 +52,11 @@ class WaitingLine(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         return iter(list(self._tenants))
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those who wait."""
+        return self._queues.keys()
 
     def check(self, tenant: str) -> None:
         """Raise Overloaded, with a delay after which a retry makes sense, if the tenant's share is full."""
@@ -77,7 +87,8 @@ class WaitingLine(Generic[T]):
     def head(self, now: float) -> T | None:
         """Whose turn it is; entries past their deadline leave the line."""
         while self._queues:
-            entry, deadline = next(iter(next(iter(self._queues.values())).items()))
+            # Of equals, `min` finds the first: the queues lie in the order of their turns.
+            entry, deadline = next(iter(self._queues[min(self._queues, key=self._held)].items()))
             if deadline > now:
                 return entry
             self.remove(entry)

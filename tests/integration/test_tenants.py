@@ -51,8 +51,8 @@ class Clients:
 
 
 async def test_one_tenants_flood_leaves_anothers_place_in_the_line(tmp_path: Path) -> None:
-    """The line is full of one tenant's requests; another's first is served in one of the next two places, and then
-    both take turns."""
+    """One tenant has all seats and fills the queue; another's first request is served at once, beyond those seats, and
+    then both take turns."""
     clients = Clients(tmp_path)
     async with bench(tmp_path, api_keys=str(clients.file), **SETTINGS) as b:
         served, gate = b.prefill[0].requests, asyncio.Semaphore(0)
@@ -67,11 +67,15 @@ async def test_one_tenants_flood_leaves_anothers_place_in_the_line(tmp_path: Pat
         # A full share is refused before the rest is looked at, and only to whom it belongs.
         assert (await refused(clients.call(b, "flood", ""))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await refused(clients.call(b, "other", ""))).code() is grpc.StatusCode.INVALID_ARGUMENT
+        answers.append(asyncio.create_task(whole(clients.call(b, "other", "oo"))))
+        await b.prefill[0].log.until(lambda: len(served) == SEATS + 1)
         answers += await filled(clients, b, "other", "oo", FLOOD // 2)
-        for place in range(SEATS, SEATS + FLOOD):
+        # Nobody gets the seat that was added.
+        gate.release()
+        for place in range(SEATS + 1, SEATS + 1 + FLOOD):
             gate.release()
             await b.prefill[0].log.until(lambda place=place: len(served) > place)  # type: ignore[misc]
-        order = ["flood" if len(each.prompt_token_ids) == len("<ffff") else "other" for each in served[SEATS:]]
+        order = ["flood" if len(each.prompt_token_ids) == len("<ffff") else "other" for each in served[SEATS + 1 :]]
         assert all(set(order[i : i + 2]) == {"flood", "other"} for i in range(0, FLOOD, 2)), order
         for _ in range(2 * FLOOD):
             gate.release()

@@ -110,13 +110,14 @@ class Held:
         alone: bool = False,
         deadline: float = math.inf,
         tokens: int = 8,
+        tenant: str = "",
     ) -> None:
         self.placed = asyncio.Event()
         self.go = asyncio.Event()
         self.place: Place | None = None
         demand = Demand(tokens, decodes, alone=alone)
         self.life = Lifecycle(State.LINE, 0.0, request_deadline=deadline)
-        asked = Application(name, int(again), "", self.life, demand, 8, 4, (0,), again)
+        asked = Application(name, int(again), tenant, self.life, demand, 8, 4, (0,), again)
         self.task = asyncio.create_task(self._run(dispatcher, asked))
 
     async def _run(self, dispatcher: Dispatcher, asked: Application) -> None:

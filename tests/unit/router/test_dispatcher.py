@@ -330,3 +330,24 @@ async def test_the_life_goes_with_the_request() -> None:
     assert held.life.state is State.RESERVING
     assert held.life.deadline == pytest.approx(asyncio.get_running_loop().time() + 2, abs=1)
     await held.end()
+
+
+async def test_a_tenant_below_its_share_is_not_kept_waiting_by_one_that_has_all_seats() -> None:
+    pool = FakePool()
+    d = dispatcher(pool, prefill_limit=2)
+    flood = [Held(d, f"flood {i}", tenant="flood") for i in range(4)]
+    await settle()
+    assert pool.seats == 2
+    other = [Held(d, f"other {i}", tenant="other") for i in range(3)]
+    await asyncio.wait_for(other[0].placed.wait(), 30)
+    await settle()
+    # Its share of two seats is one.
+    assert pool.order == ["flood 0", "flood 1", "other 0"]
+    await flood[0].end()
+    await flood[1].end()
+    await settle()
+    assert pool.order[3:] == ["flood 2"]
+    for held in (other[0], other[1], flood[2], other[2], flood[3]):
+        await asyncio.wait_for(held.placed.wait(), 30)
+        await held.end()
+    assert pool.seats == 0

@@ -157,3 +157,14 @@ def test_while_all_wait_nobody_gets_two_turns_more_than_another(floods: list[tup
         left[entry[0]] -= 1
         waiting = [turns[tenant] for tenant in turns if left[tenant]]
         assert not waiting or max(waiting) - min(waiting) <= 1
+
+
+def test_who_has_least_at_workers_is_next() -> None:
+    held = {"flood": 2, "other": 1}
+    line = WaitingLine[str](8, lambda tenant: held[tenant])
+    for entry in ("flood 0", "flood 1", "other 0", "other 1"):
+        line.push(entry, tenant=entry.split()[0], now=0.0)
+    assert [line.pop(0.0), line.pop(0.0)] == ["other 0", "other 1"]
+    held["other"] = 2
+    line.push("other 2", tenant="other", now=0.0)
+    assert drain(line) == ["flood 0", "other 2", "flood 1"]
