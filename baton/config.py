@@ -39,8 +39,8 @@ ops kv_advertise worker_id insecure log_level chunk_size max_waiting redis fleet
 cache_memory cache_budget_s cache_ttl_s cache_writes lease_s slots
 convert_kv kv_compression reserve_tokens host_kv_memory resident_kv_memory stall_s drain_s
 fetch_timeout_s fetch_stall_s start_timeout_s
-prefill decode grpc processes line_capacity line_wait_s prefill_limit max_attempts reserve_timeout_s worker_wait_s client_stall_s
-resolve_s
+prefill decode grpc processes line_capacity line_wait_s prefill_limit max_attempts reserve_timeout_s worker_wait_s
+resolve_s client_stall_s
 request_timeout_s prefill_silence_s isolation_wait_s
 tls_cert tls_key tls_ca client_certs ticket_keys ticket_key api_keys
 """
