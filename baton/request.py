@@ -45,8 +45,9 @@ class TokenInfo:
 class SamplingParams:
     """How tokens are chosen and when a choice ends; the same names and meanings as in vLLM.
 
-    `max_tokens` None means what the model's length leaves. `seed` None means that the router mints one.
-    `logprobs` and `prompt_logprobs` are the number of alternatives reported beside each token, None for no report.
+    `max_tokens` None means what the model's length and the memory of the workers leave. `seed` None means that the
+    router mints one. `logprobs` and `prompt_logprobs` are the number of alternatives reported beside each token, None
+    for no report.
     Raises InvalidRequest naming the field.
     """
 

@@ -87,7 +87,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
         return min([*lengths, config.max_model_len or max(lengths)])
 
     threads = Threads(config.line_capacity)
-    intake = Intake(model, max_model_len, threads, partial(request_salt, config.fleet_secret))
+    intake = Intake(model, max_model_len, threads, partial(request_salt, config.fleet_secret), lambda: pool.capacity)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
         await stack.enter_async_context(pool.running())

@@ -51,7 +51,8 @@ class Model:
 class Intake:
     """Checks and tokenizes; `max_model_len` tells the most tokens of prompt and output together.
 
-    `salt` makes the salt of a prefix chain from tenant and cache_salt.
+    `capacity` tells how many of them a decode worker's memory can hold, 0 while that is unknown: a request without
+    `max_tokens` may generate what fits both. `salt` makes the salt of a prefix chain from tenant and cache_salt.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class Intake:
         max_model_len: Callable[[], int],
         threads: Threads,
         salt: Callable[[str, str], bytes] = lambda tenant, cache_salt: b"",
+        capacity: Callable[[], int] = lambda: 0,
     ) -> None:
         self._model = model
         self._threads = threads
         self._salt = salt
+        self._capacity = capacity
         self.max_model_len = max_model_len
 
     def check_model(self, name: str) -> None:
@@ -88,7 +91,8 @@ class Intake:
         params.check_model(self._model.vocab_size, self._model.eos_token_ids)
         field, prompt_ids = await self._prompt(message, tenant)
         limit, count = self.max_model_len(), len(prompt_ids)
-        max_tokens = max(limit - count, 1) if params.max_tokens is None else params.max_tokens
+        fits = min(limit, self._capacity() or limit)
+        max_tokens = max(fits - count, 1) if params.max_tokens is None else params.max_tokens
         if count + max_tokens > limit:
             raise InvalidRequest(
                 "max_tokens" if count < limit else field,

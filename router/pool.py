@@ -111,6 +111,16 @@ class Pool:
         """Identities of the accepted workers."""
         return [link.status.identity for link in self._accepted.values() if link.status]
 
+    @property
+    def capacity(self) -> int:
+        """Most tokens of one request that the KV memory of a decode worker can hold; 0 while none is there."""
+        loads = [
+            link.status.load
+            for link in self._accepted.values()
+            if link.status is not None and link.role is WorkerRole.DECODE
+        ]
+        return max((load.pages_total * load.page_size for load in loads), default=0)
+
     def signs_for(self, identity: WorkerIdentity) -> bool:
         """Whether a worker gives KV for this router's tickets, or asks for none."""
         taken = identity.ticket_key_ids

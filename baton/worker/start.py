@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from baton.digest import tokenizer_digest
-from baton.engine.contract import Engine
+from baton.engine.contract import Engine, EngineSpec
 from baton.engine.process import pin_compute_threads
 from baton.kv.format import KvFormat
 from baton.kv.prefix import PrefixCache, open_prefix_cache
@@ -19,6 +20,8 @@ from baton.worker.config import WorkerConfig
 from baton.worker.listeners import check_addresses
 from baton.worker.status import WorkerIdentity, WorkerRole, new_identity
 from baton.worker.thread import EngineThread
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,21 @@ async def started(
         if engine is None:
             engine = await thread.run(_build, config)
             stack.callback(engine.close)
+        _warn_of_small_memory(engine.spec)
         principal = tls.principal if tls else ""
         identity = new_identity(config, role, engine.spec, digest, converts_kv=converts_kv, principal=principal)
         yield Started(thread, engine, identity, tls, tickets)
+
+
+def _warn_of_small_memory(spec: EngineSpec) -> None:
+    """Say so when requests of the model's length don't fit: those that ask for as much will be refused."""
+    if (tokens := spec.pages * spec.page_size) < spec.max_model_len:
+        _log.warning(
+            "the KV memory holds %d tokens, less than max_model_len, which is %d: longer requests are refused; "
+            "raise --kv-memory or lower --max-model-len",
+            tokens,
+            spec.max_model_len,
+        )
 
 
 def prefix_cache(config: WorkerConfig, kv_format: KvFormat) -> PrefixCache:

@@ -11,6 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
+from baton import bundled
+from baton.engine.fake import FakeEngine
+from baton.errors import InvalidRequest
 from baton.request import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -20,6 +23,7 @@ from baton.request import (
     MAX_STOP_TOKEN_IDS,
 )
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES, METADATA_BYTES, METADATA_MOST_BYTES
+from tests.fleet import Fleet
 from tests.integration.router_bench import bench, refused, request, whole
 
 LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -78,3 +82,21 @@ async def test_messages_and_metadata_beyond_their_limits_are_refused_with_sizes(
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert str(CONTROL_MESSAGE_BYTES) in (error.details() or "")
         assert (await b.answer(max_tokens=1)).text() == "a"
+
+
+async def test_without_max_tokens_the_output_may_have_what_fits_the_workers_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    small, large = (FakeEngine(page_size=16, pages=pages, max_model_len=400) for pages in (3, 4))
+    async with Fleet(bundled.path()) as fleet:
+        prefill = await fleet.prefill(engine=FakeEngine(max_model_len=400))
+        assert not [record for record in caplog.records if "KV memory" in record.message]
+        workers = [await fleet.decode(engine=engine) for engine in (small, large)]
+        assert [record.levelname for record in caplog.records if "KV memory" in record.message] == ["WARNING"] * 2
+        assert "holds 48 tokens, less than max_model_len, which is 400" in caplog.text
+        assert "--kv-memory" in caplog.text
+        client = await fleet.router([prefill], workers)
+        done = await client.complete([5, 7], temperature=0, timeout=60, ignore_eos=True)
+        assert len(done.token_ids) == 4 * 16 - 2
+        with pytest.raises(InvalidRequest, match=r"max_tokens: .* can never fit: .*needs 5 pages, there are 4"):
+            await client.complete([5, 7], max_tokens=63, timeout=60)

@@ -153,7 +153,7 @@ async def test_a_drain_refuses_new_work_and_waits_for_jobs_and_pulls(caplog: pyt
             engine.free(handle)
         async with asyncio.timeout(WAIT_S):
             await draining
-        assert [record.getMessage() for record in caplog.records] == ["drained"]
+        assert [text for name, _, text in caplog.record_tuples if name.startswith("prefill_svc")] == ["drained"]
 
 
 async def test_stopping_in_the_middle_of_everything_leaves_nothing() -> None:
