@@ -23,7 +23,7 @@ from decode_svc.app import App, run
 from decode_svc.config import DecodeConfig
 from tests.decoding import LoggingEngine
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Exporter:

@@ -107,7 +107,7 @@ class LoggingEngine(FakeEngine):
         """Log, wait, fail or step."""
         self.steps.append(sorted(row.handle.owner for row in self._rows if row.handle.alive))
         self.entered.release()
-        if not self.gate.wait(30):
+        if not self.gate.wait(60):
             raise EngineError("the test never opened the gate")
         if self.fail_next:
             message, self.fail_next = self.fail_next, ""

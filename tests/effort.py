@@ -32,7 +32,8 @@ _BEGAN = time.monotonic()
 _SHARED: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("ci", derandomize=True, **_SHARED)
 settings.register_profile("long", print_blob=True, **_SHARED)
-PROFILE = settings.get_profile("long" if "FUZZ_EXAMPLES" in os.environ else "ci")
+PROFILE = "long" if "FUZZ_EXAMPLES" in os.environ else "ci"
+"""Of hypothesis, for all tests: no deadlines, which a busy machine misses."""
 
 
 def scaled(count: int) -> int:
@@ -42,7 +43,7 @@ def scaled(count: int) -> int:
 
 def effort(examples: int, steps: int = 50) -> settings:
     """Settings of a hypothesis test that runs `examples` in `make test`, of `steps` rules each if it is stateful."""
-    return settings(PROFILE, max_examples=scaled(examples), stateful_step_count=steps)
+    return settings(settings.get_profile(PROFILE), max_examples=scaled(examples), stateful_step_count=steps)
 
 
 def machine_test(machine: type[Any], examples: int, steps: int = 50) -> type[Any]:

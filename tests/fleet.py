@@ -46,7 +46,9 @@ class Fleet:
 
     def __init__(self, checkpoint: Path, **settings: Any) -> None:
         self._checkpoint = str(checkpoint)
-        self._settings = {"kv_memory": KV_MEMORY, "threads": 1, "served_model_name": "m", **settings}
+        # A store has all the time that it wants: what it costs to wait less is for tests of just that.
+        own = {"kv_memory": KV_MEMORY, "threads": 1, "served_model_name": "m", "cache_budget_s": 60.0}
+        self._settings = {**own, **settings}
         self._stack = contextlib.AsyncExitStack()
         self.workers: list[Any] = []
 

@@ -32,7 +32,7 @@ from prefill_svc.job import Job
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 PROMPT = [(7 * i) % 1000 for i in range(100)]
-WAIT_S = 10
+WAIT_S = 60.0
 TIERS = ("pool", "host", "redis", "peer")
 SOURCES = ("computed", *TIERS)
 
@@ -161,9 +161,12 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def serving(engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[Client]:
-    """A worker and a client; at the end no page may be held. Its pages are its only cache, but for what is asked."""
+    """A worker and a client; at the end no page may be held. Its pages are its only cache, but for what is asked.
+
+    A store has all the time that it wants, unless `settings` say otherwise.
+    """
     engine = engine or FakeEngine()
-    config = PrefillConfig(**{"fleet_secret": "secret", "cache_memory": 0, **settings})
+    config = PrefillConfig(**{"fleet_secret": "secret", "cache_memory": 0, "cache_budget_s": WAIT_S, **settings})
     try:
         async with run(config, engine=engine) as app:
             client = Client(app)
@@ -217,9 +220,9 @@ async def read(call: Any) -> list[prefill_pb2.PrefillEvent]:
 
 
 async def flushed(client: Client) -> None:
-    """Wait until new blocks are written back; KV must not be held for longer."""
+    """Wait until all has ended and new blocks are written back; KV must not be held for longer."""
+    await client.app.worker.finished()
     await client.pages_back()
-    await client.app.cache.flush()
 
 
 def prefilled() -> dict[str, float]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from unittest import mock
 
 from prometheus_client import REGISTRY
 
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.hashing import block_digests, chain_root
+from baton.kv.prefix.breaker import Breaker
 from baton.kv.prefix.record import RecordCodec
 from baton.kv.prefix.redis import RedisLimits, RedisPrefixCache, key_prefix
 
@@ -17,12 +20,32 @@ DIGESTS = block_digests(chain_root("model", FORMAT.digest), list(range(24)), 4)
 BLOCKS = [os.urandom(CODEC.payload_bytes) for _ in DIGESTS]
 KEYS = [key_prefix(FORMAT) + digest.hex() for digest in DIGESTS]
 BUDGET_S = 0.25
+"""For caches of which a test wants to see the budget end. All others have time enough."""
+
+
+class Clock:
+    """The time of the breakers: it stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def pause_over(self) -> None:
+        """Let every breaker try again."""
+        self._now += 2 * LONGEST_PAUSE_S
+
+
+LONGEST_PAUSE_S = 10.0
+CLOCK = Clock()
 
 
 def open_cache(url: str, **limits: float) -> RedisPrefixCache:
-    """A cache that waits for little, and soon tries again."""
-    values = {"budget_s": BUDGET_S, "pause_s": 0.05, "longest_pause_s": 0.1} | limits
-    return RedisPrefixCache(url, FORMAT, "secret", RedisLimits(**values))  # type: ignore[arg-type]
+    """A cache whose breakers go by CLOCK."""
+    values = {"budget_s": 60.0, "pause_s": 1.0, "longest_pause_s": LONGEST_PAUSE_S} | limits
+    with mock.patch("baton.kv.prefix.redis.Breaker", partial(Breaker, clock=CLOCK)):
+        return RedisPrefixCache(url, FORMAT, "secret", RedisLimits(**values))  # type: ignore[arg-type]
 
 
 async def fill(cache: RedisPrefixCache) -> None:

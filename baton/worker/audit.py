@@ -2,9 +2,9 @@
 
 The pool's own audit says whether each page is free, cached, or counted by the owners listed. The ledger holds those
 owners against what the service knows to hold pages: an owner that no entry names has been forgotten, and its pages
-would never come back. Owners are named once and for all ("request/attempt", with "/choice" behind it where choices
-have pages of their own), so one that two audits list, and the service in between them does not, is such an orphan
-and no race.
+would never come back. Owners have names ("request/attempt", with "/choice" behind it where choices have pages of their
+own). One that two audits list, and the service neither between them nor after them, is such an orphan and no race: the
+second look is for a caller that uses a name again for the next request, which must not end the worker.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ async def take_ledger(identity: WorkerIdentity, engine: Engine, entries: Callabl
         orphans = _held(pages) - {entry.owner for entry in listed}
         if orphans:
             orphans &= _held(await asyncio.to_thread(engine.audit))
+            orphans -= {entry.owner for entry in entries()}
         if orphans:
             violation = f"nothing that goes on holds the pages of {', '.join(sorted(orphans))}"
     except EngineError as error:

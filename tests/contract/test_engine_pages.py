@@ -189,22 +189,22 @@ class GatedMemory:
 
     def read(self, *args: Any) -> Any:
         self.entered.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
         return self._memory.read(*args)
 
     def write(self, *args: Any) -> None:
         self.entered.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
         self._memory.write(*args)
 
     def read_blocks(self, *args: Any) -> list[bytes]:
         self.entered.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
         return self._memory.read_blocks(*args)
 
     def write_blocks(self, *args: Any) -> None:
         self.entered.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
         self._memory.write_blocks(*args)
 
 
@@ -225,7 +225,7 @@ def test_free_while_a_copy_is_in_flight_returns_pages_after_it(rig: Rig, kind: s
         }
         call, place = calls[kind]
         copy = threads.submit(call, handle, *place)
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         engine.free(handle)
         assert not handle.alive
         assert engine.audit() == {"a/1 (draining)": 3}

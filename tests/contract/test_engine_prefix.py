@@ -365,7 +365,7 @@ def test_threads_may_publish_and_reserve_prefixes_while_pages_are_scarce(rig: Ri
     start = threading.Barrier(3)
 
     def work(worker: int) -> int:
-        start.wait(10)
+        start.wait(60)
         hits = 0
         for turn in range(30):
             index = (worker + turn) % 4

@@ -82,7 +82,7 @@ async def refused(call: grpc.aio.UnaryStreamCall) -> grpc.aio.AioRpcError:
 async def until(app: App, true: Callable[[], bool]) -> None:
     news = asyncio.Event()
     app.pool.on_news(news.set)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not true():
             news.clear()
             await news.wait()

@@ -111,7 +111,7 @@ class Log:
 
     async def until(self, true: Callable[[], bool]) -> None:
         """Wait until the condition holds; it is looked at after each entry."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not true():
                 self._news.clear()
                 await self._news.wait()

@@ -1,4 +1,4 @@
-"""The parts of bench.peers that drive a real fleet: load through `baton bench serve`, streams watched under prompts."""
+"""The parts of bench.peers that drive a fleet: load through `baton bench serve`, streams watched under prompts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import pytest
 
 from baton.bench.load.targets import Place
 from bench.peers import fleet, interference
-from bench.peers.places import Places
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.fleet import Fleet
 
 
-def test_a_fleet_is_loaded_and_its_streams_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fleet_is_loaded_and_its_streams_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make_checkpoint("qwen2", tmp_path, max_position_embeddings=8192)
-    monkeypatch.setattr(fleet, "VOCABULARY", VOCAB_SIZE)
-    places = Places(vllm=tmp_path, llama=tmp_path, model=checkpoint, gguf=tmp_path)
+    for name, value in {"VOCABULARY": VOCAB_SIZE, "IN_TOKENS": 16, "OUT_TOKENS": 4}.items():
+        monkeypatch.setattr(fleet, name, value)
     load = interference.Load(streams=2, alone_s=0.2, prompts=2, tokens=256)
-    with fleet.baton_fleet(places) as router:
-        report = fleet.load(f"grpc://{router}", concurrency=2, requests=3, seed=0)
-        found = asyncio.run(interference.watched(Place(f"grpc://{router}"), load, VOCAB_SIZE))
+    async with Fleet(checkpoint) as services:
+        router = await services.start_router([await services.prefill()], [await services.decode()])
+        report = await asyncio.to_thread(fleet.load, f"grpc://{router.address}", concurrency=2, requests=3, seed=0)
+        found = await interference.watched(Place(f"grpc://{router.address}"), load, VOCAB_SIZE)
     figures = fleet.figures(report)
     summary = fleet.summary({"baton": [figures], "vllm": [figures], "prediction": [figures]})
     assert summary["unfinished"] == {"baton": 0, "vllm": 0}

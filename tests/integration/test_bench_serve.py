@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from baton.bench.load.lengths import lengths
@@ -22,6 +23,7 @@ from baton.bench.load.targets import Place
 from baton.bench.load.workload import Shared
 from baton.bench.traces import Arrival
 from baton.bundled import path as bundled_path
+from baton.cli.main import main
 from tests import openai_server as behaviour
 from tests.fleet import Fleet
 from tests.openai_server import openai_server
@@ -253,13 +255,13 @@ async def test_a_picture_from_several_reports(tmp_path: Path) -> None:
             found = await one(settings(server.url, loads=[Load(concurrency=concurrency)]))
             (tmp_path / f"{concurrency}.json").write_text(json.dumps(found))
     files = [f"some={tmp_path / '1.json'}", f"some={tmp_path / '2.json'}"]
-    status, _, err = await command("plot", *files, f"--to={tmp_path / 'a.svg'}")
-    assert status == 0, err
+    done = CliRunner().invoke(main, ["bench", "plot", *files, f"--to={tmp_path / 'a.svg'}"])
+    assert done.exit_code == 0, done.output
     assert "<svg" in (tmp_path / "a.svg").read_text()
     (tmp_path / "bad").write_text("{}")
-    status, _, err = await command("plot", str(tmp_path / "bad"), f"--to={tmp_path / 'b.svg'}")
-    assert status == 2
-    assert "is no report of baton bench serve" in err
+    done = CliRunner().invoke(main, ["bench", "plot", str(tmp_path / "bad"), f"--to={tmp_path / 'b.svg'}"])
+    assert done.exit_code == 2
+    assert "is no report of baton bench serve" in done.output
 
 
 @pytest.mark.parametrize(
@@ -281,8 +283,6 @@ async def test_a_picture_from_several_reports(tmp_path: Path) -> None:
     ],
 )
 def test_bad_usage_is_refused_by_flag_and_value(flags: list[str], words: str) -> None:
-    from click.testing import CliRunner
-
     from baton.cli.bench.serve import serve
 
     done = CliRunner().invoke(serve, flags)

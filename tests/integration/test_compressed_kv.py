@@ -164,4 +164,4 @@ async def test_a_fleet_whose_prefill_cannot_compress_fails_the_request_at_once(
     async with Fleet(make_checkpoint("llama", tmp_path), dtype="float32") as fleet:
         client = await fleet.router([await fleet.prefill()], [await fleet.decode(kv_compression="int8")])
         with pytest.raises(BatonError, match="asked for with compression int8"):
-            await client.complete(prompt_ids(40), timeout=20, **GREEDY)
+            await client.complete(prompt_ids(40), timeout=60, **GREEDY)

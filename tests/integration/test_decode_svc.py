@@ -205,7 +205,7 @@ async def test_a_start_that_is_cancelled_in_the_same_breath_releases_the_export(
         service.handle(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
         service.handle(session, Start(key, "r/0", exporter.address, "inc-1", None))
         service.handle(session, Cancel(key))
-        await asyncio.wait_for(exporter.exports.drained(), 5)
+        await asyncio.wait_for(exporter.exports.drained(), 60)
         service.close_session(session)
 
 

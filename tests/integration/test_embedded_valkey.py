@@ -21,7 +21,7 @@ from redis import Redis, RedisError
 from baton.errors import Unavailable
 from baton.kv import embedded
 from baton.kv.embedded import embedded_valkey
-from tests.prefix_redis import BLOCKS, DIGESTS, fill, found, hits, open_cache
+from tests.prefix_redis import BLOCKS, CLOCK, DIGESTS, fill, found, hits, open_cache
 
 
 class Said(logging.Handler):
@@ -69,9 +69,10 @@ async def test_a_killed_server_is_started_again(said: Said, monkeypatch: pytest.
         os.kill(pid_of(url), signal.SIGKILL)
         assert await found(cache) == 0
         await asyncio.to_thread(said.until, "the embedded Valkey is there again, and empty, after 1 ends")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             # The cache looks again after its own pause, and drops what it is given meanwhile.
             while not await found(cache):
+                CLOCK.pause_over()
                 for digest, block in zip(DIGESTS, BLOCKS, strict=True):
                     cache.put(digest, block)
                 await cache.flush()

@@ -77,7 +77,7 @@ def replays(cause: str) -> float:
 async def read(client: AsyncClient, sampling: dict[str, Any], begun: asyncio.Event) -> Completion:
     """A stream, as read; sets `begun` at the fifth delta."""
     completion, deltas = Completion(), 0
-    async for delta in client.generate(prompt_ids(20), max_tokens=LONG, timeout=60, **sampling):
+    async for delta in client.generate(prompt_ids(20), max_tokens=LONG, timeout=240, **sampling):
         completion.add(delta)
         deltas += 1
         if deltas == 5:

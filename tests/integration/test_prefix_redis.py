@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from baton.kv.prefix.redis import RedisPrefixCache, key_prefix
 from tests.prefix_redis import (
     BLOCKS,
     BUDGET_S,
+    CLOCK,
     CODEC,
     DIGESTS,
     FORMAT,
@@ -105,8 +105,9 @@ async def test_a_killed_server_is_a_miss_and_its_successor_is_used(server: Serve
     assert await hits(cache) == (0, 0)
     assert faults("connection") == before + 1
     server.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not cache.put(DIGESTS[0], BLOCKS[0]):
+            CLOCK.pause_over()
             await cache.lookup(DIGESTS)
     await cache.flush()
     assert await hits(cache) == (1, 1)
@@ -116,7 +117,7 @@ async def test_who_only_writes_notices_that_the_server_is_back(server: Server, c
     server.kill()
     await cache.check()
     server.start()
-    await asyncio.sleep(0.11)  # longer than the breaker's longest pause
+    CLOCK.pause_over()
     assert cache.put(DIGESTS[0], BLOCKS[0])
     await cache.flush()
     assert await hits(cache) == (1, 1)
@@ -125,7 +126,7 @@ async def test_who_only_writes_notices_that_the_server_is_back(server: Server, c
 async def test_killed_in_the_middle_of_a_fetch(server: Server, cache: RedisPrefixCache) -> None:
     await fill(cache)
     with server.client() as client:
-        client.client_pause(5_000)
+        client.client_pause(60_000)
     fetch = asyncio.create_task(cache.fetch(DIGESTS))
     await asyncio.sleep(0.05)
     server.kill()
@@ -134,28 +135,29 @@ async def test_killed_in_the_middle_of_a_fetch(server: Server, cache: RedisPrefi
 
 async def test_a_stall_costs_one_budget_not_one_each_time(server: Server, cache: RedisPrefixCache) -> None:
     await fill(cache)
-    before = faults("timeout")
-    with server.client() as client:
-        client.client_pause(1_000)
-    started = time.monotonic()
-    assert await hits(cache) == (0, 0)
-    assert time.monotonic() - started < 4 * BUDGET_S, "one budget, with slack"
-    assert faults("timeout") == before + 1, "the fetch was not tried"
-    async with asyncio.timeout(10):
-        while await found(cache) != 6:
-            pass  # most of these do not leave the process
-    assert faults("timeout") - before < 10
-    assert await hits(cache) == (6, 6)
+    hasty, before = open_cache(server.url, budget_s=BUDGET_S), faults("timeout")
+    with server.stalled():
+        for _ in range(3):
+            assert await hits(hasty) == (0, 0)
+        assert faults("timeout") == before + 1, "all but the first look-up were not tried"
+        CLOCK.pause_over()
+        assert await hits(hasty) == (0, 0)
+        assert faults("timeout") == before + 2, "one try after each pause"
+    async with asyncio.timeout(60):
+        while await hits(hasty) != (6, 6):
+            CLOCK.pause_over()
+    await hasty.close()
 
 
 async def test_a_late_answer_is_not_taken_for_that_to_another_question(server: Server) -> None:
-    cache = open_cache(server.url, budget_s=1.0)
+    cache = open_cache(server.url, budget_s=3.0)
     await fill(cache)
-    with server.client() as client:
-        client.client_pause(1_500)
-    assert await cache.fetch(DIGESTS) == []
-    await asyncio.sleep(0.06)  # longer than the breaker's pause
-    assert await found(cache) == 6, "asked while the server still stood, answered after what was asked before"
+    with server.stalled():
+        assert await cache.fetch(DIGESTS) == []
+        CLOCK.pause_over()
+        asking = asyncio.create_task(found(cache))
+        await asyncio.sleep(0.1)
+    assert await asking == 6, "asked while the server still stood, answered after what was asked before"
     await cache.close()
 
 
@@ -198,12 +200,10 @@ async def test_the_write_queue_is_bounded_and_drops(server: Server) -> None:
 
 async def test_close_does_not_wait_for_a_stalled_server(server: Server) -> None:
     cache = open_cache(server.url)
-    with server.client() as client:
-        client.client_pause(60_000)
-    assert cache.put(DIGESTS[0], BLOCKS[0])
-    started = time.monotonic()
-    await cache.close()
-    assert time.monotonic() - started < 5
+    with server.stalled():
+        assert cache.put(DIGESTS[0], BLOCKS[0])
+        async with asyncio.timeout(30):  # half of the budget
+            await cache.close()
 
 
 async def test_close_leaves_no_connection(server: Server) -> None:
@@ -213,7 +213,7 @@ async def test_close_leaves_no_connection(server: Server) -> None:
     with server.client() as client:
         assert len(client.client_list()) > 1
         await cache.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(await asyncio.to_thread(client.client_list)) > 1:
                 pass  # the server sees the end of a connection in its own time
 
@@ -270,7 +270,7 @@ async def test_a_lost_store_is_logged_once_and_so_is_its_return(
     server.kill()
     for _ in range(3):
         await cache.check()
-        await asyncio.sleep(0.11)  # longer than the breaker's pause
+        CLOCK.pause_over()
     assert said() == ["WARNING"]
     server.start()
     await cache.check()
@@ -332,7 +332,7 @@ async def test_touching_prolongs_lives(server: Server) -> None:
         for key in KEYS:
             client.expire(key, 10)
         cache.touch(DIGESTS[:3])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while await asyncio.to_thread(client.ttl, KEYS[2]) <= 10:
                 pass  # nobody is told when it is done
         assert [client.ttl(key) > 10 for key in KEYS] == [True] * 3 + [False] * 3
@@ -383,9 +383,11 @@ async def test_a_server_that_still_loads_is_asked_no_more(tmp_path: Path) -> Non
         server.args = ("--key-load-delay", "20000", "--loading-process-events-interval-bytes", "1024")
         server.start(until=b"Server initialized")
         before = faults("loading")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while faults("loading") == before:
-                assert await found(cache) == 0  # most of these do not leave the process
+                assert await found(cache) == 0
+                CLOCK.pause_over()
+        assert await hits(cache) == (0, 0)
         (tier,) = await cache.stats()
         assert tier.state.startswith("out of reach: ")
         assert faults("loading") <= before + 2, "the whole server is meant, not each key"

@@ -52,7 +52,7 @@ async def test_tls_with_our_ca_and_client_certificates(server: Server) -> None:
     ours = certificates.fleet()
     options = f"ssl_ca_certs={ours}/ca.crt&ssl_certfile={ours}/client.crt&ssl_keyfile={ours}/client.key"
     async with tls_end(server, client_certificates=True) as port:
-        cache = open_cache(f"rediss://127.0.0.1:{port}?{options}", budget_s=5.0)
+        cache = open_cache(f"rediss://127.0.0.1:{port}?{options}")
         await fill(cache)
         assert await hits(cache) == (6, 6)
         await cache.close()
@@ -86,7 +86,7 @@ async def test_a_cluster_over_tls(tmp_path: Path) -> None:
 
             agreed(lambda: all(announced(server) == set(ports) for server in servers))
             options = f"ssl_ca_certs={certificates.fleet()}/ca.crt"
-            cache = open_cache(f"rediss+cluster://127.0.0.1:{ports[0]}?{options}", budget_s=5.0)
+            cache = open_cache(f"rediss+cluster://127.0.0.1:{ports[0]}?{options}")
             await fill(cache)
             assert await hits(cache) == (6, 6)
             await cache.close()
@@ -105,7 +105,7 @@ async def test_a_server_that_we_do_not_trust_is_out_of_reach(server: Server) -> 
             f"rediss://127.0.0.1:{port}?ssl_ca_certs={certificates.fleet('theirs')}/ca.crt",
             f"redis://127.0.0.1:{port}",
         ):
-            cache = open_cache(url, budget_s=2.0)
+            cache = open_cache(url)
             assert await hits(cache) == (0, 0)
             (tier,) = await cache.stats()
             assert tier.state.startswith("out of reach: ")

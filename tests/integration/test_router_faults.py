@@ -173,6 +173,7 @@ async def test_a_fault_may_overtake_the_first_token(tmp_path: Path) -> None:
 
 async def test_choices_are_replayed_one_by_one(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
+        begun = asyncio.Event()
 
         async def uneven(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
             if start.key.attempt:
@@ -180,10 +181,15 @@ async def test_choices_are_replayed_one_by_one(tmp_path: Path) -> None:
                 return
             down.send(start.key, 1, 1, [letter(2), letter(3)])
             down.send(start.key, 2, 1, [letter(2 + i) for i in range(1, 5)], LENGTH)
+            # Before the first tokens, which prefill sends, a fault would leave nothing to go on from.
+            await begun.wait()
             down.fail(start.key, Kind.KIND_ENGINE)
 
         b.decode[0].script = uneven
-        answer = await b.answer(max_tokens=5, n=3)
+        call = b.call(max_tokens=5, n=3)
+        first = await call.read()
+        begun.set()
+        answer = Answer([first, *(await whole(call)).events])
         assert [answer.text(choice) for choice in range(3)] == [text(choice, 5) for choice in range(3)]
         replays = [(list(r.choice_indexes), len(r.output_token_ids)) for r in b.prefill[0].requests[1:]]
         assert sorted(replays) == [([0], 1), ([1], 3)]
@@ -293,7 +299,7 @@ async def test_lost_watch_is_a_lost_worker(tmp_path: Path) -> None:
 
         b.prefill[0].script = b.prefill[1].script = block
         call = b.call(max_tokens=4)
-        await asyncio.wait_for(blocked.wait(), 10)
+        await asyncio.wait_for(blocked.wait(), 60)
         first, other = sorted(b.prefill, key=lambda stub: -len(stub.requests))
         other.script = lambda request: asyncio.sleep(0)  # type: ignore[assignment,return-value]
         first.status.close()
@@ -361,4 +367,4 @@ async def test_drain_lets_running_requests_finish(tmp_path: Path) -> None:
         assert not draining.done()
         gate.set()
         assert first.choices[0].text + (await whole(call)).text() == "abc"
-        await asyncio.wait_for(draining, 10)
+        await asyncio.wait_for(draining, 60)

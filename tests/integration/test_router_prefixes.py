@@ -34,7 +34,7 @@ async def ask(b: Bench, prompt: list[int], **fields: Any) -> Answer:
     sampling = {"max_tokens": 3} | fields.pop("sampling", {})
     token_ids = inference_pb2.TokenIds(ids=prompt)
     request = inference_pb2.GenerateRequest(token_ids=token_ids, sampling=sampling, **fields)
-    return await whole(b.client.Generate(request, timeout=20))
+    return await whole(b.client.Generate(request, timeout=60))
 
 
 def served(stubs: list[StubPrefill]) -> list[int]:
@@ -137,7 +137,7 @@ async def test_salts_set_requests_apart_and_bad_fields_are_named(tmp_path: Path)
             ({"cache_salt": "é" * 129}, f"cache_salt: may have at most {MAX_CACHE_SALT_BYTES} bytes, got 258"),
         ):
             request = inference_pb2.GenerateRequest(text="hi", sampling={"max_tokens": 1}, **fields)  # type: ignore[arg-type]
-            error = await refused(b.client.Generate(request, timeout=20))
+            error = await refused(b.client.Generate(request, timeout=60))
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert words in (error.details() or "")
         longest = "é" * (MAX_CACHE_SALT_BYTES // 2)
@@ -241,7 +241,7 @@ async def test_a_replay_is_found_by_prompt_and_output_and_usage_tells_of_the_fir
         await until(b.app, lambda: min(view.free_slots for view in b.app.pool.fleet().decode) == 0)
         b.prefill[0].cached_tokens = 7
         ids, sampling = inference_pb2.TokenIds(ids=PROMPT), inference_pb2.SamplingParams(max_tokens=25)
-        call = b.client.Generate(inference_pb2.GenerateRequest(token_ids=ids, sampling=sampling), timeout=20)
+        call = b.client.Generate(inference_pb2.GenerateRequest(token_ids=ids, sampling=sampling), timeout=60)
         events = [await call.read()]
         first.set()
         answer = Answer([*events, *(await whole(call)).events])

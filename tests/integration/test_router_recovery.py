@@ -370,7 +370,7 @@ async def test_a_drain_that_takes_too_long_ends_the_rest_with_a_status(tmp_path:
     async with bench(tmp_path, drain_s=0.1) as b:
         b.decode[0].script = never_ending
         channel = control_channel(b.app.address)
-        call = type(b.client)(channel).Generate(request("hi", max_tokens=4), timeout=20)
+        call = type(b.client)(channel).Generate(request("hi", max_tokens=4), timeout=60)
         await call.read()
         await b.app.drain()
         ended = asyncio.create_task(refused(call))

@@ -30,7 +30,7 @@ from tests.checkpoints import make_checkpoint
 from tests.fleet import Fleet
 
 PROMPT = [5, 6, 7] * 20
-WAIT_S = 10
+WAIT_S = 60.0
 SECRET = "a secret of the tests"
 TAKEN = {("control", "router"), ("control", "admin"), ("kv", "prefill"), ("kv", "decode")}
 """Listeners of a worker and the roles that may call them."""

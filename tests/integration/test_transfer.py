@@ -93,7 +93,7 @@ async def test_frames_move_while_prefill_runs(pair: Pair) -> None:
             pair.exporter.prefill_chunk(
                 handle, prompt(TOKENS), start, end, on_layer=lambda layer, end=end: export.advance(layer, end)
             )
-            assert arrived.wait(20)
+            assert arrived.wait(60)
 
     fetching = asyncio.create_task(pair.fetch())
     await asyncio.to_thread(prefill)
@@ -239,7 +239,7 @@ async def test_writes_overlap_receipt_and_are_bounded(pair: Pair) -> None:
     gate = pair.engine.before_write = Gate()
     ready(pair.exports, pair.exporter, "t", TOKENS)
     fetching = asyncio.create_task(pair.fetch())
-    await asyncio.to_thread(gate.reached.wait, 20)
+    await asyncio.to_thread(gate.reached.wait, 60)
     assert pair.engine.in_flight == 1
     gate.open()
     await fetching

@@ -101,7 +101,7 @@ async def test_a_failing_exporter_ends_the_stream(pair: Pair) -> None:
     written = threading.Event()
     pair.engine.before_write = written.set
     fetching = asyncio.create_task(pair.fetch())
-    await asyncio.to_thread(written.wait, 20)
+    await asyncio.to_thread(written.wait, 60)
     export.fail(EngineError("NaN in layer 1"))
     with pytest.raises(TransferError, match="NaN in layer 1"):
         await fetching
@@ -154,12 +154,12 @@ async def test_a_cut_connection_is_noticed_at_both_ends(pair: Pair) -> None:
     pair.engine.before_write = written.set
     async with Cable(pair.address) as cable, kv_channel(cable.address) as pair.channel:
         fetching = asyncio.create_task(pair.fetch())
-        await asyncio.to_thread(written.wait, 20)
+        await asyncio.to_thread(written.wait, 60)
         assert not pair.servicer.stopped.is_set()
         cable.cut()
         with pytest.raises(SourceUnreachable):
             await fetching
-        await asyncio.wait_for(pair.servicer.stopped.wait(), 10)
+        await asyncio.wait_for(pair.servicer.stopped.wait(), 60)
 
 
 async def test_nobody_there_is_unreachable(pair: Pair) -> None:
@@ -180,7 +180,7 @@ async def test_a_closed_channel_is_an_error_not_a_cancellation(pair: Pair, opene
         pair.engine.before_write = written.set
         export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
         export.advance(0, 10)
-        await asyncio.to_thread(written.wait, 20)
+        await asyncio.to_thread(written.wait, 60)
     await pair.channel.close()
     with pytest.raises(SourceUnreachable):
         await fetching
@@ -192,7 +192,7 @@ async def test_after_a_cancel_no_write_is_in_flight_and_the_export_is_gone(pair:
     _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
     gate = pair.engine.before_write = Gate()
     fetching = asyncio.create_task(pair.fetch())
-    await asyncio.to_thread(gate.reached.wait, 20)
+    await asyncio.to_thread(gate.reached.wait, 60)
     for _ in range(3):
         fetching.cancel()
         await asyncio.sleep(0)

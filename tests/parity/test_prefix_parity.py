@@ -27,6 +27,8 @@ from tests.redis_server import BINARIES, running
 BLOCK = 16
 SETTINGS: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": 1}
 PARAMS = SamplingParams(max_tokens=16, temperature=0.9, seed=7, ignore_eos=True, logprobs=1)
+SIZES = ((16, 0), (16, 23), (32, 7), (256, 64))
+"""Of pages and chunks: each with the pages, whose hits depend on them, and with all tiers, each tier with some."""
 STEPS = 5
 SHARED = 300
 LENGTHS = (BLOCK - 1, BLOCK, 2 * BLOCK + 5, 6 * BLOCK, 256, 257, SHARED)
@@ -126,8 +128,19 @@ async def exporting(models: Models, prompt: list[int]) -> AsyncIterator[tuple[Pe
     engine.free(handle)
 
 
-@pytest.mark.parametrize(("page_size", "chunk_size"), [(16, 0), (16, 23), (32, 7), (256, 64)])
-@pytest.mark.parametrize("tier", ["pool", "host", "redis", "peer", "all"])
+@pytest.mark.parametrize(
+    ("tier", "page_size", "chunk_size"),
+    [
+        *(("pool", page_size, chunk_size) for page_size, chunk_size in SIZES),
+        ("host", 16, 23),
+        ("host", 256, 64),
+        ("redis", 16, 0),
+        ("redis", 32, 7),
+        ("peer", 32, 7),
+        ("peer", 256, 64),
+        *(("all", page_size, chunk_size) for page_size, chunk_size in SIZES),
+    ],
+)
 async def test_hits_of_any_length_from_any_tier_keep_the_tokens(
     models: Models,
     expected: dict[int, tuple[list[int], list[float]]],

@@ -181,7 +181,7 @@ async def test_a_long_clear_tells_how_far_it_has_come(monkeypatch: pytest.Monkey
 async def test_a_clear_of_a_process_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.cli.cache._PROGRESS_S", 0.05)
     process = Slow(asked=1, falls_silent=True)
-    async with served(process) as listener, asyncio.timeout(20):
+    async with served(process) as listener, asyncio.timeout(60):
         result = await cache("clear", f"--target={listener.address}", "--yes", "--redis", "--timeout=0.3")
         await process.cancelled.wait()
     assert result.exit_code != 0

@@ -52,8 +52,8 @@ async def served(router: Router, **keywords: Any) -> AsyncIterator[Listener]:
 
 def use(address: str, **security: Any) -> None:
     with Client(address, **security) as client:
-        client.get_model(timeout=10)
-        list(client.generate("x", timeout=10))
+        client.get_model(timeout=60)
+        list(client.generate("x", timeout=60))
 
 
 async def test_both_clients_send_their_key_over_tls() -> None:
@@ -157,7 +157,7 @@ async def test_commands_keep_grpcs_own_log_off_standard_error() -> None:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "baton", "generate", *flags), stderr=asyncio.subprocess.PIPE
         )
-        _, said = await asyncio.wait_for(process.communicate(), 30)
+        _, said = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 75
     assert said.decode().startswith("error: UNAVAILABLE: ")
     assert said.count(b"\n") == 1

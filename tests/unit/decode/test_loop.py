@@ -185,10 +185,10 @@ def test_the_loop_sleeps_without_work_and_stops_when_told() -> None:
     thread = threading.Thread(target=turns.loop.run)
     thread.start()
     turns.add(1, [1], 2)
-    assert turns.engine.entered.acquire(timeout=10)
+    assert turns.engine.entered.acquire(timeout=60)
     turns.add(2, [2], 2)
-    assert turns.engine.entered.acquire(timeout=10)
+    assert turns.engine.entered.acquire(timeout=60)
     turns.loop.stop()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert turns.engine.audit() == {}

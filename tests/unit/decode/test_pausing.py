@@ -238,7 +238,7 @@ def test_a_cancel_while_paused_gives_host_memory_back_before_the_next_step() -> 
     bench.engine.free(bench.live[2].handle)
     assert bench.engine.host_kv() == {}
     bench.engine.gate.set()
-    turning.join(10)
+    turning.join(60)
     bench.loop.drop([2])
     del bench.live[2], bench.tokens[2]
     steps = len(bench.engine.steps)
@@ -262,7 +262,7 @@ def test_what_is_paused_sleeps_until_pages_return_from_elsewhere() -> None:
 
     bench.progress.idle = noticed  # type: ignore[method-assign]
     thread.start()
-    assert waiting.wait(10)
+    assert waiting.wait(60)
     turns = len(bench.reports)
     assert bench.progress.stalled() == 0
     # Pages with a copy in flight return after the free, and nobody else says a word.
@@ -270,9 +270,9 @@ def test_what_is_paused_sleeps_until_pages_return_from_elsewhere() -> None:
         bench.engine.free(taken)
         assert bench.engine.stats().free == 6
         assert len(bench.reports) == turns
-    assert bench.over.wait(10)
+    assert bench.over.wait(60)
     bench.loop.stop()
-    thread.join(10)
+    thread.join(60)
     bench.check()
     assert bench.paused() == [1]
 

@@ -32,7 +32,7 @@ class Held(FakeEngine):
 
     def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
         self.reading.release()
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         return super().read_blocks(handle, token_start, count)
 
     def published(self, ids: Sequence[int] = IDS) -> list[bytes]:
@@ -64,7 +64,7 @@ class Rig:
         self.changes += 1
 
     async def reading(self) -> None:
-        assert await asyncio.to_thread(self.engine.reading.acquire, timeout=20)
+        assert await asyncio.to_thread(self.engine.reading.acquire, timeout=60)
 
 
 @pytest.fixture

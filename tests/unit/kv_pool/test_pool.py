@@ -278,7 +278,7 @@ def test_any_thread_may_reserve_and_free() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert not faults
     assert pool.audit() == {}
     assert pool.stats().free == 16

@@ -25,7 +25,7 @@ class Threads:
     """Collectives between threads: each contributes a tensor, all get the combination."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=30)
+        self._barrier = threading.Barrier(size, timeout=60)
         self._given: list[Tensor] = [torch.empty(0)] * size
 
     def rank(self, rank: int) -> Parallel:

@@ -53,7 +53,7 @@ async def test_a_place_that_ends_is_news() -> None:
     await settle()
     pool.answers = GRANTED
     await running.end()
-    await asyncio.wait_for(waiting.placed.wait(), 5)
+    await asyncio.wait_for(waiting.placed.wait(), 60)
     await waiting.end()
 
 
@@ -68,7 +68,7 @@ async def test_news_that_comes_while_decode_is_asked_is_not_lost() -> None:
 
     pool.answer = answer  # type: ignore[method-assign]
     held = Held(d, "r")
-    await asyncio.wait_for(held.placed.wait(), 5)
+    await asyncio.wait_for(held.placed.wait(), 60)
     await held.end()
 
 
@@ -85,10 +85,10 @@ async def test_a_replay_is_neither_refused_nor_overtaken() -> None:
     replay = Held(d, "replay", again=True)
     await settle()
     await running.end()
-    await asyncio.wait_for(replay.placed.wait(), 5)
+    await asyncio.wait_for(replay.placed.wait(), 60)
     assert pool.order == ["running", "replay"]
     await replay.end()
-    await asyncio.wait_for(waiting.placed.wait(), 5)
+    await asyncio.wait_for(waiting.placed.wait(), 60)
     await waiting.end()
 
 
@@ -101,7 +101,7 @@ async def test_cancelling_at_any_point_gives_all_back() -> None:
             await asyncio.sleep(0)
         cancelled.task.cancel()
         await asyncio.gather(cancelled.task, return_exceptions=True)
-        await asyncio.wait_for(other.placed.wait(), 5)
+        await asyncio.wait_for(other.placed.wait(), 60)
         assert pool.seats == 1
         await other.end()
         assert pool.seats == 0
@@ -117,7 +117,7 @@ async def test_cancelling_between_the_turn_and_its_use_gives_the_seat_back() -> 
     assert running.place is not None
     d.leave(running.place.seat)
     waiting.task.cancel()
-    await asyncio.wait_for(other.placed.wait(), 5)
+    await asyncio.wait_for(other.placed.wait(), 60)
     await asyncio.gather(running.end(), other.end())
     assert pool.seats == 0
 
@@ -132,7 +132,7 @@ async def test_a_turn_passes_over_a_head_that_was_cancelled_and_has_yet_to_wake(
     assert running.place is not None
     waiting.task.cancel()
     d.leave(running.place.seat)
-    await asyncio.wait_for(other.placed.wait(), 5)
+    await asyncio.wait_for(other.placed.wait(), 60)
     await asyncio.gather(running.end(), other.end())
     assert pool.seats == 0
 
@@ -146,7 +146,7 @@ async def test_a_cancelled_probe_leaves_the_line_able_to_move() -> None:
     pool.answers = GRANTED
     first.task.cancel()
     pool.news()
-    await asyncio.wait_for(second.placed.wait(), 5)
+    await asyncio.wait_for(second.placed.wait(), 60)
     await second.end()
     assert pool.seats == 0
 
@@ -160,7 +160,7 @@ async def test_what_needs_no_decode_does_not_wait_for_it() -> None:
     full.task.cancel()
     await asyncio.gather(full.task, return_exceptions=True)
     short = Held(d, "short", decodes=False)
-    await asyncio.wait_for(short.placed.wait(), 5)
+    await asyncio.wait_for(short.placed.wait(), 60)
     assert short.place is not None
     assert short.place.decode is None
     await short.end()
@@ -174,12 +174,12 @@ async def test_without_workers_new_requests_are_refused_and_accepted_ones_wait_a
     with pytest.raises(Unavailable, match="no decode worker is there"):
         await Held(d, "new").task
     with pytest.raises(Unavailable, match="no decode worker is there"):
-        await asyncio.wait_for(Held(d, "replay", again=True).task, 5)
+        await asyncio.wait_for(Held(d, "replay", again=True).task, 60)
     saved = Held(d, "saved", again=True)
     await settle()
     pool.there = True
     pool.news()
-    await asyncio.wait_for(saved.placed.wait(), 5)
+    await asyncio.wait_for(saved.placed.wait(), 60)
     await saved.end()
 
 
@@ -195,11 +195,11 @@ async def test_a_decode_worker_that_does_not_answer_is_a_refusal() -> None:
         patch.setattr(FakeAttempt, "reserve", silent)
         patch.setattr(FakeAttempt, "close", lambda self: closed.set())
         held = Held(d, "r")
-        await asyncio.wait_for(closed.wait(), 5)
+        await asyncio.wait_for(closed.wait(), 60)
         await settle()
     assert pool.seats == 0
     pool.news()
-    await asyncio.wait_for(held.placed.wait(), 5)
+    await asyncio.wait_for(held.placed.wait(), 60)
     await held.end()
 
 
@@ -211,7 +211,7 @@ async def test_never_is_told_at_once_and_moves_the_line() -> None:
         await Held(d, "large").task
     pool.answers = GRANTED
     small = Held(d, "small")
-    await asyncio.wait_for(small.placed.wait(), 5)
+    await asyncio.wait_for(small.placed.wait(), 60)
     await small.end()
 
 
@@ -234,7 +234,7 @@ async def test_never_ends_a_request_only_when_every_decode_worker_says_so() -> N
     assert pool.order == ["r large", "r small"] or pool.order == ["r small", "r large"]
     pool.by_name["large"] = GRANTED
     pool.news()
-    await asyncio.wait_for(held.placed.wait(), 5)
+    await asyncio.wait_for(held.placed.wait(), 60)
     assert pool.order[2:] == ["r large"], "who can never hold it is not asked again"
     await held.end()
 
@@ -247,13 +247,13 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
     assert not held.task.done()
     pool.by_name["large"], pool.running["large"] = GRANTED, 0
     pool.news()
-    await asyncio.wait_for(held.placed.wait(), 5)
+    await asyncio.wait_for(held.placed.wait(), 60)
     await held.end()
     del pool.by_name["large"]
     d = dispatcher(pool, worker_wait_s=0.02)
     other = Held(d, "other", again=True)
     with pytest.raises(Unavailable, match=r"that could hold the request: .* 9 pages"):
-        await asyncio.wait_for(other.task, 5)
+        await asyncio.wait_for(other.task, 60)
     assert pool.seats == 0
 
 
@@ -264,7 +264,7 @@ async def test_a_lost_news_does_not_stop_the_line() -> None:
     await settle()
     assert len(pool.order) == 1
     pool.by_name["d"] = GRANTED
-    await asyncio.wait_for(held.placed.wait(), 5)
+    await asyncio.wait_for(held.placed.wait(), 60)
     assert len(pool.order) == 2
     await held.end()
 
@@ -277,7 +277,7 @@ async def test_a_request_that_cant_be_in_time_is_refused_at_once(monkeypatch: py
     d = dispatcher(pool, prefill_limit=1)
     served = [Held(d, str(number)) for number in range(10)]
     for held in served:
-        await asyncio.wait_for(held.placed.wait(), 5)
+        await asyncio.wait_for(held.placed.wait(), 60)
         passed += 10
         await held.end()
     running, waiting = (Held(d, name) for name in ("running", "waiting"))
@@ -289,7 +289,7 @@ async def test_a_request_that_cant_be_in_time_is_refused_at_once(monkeypatch: py
     # What was accepted once is not judged again.
     replay, in_time = Held(d, "replay", deadline=now + 5, again=True), Held(d, "in time", deadline=now + 60)
     for held in (running, replay, waiting, in_time):
-        await asyncio.wait_for(held.placed.wait(), 5)
+        await asyncio.wait_for(held.placed.wait(), 60)
         await held.end()
     assert "late d" not in pool.order
 
@@ -302,7 +302,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once(monkeypatch
     d = dispatcher(pool, prefill_limit=1, line_wait_s=25)
     served = [Held(d, str(number)) for number in range(10)]
     for held in served:
-        await asyncio.wait_for(held.placed.wait(), 5)
+        await asyncio.wait_for(held.placed.wait(), 60)
         passed += 10
         await held.end()
     running, first, second, third = (Held(d, name) for name in ("running", "first", "second", "third"))
@@ -313,7 +313,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once(monkeypatch
     # What was accepted once is not judged again.
     replay = Held(d, "replay", again=True)
     for held in (running, replay, first, second, third):
-        await asyncio.wait_for(held.placed.wait(), 5)
+        await asyncio.wait_for(held.placed.wait(), 60)
         await held.end()
     assert "late d" not in pool.order
 

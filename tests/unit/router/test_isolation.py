@@ -42,11 +42,11 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
     assert not waiting.placed.is_set()
     pool.running["e"] = 0
     pool.news()
-    await asyncio.wait_for(alone.placed.wait(), 5)
+    await asyncio.wait_for(alone.placed.wait(), 60)
     await settle()
     assert not waiting.placed.is_set()
     await alone.end()
-    await asyncio.wait_for(waiting.placed.wait(), 5)
+    await asyncio.wait_for(waiting.placed.wait(), 60)
     await asyncio.gather(waiting.end(), *(held.end() for held in before))
     assert pool.seats == 0
 
@@ -57,9 +57,9 @@ async def test_alone_is_refused_when_no_worker_empties_in_time_and_others_go_on(
     running = Held(d, "running")
     await running.placed.wait()
     with pytest.raises(EngineError, match=r"must run alone; no workers were free of other requests within 0\.05 s"):
-        await asyncio.wait_for(Held(d, "alone", again=True, alone=True).task, 5)
+        await asyncio.wait_for(Held(d, "alone", again=True, alone=True).task, 60)
     other = Held(d, "other")
-    await asyncio.wait_for(other.placed.wait(), 5)
+    await asyncio.wait_for(other.placed.wait(), 60)
     await asyncio.gather(running.end(), other.end())
 
 
@@ -67,12 +67,12 @@ async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails
     pool = Workers(a=NEVER, b=GRANTED)
     d = dispatcher(pool, isolation_wait_s=0.05)
     held = Held(d, "big", again=True, alone=True)
-    await asyncio.wait_for(held.placed.wait(), 5)
+    await asyncio.wait_for(held.placed.wait(), 60)
     assert pool.order == ["big a", "big b"]
     await held.end()
     pool.by_name.clear()
     with pytest.raises(Unavailable, match="no decode worker is there"):
-        await asyncio.wait_for(Held(d, "nowhere", again=True, alone=True).task, 5)
+        await asyncio.wait_for(Held(d, "nowhere", again=True, alone=True).task, 60)
     assert pool.seats == 0
 
 
@@ -84,11 +84,11 @@ async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> N
     assert pool.order == ["first d"]
     pool.by_name["d"] = GRANTED
     pool.news()
-    await asyncio.wait_for(first.placed.wait(), 5)
+    await asyncio.wait_for(first.placed.wait(), 60)
     await settle()
     assert not second.placed.is_set()
     await first.end()
-    await asyncio.wait_for(second.placed.wait(), 5)
+    await asyncio.wait_for(second.placed.wait(), 60)
     await second.end()
     assert pool.order == ["first d", "first d", "second d"]
 

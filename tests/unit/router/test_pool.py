@@ -25,7 +25,7 @@ async def test_a_worker_that_is_listed_again_while_it_is_given_up_is_dialled_aga
         await close()
 
     link.channel.close = slowly
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         # Nobody listens there, so the watch ends, and with it what is not listed.
         found(set())
         await closing.wait()

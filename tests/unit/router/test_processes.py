@@ -24,7 +24,7 @@ async def test_a_router_that_does_not_start_is_tried_again(error: Exception, mon
     child = processes._Child(0, [], "127.0.0.1:0")
     monkeypatch.setattr(child, "start", start)
     keeping = asyncio.create_task(child.keep())
-    await asyncio.wait_for(again.wait(), 5)
+    await asyncio.wait_for(again.wait(), 60)
     keeping.cancel()
 
 
@@ -45,5 +45,5 @@ async def test_a_router_that_had_served_is_started_again_at_once(monkeypatch: py
     await start()
     monkeypatch.setattr(child, "start", start)
     keeping = asyncio.create_task(child.keep())
-    await asyncio.wait_for(again.wait(), 30)
+    await asyncio.wait_for(again.wait(), 60)
     keeping.cancel()

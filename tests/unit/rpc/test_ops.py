@@ -20,7 +20,7 @@ COUNTED = Counter("baton_test_ops_total", "For the test.")
 
 async def get(address: str, path: str) -> tuple[int, str]:
     def ask() -> tuple[int, str]:
-        connection = http.client.HTTPConnection(address, timeout=5)
+        connection = http.client.HTTPConnection(address, timeout=60)
         try:
             connection.request("GET", path)
             response = connection.getresponse()

@@ -191,7 +191,7 @@ async def test_a_stream_is_closed_when_its_client_leaves(say: int) -> None:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="x"))
         assert (await call.read()).request_id == "r"
         call.cancel()
-        await asyncio.wait_for(service.closed.wait(), 5)
+        await asyncio.wait_for(service.closed.wait(), 60)
     assert len(service.tasks) == 1, "it was left to the garbage collector"
 
 
@@ -240,7 +240,7 @@ async def test_a_taken_port_is_named() -> None:
 
 async def test_the_stop_waits_no_longer_than_its_grace() -> None:
     service = Service()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         async with serving(service, grace=0.05) as listener:
             channel = kv_channel(listener.address)
             call = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="x"))

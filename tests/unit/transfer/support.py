@@ -65,7 +65,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.reached.set()
-        if not self._opened.wait(20):
+        if not self._opened.wait(60):
             raise TimeoutError("the gate was never opened")
 
     def open(self) -> None:

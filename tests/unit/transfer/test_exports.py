@@ -98,7 +98,7 @@ async def test_progress_made_while_a_frame_is_being_sent_is_seen(exports: Export
         export.advance(1, 4)
         for _ in range(3):
             await asyncio.sleep(0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert places([decoded(await anext(frames))]) == [(1, 0, 4)]
 
 
@@ -242,7 +242,7 @@ async def test_read_ahead_is_one_frame(exports: Exports, engine: Engine) -> None
         for ahead in (2, 1, 1):
             await anext(frames)
             for _ in range(ahead):
-                assert await asyncio.to_thread(begun.acquire, timeout=20)
+                assert await asyncio.to_thread(begun.acquire, timeout=60)
             await asyncio.to_thread(nothing)
             assert not begun.acquire(blocking=False)
     assert engine.most_in_flight == 1

@@ -53,7 +53,7 @@ async def test_a_read_in_flight_at_the_end_is_waited_for_and_not_sent() -> None:
     engine.before_read = gate
     async with aclosing(export.frames(whole(TOKENS))) as frames:
         sent = asyncio.ensure_future(anext(frames))
-        await asyncio.to_thread(gate.reached.wait, 10)
+        await asyncio.to_thread(gate.reached.wait, 60)
         exports.release("t", INCARNATION, "was abandoned")
         assert (export.ended, export.closed, ends, engine.stats().used) == (True, False, [], 1)
         gate.open()

@@ -84,7 +84,7 @@ async def test_a_read_that_finds_its_handle_freed_after_the_end_tells_of_the_end
     export = exports.open("t", handle, TOKENS, on_closed=lambda: None)
     export.commit_prefix(NAME)
     collecting = asyncio.create_task(collect(export, whole(TOKENS)))
-    await asyncio.to_thread(gate.reached.wait, 20)
+    await asyncio.to_thread(gate.reached.wait, 60)
     export.end("ended with its attempt")
     engine.free(handle)
     gate.open()

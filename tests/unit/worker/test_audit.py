@@ -52,13 +52,26 @@ async def test_an_owner_that_ends_while_the_ledger_is_taken_is_no_violation() ->
     assert (await take_ledger(IDENTITY, engine, entries)).violation == ""
 
 
+async def test_a_name_that_is_used_again_while_the_ledger_is_taken_is_no_violation() -> None:
+    """The first request ends between the two audits, and the second of its name begins."""
+    engine = FakeEngine(pages=8)
+    first, listed = engine.reserve("a/0", 20), [[], [], [entry("a/0", 2)]]
+
+    def entries() -> Sequence[LedgerEntry]:
+        return listed.pop(0)
+
+    assert (await take_ledger(IDENTITY, engine, entries)).violation == ""
+    assert not listed
+    engine.free(first)
+
+
 async def test_pages_given_up_in_a_copy_are_listed_as_draining() -> None:
     class Slow(FakeEngine):
         come, go = threading.Event(), threading.Event()
 
         def _prefill(self, *args, **kwargs):
             self.come.set()
-            self.go.wait(10)
+            self.go.wait(60)
             return super()._prefill(*args, **kwargs)
 
     engine = Slow(pages=8)
@@ -66,7 +79,7 @@ async def test_pages_given_up_in_a_copy_are_listed_as_draining() -> None:
     chunk = asyncio.create_task(
         asyncio.to_thread(engine.prefill_chunk, handle, range(20), 0, 20, on_layer=lambda layer: None)
     )
-    await asyncio.to_thread(engine.come.wait, 10)
+    await asyncio.to_thread(engine.come.wait, 60)
     engine.free(handle)
     ledger = await take_ledger(IDENTITY, engine, list)
     assert ledger.entries == (LedgerEntry("a/0", "draining", "ended", 2, 2 * 16 * 64),)
@@ -103,14 +116,14 @@ async def test_the_audit_runs_when_idle_at_most_once_an_interval_and_tells_once(
     assert taken.empty()
     idle = True
     auditing.changed()
-    first = await asyncio.wait_for(taken.get(), 10)
+    first = await asyncio.wait_for(taken.get(), 60)
     auditing.changed()
     auditing.changed()
-    second = await asyncio.wait_for(taken.get(), 10)
+    second = await asyncio.wait_for(taken.get(), 60)
     assert second - first >= 0.05
     violation = "a page is lost"
     auditing.changed()
-    error = await asyncio.wait_for(broken.get(), 10)
+    error = await asyncio.wait_for(broken.get(), 60)
     assert "a page is lost" in str(error)
     assert "a page is lost" in caplog.text
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)

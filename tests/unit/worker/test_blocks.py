@@ -16,7 +16,7 @@ from baton.worker import blocks
 from baton.worker.blocks import MOST_WRITE_BACKS, Blocks
 
 IDS = [(7 * i) % 1000 for i in range(100)]
-WAIT_S = 10
+WAIT_S = 60.0
 
 
 class Cache(MemoryPrefixCache):

@@ -142,12 +142,12 @@ async def test_closing_the_engine_thread_withdraws_what_has_not_begun() -> None:
 
     def work() -> str:
         began.set()
-        return "done" if go_on.wait(10) else "late"
+        return "done" if go_on.wait(60) else "late"
 
     first, second = thread.run(work), thread.run(work)
-    await asyncio.to_thread(began.wait, 10)
+    await asyncio.to_thread(began.wait, 60)
     closing = asyncio.create_task(thread.close())
-    await asyncio.wait([second], timeout=10)
+    await asyncio.wait([second], timeout=60)
     assert second.cancelled()
     go_on.set()
     await closing
@@ -171,9 +171,9 @@ async def test_a_stall_is_reported_once_and_so_is_its_end() -> None:
     progress.moved()
     watching = asyncio.create_task(watch_progress(progress, 0.02, reports.put_nowait))
     now = 1.0
-    assert await asyncio.wait_for(reports.get(), 10) is False
+    assert await asyncio.wait_for(reports.get(), 60) is False
     progress.moved()
-    assert await asyncio.wait_for(reports.get(), 10) is True
+    assert await asyncio.wait_for(reports.get(), 60) is True
     watching.cancel()
     assert reports.empty()
 
