@@ -49,7 +49,7 @@ class Draws:
     temperature: Tensor
     keys: Tensor
 
-    def take(self, index: Tensor) -> Draws:
+    def take(self, index: Tensor | slice) -> Draws:
         """Some of them."""
         return Draws(self.rows[index], self.top[index], self.temperature[index], self.keys[index])
 

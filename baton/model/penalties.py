@@ -1,21 +1,27 @@
 """Repetition, presence and frequency penalties of a batch, over counts that grow with each token.
 
-Only the distinct tokens of a sequence are held and touched, never the vocabulary: a table of an entry (row)
-for each sequence that has penalties, with the token ids, how often each was generated, and how many columns
-are in use. `append` after each token leaves the same table as `add` of the longer sequence, but for the order
-of columns.
+Only the distinct tokens of a sequence are held and touched, never the vocabulary. Each sequence that has penalties has
+an entry: the token ids, how often each was generated, and how many columns are in use. Entries lie in slabs, tables
+whose rows have one width, and an entry that outgrows its width moves to a wider slab. So a sequence of many distinct
+tokens makes work for itself only, and one that comes or grows moves no other. `append` after each token leaves the
+same entry as `add` of the longer sequence, but for the order of columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from baton.model.upload import upload, upload_ints
 from baton.request import SamplingParams, SequenceState
 
-_INITIAL = (8, 256)
+_NARROWEST = 256
+_WIDER = 4
+_SLAB = 1 << 13
+"""Elements of a slab, unless a single entry has more."""
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -23,90 +29,151 @@ def has_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
+class _Slab:
+    """Entries of up to `width` distinct tokens; `used` counts the columns in use, `free` lists the rows that are not.
+
+    `strength`: repetition, frequency and presence penalty of each entry.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        rows = max(1, _SLAB // width)
+        self.width = width
+        self.ids = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(rows, width, dtype=torch.float32, device=device)
+        self.used = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.strength = torch.zeros(rows, 3, dtype=torch.float32, device=device)
+        self.free = list(range(rows))
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """Where a sequence's counts lie: row `index` of `slab`, with a column for each distinct token."""
+
+    slab: _Slab
+    index: int
+    columns: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Penalised:
+    """Rows of a batch whose entries lie in one slab; `rows` and `indices` are int64 `[P]`."""
+
+    slab: _Slab
+    entries: Sequence[Entry]
+    rows: Tensor
+    indices: Tensor
+
+
 class PenaltyTable:
-    """See the module's text. Entries are small integers, reused after `remove`."""
+    """See the module's text."""
 
     def __init__(self, device: torch.device) -> None:
-        self._ids = torch.zeros(_INITIAL, dtype=torch.int64, device=device)
-        self._counts = torch.zeros(_INITIAL, dtype=torch.float32, device=device)
-        self._used = torch.zeros(_INITIAL[0], dtype=torch.int64, device=device)
-        self._strength = torch.zeros(_INITIAL[0], 3, dtype=torch.float32, device=device)
-        self._free = list(range(_INITIAL[0]))
-        self._columns: dict[int, dict[int, int]] = {}
+        self._device = device
+        self._slabs: list[_Slab] = []
 
-    def add(self, state: SequenceState) -> int:
+    def add(self, state: SequenceState) -> Entry:
         """A new entry for the sequence as it is."""
-        columns = {token: i for i, token in enumerate(dict.fromkeys([*state.prompt_ids, *state.output_ids]))}
-        counts = [0.0] * len(columns)
-        for token in state.output_ids:
-            counts[columns[token]] += 1
-        if not self._free:
-            self._grow(self._ids.shape[0] * 2, self._ids.shape[1])
-        self._grow(self._ids.shape[0], len(columns))
-        entry = self._free[-1]
-        used = len(columns)
-        self._ids[entry, :used] = self._tensor(list(columns))
-        self._counts[entry, :used] = self._tensor(counts).float()
-        self._used[entry] = used
+        distinct = dict.fromkeys([*state.prompt_ids, *state.output_ids])
+        columns = dict(zip(distinct, range(len(distinct)), strict=True))
+        entry = self._place(columns)
+        slab, used, index = entry.slab, len(columns), entry.index
+        slab.ids[index, :used] = upload_ints(list(columns), self._device)
+        slab.counts[index, :used] = 0.0
+        if state.output_ids:
+            generated = upload_ints([columns[token] for token in state.output_ids], self._device)
+            slab.counts[index].index_add_(0, generated, torch.ones(len(generated), device=self._device))
+        slab.used[index] = used
         params = state.params
         strength = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
-        self._strength[entry] = self._tensor(strength).float()
-        self._columns[entry] = columns
-        return self._free.pop()
+        slab.strength[index] = upload(strength, torch.float32, self._device)
+        return entry
 
-    def remove(self, entry: int) -> None:
+    def remove(self, entry: Entry) -> None:
         """Forget an entry."""
-        del self._columns[entry]
-        self._free.append(entry)
+        slab = entry.slab
+        slab.free.append(entry.index)
+        if slab.width > _SLAB:
+            # Large, and seldom needed again.
+            self._slabs.remove(slab)
 
-    def append(self, entries: Sequence[int], tokens: Sequence[int]) -> None:
-        """Count one new token for each of `entries`, which are distinct."""
-        places = []
+    def append(self, entries: Sequence[Entry], tokens: Sequence[int]) -> bool:
+        """Count one new token for each of `entries`, which are distinct; True if some moved to a wider slab."""
+        moved = False
         for entry, token in zip(entries, tokens, strict=True):
-            columns = self._columns[entry]
-            places.append(columns.setdefault(token, len(columns)))
-        self._grow(self._ids.shape[0], max(places) + 1)
-        rows, column = self._tensor(list(entries)), self._tensor(places)
-        used = self._used[rows]
-        # A column used for the first time may hold the count of a removed entry.
-        self._counts[rows, column] = torch.where(column < used, self._counts[rows, column], 0.0) + 1.0
-        self._ids[rows, column] = self._tensor(list(tokens))
-        self._used[rows] = torch.maximum(used, column + 1)
+            entry.columns.setdefault(token, len(entry.columns))
+            if len(entry.columns) > entry.slab.width:
+                self._widen(entry)
+                moved = True
+        for slab, places in _by_slab(entries).items():
+            rows = self._index([entries[place].index for place in places])
+            column = self._index([entries[place].columns[tokens[place]] for place in places])
+            used = slab.used[rows]
+            # A column used for the first time may hold the count of a removed entry.
+            slab.counts[rows, column] = torch.where(column < used, slab.counts[rows, column], 0.0) + 1.0
+            slab.ids[rows, column] = self._index([tokens[place] for place in places])
+            slab.used[rows] = torch.maximum(used, column + 1)
+        return moved
 
-    def apply(self, logits: Tensor, rows: Tensor, entries: Tensor) -> None:
-        """Penalise in place `logits[rows]` (float32 `[B, vocab]`, int64 `[P]`) by `entries` (int64 `[P]`).
+    def grouped(self, rows: Sequence[int], entries: Sequence[Entry]) -> list[Penalised]:
+        """The rows of a batch with their entries, for `apply`; they hold until an entry moves."""
+        return [
+            Penalised(
+                slab,
+                [entries[place] for place in places],
+                self._index([rows[place] for place in places]),
+                self._index([entries[place].index for place in places]),
+            )
+            for slab, places in _by_slab(entries).items()
+        ]
 
-        As in vLLM: a seen token's positive logit is divided, its negative one multiplied, by the repetition
-        penalty; then frequency times its count, and presence if it was generated at all, are subtracted.
-        """
-        width = max(len(columns) for columns in self._columns.values())
-        columns = torch.arange(width, device=logits.device)
-        # Entries shorter than the widest repeat their first column, and so write the same value twice.
-        columns = torch.where(columns < self._used[entries, None], columns, 0)
-        ids, counts = self._ids[entries[:, None], columns], self._counts[entries[:, None], columns]
-        repetition, frequency, presence = self._strength[entries, :, None].unbind(1)
-        values = logits[rows[:, None], ids]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        logits[rows[:, None], ids] = values - frequency * counts - presence * (counts > 0)
-
-    def counts(self, entry: int) -> dict[int, int]:
+    def counts(self, entry: Entry) -> dict[int, int]:
         """How often each seen token was generated; 0 for those of the prompt alone."""
-        return {token: int(self._counts[entry, column]) for token, column in self._columns[entry].items()}
+        return {token: int(entry.slab.counts[entry.index, column]) for token, column in entry.columns.items()}
 
-    def _tensor(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=self._ids.device)
+    def _place(self, columns: dict[int, int]) -> Entry:
+        width = _NARROWEST
+        while width < len(columns):
+            width *= _WIDER
+        slab = next((slab for slab in self._slabs if slab.width == width and slab.free), None)
+        if slab is None:
+            slab = _Slab(width, self._device)
+            self._slabs.append(slab)
+        return Entry(slab, slab.free.pop(), columns)
 
-    def _grow(self, entries: int, width: int) -> None:
-        old_entries, old_width = self._ids.shape
-        if entries <= old_entries and width <= old_width:
-            return
-        width = max(old_width, 2 * width if width > old_width else 0)
-        for name in ("_ids", "_counts"):
-            old: Tensor = getattr(self, name)
-            new = old.new_zeros(entries, width)
-            new[:old_entries, :old_width] = old
-            setattr(self, name, new)
-        if entries > old_entries:
-            self._used = torch.cat((self._used, self._used.new_zeros(entries - old_entries)))
-            self._strength = torch.cat((self._strength, self._strength.new_zeros(entries - old_entries, 3)))
-            self._free.extend(range(old_entries, entries))
+    def _widen(self, entry: Entry) -> None:
+        old, index, width = entry.slab, entry.index, entry.slab.width
+        wide = self._place(entry.columns)
+        wide.slab.ids[wide.index, :width] = old.ids[index]
+        wide.slab.counts[wide.index, :width] = old.counts[index]
+        wide.slab.used[wide.index] = old.used[index]
+        wide.slab.strength[wide.index] = old.strength[index]
+        self.remove(Entry(old, index, entry.columns))
+        entry.slab, entry.index = wide.slab, wide.index
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return upload_ints(values, self._device)
+
+
+def penalise(logits: Tensor, group: Penalised) -> None:
+    """Penalise rows of `logits` (float32 `[B, vocab]`) in place.
+
+    As in vLLM: a seen token's positive logit is divided, its negative one multiplied, by the repetition
+    penalty; then frequency times its count, and presence if it was generated at all, are subtracted.
+    """
+    slab, entries, rows = group.slab, group.indices, group.rows[:, None]
+    columns = torch.arange(max(len(entry.columns) for entry in group.entries), device=logits.device)
+    # Entries shorter than the widest repeat their first column, and so write the same value twice.
+    columns = torch.where(columns < slab.used[entries, None], columns, 0)
+    ids, counts = slab.ids[entries[:, None], columns], slab.counts[entries[:, None], columns]
+    repetition, frequency, presence = slab.strength[entries, :, None].unbind(1)
+    values = logits[rows, ids]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[rows, ids] = values - frequency * counts - presence * (counts > 0)
+
+
+def _by_slab(entries: Sequence[Entry]) -> dict[_Slab, list[int]]:
+    """Places in `entries`, by the slab of each."""
+    places: dict[_Slab, list[int]] = {}
+    for place, entry in enumerate(entries):
+        places.setdefault(entry.slab, []).append(place)
+    return places

@@ -56,7 +56,7 @@ class Sampled:
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Log-probabilities of one token a row, beside its normaliser (`[n, 2]`), and of the likeliest with their ids
-    (`[n, k]` each); in host memory."""
+    (`[m, k]` each) of the rows that ask for some; in host memory."""
 
     chosen: Tensor
     values: Tensor
@@ -65,26 +65,27 @@ class Scores:
 
     @classmethod
     def of(cls, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> Scores:
-        """From raw float32 `[n, vocab]` logits, of `tokens` (int64 `[n]`) and the `tops[i]` likeliest of each row."""
+        """From raw float32 `[n, vocab]` logits, of `tokens` (int64 `[n]`) and the `tops[i]` likeliest of each row.
+
+        Rows whose entry of `tops` is 0 are the last.
+        """
         norms = logits.logsumexp(-1, keepdim=True)
-        values, ids = logits.topk(min(max(tops), logits.shape[1]), dim=-1)
         chosen = torch.cat([logits.gather(1, tokens[:, None]) - norms, norms], 1)
-        return cls(download(chosen), download(values - norms), download(ids), tops)
+        # Who asks for alternatives must not make others pay for the search.
+        asked = sum(top > 0 for top in tops)
+        values, ids = logits[:asked].topk(min(max(tops), logits.shape[1]), dim=-1)
+        return cls(download(chosen), download(values - norms[:asked]), download(ids), tops)
 
     def infos(self, token_ids: Sequence[int]) -> list[TokenInfo]:
         """As they were asked for; only once the device has come so far. Raises EngineError where one is not finite."""
         if not self.chosen[:, 1].isfinite().all():
             raise EngineError(_PROBLEMS[0])
-        alternatives = [
-            tuple(zip(row_ids, row_values, strict=True))
-            for row_ids, row_values in zip(self.ids.tolist(), self.values.tolist(), strict=True)
-        ]
-        return [
-            TokenInfo(token, logprob, row[:wanted])
-            for token, (logprob, _), row, wanted in zip(
-                token_ids, self.chosen.tolist(), alternatives, self.tops, strict=True
-            )
-        ]
+        alternatives = zip(self.ids.tolist(), self.values.tolist(), strict=True)
+        infos = []
+        for token, (logprob, _), top in zip(token_ids, self.chosen.tolist(), self.tops, strict=True):
+            likeliest = tuple(zip(*next(alternatives), strict=True))[:top] if top else ()
+            infos.append(TokenInfo(token, logprob, likeliest))
+        return infos
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ min_p, top_k and top_p, and draw. Log-probabilities are those of the raw logits.
 
 min_p, top_k and top_p each keep the tokens at or above some logit, so together they are one threshold a row;
 tokens as likely as the last one kept are kept too, and no sort order matters. The threshold and the draw are
-found among the 64 most likely tokens. A row whose nucleus is wider is drawn without top_p, and its token is
+found among the 64 most likely tokens. A row that keeps more is drawn without top_p (`draw_wide`), and its token is
 kept if the mass of the likelier ones is below p. If not, neither that token nor a less likely one is in the
 nucleus, and the row is drawn again from the likelier ones: what is kept at last is what has most score within
 the nucleus, and no sort is needed.
@@ -16,6 +16,10 @@ the largest (`baton.model.gumbel`).
 
 Every operation is row by row, so a row's token does not depend on its mates. All state is a pure function of
 the SequenceState; what is kept between steps (penalty counts, the plan) equals what a rebuild would give.
+
+A row's work is its own too: a step does for each row what that row's parameters ask for, and what a row needs from
+step to step (`baton.model.edits`, `baton.model.penalties`) is built when it joins. What is rebuilt when others join or
+leave (`_Plan`) is a few numbers a row.
 """
 
 from __future__ import annotations
@@ -29,17 +33,27 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from baton.model.blocks import Blocks
+from baton.model.edits import BatchEdits, RowEdits, edits_of
 from baton.model.gumbel import Draws, Race, scores_of
 from baton.model.noise import noise_key
-from baton.model.penalties import PenaltyTable, has_penalties
+from baton.model.penalties import Entry, Penalised, PenaltyTable, has_penalties, penalise
 from baton.model.sampled import Sampled
-from baton.model.upload import upload
+from baton.model.upload import upload, upload_ints
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
 WINDOW = 64
 
 _NO_WEIGHT = -80.0
 """A scaled logit too low to change a sum of weights of which the largest is 1, and high enough for a quick exp."""
+
+_NARROW = 0.5
+"""A top_p below which the first draw is likely to be in vain."""
+
+_BINS, _LAST_BIN = 1 << 15, 0x7F80
+"""Numbers of one sign by the upper half of their bits, in float32; infinity is in the last one."""
+
+_SLACK = 1e-9
+"""More than the relative error of a sum of weights."""
 
 _COLDEST = torch.finfo(torch.float32).tiny
 """The lowest temperature divided by: a lower one could become 0 in float32, and make NaN of 0 / 0."""
@@ -50,7 +64,8 @@ class _Row:
     name: str
     state: SequenceState
     outputs: int
-    penalties: int | None
+    edits: RowEdits
+    penalties: Entry | None
 
     @property
     def params(self) -> SamplingParams:
@@ -63,33 +78,33 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Of rows that are drawn from part of the vocabulary: each `[R, 1]`, neutral where a row does not use it."""
+    """Of rows that are drawn from part of the vocabulary: each `[R, 1]`, neutral where a row does not use it.
+
+    `deep` lists the rows, by place, whose top_k is beyond the window, with that top_k.
+    """
 
     top_k: Tensor
     top_p: Tensor
     log_min_p: Tensor
-
-    def take(self, rows: Tensor) -> _Limits:
-        return _Limits(self.top_k[rows], self.top_p[rows], self.log_min_p[rows])
+    deep: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """What to do for the present batch; built once, kept until the batch or a min_tokens ban changes.
 
-    Row indices are int64. `free` and `limited` index `drawn`.
+    Row indices are int64. `free` and `limited` index `drawn`; `reporting` is `reported` on the device.
     """
 
-    allowed: tuple[Tensor, Tensor] | None
-    bans: tuple[Tensor, Tensor] | None
-    bias: tuple[Tensor, Tensor, Tensor] | None
-    penalised: tuple[Tensor, Tensor] | None
+    edits: BatchEdits
+    penalised: Sequence[Penalised]
     drawn: Tensor
     temperature: Tensor
     free: Tensor
     limited: Tensor
     limits: _Limits
     reported: list[int]
+    reporting: Tensor
 
 
 class SamplerBatch:
@@ -106,7 +121,8 @@ class SamplerBatch:
     def add(self, name: str, state: SequenceState) -> None:
         """A new last row; `name` is for error messages."""
         entry = self._table.add(state) if has_penalties(state.params) else None
-        self._rows.append(_Row(name, state, len(state.output_ids), entry))
+        edits = edits_of(state.params, self._eos, self._vocab_size, self._device, self._denied(state.params))
+        self._rows.append(_Row(name, state, len(state.output_ids), edits, entry))
         self._plan = None
 
     def remove(self, index: int) -> None:
@@ -137,10 +153,12 @@ class SamplerBatch:
         """
         plan = self._plan = self._plan or self._build()
         checks = [logits.sum(-1).isfinite()]
-        raw = logits[self._index(plan.reported)] if plan.reported else None
-        self._edit(logits, mask, plan)
+        raw = logits[plan.reporting] if plan.reported else None
+        plan.edits.apply(logits, mask)
+        for group in plan.penalised:
+            penalise(logits, group)
         blocks = Blocks(logits)
-        if plan.allowed is not None or mask is not None or plan.bans is not None:
+        if plan.edits.forbids or mask is not None:
             checks.append(blocks.maxima.amax(-1) > -math.inf)
         sampled = Sampled(self._choose(blocks, plan), checks, [row.name for row in self._rows])
         if raw is not None:
@@ -159,27 +177,18 @@ class SamplerBatch:
         """Rows, each at most once, and the tokens by which their sequences have grown."""
         counted = [(self._rows[index].penalties, token) for index, token in tokens]
         entries = [(entry, token) for entry, token in counted if entry is not None]
-        if entries:
-            self._table.append(*zip(*entries, strict=True))
+        if entries and self._table.append(*zip(*entries, strict=True)):
+            self._plan = None
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Each row's sequence has grown by its entry of `tokens`."""
         self.advance()
         self.count(list(enumerate(tokens)))
 
-    def _edit(self, logits: Tensor, mask: Tensor | None, plan: _Plan) -> None:
-        if plan.allowed is not None:
-            rows, allowed = plan.allowed
-            logits[rows] = logits[rows].masked_fill_(~allowed, -math.inf)
-        if mask is not None:
-            logits.masked_fill_(~mask, -math.inf)
-        if plan.bans is not None:
-            logits[plan.bans] = -math.inf
-        if plan.bias is not None:
-            rows, ids, values = plan.bias
-            logits.index_put_((rows, ids), values, accumulate=True)
-        if plan.penalised is not None:
-            self._table.apply(logits, *plan.penalised)
+    def _denied(self, params: SamplingParams) -> Tensor | None:
+        """The mask of a row with the very same list: other choices of the request."""
+        wanted = params.allowed_token_ids
+        return next((row.edits.denied for row in self._rows if row.params.allowed_token_ids is wanted), None)
 
     def _choose(self, blocks: Blocks, plan: _Plan) -> Tensor:
         tokens = blocks.argmax()
@@ -207,52 +216,37 @@ class SamplerBatch:
         rows = list(enumerate(self._rows))
         drawn = [(i, row.params) for i, row in rows if not row.params.greedy]
         limited = [(j, params) for j, (_, params) in enumerate(drawn) if self._is_limited(params)]
-        bias = [(i, token, value) for i, row in rows for token, value in row.params.logit_bias]
-        bans = [(i, token) for i, row in rows if not row.may_end for token in self._ending(row.params)]
         penalised = [(i, row.penalties) for i, row in rows if row.penalties is not None]
-        allowed = [(i, row.params.allowed_token_ids) for i, row in rows if row.params.allowed_token_ids]
+        # Rows without alternatives last, as `Scores.of` wants them.
+        reported = [i for i, row in rows if row.params.logprobs] + [i for i, row in rows if row.params.logprobs == 0]
         return _Plan(
-            allowed=self._allowed(allowed) if allowed else None,
-            bans=(self._index([i for i, _ in bans]), self._index([t for _, t in bans])) if bans else None,
-            bias=(
-                self._index([i for i, _, _ in bias]),
-                self._index([token for _, token, _ in bias]),
-                self._floats([value for _, _, value in bias]),
-            )
-            if bias
-            else None,
-            penalised=(self._index([i for i, _ in penalised]), self._index([e for _, e in penalised]))
-            if penalised
-            else None,
+            edits=BatchEdits.of([(i, row.edits, row.may_end) for i, row in rows], self._device),
+            penalised=self._table.grouped([i for i, _ in penalised], [entry for _, entry in penalised]),
             drawn=self._index([i for i, _ in drawn]),
             temperature=self._floats([max(params.temperature, _COLDEST) for _, params in drawn])[:, None],
             free=self._index([j for j, (_, params) in enumerate(drawn) if not self._is_limited(params)]),
             limited=self._index([j for j, _ in limited]),
             limits=self._limits([params for _, params in limited]),
-            reported=[i for i, row in rows if row.params.logprobs is not None],
+            reported=reported,
+            reporting=self._index(reported),
         )
 
     def _is_limited(self, params: SamplingParams) -> bool:
-        return 0 < params.top_k < self._vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+        return self._counts(params) or params.top_p < 1.0 or params.min_p > 0.0
 
-    def _ending(self, params: SamplingParams) -> set[int]:
-        return {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-
-    def _allowed(self, rows: Sequence[tuple[int, Sequence[int]]]) -> tuple[Tensor, Tensor]:
-        mask = torch.zeros(len(rows), self._vocab_size, dtype=torch.bool, device=self._device)
-        for j, (_, token_ids) in enumerate(rows):
-            mask[j, self._index(token_ids)] = True
-        return self._index([i for i, _ in rows]), mask
+    def _counts(self, params: SamplingParams) -> bool:
+        return 0 < params.top_k < self._vocab_size
 
     def _limits(self, rows: Sequence[SamplingParams]) -> _Limits:
         return _Limits(
-            top_k=self._index([min(p.top_k or self._vocab_size, self._vocab_size) for p in rows])[:, None],
+            top_k=self._index([p.top_k if self._counts(p) else self._vocab_size for p in rows])[:, None],
             top_p=self._floats([p.top_p if p.top_p < 1.0 else math.inf for p in rows], torch.float64)[:, None],
             log_min_p=self._floats([math.log(p.min_p) if p.min_p else -math.inf for p in rows])[:, None],
+            deep=[(j, p.top_k) for j, p in enumerate(rows) if self._counts(p) and p.top_k > WINDOW],
         )
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        return upload(values, torch.int64, self._device)
+        return upload_ints(values, self._device)
 
     def _floats(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return upload(values, dtype, self._device)
@@ -267,9 +261,11 @@ def draw_limited(blocks: Blocks, draws: Draws, limits: _Limits) -> Tensor:
     window = min(WINDOW, blocks.vocab)
     logits, ids = blocks.top(draws.rows, window)
     values = draws.scale(logits)
-    counted = limits.top_k < blocks.vocab
     kth = values.gather(1, limits.top_k.clamp(max=window) - 1)
-    floor = torch.maximum(torch.where(counted, kth, -math.inf), limits.log_min_p)
+    if limits.deep:
+        deep = torch.tensor([place for place, _ in limits.deep]).to(values.device, non_blocking=True)
+        kth[deep] = kth_largest(blocks, draws.take(deep), [count for _, count in limits.deep])
+    floor = torch.maximum(torch.where(limits.top_k < blocks.vocab, kth, -math.inf), limits.log_min_p)
     weights = torch.where(values >= floor, values.exp().double(), 0.0)
     mass = limits.top_p * weights.sum(-1, keepdim=True)
     if window < blocks.vocab:
@@ -283,37 +279,87 @@ def draw_limited(blocks: Blocks, draws: Draws, limits: _Limits) -> Tensor:
     tokens = ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
     if window < blocks.vocab:
         # Equal logits just beyond the window would be kept too.
-        wide = ((values[:, -1:] >= threshold) | (counted & (limits.top_k > window)))[:, 0].nonzero()[:, 0]
+        wide = (values[:, -1:] >= threshold)[:, 0].nonzero()[:, 0]
         if len(wide):
-            tokens[wide] = draw_wide(blocks, draws.take(wide), limits.take(wide), floor[wide], mass[wide])
+            tokens[wide] = draw_wide(blocks, draws.take(wide), floor[wide], limits.top_p[wide], mass[wide])
     return tokens
 
 
-def draw_wide(blocks: Blocks, draws: Draws, limits: _Limits, floor: Tensor, mass: Tensor) -> Tensor:
+def draw_wide(blocks: Blocks, draws: Draws, floor: Tensor, top_p: Tensor, mass: Tensor) -> Tensor:
     """As `draw_limited`, for rows that keep more than the window, or may.
 
-    `floor` (float32 `[R, 1]`): the least scaled logit that min_p and top_k keep; `mass` (float64 `[R, 1]`): top_p of
-    what they keep. Both are found here for a top_k beyond the window.
+    `floor` (float32 `[R, 1]`): the least scaled logit that min_p and top_k keep; `mass` (float64 `[R, 1]`): `top_p` of
+    what they keep. Both are infinite without a top_p.
     """
-    deep = ((limits.top_k > WINDOW) & (limits.top_k < blocks.vocab))[:, 0].nonzero()[:, 0]
-    if len(deep):
-        part, bounds = draws.take(deep), limits.take(deep)
-        logits, _ = blocks.top(part.rows, int(bounds.top_k.max()))
-        floor[deep] = torch.maximum(part.scale(logits.gather(1, bounds.top_k - 1)), bounds.log_min_p)
-        mass[deep] = bounds.top_p * mass_above(blocks, part, _below(floor[deep]))
     race = Race(blocks, draws)
     tokens = torch.empty_like(draws.rows)
     waiting = torch.arange(len(tokens), device=tokens.device)
+    inside = torch.zeros_like(floor)
+    # Else a nucleus that is narrow among many tokens would be drawn for again and again.
+    narrow = (top_p < _NARROW)[:, 0].nonzero()[:, 0]
     while len(waiting):
+        if len(narrow):
+            least, inside[narrow] = nucleus(blocks, draws.take(narrow), mass[narrow])
+            floor[narrow] = torch.maximum(floor[narrow], least)
         part = draws.take(waiting)
         found = tokens[waiting] = race.winners(waiting, floor[waiting])
         scaled = part.scale(blocks.logits[part.rows, found][:, None])
-        doubtful = ((scaled < 0) & (limits.top_p[waiting] < math.inf))[:, 0].nonzero()[:, 0]
-        above = mass_above(blocks, part.take(doubtful), scaled[doubtful])
-        outside = doubtful[(above >= mass[waiting[doubtful]])[:, 0]]
+        doubtful = (scaled < 0) & (scaled <= inside[waiting]) & mass[waiting].isfinite()
+        places = doubtful[:, 0].nonzero()[:, 0]
+        above = mass_above(blocks, part.take(places), scaled[places])
+        outside = places[(above >= mass[waiting[places]])[:, 0]]
         waiting, least = waiting[outside], scaled[outside]
         floor[waiting] = torch.nextafter(least, torch.full_like(least, math.inf))
+        narrow = waiting[(inside[waiting] == 0)[:, 0]]
     return tokens
+
+
+def kth_largest(blocks: Blocks, draws: Draws, counts: Sequence[int]) -> Tensor:
+    """Of each row the scaled logit whose place in descending order is its entry of `counts`: float32 `[R, 1]`."""
+    found = []
+    for place, count in enumerate(counts):
+        part = draws.take(slice(place, place + 1))
+        scaled = part.scale(blocks.logits[part.rows])[0]
+        found.append(
+            _kth(scaled, count) if scaled.device.type == "cpu" else scaled.kthvalue(1 + len(scaled) - count)[0]
+        )
+    return torch.stack(found)[:, None]
+
+
+def _kth(scaled: Tensor, count: int) -> Tensor:
+    """The scaled logit at place `count` of a row: by the upper half of its bits, then by the lower."""
+    bits = scaled.abs().view(torch.int32)
+    for shift in (16, 0):
+        digits = (bits >> shift).bitwise_and_(0xFFFF).long()
+        reached = torch.bincount(digits, minlength=1 << 16).cumsum(0)
+        chosen = int(torch.searchsorted(reached, count))
+        count -= int(reached[chosen - 1]) if chosen else 0
+        bits = bits[digits == chosen]
+    return bits[:1].view(torch.float32).neg()[0]
+
+
+def nucleus(blocks: Blocks, draws: Draws, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Two scaled logits, float32 `[R, 1]` each, near the least whose likelier tokens have less than `mass`.
+
+    Tokens below the first have `mass` or more above them, those above the second have less.
+    """
+    scaled = draws.scale(blocks.logits[draws.rows])
+    masses = torch.zeros(len(scaled), _BINS, dtype=torch.float64, device=scaled.device)
+    reached = masses.scatter_add_(1, _bins(scaled), scaled.exp_().double()).cumsum_(1)
+    # A sum in another order may be another one in its last bits.
+    first = torch.searchsorted(reached, mass * (1 - _SLACK))
+    last = torch.searchsorted(reached, mass * (1 + _SLACK))
+    return _edge(last + 1), _edge(first)
+
+
+def _bins(scaled: Tensor) -> Tensor:
+    """Scaled logits as the upper halves of their bits, int64 from 0 to _BINS: larger for what is less likely."""
+    return scaled.abs().view(torch.int32).bitwise_right_shift_(16).long()
+
+
+def _edge(bins: Tensor) -> Tensor:
+    """The largest scaled logit of each bin, or -inf where there is no such bin."""
+    return bins.clamp_(max=_LAST_BIN).to(torch.int32).bitwise_left_shift_(16).view(torch.float32).neg_()
 
 
 def mass_above(blocks: Blocks, draws: Draws, level: Tensor) -> Tensor:

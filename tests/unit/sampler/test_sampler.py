@@ -200,13 +200,16 @@ def test_penalty_counts_grow_to_what_a_rebuild_counts() -> None:
     fresh = PenaltyTable(CPU)
     for entry, state in zip(entries, states, strict=True):
         assert table.counts(entry) == fresh.counts(fresh.add(state))
+    # Its place is used again, and what lies there from before does not count.
+    place = entries[2].slab, entries[2].index
     table.remove(entries[2])
-    again = table.add(states[0])
-    assert again == entries[2]
-    table.append([again], [states[0].prompt_ids[0]])
-    assert (
-        table.counts(again)[states[0].prompt_ids[0]] == fresh.counts(fresh.add(states[0]))[states[0].prompt_ids[0]] + 1
-    )
+    again, token = table.add(states[2]), states[2].prompt_ids[0]
+    assert (again.slab, again.index) == place
+    before = table.counts(again)
+    assert before == fresh.counts(fresh.add(states[2]))
+    table.append([again], [token])
+    table.append([again], [950])
+    assert table.counts(again) == {**before, token: before[token] + 1, 950: 1}
 
 
 def test_only_real_penalties_are_tracked() -> None:

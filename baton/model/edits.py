@@ -1,0 +1,91 @@
+"""What a row's own parameters change in its logits: allowed tokens, minimum length, biases.
+
+All of it lies on the device from when the row joins the batch until it leaves. So who joins or leaves brings or takes
+what is its own, and a step works on the rows that have something to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.model.upload import upload, upload_ints
+from baton.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowEdits:
+    """One row's: `denied` is bool `[vocab]`, false where a token is allowed; `ending` are the token ids that min_tokens
+    bans; `bias` are token ids and what is added to their logits. None of what the parameters don't ask for."""
+
+    denied: Tensor | None
+    ending: Tensor | None
+    bias: tuple[Tensor, Tensor] | None
+
+
+def edits_of(
+    params: SamplingParams, eos: frozenset[int], vocab_size: int, device: torch.device, denied: Tensor | None
+) -> RowEdits:
+    """The row's edits; `denied` if another row with the same list of allowed tokens has it already."""
+    if params.allowed_token_ids and denied is None:
+        denied = torch.ones(vocab_size, dtype=torch.bool, device=device)
+        denied.index_fill_(0, upload_ints(params.allowed_token_ids, device), False)
+    ending = {*params.stop_token_ids, *(() if params.ignore_eos else eos)} if params.min_tokens else ()
+    bias = None
+    if params.logit_bias:
+        token_ids, values = zip(*params.logit_bias, strict=True)
+        bias = upload_ints(token_ids, device), upload(values, torch.float32, device)
+    return RowEdits(denied, upload_ints(list(ending), device) if ending else None, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEdits:
+    """Those of a whole batch, in one operation for each kind where that reads no more than what is changed."""
+
+    denied: Sequence[tuple[int, Tensor]]
+    bans: tuple[Tensor, Tensor] | None
+    bias: tuple[Tensor, Tensor, Tensor] | None
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, RowEdits, bool]], device: torch.device) -> BatchEdits:
+        """Of rows with their number, and whether they may end."""
+        bans = [(row, edits.ending) for row, edits, may_end in rows if edits.ending is not None and not may_end]
+        bias = [(row, edits.bias) for row, edits, _ in rows if edits.bias is not None]
+        return cls(
+            denied=[(row, edits.denied) for row, edits, _ in rows if edits.denied is not None],
+            bans=(_repeated(bans, device), torch.cat([ids for _, ids in bans])) if bans else None,
+            bias=(
+                _repeated([(row, ids) for row, (ids, _) in bias], device),
+                torch.cat([ids for _, (ids, _) in bias]),
+                torch.cat([values for _, (_, values) in bias]),
+            )
+            if bias
+            else None,
+        )
+
+    @property
+    def forbids(self) -> bool:
+        """Whether some token of some row can't be chosen."""
+        return bool(self.denied) or self.bans is not None
+
+    def apply(self, logits: Tensor, mask: Tensor | None) -> None:
+        """Change float32 `[B, vocab]` in place; `mask` is the call's own, bool `[B, vocab]`, true where allowed."""
+        for row, denied in self.denied:
+            logits[row].masked_fill_(denied, -torch.inf)
+        if mask is not None:
+            logits.masked_fill_(~mask, -torch.inf)
+        if self.bans is not None:
+            logits[self.bans] = -torch.inf
+        if self.bias is not None:
+            rows, ids, values = self.bias
+            logits.index_put_((rows, ids), values, accumulate=True)
+
+
+def _repeated(parts: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
+    """Each row's number, as often as its part is long; int64."""
+    lengths = [len(part) for _, part in parts]
+    rows = upload_ints([row for row, _ in parts], device)
+    return torch.repeat_interleave(rows, upload_ints(lengths, device), output_size=sum(lengths))
