@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,10 +57,12 @@ class Steps:
     def __call__(self, leaves: SamplingParams | None = None) -> float:
         """Milliseconds; with a row that leaves, and one with these parameters that joins, if they are given."""
         self._scratch.copy_(self._logits)
+        # Another request has a list of its own.
+        new = leaves and state(replace(leaves, allowed_token_ids=(*leaves.allowed_token_ids,)), BATCH)
         began = time.perf_counter()
-        if leaves is not None:
+        if new is not None:
             self._batch.remove(0)
-            self._batch.add("new", state(leaves, BATCH))
+            self._batch.add("new", new)
         infos = self._batch.sample(self._scratch)
         took = time.perf_counter() - began
         self._batch.accept([info.token_id for info in infos])
