@@ -21,6 +21,7 @@
     │   ├── TicketRefused                          the exporter does not let this worker have it
     │   └── SourceUnreachable                      the exporter can't be reached, or the link broke
     ├── EngineError           INTERNAL             the model runtime failed
+    │   └── NoToken                                for one sequence; the others of its batch are not concerned
     ├── ConfigError                                start-up: a flag, variable or key is wrong
     └── ModelError                                 start-up: a checkpoint is unusable
 
@@ -171,6 +172,10 @@ class SourceUnreachable(TransferError):
 
 class EngineError(BatonError):
     """The model runtime failed while computing."""
+
+
+class NoToken(EngineError):
+    """No token can be chosen for a sequence: its logits are not finite, or none is allowed."""
 
 
 class ConfigError(BatonError):

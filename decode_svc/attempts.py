@@ -295,6 +295,7 @@ class Attempts:
         state = SequenceState(handoff.params, handoff.prompt_ids, tuple(output_ids), first.choice_index)
         own = chain and chain.forked(first.token.token_id)
         sequence = Decoding(next(self._ids), handle, state, output_ids, fetch_ms, ready_at, attempt.age, own)
+        sequence.request_id = attempt.key.request_id
         attempt.choices[first.choice_index] = Choice(sequence.id, handle, own, ready_at)
         self._owners[sequence.id] = (attempt, first.choice_index)
         return sequence

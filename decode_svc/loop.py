@@ -4,7 +4,8 @@ It sleeps on its inbox while it can do nothing, and looks into it before each st
 goes back in one `Report`, and what changed in the batch in one before it; a sequence that ended publishes its blocks
 and frees its pages and its slot before that, so that the next step runs with the next sequence in its place. A step
 that raises fails the sequences of its batch, and publishes nothing of theirs; nothing that was cached is trusted any
-more, and the loop goes on only if the engine's pages still audit clean, else it raises and the worker is done.
+more, and the loop goes on only if the engine's pages still audit clean, else it raises and the worker is done. A
+sequence that gets no token in a step fails alone; `baton.worker.faults` says when that is the worker's fault.
 
 The step that is read is the one just launched, or one before it: `spec.steps_ahead` steps stay unread while there is a
 batch, so that the device has the next one when this one is done. With a step ahead, a sequence that ends has been in
@@ -31,9 +32,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, KvHandle, StepHandle
-from baton.errors import OutOfPages, Overloaded
+from baton.errors import NoToken, OutOfPages, Overloaded
 from baton.lifecycle import State
 from baton.request import TokenInfo
+from baton.worker.faults import Faults
 from baton.worker.progress import Progress
 from decode_svc.messages import FailureKind
 from decode_svc.scheduler import Decoding, Scheduler, StepOutput
@@ -76,7 +78,7 @@ class _Failed:
 
     error: Exception
 
-    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...]]]:
+    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...] | NoToken]]:
         raise self.error
 
 
@@ -127,6 +129,7 @@ class DecodeLoop:
         self._read_at = 0.0
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Wake | _Stop] = queue.SimpleQueue()
         self._gave_back = False
+        self._faults = Faults()
 
     @property
     def crowded(self) -> bool:
@@ -303,7 +306,14 @@ class DecodeLoop:
             return
         now = self._read_at = self._clock()
         report.seconds = now - started
+        lost = [(handle, found) for handle, found in results if isinstance(found, NoToken)]
+        if len(lost) < len(results):
+            self._faults.computed()
+        for handle, reason in lost:
+            self._lose_alone(handle, reason, report, counts=len(lost) == len(results))
         for handle, tokens in results:
+            if isinstance(tokens, NoToken):
+                continue
             output = self._scheduler.advance(handle, tokens, now)
             if output is not None:
                 report.outputs.append(output)
@@ -330,6 +340,16 @@ class DecodeLoop:
             return
         _log.error("%s can't go on", sequence.handle.owner, exc_info=error)
         self._fail([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
+
+    def _lose_alone(self, handle: KvHandle, error: NoToken, report: Report, counts: bool) -> None:
+        """A sequence got no token; raises if that `counts` against the worker, and is one too many."""
+        sequence = self._scheduler.find(handle)
+        if sequence is None:
+            return
+        self._engine.retract(handle)
+        self._lose(sequence, error, report)
+        if counts:
+            self._faults.failed(sequence.request_id)
 
     def _fail(self, ids: Iterable[int], kind: FailureKind, message: str, report: Report) -> None:
         report.failures += [Lost(each, kind, message) for each in ids]

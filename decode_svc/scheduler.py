@@ -53,6 +53,7 @@ class Decoding:
     held: int = 0
     unread: int = 0
     timings: DecodeTimings | None = None
+    request_id: str = ""
 
     @property
     def length(self) -> int:
@@ -164,6 +165,10 @@ class Scheduler:
         for each in self._running.values():
             each.unread += 1
         return len(self._running)
+
+    def find(self, handle: KvHandle) -> Decoding | None:
+        """The running sequence with this handle, if it has not left."""
+        return self._by_handle.get(id(handle))
 
     def advance(self, handle: KvHandle, tokens: Sequence[TokenInfo], now: float) -> StepOutput | None:
         """Append a step's tokens, up to the one that ends the sequence; None when there is nothing to tell.

@@ -23,6 +23,7 @@ from baton.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineError,
+    NoToken,
     OutOfPages,
     Overloaded,
     Unavailable,
@@ -32,6 +33,7 @@ from baton.lifecycle import State
 from baton.telemetry import metrics
 from baton.transfer.exports import Exports
 from baton.worker.audit import IdleAudit, take_ledger
+from baton.worker.faults import Faults
 from baton.worker.progress import Progress
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from baton.worker.thread import EngineThread
@@ -75,6 +77,7 @@ class PrefillWorker:
         """Jobs that may hold something."""
         self._chunks = Chunks(engine, thread, self._scheduler, progress, self._queue)
         self._refusal = ""
+        self._faults = Faults()
         self._closing = False
         self._audit = IdleAudit(self.ledger, lambda: not self._alive, self._break)
         self._audit_task = asyncio.create_task(self._audit.run(), name="idle-audit")
@@ -240,6 +243,7 @@ class PrefillWorker:
                     raise await self._fault(job, error) from None
                 self._prefix.publish(job)
             if job.computed == len(job.ids):
+                self._faults.computed()
                 return result
             job.tell(job.progress())
             self._give_pages()
@@ -340,10 +344,17 @@ class PrefillWorker:
     # Faults.
 
     async def _fault(self, job: Job, error: Exception) -> Exception:
-        """What a chunk that raised means: its job was to stop, or the engine failed."""
+        """What a chunk that raised means: its job was to stop, or can't be computed, or the engine failed."""
         if error is job.error or isinstance(error, DeadlineExceeded | Overloaded | Unavailable):
             return error
         _log.error("%s: a chunk failed", job.task.name, exc_info=error)
+        if isinstance(error, NoToken) and job.handle is not None:
+            self._engine.retract(job.handle)
+            try:
+                self._faults.failed(job.task.request_id)
+            except EngineError as broken:
+                self._break(broken)
+            return error
         # Whatever spoiled the chunk may have spoiled what was cached, too. The job's end gives its pages to others, who
         # must not find anything of that.
         self._engine.drop_cached()

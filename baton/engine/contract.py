@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.errors import NoToken
 from baton.kv.format import KvFormat, PartData
 from baton.request import SequenceState, TokenInfo
 
@@ -98,8 +99,11 @@ class ChunkResult:
 class StepHandle(Protocol):
     """A step in flight; its sequences' pages stay theirs until it is read, by `result` or by a later call."""
 
-    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...]]]:
+    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...] | NoToken]]:
         """Wait for the step; 0..k tokens for each sequence that was in the batch and not freed since.
+
+        A sequence whose logits are not finite gets NoToken in their place, and has left the batch: it takes no slot,
+        and its pages are the caller's to `free`. The others are not concerned.
 
         If the step failed, this raises, steps launched after it are undone and raise as well, and no sequence has
         moved since the step before it.
@@ -146,6 +150,12 @@ class Engine(Protocol):
         The others' pages return with their handles, unless these publish them anew.
         """
 
+    def retract(self, handle: KvHandle) -> None:
+        """Forget the published blocks in the handle's pages, and all that follow them; a dead handle is ignored.
+
+        For a sequence without a token: what spoiled it may lie in pages that others would share.
+        """
+
     def extend(self, handle: KvHandle, tokens: int) -> None:
         """Grow the handle's capacity to at least `tokens`; raises OutOfPages and changes nothing if it can't."""
 
@@ -175,7 +185,8 @@ class Engine(Protocol):
         `on_layer(layer)` is called once the chunk's KV of that layer is final and readable; what it raises ends the
         chunk and is passed on. `sample` asks for one token after position `end - 1` for each of the states.
         `prompt_logprobs` asks for the log-probability of each successor with that many alternatives, and for a call
-        of `on_layer` with the last layer after each part of them, since they may take longer than the layers.
+        of `on_layer` with the last layer after each part of them, since they may take longer than the layers. Raises
+        NoToken for logits that are not finite.
         """
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:

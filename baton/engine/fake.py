@@ -18,11 +18,13 @@ base 251
 
 as numbers that every supported dtype holds exactly. Decode compares what is in the sequence's pages with what
 its tokens imply, and if anything differs, its token is certain to be another one: a transfer that loses,
-misplaces or alters a single element changes the output. No torch, no numpy.
+misplaces or alters a single element changes the output. An element that is not finite leaves its sequence without a
+token. No torch, no numpy.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 import zlib
@@ -33,7 +35,7 @@ from functools import cached_property
 from baton.engine.contract import ChunkResult, EngineSpec
 from baton.engine.paged import PagedEngine
 from baton.engine.steps import Row
-from baton.errors import EngineError
+from baton.errors import EngineError, NoToken
 from baton.kv.format import DTYPE_BYTES, KvFormat, KvPart, PartData
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
@@ -277,16 +279,22 @@ class FakeEngine(PagedEngine):
             on_layer(self.spec.kv_format.layers - 1)
         return ChunkResult(tuple(tokens), prompt)
 
-    def _launch(self, rows: Sequence[Row]) -> Callable[[], list[TokenInfo]]:
-        infos = []
+    def _launch(self, rows: Sequence[Row]) -> Callable[[], Sequence[TokenInfo | NoToken]]:
+        infos: list[TokenInfo | NoToken] = []
         for row, ids, implied in zip(rows, self._ids, self._implied, strict=True):
             last = self._layout.token(ids[-1], row.position)
             self._fake_memory.put(row.handle.pages, row.position, last)
             implied[row.position * self._layout.token_bytes :] = last
-            infos.append(self._choose(row.state, ids, row.handle.pages, implied, decoding=True))
-            ids.append(infos[-1].token_id)
+            try:
+                info = self._choose(row.state, ids, row.handle.pages, implied, decoding=True)
+            except NoToken as error:
+                infos.append(NoToken(f"{row.handle.owner}: {error}"))
+                ids.append(0)
+            else:
+                infos.append(info)
+                ids.append(info.token_id)
 
-        def wait() -> list[TokenInfo]:
+        def wait() -> Sequence[TokenInfo | NoToken]:
             if self._step_time:
                 self._delay(self._step_time)
             return infos
@@ -324,6 +332,8 @@ class FakeEngine(PagedEngine):
         token = next_token(ids, stage, state.params, state.choice_index, vocab)
         seen = self._fake_memory.get(pages, len(implied) // self._layout.token_bytes)
         if seen != implied:
+            if not all(map(math.isfinite, decode(seen, self.spec.kv_format.parts[0].dtype))):
+                raise NoToken("logits are not finite")
             token = (token + 1 + zlib.crc32(seen) % (vocab - 1)) % vocab
         logprob = DECODE_LOGPROB if decoding else PREFILL_LOGPROB
         return self._info(token, logprob, state.params.logprobs)

@@ -25,7 +25,7 @@ from baton.engine.checks import check_blocks, check_parts, check_range
 from baton.engine.contract import ChunkResult, EngineSpec, KvHandle, PoolStats
 from baton.engine.kv_memory import KvMemory
 from baton.engine.steps import Flight, Row, Step
-from baton.errors import CorruptFrame, EngineError, Overloaded
+from baton.errors import CorruptFrame, EngineError, NoToken, Overloaded
 from baton.kv.format import PartData
 from baton.kv.pool import PageCopy, PageHandle, PagePool
 from baton.kv.published import PrefixesChanged
@@ -69,11 +69,11 @@ class PagedEngine(ABC):
         """Compute a chunk; arguments are checked, pages are pinned."""
 
     @abstractmethod
-    def _launch(self, rows: Sequence[Row]) -> Callable[[], list[TokenInfo]]:
+    def _launch(self, rows: Sequence[Row]) -> Callable[[], Sequence[TokenInfo | NoToken]]:
         """Begin one forward pass over all rows, whose pages are pinned and have room; nothing has moved if it raises.
 
-        What it returns waits for the pass, and returns a token for each row, or raises. The last tokens of rows
-        that have unread ones are known to this engine alone.
+        What it returns waits for the pass, and returns a token or an error for each row, or raises. The last tokens of
+        rows that have unread ones are known to this engine alone.
         """
 
     def _must_read_first(self) -> bool:
@@ -84,7 +84,7 @@ class PagedEngine(ABC):
     def _undone(self) -> None:
         """Steps in flight came to nothing: go on from what the rows say."""
 
-    def _took(self, rows: Sequence[Row], tokens: Sequence[TokenInfo]) -> None:  # noqa: B027
+    def _took(self, tokens: Sequence[tuple[Row, TokenInfo]]) -> None:  # noqa: B027
         """Rows that were in a step got their tokens; they may have moved or left since it was launched."""
 
     @abstractmethod
@@ -122,6 +122,10 @@ class PagedEngine(ABC):
     def drop_cached(self) -> int:
         """See `Engine.drop_cached`."""
         return self._pool.drop_cached()
+
+    def retract(self, handle: KvHandle) -> None:
+        """See `Engine.retract`."""
+        self._pool.retract(_own(handle))
 
     def extend(self, handle: KvHandle, tokens: int) -> None:
         """See `Engine.extend`."""
@@ -318,7 +322,10 @@ class PagedEngine(ABC):
             except BaseException:
                 self._undone()
                 raise
-            self._took(step.rows, step.tokens)
+            self._took([(row, found) for row, found in step.found if not isinstance(found, NoToken)])
+            for row, found in step.found:
+                if isinstance(found, NoToken) and row.handle in self._row_of:
+                    self._leave(self._row_of[row.handle])
 
     def _read_up_to(self, step: Step) -> None:
         while step in self._flight:

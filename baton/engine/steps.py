@@ -19,19 +19,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from baton.engine.contract import KvHandle
-from baton.errors import EngineError
+from baton.errors import EngineError, NoToken
 from baton.kv.pool import PageHandle
 from baton.request import SequenceState, TokenInfo
 
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """A sequence in the batch, with its own copy of the output ids; `unread` steps that it is in are in flight."""
+    """A sequence in the batch, with its own copy of the output ids; `unread` steps that it is in are in flight.
+
+    One that has `failed` got no token in a step: it has left, and its tokens of later steps mean nothing.
+    """
 
     handle: PageHandle
     state: SequenceState
     output_ids: list[int]
     unread: int = 0
+    failed: bool = False
 
     @property
     def position(self) -> int:
@@ -45,33 +49,39 @@ class Step:
     def __init__(
         self,
         rows: Sequence[Row],
-        wait: Callable[[], Sequence[TokenInfo]],
+        wait: Callable[[], Sequence[TokenInfo | NoToken]],
         pins: ExitStack,
         read: Callable[[Step], object],
     ) -> None:
-        """`wait` returns each row's token once the device is done, or raises; `read` completes steps up to this one."""
+        """`wait` returns each row's token or error once the device is done, or raises; `read` completes steps up to
+        this one."""
         self.rows = rows
-        self.tokens: Sequence[TokenInfo] = ()
+        self.found: list[tuple[Row, TokenInfo | NoToken]] = []
         self._wait = wait
         self._pins = pins
         self._read = read
         self._error: BaseException | None = None
 
-    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...]]]:
+    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...] | NoToken]]:
         """See StepHandle. Raises what the step raised; EngineError if it was undone with one before it."""
         self._read(self)
         if self._error is not None:
             raise self._error
-        found = zip(self.rows, self.tokens, strict=True)
-        return [(row.handle, (token,)) for row, token in found if row.handle.alive]
+        living = [(row.handle, found) for row, found in self.found if row.handle.alive]
+        return [(handle, found if isinstance(found, NoToken) else (found,)) for handle, found in living]
 
     def complete(self) -> None:
         """Wait for the device, and give the tokens to the rows; raises what the step raised, and leaves it pinned."""
         tokens = self._wait()
         for row, token in zip(self.rows, tokens, strict=True):
-            row.output_ids.append(token.token_id)
             row.unread -= 1
-        self.tokens = tokens
+            if row.failed:
+                continue
+            self.found.append((row, token))
+            if isinstance(token, NoToken):
+                row.failed = True
+            else:
+                row.output_ids.append(token.token_id)
         self._pins.close()
 
     def undo(self, error: BaseException) -> None:

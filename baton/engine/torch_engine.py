@@ -25,7 +25,7 @@ from baton.engine.paged import PagedEngine
 from baton.engine.step_inputs import StepInputs
 from baton.engine.steps import Row
 from baton.engine.torch_memory import TorchMemory
-from baton.errors import BatonError, EngineError
+from baton.errors import BatonError, EngineError, NoToken
 from baton.model.attention import AttentionBatch, KvCache, ResidentKv, select
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.load import LoadedModel
@@ -94,7 +94,7 @@ class TorchEngine(PagedEngine):
             prompt = [] if prompt_logprobs is None else self._score(hidden, successors, prompt_logprobs, finished)
         return ChunkResult(tuple(tokens), tuple(prompt))
 
-    def _launch(self, rows: Sequence[Row]) -> Callable[[], list[TokenInfo]]:
+    def _launch(self, rows: Sequence[Row]) -> Callable[[], Sequence[TokenInfo | NoToken]]:
         with _as_engine_errors(), self._drained(on_error=True):
             self._inputs.fill(rows)
             sampled = self._sampler.launch(self._decoder.logits(self._forward(rows)))
@@ -102,7 +102,7 @@ class TorchEngine(PagedEngine):
                 self._inputs.advance(sampled.tokens)
             self._sampler.advance()
 
-        def wait() -> list[TokenInfo]:
+        def wait() -> Sequence[TokenInfo | NoToken]:
             with _as_engine_errors():
                 return sampled.read()
 
@@ -124,9 +124,9 @@ class TorchEngine(PagedEngine):
         # Penalties count tokens, on tables that the host lays out.
         return self._sampler.counts
 
-    def _took(self, rows: Sequence[Row], tokens: Sequence[TokenInfo]) -> None:
+    def _took(self, tokens: Sequence[tuple[Row, TokenInfo]]) -> None:
         if self._sampler.counts:
-            found = ((self._row_of.get(row.handle), info.token_id) for row, info in zip(rows, tokens, strict=True))
+            found = ((self._row_of.get(row.handle), info.token_id) for row, info in tokens)
             self._sampler.count([(index, token) for index, token in found if index is not None])
 
     def _undone(self) -> None:
@@ -159,7 +159,12 @@ class TorchEngine(PagedEngine):
         for state in states:
             sampler.add(f"choice {state.choice_index}", state)
         logits = self._decoder.logits(hidden)
-        return sampler.sample(logits.repeat(len(states), 1))
+        tokens = []
+        for found in sampler.sample(logits.repeat(len(states), 1)):
+            if isinstance(found, NoToken):
+                raise found
+            tokens.append(found)
+        return tokens
 
     def _score(
         self, hidden: Tensor, successors: Sequence[int], top: int, on_layer: Callable[[int], None]

@@ -176,6 +176,12 @@ class PagePool:
             self._free.add(freed := self._published.forget_all())
             return len(freed)
 
+    def retract(self, handle: PageHandle) -> None:
+        """See `Engine.retract`."""
+        with self._changing():
+            if handle.alive:
+                self._free.add(self._published.forget(handle._lease.pages))
+
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
         """See `Engine.watch_prefixes`."""
         with self._lock:

@@ -176,6 +176,15 @@ class Published:
             freed += self._forget(next(iter(self._line)))
         return freed
 
+    def forget(self, pages: Sequence[int]) -> list[int]:
+        """Forget the units in these pages, and all that follow them; their pages without owner."""
+        freed: list[int] = []
+        for page in pages:
+            unit = self._unit_of[page]
+            if unit is not None:
+                freed += self._forget(unit)
+        return freed
+
     def forget_all(self) -> list[int]:
         """Forget all units; their pages without owner."""
         begins = [unit for unit in self._units.values() if unit.parent is None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.errors import EngineError
+from baton.errors import NoToken
 from baton.model.upload import download, upload
 from baton.request import TokenInfo
 
@@ -16,16 +16,18 @@ _PROBLEMS = ("logits are not finite", "no token is allowed")
 
 
 class Sampled:
-    """A token for each row of a batch. `tokens`: int64 `[B]`, on the device.
+    """A token for each row of a batch. `tokens`: int64 `[B]`, on the device; 0 where a check failed.
 
     On CUDA tokens and checks travel in one copy, log-probabilities in a second where some are asked for.
     """
 
     def __init__(self, tokens: Tensor, checks: Sequence[Tensor], names: Sequence[str]) -> None:
         """`checks`: bool `[B]` each, where False means: not finite, and no token allowed. `names` are for errors."""
-        self.tokens = tokens
+        good = checks[0] if len(checks) == 1 else torch.stack(list(checks)).all(0)
+        # The next step looks it up, before it is known here that the row has failed.
+        self.tokens = tokens * good
         self._names = names
-        self._found = download(torch.stack([tokens, *checks]))
+        self._found = download(torch.stack([self.tokens, *checks]))
         self._rows: Sequence[int] = ()
         self._scores: Scores | None = None
         self._there = _mark(tokens.device)
@@ -37,19 +39,20 @@ class Sampled:
         self._scores = Scores.of(logits, chosen, tops)
         self._there = _mark(self.tokens.device)
 
-    def read(self) -> list[TokenInfo]:
-        """Wait for the device. Raises EngineError, naming the rows whose checks failed."""
+    def read(self) -> list[TokenInfo | NoToken]:
+        """Wait for the device; an error that names the row in the place of each whose checks failed."""
         if self._there is not None:
             self._there.synchronize()
         tokens, *checks = self._found.tolist()
-        for problem, check in zip(_PROBLEMS, checks, strict=False):
-            if not all(check):
-                bad = [name for name, good in zip(self._names, check, strict=True) if not good]
-                raise EngineError(f"{problem}: {', '.join(bad)}")
-        infos = [TokenInfo(token) for token in tokens]
+        infos: list[TokenInfo | NoToken] = [TokenInfo(token) for token in tokens]
         if self._scores is not None:
             for row, info in zip(self._rows, self._scores.infos([tokens[row] for row in self._rows]), strict=True):
                 infos[row] = info
+        # The first problem of a row last, as it is the cause of the others.
+        for problem, check in reversed(list(zip(_PROBLEMS, checks, strict=False))):
+            for row, good in enumerate(check):
+                if not good:
+                    infos[row] = NoToken(f"{self._names[row]}: {problem}")
         return infos
 
 
@@ -77,9 +80,7 @@ class Scores:
         return cls(download(chosen), download(values - norms[:asked]), download(ids), tops)
 
     def infos(self, token_ids: Sequence[int]) -> list[TokenInfo]:
-        """As they were asked for; only once the device has come so far. Raises EngineError where one is not finite."""
-        if not self.chosen[:, 1].isfinite().all():
-            raise EngineError(_PROBLEMS[0])
+        """As they were asked for; only once the device has come so far."""
         alternatives = zip(self.ids.tolist(), self.values.tolist(), strict=True)
         infos = []
         for token, (logprob, _), top in zip(token_ids, self.chosen.tolist(), self.tops, strict=True):
@@ -92,11 +93,13 @@ class Scores:
 def token_infos(logits: Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenInfo]:
     """Log-probabilities of one token a row, with its `top[i]` alternatives: from raw float32 `[n, vocab]` logits.
 
-    Raises EngineError for logits that are not finite.
+    Raises NoToken for logits that are not finite.
     """
     scores = Scores.of(logits, upload(token_ids, torch.int64, logits.device), top)
     if (there := _mark(logits.device)) is not None:
         there.synchronize()
+    if not scores.chosen[:, 1].isfinite().all():
+        raise NoToken(_PROBLEMS[0])
     return scores.infos(token_ids)
 
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
+from baton.errors import NoToken
 from baton.model.blocks import Blocks
 from baton.model.edits import BatchEdits, RowEdits, edits_of
 from baton.model.gumbel import Draws, Race, scores_of
@@ -139,7 +140,7 @@ class SamplerBatch:
         """Whether some row's next token depends on which tokens came before, so that `count` must know them all."""
         return any(row.penalties is not None for row in self._rows)
 
-    def sample(self, logits: Tensor, mask: Tensor | None = None) -> list[TokenInfo]:
+    def sample(self, logits: Tensor, mask: Tensor | None = None) -> list[TokenInfo | NoToken]:
         """The next token of each row, as `launch` and `Sampled.read`; `accept` tells the batch that they were taken."""
         return self.launch(logits, mask).read()
 
@@ -148,8 +149,8 @@ class SamplerBatch:
         """Choose the next token of each row on the device; `advance` tells the batch that they were taken.
 
         `logits`: float32 `[B, vocab]`, overwritten. `mask`: bool `[B, vocab]`, true where a token is allowed.
-        Reading raises EngineError, naming the rows, for logits that are not finite and for rows without an
-        allowed token. On CUDA nothing here waits for the device, but for rows with top_k, top_p or min_p.
+        A row whose logits are not finite, or without an allowed token, gets an error in place of a token.
+        On CUDA nothing here waits for the device, but for rows with top_k, top_p or min_p.
         """
         plan = self._plan = self._plan or self._build()
         checks = [logits.sum(-1).isfinite()]

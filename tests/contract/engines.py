@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,3 +129,11 @@ def payload_of(engine: Engine, handle: KvHandle, blocks: Sequence[range]) -> byt
         for layer in range(kv_format.layers)
         for part in engine.read_kv(handle, layer, tokens, range(kv_format.heads))
     )
+
+
+def spoil(engine: Engine, handle: KvHandle, token: int) -> None:
+    """Make the KV of a token, in the first layer, no numbers."""
+    nan = struct.pack("<f", math.nan)
+    shapes = {part.name: (1, *part.shape) for part in engine.spec.kv_format.parts}
+    parts = [PartData(name, "float32", shape, nan * math.prod(shape)) for name, shape in shapes.items()]
+    engine.write_kv(handle, 0, token, 0, parts)

@@ -14,6 +14,7 @@ from baton.worker.progress import Progress
 from decode_svc.loop import DecodeLoop, Lost, Report
 from decode_svc.messages import FailureKind
 from decode_svc.scheduler import Decoding
+from tests.contract.engines import spoil
 from tests.decoding import LoggingEngine, alone, digests, greedy, prefill
 
 
@@ -140,6 +141,48 @@ def test_a_step_that_raises_fails_its_batch_and_no_other() -> None:
     turns.until_finished(3)
     assert turns.tokens[3] == alone([3], greedy(4))
     assert turns.engine.audit() == {}
+
+
+def test_a_sequence_without_a_token_fails_alone_and_its_mates_get_theirs() -> None:
+    turns = Turns(slots=3)
+    names, idle = digests(turns.engine, range(32)), turns.engine.reserve("idle", 32)
+    turns.engine.publish(idle, names)
+    turns.engine.free(idle)
+    for number in (1, 2, 3):
+        sequence = turns.add(number, [number, 5, 6], 4)
+        if number == 2:
+            spoil(turns.engine, sequence.handle, 1)
+    report = turns.turn()
+    message = "NoToken: s2: logits are not finite"
+    assert report.failures == [Lost(2, FailureKind.ENGINE, message)]
+    assert [output.id for output in report.outputs] == [1, 3]
+    turns.until_finished(1, 3)
+    for number in (1, 3):
+        assert turns.tokens[number] == alone([number, 5, 6], greedy(4))
+    assert turns.engine.held(names) == 32, "what others have cached stays"
+    assert turns.engine.audit() == {}
+
+
+def test_one_request_without_tokens_is_no_fault_of_the_worker_but_many_in_succession_are() -> None:
+    turns = Turns()
+    number = 0
+
+    def fails_alone(request: str) -> None:
+        nonlocal number
+        number += 1
+        sequence = turns.add(number, [number, 5, 6], 4)
+        sequence.request_id = request
+        spoil(turns.engine, sequence.handle, 1)
+        assert turns.turn().failures
+
+    for request in ("a", "a", "a", "a", "b"):
+        fails_alone(request)
+    turns.add(100, [7], 2)
+    turns.until_finished(100)
+    fails_alone("c")
+    fails_alone("d")
+    with pytest.raises(EngineError, match="3 requests in succession got no token"):
+        fails_alone("e")
 
 
 def test_a_sequence_that_cant_be_inserted_fails_alone() -> None:

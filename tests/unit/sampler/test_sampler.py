@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from baton.errors import EngineError
+from baton.errors import NoToken
 from baton.model import sampler
 from baton.model.blocks import Blocks
 from baton.model.gumbel import Draws
 from baton.model.penalties import PenaltyTable, has_penalties
 from baton.model.sampled import token_infos
 from baton.model.sampler import WINDOW, SamplerBatch
-from baton.request import MIN_REPETITION_PENALTY, SamplingParams, SequenceState
+from baton.request import MIN_REPETITION_PENALTY, SamplingParams, SequenceState, TokenInfo
 from tests.unit.sampler.plain_noise import gumbel
 
 EOS = frozenset({2})
@@ -110,7 +111,9 @@ def some_logits(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Te
 
 
 def ids(batch: SamplerBatch, logits: Tensor, mask: Tensor | None = None) -> list[int]:
-    return [info.token_id for info in batch.sample(logits.clone(), mask)]
+    found = batch.sample(logits.clone(), mask)
+    assert not faults(found)
+    return [info.token_id for info in found if isinstance(info, TokenInfo)]
 
 
 @pytest.mark.parametrize("vocab", [16, 300, 5000])
@@ -244,25 +247,44 @@ def test_a_mask_bounds_greedy_and_drawn_rows() -> None:
     assert all(mask[i, token] for i, token in enumerate(found))
 
 
-def test_rows_without_an_allowed_token_are_named() -> None:
+def faults(found: Sequence[TokenInfo | NoToken]) -> dict[int, str]:
+    """The rows without a token, and why."""
+    return {row: str(one) for row, one in enumerate(found) if isinstance(one, NoToken)}
+
+
+def test_rows_without_an_allowed_token_fail_alone() -> None:
     batch = batch_of(states_of([GREEDY, SamplingParams(temperature=0.0, allowed_token_ids=(3,))], 10), 10)
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[1, 3] = False
-    with pytest.raises(EngineError, match=r"no token is allowed: row 1$"):
-        batch.sample(some_logits(2, 10), mask)
+    logits = some_logits(2, 10)
+    found = batch.sample(logits.clone(), mask)
+    assert faults(found) == {1: "row 1: no token is allowed"}
+    assert found[0] == TokenInfo(int(logits[0].argmax()))
     only_eos = SamplingParams(temperature=0.0, min_tokens=3, allowed_token_ids=(2,))
-    with pytest.raises(EngineError, match=r"no token is allowed: row 0$"):
-        batch_of([SequenceState(only_eos, [1], [])], 10).sample(some_logits(1, 10))
+    found = batch_of([SequenceState(only_eos, [1], [])], 10).sample(some_logits(1, 10))
+    assert faults(found) == {0: "row 0: no token is allowed"}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_rows_that_are_not_finite_are_named(value: float) -> None:
-    logits = some_logits(3, 10)
-    logits[1, 4] = value
-    with pytest.raises(EngineError, match=r"not finite: row 1$"):
-        batch_of(states_of([GREEDY] * 3, 10), 10).sample(logits)
-    with pytest.raises(EngineError, match="not finite"):
-        token_infos(logits.masked_fill(logits == -math.inf, math.nan), [1, 2, 3], [0, 0, 0])
+@pytest.mark.parametrize("params", [*EVERYTHING[:19], replace(GREEDY, logprobs=3)])
+def test_rows_that_are_not_finite_fail_alone(value: float, params: SamplingParams) -> None:
+    states = states_of([params] * 3, 300)
+    logits = some_logits(3, 300)
+    good = batch_of(states, 300).sample(logits.clone())
+    for bad in (logits.clone(), torch.full_like(logits, value)):
+        bad[1, 4] = value
+        bad[0], bad[2] = logits[0], logits[2]
+        sampled = batch_of(states, 300).launch(bad)
+        found = sampled.read()
+        assert faults(found) == {1: "row 1: logits are not finite"}
+        assert (found[0], found[2]) == (good[0], good[2])
+        # The next step looks it up.
+        assert 0 <= int(sampled.tokens[1]) < 300
+
+
+def test_scores_of_logits_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(NoToken, match="not finite"):
+        token_infos(torch.full((3, 10), math.nan), [1, 2, 3], [0, 0, 0])
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["row by row", "at once"])
@@ -275,8 +297,7 @@ def test_drawing_from_a_row_that_is_not_finite_ends(
     params = [SamplingParams(seed=1, top_p=0.9), SamplingParams(seed=2, min_p=0.1), SamplingParams(seed=3, top_k=200)]
     logits = some_logits(3, 1000)
     logits[:, 500] = value
-    with pytest.raises(EngineError, match="not finite: row 0, row 1, row 2"):
-        batch_of(states_of(params, 1000), 1000).sample(logits)
+    assert set(faults(batch_of(states_of(params, 1000), 1000).sample(logits))) == {0, 1, 2}
 
 
 def test_sums_at_once_are_those_row_by_row() -> None:
@@ -315,7 +336,8 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     states = states_of(params, vocab)
     logits = some_logits(4, vocab)
     expected = logits.log_softmax(-1)
-    infos = batch_of(states, vocab).sample(logits.clone())
+    found = batch_of(states, vocab).sample(logits.clone())
+    infos = [info for info in found if isinstance(info, TokenInfo)]
     assert (infos[1].logprob, infos[1].top) == (None, ())
     for row, count in ((0, 3), (2, 0), (3, 5)):
         info = infos[row]

@@ -1,0 +1,91 @@
+"""What every engine does with a sequence whose numbers are not finite: it fails alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.contract import Engine, KvHandle
+from baton.engine.paged import PagedEngine
+from baton.errors import NoToken
+from baton.request import SequenceState
+from tests.contract.engines import MIXED, Rig, generate, ignore, prefill, spoil, start, state, step
+from tests.decoding import digests
+
+ROOM = 40
+
+
+def spoiled(engine: Engine, owner: str, wanted: SequenceState) -> KvHandle:
+    """As `start`, of a sequence that no token can be computed for."""
+    handle = engine.reserve(owner, wanted.length + ROOM)
+    first = prefill(engine, handle, wanted).token_id
+    spoil(engine, handle, 1)
+    engine.insert(handle, SequenceState(wanted.params, wanted.prompt_ids, [first], wanted.choice_index))
+    return handle
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_sequence_without_a_token_fails_alone(rig: Rig, ahead: int) -> None:
+    engine = rig.engine(slots=6, steps_ahead=ahead)
+    wanted = [state(rig.prompt(9 + i, seed=i), params) for i, params in enumerate(MIXED)]
+    expected = [generate(rig.engine(), one, 8) for one in wanted]
+    first = start(engine, "a/0", wanted[0])
+    bad = spoiled(engine, "bad/1", state(rig.prompt(12, seed=9)))
+    running = [first, *(start(engine, f"a/{i}", one) for i, one in enumerate(wanted) if i)]
+    outcomes: list[object] = []
+    steps = [engine.step() for _ in range(7)]
+    for each in steps:
+        for handle, found in each.result():
+            if isinstance(found, NoToken):
+                outcomes.append((handle, str(found)))
+            else:
+                next(outputs for one, outputs in running if one is handle).extend(info.token_id for info in found)
+    assert [outputs for _, outputs in running] == expected
+    assert outcomes == [(bad, "bad/1: logits are not finite")], "once, and it has left"
+    # Its slot is free, its pages are not.
+    assert engine.audit()["bad/1"] > 0
+    other = state(rig.prompt(5, seed=20))
+    handle, outputs = start(engine, "new/1", other)
+    outputs.append(step(engine)[handle])
+    assert outputs == generate(rig.engine(), other, 2)
+    engine.free(bad)
+    assert "bad/1" not in engine.audit()
+
+
+def test_the_next_owner_of_its_pages_sees_nothing_of_it(rig: Rig) -> None:
+    engine: PagedEngine = rig.engine(pages=4, slots=2)
+    bad = spoiled(engine, "bad/1", state(rig.prompt(20, seed=9)))
+    ((_, found),) = engine.step().result()
+    assert isinstance(found, NoToken)
+    engine.free(bad)
+    wanted = state(rig.prompt(20, seed=3))
+    assert generate(engine, wanted, 10) == generate(rig.engine(), wanted, 10)
+
+
+def test_a_prompt_without_a_token_says_so(rig: Rig) -> None:
+    engine = rig.engine()
+    wanted = state(rig.prompt(20))
+    handle = engine.reserve("bad/1", ROOM)
+    engine.prefill_chunk(handle, wanted.prompt_ids, 0, 16, on_layer=ignore)
+    spoil(engine, handle, 1)
+    with pytest.raises(NoToken, match="not finite"):
+        engine.prefill_chunk(handle, wanted.prompt_ids, 16, 20, on_layer=ignore, sample=[wanted])
+    engine.free(handle)
+    assert generate(engine, wanted, 4) == generate(rig.engine(), wanted, 4)
+
+
+def test_what_is_retracted_is_not_found_and_other_prefixes_are(rig: Rig) -> None:
+    engine = rig.engine()
+    names, others = digests(engine, range(48)), digests(engine, range(100, 148))
+    for owner, published in (("a/1", names), ("b/1", others)):
+        idle = engine.reserve(owner, 48)
+        engine.publish(idle, published)
+        engine.free(idle)
+    bad, mate = engine.reserve("bad/1", 64, names[:2]), engine.reserve("mate/1", 64, names)
+    assert (bad.cached, mate.cached) == (32, 48)
+    engine.retract(bad)
+    engine.retract(bad)
+    assert (engine.held(names), engine.held(others)) == (0, 48)
+    engine.free(bad)
+    engine.retract(bad)
+    engine.free(mate)
+    assert engine.audit() == {}
