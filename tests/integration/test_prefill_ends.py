@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from baton.engine.fake import FakeEngine, expected_tokens
-from baton.errors import EngineError, TransferError
+from baton.errors import EngineError, NoToken, TransferError
 from prefill_svc.job import Job
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, decode, decoder, read, serving, status_of
 
@@ -123,6 +123,40 @@ async def test_a_chunk_that_raises_fails_its_job_alone() -> None:
         assert (code, details) == (grpc.StatusCode.INTERNAL, "RuntimeError: out of memory")
         assert (await client.done()).first_tokens
         assert not client.app.failed.done()
+
+
+class NanEngine(FakeEngine):
+    """Computes no token while told so."""
+
+    finite = False
+
+    def prefill_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().prefill_chunk(*args, **kwargs)
+        if not self.finite:
+            raise NoToken("logits are not finite")
+        return result
+
+
+async def test_prompts_without_a_token_fail_alone_and_many_in_succession_end_the_worker() -> None:
+    engine = NanEngine()
+    async with serving(engine) as client:
+        engine.finite = True
+        await client.done(list(range(500, 600)))
+        engine.finite = False
+        for _ in range(2):
+            code, details = await status_of(client.call())
+            assert (code, details) == (grpc.StatusCode.INTERNAL, "logits are not finite")
+        engine.finite = True
+        assert (await client.done()).cached_tokens == 0
+        # What others have cached stays.
+        assert (await client.done(list(range(500, 600)))).cached_tokens > 0
+        engine.finite = False
+        for _ in range(2):
+            assert (await status_of(client.call()))[0] is grpc.StatusCode.INTERNAL
+            assert not client.app.failed.done()
+        await status_of(client.call())
+        with pytest.raises(EngineError, match="3 requests in succession got no token"):
+            await asyncio.wait_for(asyncio.shield(client.app.failed), WAIT_S)
 
 
 async def test_a_worker_whose_pages_do_not_audit_is_done() -> None:
