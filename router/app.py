@@ -82,8 +82,11 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
     pool = Pool(config, router_id, digest, tls, signer)
 
+    lengths = [longest]
+
     def max_model_len() -> int:
-        lengths = [identity.max_model_len for identity in pool.identities] or [longest]
+        # While all workers are gone, what they could hold counts: requests wait for others like them.
+        lengths[:] = [identity.max_model_len for identity in pool.identities] or lengths
         return min([*lengths, config.max_model_len or max(lengths)])
 
     threads = Threads(config.line_capacity)

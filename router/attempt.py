@@ -31,7 +31,7 @@ from router.dispatcher import Dispatcher
 from router.emission import Emission
 from router.events import Blame, Cause, Event, Failed, Output, Prefilled
 from router.place import Application, Place
-from router.prefill import DEATH_GRACE_S, PrefixSource, message, prefill
+from router.prefill import LOSS_GRACE_S, PrefixSource, message, prefill
 from router.registry import Live, Registry
 from router.request import Request
 from router.retries import History
@@ -49,12 +49,16 @@ class Signer(Protocol):
 
 
 class AttemptFailed(Exception):
-    """An attempt failed, and another may succeed; `culprit` names the worker or pair that it lies in."""
+    """An attempt failed, and another may succeed; `culprit` names the worker or pair that it lies in.
 
-    def __init__(self, failed: Failed, culprit: str) -> None:
+    `alone` tells that nothing else ran there.
+    """
+
+    def __init__(self, failed: Failed, culprit: str, *, alone: bool) -> None:
         super().__init__(str(failed.error))
         self.failed = failed
         self.culprit = culprit
+        self.alone = alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +125,17 @@ class Attempt:
     @contextlib.asynccontextmanager
     async def _placed(self, delay_s: float) -> AsyncIterator[Place]:
         """A place, waited for until the deadline."""
+        dispatcher, began = self._means.dispatcher, self._loop.time()
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout_at(_until(self._life.request_deadline)):
                     await asyncio.sleep(delay_s)
-                    placing = self._means.dispatcher.place(await self._application(), self._deliver)
+                    asked = await self._application()
+                    placing = dispatcher.place(asked, self._deliver, lambda: self._history.alone)
                     place = await stack.enter_async_context(placing)
             except TimeoutError:
-                raise _too_late() from None
+                lacking, waited_s = dispatcher.lacking(), self._loop.time() - began
+                raise _too_late(f" after {waited_s:.1f} s in the queue: {lacking}" if lacking else "") from None
             yield place
 
     async def _application(self) -> Application:
@@ -142,7 +149,7 @@ class Attempt:
             attempt=self._number,
             tenant=request.tenant,
             life=self._life,
-            demand=Demand(context, left > 1, avoid, pairs, alone=history.alone, number=number),
+            demand=Demand(context, left > 1, avoid, pairs, number=number),
             context_tokens=context,
             max_new_tokens=left,
             choices=self._choices,
@@ -157,13 +164,14 @@ class Attempt:
         self._life.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if place.decode else ""
         source = self._source(place)
-        place.seat.watch(self._deliver)
+        place.seat.enter(self._request.id, self._deliver)
         prefilling = asyncio.create_task(self._prefill(place, transfer_id, source))
         try:
             self._start(place, transfer_id, source)
             await self._follow(place)
         finally:
             self._streaming = False
+            place.seat.leave()
             prefilling.cancel()
             # In this order: the cancellation is sent first, and what it came too late for is abandoned.
             if transfer_id and not self._fetched and not self._prefill_failed:
@@ -296,6 +304,10 @@ class Attempt:
     def _on_output(self, place: Place, event: Output) -> None:
         if not self._fetched:
             self._fetched = self._streaming = True
+            self._history.passed()
+            place.seat.leave()
+            if place.turn is not None:
+                place.turn.end()
             place.course.succeeded(place.course.pair)
             place.course.passed(place.course.decode)
             self._life.enter(State.DECODING, self._loop.time())
@@ -307,16 +319,17 @@ class Attempt:
         """What a failure means for the request, and for its workers."""
         if isinstance(failed.error, _FINAL):
             return failed.error
-        if failed.blame is Blame.PAIR and await self._exporter_died(place, failed):
-            failed = replace(failed, blame=Blame.PREFILL, cause=Cause.DEATH)
+        if failed.blame is Blame.PAIR and await self._exporter_lost(place, failed):
+            failed = replace(failed, blame=Blame.PREFILL, cause=Cause.LOST, loss=place.seat.loss)
         self._prefill_failed = failed.blame is Blame.PREFILL and not self._prefilled
         if self._prefilled and not self._fetched and place.decode is not None:
             WASTED_PREFILL_TOKENS.inc(len(self._request.prompt_ids) + len(self._output_ids))
-        return AttemptFailed(failed, self._blame(place, failed))
+        alone = place.turn is not None and not place.turn.over
+        return AttemptFailed(failed, self._blame(place, failed), alone=alone)
 
-    async def _exporter_died(self, place: Place, failed: Failed) -> bool:
-        """Whether KV can't be fetched because its worker is gone; decode may notice before the watch does."""
-        return await place.seat.lost_within(DEATH_GRACE_S if isinstance(failed.error, SourceUnreachable) else 0.0)
+    async def _exporter_lost(self, place: Place, failed: Failed) -> bool:
+        """Whether KV can't be fetched because its worker is lost; decode may notice before the watch does."""
+        return await place.seat.lost_within(LOSS_GRACE_S if isinstance(failed.error, SourceUnreachable) else 0.0)
 
     def _blame(self, place: Place, failed: Failed) -> str:
         """Have the next attempts avoid what failed, and say its name."""
@@ -343,8 +356,8 @@ def _until(deadline: float) -> float | None:
     return None if math.isinf(deadline) else deadline
 
 
-def _too_late() -> DeadlineExceeded:
-    return DeadlineExceeded("the request's deadline passed")
+def _too_late(where: str = "") -> DeadlineExceeded:
+    return DeadlineExceeded(f"the request's deadline passed{where}")
 
 
 def _cancel_stopped(place: Place, before: tuple[int, ...], after: tuple[int, ...]) -> None:

@@ -46,10 +46,13 @@ class RouterConfig:
         10.0, help="Seconds without a word from a prefill call after which it has failed.", minimum=0.01
     )
     isolation_wait_s: float = option(
-        30.0, help="Seconds that a request which saw two workers die waits for workers of its own.", minimum=0
+        30.0,
+        help="Seconds in which workers must become free for a request that worker deaths point at; "
+        "after that it runs among others.",
+        minimum=0,
     )
     worker_wait_s: float = option(
-        10.0, help="Seconds that accepted requests wait for a worker when none is left.", minimum=0
+        60.0, help="Seconds that requests wait when no worker of a role is there; 0: new ones are refused.", minimum=0
     )
     resolve_s: float = option(5.0, help="Seconds between two look-ups of a dns:/// name.", minimum=0.1)
     drain_s: float = option(30.0, help="Seconds that running requests have to finish at a drain.", minimum=0)

@@ -8,8 +8,9 @@ what is known then. After a refusal by all, the line stands still until there is
 after which a worker said that another try makes sense; then its head alone tries again, so that a full fleet is asked
 once per news, and a large request is not starved by small ones.
 
-A request that must run alone waits beside the line: a pair of workers is kept for it and gets nothing else until it
-has ended there. There is one such request at a time.
+When no worker of a role is there, requests wait in the line too, each for `worker_wait_s`, and go on in order.
+
+A request that must run alone waits beside the line: see `isolation`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.telemetry.metrics import BREAKERS_OPEN, LINE_LENGTH
@@ -30,6 +31,7 @@ from router.events import Deliver
 from router.fleet import Fleet
 from router.isolation import Isolation
 from router.line import SHORTEST_RETRY_S, WaitingLine
+from router.losses import Losses
 from router.place import Answers, Application, Place, Reserver
 from router.policy import choose, matching_decodes, servable
 from router.pool import Pool
@@ -49,6 +51,7 @@ class _Waiter:
     def __init__(self, application: Application) -> None:
         self.application = application
         self.answers = Answers()
+        self.since = asyncio.get_running_loop().time()
         self.seen = 0
         self.turn = self._new_turn()
 
@@ -77,6 +80,7 @@ class Dispatcher:
         self._refused_at: int | None = None
         self._probe: _Waiter | None = None
         self._next_probe: asyncio.TimerHandle | None = None
+        self._gone_since: float | None = None
         self._giving_up: asyncio.TimerHandle | None = None
         self._reserver = Reserver(pool, self._breakers, config.reserve_timeout_s)
         self._isolation = Isolation(
@@ -84,10 +88,20 @@ class Dispatcher:
             self._reserver,
             self._breakers,
             wait_s=config.isolation_wait_s,
+            worker_wait_s=config.worker_wait_s,
             leave=self.leave,
             freed=self._pump,
         )
         pool.on_news(self._on_news)
+
+    @property
+    def losses(self) -> Losses:
+        """The connections with workers that were lost."""
+        return self._pool.losses
+
+    def lacking(self) -> str:
+        """In words, which workers lack; empty when a pair is there."""
+        return "" if self._pool.serving else self._pool.missing()
 
     @property
     def forms(self) -> Collection[Form]:
@@ -95,8 +109,11 @@ class Dispatcher:
         return self._pool.forms
 
     def check(self, tenant: str, *, decodes: bool) -> None:
-        """Refuse now what a full line or an absent fleet would refuse; raises Overloaded or Unavailable."""
-        if not servable(self._pool.fleet(), decodes=decodes):
+        """Refuse now what a full line would refuse, and, if nobody is to wait for a worker, an absent fleet.
+
+        Raises Overloaded or Unavailable.
+        """
+        if not self._config.worker_wait_s and not servable(self._pool.fleet(), decodes=decodes):
             raise Unavailable(self._pool.missing())
         self._line.check(tenant)
 
@@ -109,15 +126,18 @@ class Dispatcher:
             self._next_probe.cancel()
 
     @contextlib.asynccontextmanager
-    async def place(self, asked: Application, deliver: Deliver) -> AsyncIterator[Place]:
+    async def place(
+        self, asked: Application, deliver: Deliver, suspected: Callable[[], bool] = lambda: False
+    ) -> AsyncIterator[Place]:
         """Wait for a place and hold it until the block ends; an unfinished decode attempt is then cancelled.
 
-        Raises Overloaded at once when the line is full or the deadline can't be met, Unavailable when no worker can
-        serve it, InvalidRequest when it is larger than any decode worker's memory, and EngineError when no workers
-        could be cleared for a request that must run alone.
+        A request that is `suspected` of killing workers gets a place of its own, as long as it is. Raises Overloaded at
+        once when the line is full or the deadline can't be met, Unavailable when no worker came that can serve it, and
+        InvalidRequest when it is larger than any decode worker's memory.
         """
-        alone = asked.demand.alone
-        place = await (self._isolation.place(asked, deliver) if alone else self._wait(asked, deliver))
+        place = await self._isolation.place(asked, deliver, suspected) if suspected() else None
+        if place is None:
+            place = await self._wait(asked, deliver)
         try:
             yield place
         finally:
@@ -125,8 +145,8 @@ class Dispatcher:
             self.leave(place.seat)
             if place.decode is not None:
                 place.decode.close()
-            if alone:
-                self._isolation.end()
+            if place.turn is not None:
+                place.turn.end()
             self._on_news()
 
     def leave(self, seat: Seat) -> None:
@@ -158,6 +178,9 @@ class Dispatcher:
     def _admit(self, asked: Application) -> None:
         """Refuse what the line has no room for, or what can't be in time."""
         self.check(asked.tenant, decodes=asked.demand.decodes)
+        if not servable(self._pool.fleet(), decodes=asked.demand.decodes):
+            # The pace of the line tells nothing of when a worker will come.
+            return
         now = self._loop.time()
         left_s, wait_s = asked.deadline - now, self._line.wait_s(asked.tenant, now)
         if 0 < left_s < wait_s:
@@ -221,7 +244,9 @@ class Dispatcher:
                     self._moved.clear()
                     await self._moved.wait()
         except TimeoutError:
-            raise Unavailable(f"no decode worker is there any more that could hold the request: {problem}") from None
+            waited = f"after a wait of {self._config.worker_wait_s:g} s"
+            message = f"no decode worker is there any more that could hold the request, {waited}: {problem}"
+            raise Unavailable(message) from None
         self._return(waiter)
         self._pump()
 
@@ -307,19 +332,35 @@ class Dispatcher:
         self._on_news()
 
     def _mind_fleet(self) -> None:
-        """Let those who wait for a fleet that is gone do so for a limited time."""
+        """Let each of those who wait for a fleet that is gone do so for a limited time."""
         gone = len(self._line) > 0 and not servable(self._pool.fleet(), decodes=True)
-        if gone and self._giving_up is None:
+        if not gone:
+            self._gone_since = None
+            if self._giving_up is not None:
+                self._giving_up.cancel()
+                self._giving_up = None
+            return
+        if self._gone_since is None:
+            self._gone_since = self._loop.time()
+        if self._giving_up is None:
             self._giving_up = self._loop.call_later(self._config.worker_wait_s, self._give_up)
-        elif not gone and self._giving_up is not None:
-            self._giving_up.cancel()
-            self._giving_up = None
 
     def _give_up(self) -> None:
+        """Dismiss those who have waited long enough for a worker."""
         self._giving_up = None
+        if self._gone_since is None:
+            return
+        wait_s, now, next_at = self._config.worker_wait_s, self._loop.time(), math.inf
         for waiter in self._line:
-            if not servable(self._pool.fleet(), decodes=waiter.application.demand.decodes):
-                self._dismiss(waiter, Unavailable(self._pool.missing()))
+            until = max(self._gone_since, waiter.since) + wait_s
+            if until > now:
+                next_at = min(next_at, until)
+            elif not servable(self._pool.fleet(), decodes=waiter.application.demand.decodes):
+                self._dismiss(waiter, Unavailable(self._pool.missing(wait_s)))
+        # What needs no decode worker, and waits behind those that do, is looked at again when they have gone.
+        if len(self._line):
+            next_at = next_at if math.isfinite(next_at) else now + wait_s
+            self._giving_up = self._loop.call_at(next_at, self._give_up)
 
     def _dismiss(self, waiter: _Waiter, error: Exception) -> None:
         self._line.remove(waiter)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from baton.request import CachedTokens, FinishReason, FirstToken, TokenInfo
+from router.losses import Loss
 
 
 class Blame(enum.Enum):
@@ -26,8 +27,9 @@ class Cause(enum.Enum):
     """What kind of failure it was; only a fault is held against whom it lies in."""
 
     FAULT = "fault"
-    DEATH = "death"
-    """The worker was lost: its watch or session broke, fell silent, or told that it makes no progress."""
+    LOST = "lost"
+    """The connection with the worker was lost: its watch or session broke or fell silent, or the worker said that it
+    makes no progress. Whether the worker died is seen later."""
     DRAIN = "drain"
     PREEMPTED = "preempted"
     """The worker ran out of memory for the sequence; nothing is wrong with it."""
@@ -77,6 +79,8 @@ class Failed:
     error: BatonError
     blame: Blame
     cause: Cause = Cause.FAULT
+    loss: Loss | None = None
+    """The lost connection, if the request is one of its suspects."""
 
 
 Event = Prefilled | Output | Failed

@@ -11,12 +11,13 @@ the first token an attempt serves all choices together; after it, each choice go
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
-from baton.errors import BatonError, DeadlineExceeded, Unavailable
+from baton.errors import BatonError, DeadlineExceeded, EngineError, Unavailable
 from baton.ledger import Ledger
 from baton.telemetry.metrics import ATTEMPTS_FAILED, REPLAYS, RETRIES_REFUSED
 from router.abandon import Abandoner
@@ -31,11 +32,14 @@ from router.request import Request
 from router.retries import History, RetryBudget
 from router.threads import Threads
 
+VERDICT_S = 15.0
+"""How long a worker that may have been killed by a request is waited for, before it is taken for dead."""
+
 _STOPPED = "the router stops before the request has ended"
 
 _HAPPENED = {
     Cause.FAULT: "fault of",
-    Cause.DEATH: "lost",
+    Cause.LOST: "lost connection to",
     Cause.DRAIN: "moved away from",
     Cause.PREEMPTED: "preempted at",
     Cause.REFUSED: "refused by",
@@ -122,7 +126,27 @@ class Pipeline:
             except AttemptFailed as attempt:
                 if emission.emitted(choices) > before:
                     history.progressed()
+                await self._judge(work.request, history, attempt)
                 delay_s = self._retry(work.request, history, attempt)
+
+    async def _judge(self, request: Request, history: History, attempt: AttemptFailed) -> None:
+        """Raise EngineError if the request is what kills workers, once it is seen or must be presumed that one died."""
+        loss, losses = attempt.failed.loss, self._means.dispatcher.losses
+        if loss is None:
+            return
+        history.lost(loss, alone=attempt.alone)
+        if not history.guilty(losses.others(history.losses)):
+            return
+        settled, until = asyncio.Event(), self._loop.time() + VERDICT_S
+        loss.on_settled(settled.set)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until if request.deadline is None else min(until, request.deadline)):
+                await settled.wait()
+        if history.guilty(losses.others(history.losses)):
+            deaths = sum(loss.death for loss in history.losses)
+            message = f"the request was present at {deaths} worker deaths, at the last one alone"
+            _logger.warning("request %s ends: %s: %s", request.id, message, attempt.failed.error)
+            raise EngineError(f"{message}: {attempt.failed.error}")
 
     def _retry(self, request: Request, history: History, attempt: AttemptFailed) -> float:
         """Seconds until the next attempt; raises the failure when there is to be none."""
@@ -136,7 +160,7 @@ class Pipeline:
             RETRIES_REFUSED.inc(not granted)
             return granted
 
-        level = logging.WARNING if failed.cause in (Cause.FAULT, Cause.DEATH) else logging.INFO
+        level = logging.WARNING if failed.cause in (Cause.FAULT, Cause.LOST) else logging.INFO
         try:
             delay_s = history.retry(failed, max_attempts=self._config.max_attempts, charge=charge)
         except BatonError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from baton.errors import BatonError
@@ -56,6 +57,7 @@ class Place:
 
     `consumer` is whom a ticket for the KV is made out to; what the attempt learns of its workers goes to `course`.
     `pinned_tokens` are the leading ones that the decode worker has already, and `peer` is where prefill can fetch them.
+    `turn` is set for a request that runs where nothing else does.
     """
 
     seat: Seat
@@ -65,6 +67,7 @@ class Place:
     consumer: str = ""
     pinned_tokens: int = 0
     peer: Peer | None = None
+    turn: Turn | None = None
 
     @property
     def prefill(self) -> WorkerLink:
@@ -76,6 +79,20 @@ class Place:
         """The workers, for people."""
         decode = f", decode at {self.decode_name}" if self.decode else ""
         return f"prefill {self.prefill.name}{decode}"
+
+
+class Turn:
+    """The right of an attempt to run where no other request does, until `end`."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self.over = False
+
+    def end(self) -> None:
+        """Let others use the workers; idempotent."""
+        if not self.over:
+            self.over = True
+            self._leave()
 
 
 @dataclass(frozen=True, slots=True)

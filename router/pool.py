@@ -26,6 +26,7 @@ from router.chains import Form
 from router.config import RouterConfig
 from router.discovery import Discovery
 from router.fleet import Fleet, pairable
+from router.losses import Losses
 from router.policy import servable
 from router.whereabouts import Whereabouts
 from router.worker import WorkerLink
@@ -60,6 +61,7 @@ class Pool:
         self._refusals: dict[str, str] = {}
         self._listeners: list[Callable[[], None]] = []
         self._closed = False
+        self.losses = Losses()
         self._fleet = Fleet()
         self._forms: Counter[Form] = Counter()
         self.prefixes = Whereabouts()
@@ -126,15 +128,16 @@ class Pool:
         taken = identity.ticket_key_ids
         return not taken or (self._signer is not None and self._signer.key_id in taken)
 
-    def missing(self) -> str:
+    def missing(self, waited_s: float = 0.0) -> str:
         """In words, for clients, why a request can't be served: roles that lack, and the first of the reasons.
 
-        The log has named all workers that were refused or lost.
+        `waited_s` is how long a worker was waited for. The log has named all workers that were refused or lost.
         """
         fleet = self._fleet
         roles = (("prefill", fleet.prefill), ("decode", fleet.decode))
         lacking = [role for role, views in roles if all(view.draining for view in views)]
-        parts = [f"no {' and no '.join(lacking)} worker is there"] if lacking else ["no workers match each other"]
+        what = f"no {' and no '.join(lacking)} worker is there" if lacking else "no workers match each other"
+        parts = [f"{what} after a wait of {waited_s:g} s" if waited_s else what]
         links = (link for link, _ in self._links.values())
         lost = [f"{link.role.value} worker {link.name}: {link.problem}" for link in links if link.problem]
         reasons = [*self._refusals.values(), *lost]
@@ -154,7 +157,7 @@ class Pool:
         return found
 
     def _dial(self, role: WorkerRole, address: str) -> None:
-        link = WorkerLink(address, role, self._router_id, self, self._tls)
+        link = WorkerLink(address, role, self._router_id, self, self.losses, self._tls)
         task = asyncio.create_task(link.run(), name=f"worker {address}")
         self._links[role, address] = (link, task)
         task.add_done_callback(partial(self._ended, link))

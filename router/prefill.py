@@ -25,8 +25,8 @@ from router.events import Blame, Cause, Deliver, Failed, Prefilled
 from router.threads import Run
 from router.worker import Seat
 
-DEATH_GRACE_S = 0.5
-"""How long after a broken call its worker's watch may still tell that the worker is dead."""
+LOSS_GRACE_S = 0.5
+"""How long after a broken call its worker's watch may still tell that the worker is lost."""
 
 LARGE_REPORT = 256
 """Prompt tokens from which on their log-probabilities are converted on a thread."""
@@ -124,8 +124,8 @@ async def _failed(seat: Seat, error: BatonError) -> Failed:
         # Call and watch break at the same moment when a worker dies, and it is the watch that tells so.
         if seat.link.draining:
             return Failed(error, Blame.PREFILL, Cause.DRAIN)
-        if await seat.lost_within(DEATH_GRACE_S):
-            return Failed(error, Blame.PREFILL, Cause.DEATH)
+        if await seat.lost_within(LOSS_GRACE_S):
+            return Failed(error, Blame.PREFILL, Cause.LOST, seat.loss)
         if seat.link.draining:
             return Failed(error, Blame.PREFILL, Cause.DRAIN)
     return Failed(error, Blame.PREFILL)

@@ -1,7 +1,8 @@
 """Which failed attempts are followed by another one, and when. Pure.
 
     fault       something is wrong with a worker or a pair: at most `max_attempts`, each charged to the budget
-    death       the worker was lost: free of charge; a request at two deaths runs alone, at a third it ends
+    loss        the connection with the worker was lost: free of charge; a request that worker deaths point at runs
+                alone, and ends if the worker dies then too
     drain, preemption, refusal by a full worker: nobody's fault, free of charge
 
 All together are bounded by MOST_ATTEMPTS in a row that brought no token. The budget is the router's: retries of faults
@@ -14,14 +15,19 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from baton.errors import EngineError, Overloaded
+from baton.errors import Overloaded
 from router.breaker import SAME_EVENT_S
 from router.events import Cause, Failed
+from router.losses import Loss
 
 MOST_ATTEMPTS = 16
 DEATHS_UNTIL_ALONE = 2
+MOST_EXCUSED = 4
+"""Deaths of workers that a request had for itself and that do not end it, while other workers die without it."""
+
+_ROUNDING = 1e-9
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
@@ -67,21 +73,42 @@ class History:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     attempts: int = 0
     faults: int = 0
-    deaths: int = 0
     refusals: int = 0
     avoid: frozenset[str] = frozenset()
     avoid_pairs: frozenset[tuple[str, str]] = frozenset()
+    losses: list[Loss] = field(default_factory=list)
+    """Lost connections of which it is a suspect."""
+    losses_alone: list[Loss] = field(default_factory=list)
+    """Those of them at which nothing else was there."""
 
     @property
     def alone(self) -> bool:
-        """Whether the next attempt must run where nothing else does."""
-        return self.deaths >= DEATHS_UNTIL_ALONE
+        """Whether the next attempt must run where nothing else does, for all that is known now of its losses."""
+        shares = [loss.share for loss in self.losses if loss.death]
+        return len(shares) >= DEATHS_UNTIL_ALONE and sum(shares) >= 1 - _ROUNDING
+
+    def lost(self, loss: Loss, *, alone: bool) -> None:
+        """It is a suspect of a loss; `alone` when nothing else was there."""
+        if loss not in self.losses:
+            self.losses.append(loss)
+            if alone:
+                self.losses_alone.append(loss)
+
+    def passed(self) -> None:
+        """Decode has computed a token of the latest attempt: whatever killed workers before, it was not this request.
+
+        One that kills does so at its next token, since a new attempt begins where the last one ended.
+        """
+        self.losses.clear()
+        self.losses_alone.clear()
+
+    def guilty(self, others: int) -> bool:
+        """Whether it has killed a worker that it had for itself, when so many others died without it meanwhile."""
+        return sum(loss.death for loss in self.losses_alone) > min(others, MOST_EXCUSED)
 
     def fork(self) -> History:
         """The history of one of the choices from here on; numbers stay common, since they name attempts."""
-        return History(
-            self.numbers, self.attempts, self.faults, self.deaths, self.refusals, self.avoid, self.avoid_pairs
-        )
+        return replace(self, losses=self.losses.copy(), losses_alone=self.losses_alone.copy())
 
     def progressed(self) -> None:
         """The latest attempt brought tokens: what was tried before it bounds nothing any more."""
@@ -99,12 +126,6 @@ class History:
         self.attempts += 1
         error = failed.error
         match failed.cause:
-            case Cause.DEATH:
-                self.deaths += 1
-                if self.deaths > DEATHS_UNTIL_ALONE:
-                    raise EngineError(
-                        f"the request was present at {self.deaths} worker deaths, at the last one alone: {error}"
-                    )
             case Cause.FAULT:
                 self.faults += 1
                 if self.faults >= max_attempts or not charge():

@@ -37,6 +37,7 @@ from baton.request import CachePolicy
 from baton.rpc.convert import cache_policy_to_proto, finish_from_proto, token_from_proto
 from baton.rpc.silence import Silence
 from router.events import Blame, Cause, DecodeTimings, Deliver, Failed, Output
+from router.losses import Loss
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0
@@ -81,6 +82,15 @@ class Prefix:
     policy: CachePolicy = CachePolicy.READ_WRITE
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What the end of a session means; `reason` is empty where no more is known than the session knows itself."""
+
+    reason: str
+    cause: Cause
+    loss: Loss | None
+
+
 class DecodeAttempt:
     """One attempt's part of a session; lives until `close`."""
 
@@ -92,6 +102,8 @@ class DecodeAttempt:
         self._live: set[int] = set()
         self._held = False
         self._unanswered = False
+        self.stepped = False
+        """Whether the worker has said a token of it."""
 
     @property
     def key(self) -> decode_pb2.AttemptKey:
@@ -188,16 +200,17 @@ class DecodeAttempt:
         if message.HasField("timings"):
             timings = DecodeTimings(message.timings.fetch_ms, message.timings.slot_wait_ms)
         tokens = tuple([token_from_proto(token) for token in message.tokens])
+        self.stepped = True
         self._deliver(Output(message.choice_index, message.output_index, tokens, finish, timings))
 
-    def on_failure(self, error: BatonError, blame: Blame, cause: Cause = Cause.FAULT) -> None:
+    def on_failure(self, error: BatonError, blame: Blame, cause: Cause = Cause.FAULT, loss: Loss | None = None) -> None:
         """Take the attempt's end by a fault; the worker holds nothing of it any more.
 
         Before the answer to `reserve`, that answer is where the fault goes: another worker may still be asked.
         """
         self._held = self._unanswered = False
         if self._answer.done():
-            self._deliver(Failed(error, blame, cause))
+            self._deliver(Failed(error, blame, cause, loss))
             return
         self._answer.set_exception(error)
         # An attempt that is closed before it asks leaves the answer to nobody.
@@ -238,10 +251,10 @@ class DecodeSession:
         self._moved()
         return attempt
 
-    async def run(self, why_lost: Callable[[], tuple[str, Cause]]) -> None:
+    async def run(self, ended: Callable[[int], Ending]) -> None:
         """Carry messages both ways until the stream breaks, falls silent, or the task is cancelled.
 
-        `why_lost` tells what a cancellation or a break means for the attempts.
+        `ended` is then told how many requests are suspects, and says what the end means for the attempts.
         """
         call = self._stub.Session()
         writing = asyncio.create_task(self._write(call), name=f"session up {self._worker}")
@@ -265,8 +278,7 @@ class DecodeSession:
         finally:
             if silence.fell:
                 reason = f"was silent for {SILENCE_S:g} s"
-            known, cause = why_lost()
-            self._close(Unavailable(f"decode worker {self._worker}: {known or reason}"), cause)
+            self._close(reason, ended)
             writing.cancel()
             call.cancel()
             await asyncio.gather(writing, return_exceptions=True)
@@ -287,10 +299,14 @@ class DecodeSession:
         """The next answer to a reservation of this name is for one that was given up; a later one may ask again."""
         self._skipped[key.request_id, key.attempt] += 1
 
-    def _close(self, error: Unavailable, cause: Cause) -> None:
+    def _close(self, reason: str, ended: Callable[[int], Ending]) -> None:
         self.open = False
+        held = [attempt for attempt in self._attempts.values() if attempt.granted]
+        suspects = [attempt for attempt in held if not attempt.stepped] or held
+        ending = ended(len({attempt.key.request_id for attempt in suspects}))
+        error = Unavailable(f"decode worker {self._worker}: {ending.reason or reason}")
         for attempt in list(self._attempts.values()):
-            attempt.on_failure(error, Blame.DECODE, cause)
+            attempt.on_failure(error, Blame.DECODE, ending.cause, ending.loss if attempt in suspects else None)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         now = asyncio.get_running_loop().time

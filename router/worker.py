@@ -30,7 +30,8 @@ from router.chains import Form
 from router.discovery import complete
 from router.events import Blame, Cause, Deliver, Failed
 from router.fleet import RECENT_S, DecodeView, Fading, PrefillView
-from router.session import DecodeSession
+from router.losses import Loss, Losses
+from router.session import DecodeSession, Ending
 
 SILENCE_S = 5.0
 
@@ -71,6 +72,7 @@ class WorkerLink:
         role: WorkerRole,
         router_id: str,
         observer: Observer,
+        losses: Losses,
         tls: Tls | None = None,
     ) -> None:
         self.address = address
@@ -89,7 +91,11 @@ class WorkerLink:
         self._observer = observer
         self._sessions: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._losses = losses
+        self._incarnation = ""
         self._seats: set[Seat] = set()
+        self._present: dict[Seat, str] = {}
+        """Requests that the worker computes, or whose KV is fetched from it."""
         self._lost = asyncio.Event()
         self._ending: tuple[str, Cause] | None = None
         self._dispatched = 0
@@ -98,6 +104,10 @@ class WorkerLink:
         self._said = ""
         self._left = False
         """Whether it drained before it was lost, and has not come back yet."""
+
+    @property
+    def _label(self) -> str:
+        return f"{self.role.value} {self.address}"
 
     @property
     def name(self) -> str:
@@ -165,6 +175,14 @@ class WorkerLink:
         self._seats.discard(seat)
         self._observer.moved(self)
         return True
+
+    def enter(self, seat: Seat, request_id: str) -> None:
+        """The request is there now, and is a suspect if the worker dies."""
+        self._present[seat] = request_id
+
+    def leave(self, seat: Seat) -> None:
+        """The request needs nothing more of the worker."""
+        self._present.pop(seat, None)
 
     def granted(self, tokens: int, slots: int) -> None:
         """A decode worker has given away room that its latest status can't know of."""
@@ -271,7 +289,8 @@ class WorkerLink:
         else:
             # The same object, so that nobody need compare it again.
             status = replace(status, identity=known)
-        self.status = status
+        self.status, self._incarnation = status, status.identity.incarnation
+        self._losses.heard(self._label, self._incarnation)
         self._granted_tokens = self._granted_slots = 0
         self._said, self._left = "", False
         self._observer.changed(self)
@@ -286,8 +305,12 @@ class WorkerLink:
             self._said = reason
         if self.status is None:
             return
-        cause = Cause.DRAIN if self.status.draining else Cause.DEATH
+        cause = Cause.DRAIN if self.status.draining else Cause.LOST
         self._ending = reason, cause
+        loss = self._loss(cause, len(set(self._present.values())))
+        for seat in self._present:
+            seat.loss = loss
+        self._present.clear()
         error = Unavailable(f"{self.role.value} worker {self.name}: {reason}")
         self.status = None
         self._lost.set()
@@ -297,9 +320,14 @@ class WorkerLink:
             seat.fail(error, cause)
         self._observer.changed(self)
 
-    def _why_lost(self) -> tuple[str, Cause]:
-        """What the end of a session means: in words, where more is known than that it ended."""
-        return self._ending or ("", Cause.DRAIN if self.draining else Cause.DEATH)
+    def _loss(self, cause: Cause, suspects: int) -> Loss | None:
+        if cause is not Cause.LOST:
+            return None
+        return self._losses.lost(self._label, self._incarnation, suspects, asyncio.get_running_loop().time())
+
+    def _session_ended(self, suspects: int) -> Ending:
+        reason, cause = self._ending or ("", Cause.DRAIN if self.draining else Cause.LOST)
+        return Ending(reason, cause, self._loss(cause, suspects))
 
     async def _keep_session(self) -> None:
         backoff = _FIRST_BACKOFF_S
@@ -310,7 +338,7 @@ class WorkerLink:
             self._observer.changed(self)
             began = asyncio.get_running_loop().time()
             try:
-                await session.run(self._why_lost)
+                await session.run(self._session_ended)
             finally:
                 if self.session is session:
                     self.session = None
@@ -346,19 +374,27 @@ class Seat:
         """Whom tickets for this worker are made out to."""
         self.lost = lost
         """Set when this incarnation of the worker is lost, whether or not the seat was released before."""
+        self.loss: Loss | None = None
+        """The lost connection with this incarnation, if the request was there."""
         self._deliver: Deliver | None = None
         self._failed: Failed | None = None
         link.take(self)
 
-    def watch(self, deliver: Deliver) -> None:
-        """Have the worker's loss delivered until the seat is released."""
+    def enter(self, request_id: str, deliver: Deliver) -> None:
+        """The request goes to the worker; have its loss delivered until the seat is released."""
         self._deliver = deliver
         if self._failed is not None:
             deliver(self._failed)
+        else:
+            self.link.enter(self, request_id)
+
+    def leave(self) -> None:
+        """The request needs nothing more of the worker: its prompt is computed and its KV is fetched; idempotent."""
+        self.link.leave(self)
 
     def fail(self, error: BatonError, cause: Cause) -> None:
         """The worker is lost."""
-        self._failed = Failed(error, Blame.PREFILL, cause)
+        self._failed = Failed(error, Blame.PREFILL, cause, self.loss)
         if self._deliver is not None:
             self._deliver(self._failed)
 

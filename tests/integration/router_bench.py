@@ -34,9 +34,9 @@ class Bench:
         """Generate from the text "hi" (3 tokens with BOS)."""
         return self.client.Generate(request("hi", **sampling), timeout=timeout)
 
-    async def answer(self, **sampling: Any) -> Answer:
+    async def answer(self, *, timeout: float | None = 20, **sampling: Any) -> Answer:
         """The whole of an answer."""
-        return await whole(self.call(**sampling))
+        return await whole(self.call(timeout=timeout, **sampling))
 
 
 @dataclass

@@ -94,7 +94,7 @@ async def test_other_weights_are_refused_by_name(tmp_path: Path) -> None:
         Fleet(make_checkpoint("llama", tmp_path / "b", seed=1), dtype="float32") as other,
     ):
         prefill, decode = await fleet.prefill(), await other.decode()
-        app = await fleet.start_router([prefill], [decode])
+        app = await fleet.start_router([prefill], [decode], worker_wait_s=0)
         reason = await refusal(app)
         assert prefill.engine.spec.fingerprint in reason
         assert decode.engine.spec.fingerprint in reason

@@ -127,7 +127,7 @@ async def test_streams_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
                 both.clear()
                 await both.wait()
         client = await fleet.client(app)
-        before = replays("death"), replays("fault")
+        before = replays("lost"), replays("fault")
         begun = {name: asyncio.Event() for name in streams}
         async with asyncio.TaskGroup() as group:
             reading = {name: group.create_task(read(client, streams[name], begun[name])) for name in streams}
@@ -138,5 +138,5 @@ async def test_streams_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
         for name, completion in expected.items():
             assert told(found[name]) == told(completion), name
             assert logprobs(found[name]) == pytest.approx(logprobs(completion), abs=1e-3), name
-        assert replays("death") - before[0] >= 2
+        assert replays("lost") - before[0] >= 2
         assert replays("fault") == before[1]

@@ -119,7 +119,7 @@ async def test_mismatched_worker_is_refused_by_name(
             stub.status._identity = renamed(stub.identity, **{name: value})
 
     with caplog.at_level(logging.ERROR):
-        async with bench(tmp_path, change=change, ready=False) as b:
+        async with bench(tmp_path, change=change, ready=False, worker_wait_s=0) as b:
             await until(b.app, lambda: bool(len(b.app.pool.fleet().prefill) or b.app.pool.missing().count("refused")))
             await until(b.app, lambda: "refused" in b.app.pool.missing())
             for _ in range(3):
@@ -146,7 +146,7 @@ async def test_a_prefill_worker_whose_tickets_cannot_be_signed_is_refused_by_nam
         # Nobody fetches from decode workers.
         stub.status.ask_for_tickets(lambda: taken if isinstance(stub, StubPrefill) else (other,))
 
-    async with bench(tmp_path, change=change, ready=False, ticket_key=str(key)) as b:
+    async with bench(tmp_path, change=change, ready=False, worker_wait_s=0, ticket_key=str(key)) as b:
         words = f"prefill worker prefill-0 at {b.prefill[0].address} is refused: it takes tickets of the keys "
         await until(
             b.app, lambda: f"{words}{other.hex()}, this router signs with {signs.hex()}" in b.app.pool.missing()
@@ -167,7 +167,7 @@ async def test_a_router_that_signs_no_tickets_refuses_a_worker_that_wants_some(t
     def change(stub: StubPrefill | StubDecode) -> None:
         stub.status.ask_for_tickets(lambda: (b"\1" * 8,))
 
-    async with bench(tmp_path, change=change, ready=False) as b:
+    async with bench(tmp_path, change=change, ready=False, worker_wait_s=0) as b:
         await until(b.app, lambda: "refused: it gives KV for tickets only" in b.app.pool.missing())
         assert "this router has no --ticket-key" in (await refused(b.call(max_tokens=2))).details()
 
@@ -177,7 +177,7 @@ async def test_clients_are_told_of_one_worker_in_place_of_all(tmp_path: Path, ca
         if isinstance(stub, StubPrefill):
             stub.status._identity = renamed(stub.identity, model="x" * 1000)
 
-    async with bench(tmp_path, prefill=6, change=change, ready=False) as b:
+    async with bench(tmp_path, prefill=6, change=change, ready=False, worker_wait_s=0) as b:
         await until(b.app, lambda: "workers refused: 6, lost: 0" in b.app.pool.missing())
         said = (await refused(b.call(max_tokens=2))).details()
         assert said.startswith("no prefill worker is there; workers refused: 6, lost: 0; the first: prefill worker ")
@@ -199,7 +199,7 @@ async def test_kv_of_another_dtype_is_accepted_where_it_is_converted(tmp_path: P
 
 
 async def test_health_follows_the_fleet(tmp_path: Path) -> None:
-    async with bench(tmp_path, ready=False) as b:
+    async with bench(tmp_path, ready=False, worker_wait_s=0) as b:
         watch = health_pb2_grpc.HealthStub(b.channel).Watch(health_pb2.HealthCheckRequest())
         Status = health_pb2.HealthCheckResponse
 

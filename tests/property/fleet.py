@@ -7,6 +7,7 @@ and say things late or in another order. Their tokens are those of the fake engi
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -269,8 +270,13 @@ class Worker:
 
 def truth(request: prefill_pb2.PrefillRequest, choice: int) -> list[int]:
     """All output tokens of a choice."""
-    params = replace(sampling_from_proto(request.sampling), n=1)
-    return expected_tokens(request.prompt_token_ids, params.max_tokens or 0, params=params, choice_index=choice)
+    return _truth(tuple(request.prompt_token_ids), request.sampling.SerializeToString(deterministic=True), choice)
+
+
+@functools.lru_cache(1024)
+def _truth(prompt_ids: tuple[int, ...], sampling: bytes, choice: int) -> list[int]:
+    params = replace(sampling_from_proto(inference_pb2.SamplingParams.FromString(sampling)), n=1)
+    return expected_tokens(prompt_ids, params.max_tokens or 0, params=params, choice_index=choice)
 
 
 class SimulatedFleet:

@@ -44,6 +44,7 @@ PURE = (
     "router.exhaustive",
     "router.fleet",
     "router.line",
+    "router.losses",
     "router.policy",
     "router.prefixes",
     "router.registry",

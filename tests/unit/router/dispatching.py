@@ -73,8 +73,8 @@ class FakePool:
     def on_news(self, listener: Callable[[], None]) -> None:
         self.news = listener
 
-    def missing(self) -> str:
-        return "no decode worker is there"
+    def missing(self, waited_s: float = 0.0) -> str:
+        return "no decode worker is there" + (f" after a wait of {waited_s:g} s" if waited_s else "")
 
     def granted(self, tokens: int, slots: int) -> None:
         return
@@ -111,17 +111,19 @@ class Held:
         deadline: float = math.inf,
         tokens: int = 8,
         tenant: str = "",
+        request: str = "",
     ) -> None:
         self.placed = asyncio.Event()
         self.go = asyncio.Event()
         self.place: Place | None = None
-        demand = Demand(tokens, decodes, alone=alone)
+        demand = Demand(tokens, decodes)
+        self.suspected = alone
         self.life = Lifecycle(State.LINE, 0.0, request_deadline=deadline)
-        asked = Application(name, int(again), tenant, self.life, demand, 8, 4, (0,), again)
+        asked = Application(request or name, int(again), tenant, self.life, demand, 8, 4, (0,), again)
         self.task = asyncio.create_task(self._run(dispatcher, asked))
 
     async def _run(self, dispatcher: Dispatcher, asked: Application) -> None:
-        async with dispatcher.place(asked, lambda event: None) as self.place:
+        async with dispatcher.place(asked, lambda event: None, lambda: self.suspected) as self.place:
             self.placed.set()
             await self.go.wait()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 import pytest
@@ -34,7 +34,10 @@ class FakeSeat:
     class link:
         name = "p"
 
-    def watch(self, deliver: Deliver) -> None:
+    def enter(self, request_id: str, deliver: Deliver) -> None:
+        return
+
+    def leave(self) -> None:
         return
 
 
@@ -42,7 +45,7 @@ class FakeDispatcher:
     """Gives a place for a prefill without decode at once."""
 
     @contextlib.asynccontextmanager
-    async def place(self, asked: Application, deliver: Deliver) -> AsyncIterator[Place]:
+    async def place(self, asked: Application, deliver: Deliver, suspected: Callable[[], bool]) -> AsyncIterator[Place]:
         yield Place(cast(Seat, FakeSeat()), Breakers().begin("p", None, 0))
 
     def leave(self, seat: Seat) -> None:

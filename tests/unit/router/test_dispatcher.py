@@ -166,21 +166,30 @@ async def test_what_needs_no_decode_does_not_wait_for_it() -> None:
     await short.end()
 
 
-async def test_without_workers_new_requests_are_refused_and_accepted_ones_wait_a_while() -> None:
+async def test_without_workers_new_requests_and_accepted_ones_wait_a_while() -> None:
     pool = FakePool()
     d = dispatcher(pool, worker_wait_s=0.05)
     pool.there = False
     pool.news()
-    with pytest.raises(Unavailable, match="no decode worker is there"):
-        await Held(d, "new").task
-    with pytest.raises(Unavailable, match="no decode worker is there"):
-        await asyncio.wait_for(Held(d, "replay", again=True).task, 60)
-    saved = Held(d, "saved", again=True)
+    for again in (False, True):
+        with pytest.raises(Unavailable, match=r"no decode worker is there after a wait of 0\.05 s"):
+            await asyncio.wait_for(Held(d, "given up", again=again).task, 30)
+    d = dispatcher(pool)
+    saved, new = Held(d, "saved", again=True), Held(d, "new")
     await settle()
     pool.there = True
     pool.news()
-    await asyncio.wait_for(saved.placed.wait(), 60)
-    await saved.end()
+    await asyncio.wait_for(asyncio.gather(saved.placed.wait(), new.placed.wait()), 30)
+    assert pool.order == ["saved", "new"]
+    await asyncio.gather(saved.end(), new.end())
+
+
+async def test_where_nobody_is_to_wait_for_workers_new_requests_are_refused_at_once() -> None:
+    pool = FakePool()
+    d = dispatcher(pool, worker_wait_s=0)
+    pool.there = False
+    with pytest.raises(Unavailable, match=r"no decode worker is there$"):
+        await Held(d, "new").task
 
 
 async def test_a_decode_worker_that_does_not_answer_is_a_refusal() -> None:
@@ -252,7 +261,7 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
     del pool.by_name["large"]
     d = dispatcher(pool, worker_wait_s=0.02)
     other = Held(d, "other", again=True)
-    with pytest.raises(Unavailable, match=r"that could hold the request: .* 9 pages"):
+    with pytest.raises(Unavailable, match=r"that could hold the request, after a wait of 0\.02 s: .* 9 pages"):
         await asyncio.wait_for(other.task, 60)
     assert pool.seats == 0
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from baton.errors import EngineError, Unavailable
+from baton.errors import Unavailable
 from baton.lifecycle import Lifecycle, State
 from router.breaker import Breakers
 from router.demand import Choice, Demand
@@ -51,27 +51,86 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
     assert pool.seats == 0
 
 
-async def test_alone_is_refused_when_no_worker_empties_in_time_and_others_go_on() -> None:
+async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others_go_on() -> None:
     pool = Workers(d=GRANTED)
     d = dispatcher(pool, isolation_wait_s=0.05)
     running = Held(d, "running")
     await running.placed.wait()
-    with pytest.raises(EngineError, match=r"must run alone; no workers were free of other requests within 0\.05 s"):
-        await asyncio.wait_for(Held(d, "alone", again=True, alone=True).task, 60)
+    alone, other = Held(d, "alone", again=True, alone=True), Held(d, "other")
+    await settle()
+    assert not other.placed.is_set()
+    await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
+    assert alone.place is not None
+    assert alone.place.turn is None
+    await asyncio.gather(running.end(), alone.end(), other.end())
+    assert pool.seats == 0
+
+
+async def test_choices_of_one_request_share_a_turn_and_others_wait_until_it_is_over() -> None:
+    pool = Workers(d=GRANTED)
+    d = dispatcher(pool)
+    choices = [Held(d, f"choice{i}", again=True, alone=True, request="r") for i in range(3)]
+    next_ = Held(d, "next", again=True, alone=True)
+    await asyncio.wait_for(asyncio.gather(*(held.placed.wait() for held in choices)), 60)
+    other = Held(d, "other")
+    await settle()
+    for held in choices:
+        assert held.place is not None
+        assert held.place.turn is not None
+        assert not other.placed.is_set()
+        held.place.turn.end()
+        await settle()
+    # Each has made progress, and goes on; the next one that must run alone waits until they have ended.
+    assert not next_.placed.is_set()
+    await asyncio.gather(*(held.end() for held in choices))
+    await asyncio.wait_for(next_.placed.wait(), 60)
+    assert next_.place is not None
+    assert next_.place.turn is not None
+    next_.place.turn.end()
+    await asyncio.wait_for(other.placed.wait(), 60)
+    await asyncio.gather(next_.end(), other.end())
+    assert pool.seats == 0
+
+
+async def test_who_is_no_longer_suspected_stops_waiting_to_run_alone() -> None:
+    pool = Workers(d=GRANTED)
+    d = dispatcher(pool)
+    running = Held(d, "running")
+    await running.placed.wait()
+    alone = Held(d, "alone", again=True, alone=True)
+    await settle()
+    assert not alone.placed.is_set()
+    alone.suspected = False
+    pool.news()
+    await asyncio.wait_for(alone.placed.wait(), 60)
+    await asyncio.gather(running.end(), alone.end())
+
+
+async def test_the_wait_for_a_turn_ends_with_the_callers_patience_alone() -> None:
+    pool = Workers(d=GRANTED)
+    d = dispatcher(pool, isolation_wait_s=0.01)
+    first, second = Held(d, "first", again=True, alone=True), Held(d, "second", again=True, alone=True)
+    await asyncio.wait_for(first.placed.wait(), 60)
+    await asyncio.sleep(0.1)
+    assert not second.task.done()
+    assert not second.placed.is_set()
+    second.task.cancel()
+    await asyncio.gather(second.task, return_exceptions=True)
+    await first.end()
     other = Held(d, "other")
     await asyncio.wait_for(other.placed.wait(), 60)
-    await asyncio.gather(running.end(), other.end())
+    await other.end()
 
 
 async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails_typed_without_any() -> None:
     pool = Workers(a=NEVER, b=GRANTED)
-    d = dispatcher(pool, isolation_wait_s=0.05)
+    d = dispatcher(pool, worker_wait_s=0.05)
     held = Held(d, "big", again=True, alone=True)
     await asyncio.wait_for(held.placed.wait(), 60)
     assert pool.order == ["big a", "big b"]
     await held.end()
     pool.by_name.clear()
-    with pytest.raises(Unavailable, match="no decode worker is there"):
+    with pytest.raises(Unavailable, match=r"no decode worker is there after a wait of 0\.05 s"):
         await asyncio.wait_for(Held(d, "nowhere", again=True, alone=True).task, 60)
     assert pool.seats == 0
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import BatonError, EngineError, Overloaded, TransferError, Unavailable
+from baton.errors import BatonError, Overloaded, TransferError, Unavailable
 from router.events import Blame, Cause, Failed
-from router.retries import MOST_ATTEMPTS, History, RetryBudget
+from router.losses import Loss
+from router.retries import MOST_ATTEMPTS, MOST_EXCUSED, History, RetryBudget
 
 FAULT = Failed(TransferError("the link broke"), Blame.PAIR)
-DEATH = Failed(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.DEATH)
+LOST = Failed(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.LOST)
 DRAIN = Failed(Unavailable("draining"), Blame.DECODE, Cause.DRAIN)
 PREEMPTED = Failed(Overloaded("no pages", 1.0), Blame.DECODE, Cause.PREEMPTED)
 
@@ -44,14 +45,14 @@ def test_an_empty_budget_makes_the_fault_the_answer() -> None:
         retry(History(), FAULT, Charges(granted=False))
 
 
-@pytest.mark.parametrize("failed", [DRAIN, PREEMPTED])
+@pytest.mark.parametrize("failed", [DRAIN, PREEMPTED, LOST])
 def test_what_is_nobodys_fault_is_free_but_not_endless(failed: Failed) -> None:
     history, charges = History(), Charges(granted=False)
     for _ in range(MOST_ATTEMPTS - 1):
         assert retry(history, failed, charges) == 0
     with pytest.raises(type(failed.error)):
         retry(history, failed, charges)
-    assert (charges.count, history.faults, history.deaths) == (0, 0, 0)
+    assert (charges.count, history.faults) == (0, 0)
 
 
 def test_attempts_that_bring_tokens_are_not_counted() -> None:
@@ -61,16 +62,55 @@ def test_attempts_that_bring_tokens_are_not_counted() -> None:
         assert retry(history, PREEMPTED) == 0
 
 
-def test_two_deaths_isolate_and_a_third_ends() -> None:
-    history, charges = History(), Charges(granted=False)
-    retry(history, DEATH, charges)
-    assert not history.alone
-    retry(history, DEATH, charges)
+def loss(share: float) -> Loss:
+    return Loss("decode d:1", "one", 0.0, share)
+
+
+@pytest.mark.parametrize(
+    ("shares", "alone"),
+    [
+        ([1.0], False),
+        ([1.0, 0.05], True),
+        ([0.5, 0.5], True),
+        ([0.5, 0.4], False),
+        ([0.1] * 10, True),
+        ([0.1] * 9, False),
+    ],
+)
+def test_two_deaths_that_say_enough_isolate(shares: list[float], alone: bool) -> None:
+    history = History()
+    for share in shares:
+        history.lost(loss(share), alone=False)
+    assert history.alone is alone
+    assert history.fork().alone is alone
+
+
+def test_what_was_no_death_or_was_before_a_token_counts_for_nothing() -> None:
+    history, broken = History(), loss(1.0)
+    for each in (broken, broken, loss(1.0)):
+        history.lost(each, alone=False)
     assert history.alone
-    assert history.fork().alone
-    with pytest.raises(EngineError, match="present at 3 worker deaths, at the last one alone: decode-1 was silent"):
-        retry(history, DEATH, charges)
-    assert charges.count == 0
+    fork = history.fork()
+    broken.settle(death=False)
+    assert not history.alone
+    assert not fork.alone
+    fork.lost(loss(1.0), alone=True)
+    assert fork.alone
+    assert fork.guilty(0)
+    assert not history.guilty(0), "choices that part have histories of their own"
+    fork.passed()
+    assert not fork.alone
+    assert not fork.guilty(0)
+
+
+def test_a_death_alone_is_proof_unless_others_die_without_it_and_several_always_are() -> None:
+    history = History()
+    for deaths in range(1, MOST_EXCUSED + 1):
+        history.lost(loss(1.0), alone=True)
+        assert history.guilty(deaths - 1)
+        assert not history.guilty(deaths)
+    history.lost(loss(1.0), alone=True)
+    assert history.guilty(1000)
 
 
 def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says() -> None:
