@@ -25,6 +25,7 @@ from router.emission import Emission
 from router.pipeline import Pipeline
 from router.pool import Pool
 from router.request import Request
+from router.threads import Threads
 from tests.property.fleet import SimulatedFleet, Worker
 from tests.property.virtual import VirtualLoop
 
@@ -80,7 +81,7 @@ class Storm:
         self.pool = Pool(config, "router", "t")
         async with self.pool.running():
             self.dispatcher = Dispatcher(self.pool, config)
-            self.pipeline = Pipeline(self.dispatcher, config)
+            self.pipeline = Pipeline(self.dispatcher, config, Threads(1))
             work = [asyncio.create_task(self._prefill(worker)) for worker in self.fleet.prefills]
             work += [asyncio.create_task(self._decode(worker)) for worker in self.fleet.decodes]
             await asyncio.sleep(1.0)

@@ -8,6 +8,7 @@ import pytest
 
 from baton.worker.status import WorkerRole
 from router import worker
+from router.losses import Losses
 from router.worker import WorkerLink
 
 
@@ -36,7 +37,7 @@ class _Nobody:
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_calls_are_frequent_while_a_successor_is_expected(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = WorkerLink("127.0.0.1:1", WorkerRole.PREFILL, "r", _Nobody())
+    link = WorkerLink("127.0.0.1:1", WorkerRole.PREFILL, "r", _Nobody(), Losses())
     clock, watches = _Clock(), 0
 
     async def watch() -> str:
