@@ -39,7 +39,7 @@ class Said(logging.Handler):
 
     def until(self, pattern: str) -> None:
         with self._changed:
-            there = self._changed.wait_for(lambda: any(re.match(pattern, line) for line in self.lines), 20)
+            there = self._changed.wait_for(lambda: any(re.match(pattern, line) for line in self.lines), 60)
             assert there, self.lines
 
 
