@@ -190,6 +190,15 @@ class Attempts:
         last = pending is not None and len(pending.firsts) == 1
         return spec.pages_for(attempt.tokens) - (spec.pages_for(context) if last else context // spec.page_size)
 
+    @property
+    def context_pages(self) -> int:
+        """Pages that are kept for forks to come; counted for each attempt, also where attempts share them."""
+        return sum(self._engine.spec.pages_for(attempt.request.context_tokens) for attempt in self._pending)
+
+    def room(self, pages: int) -> int:
+        """Tokens of the largest context that so many pages hold with the first outputs."""
+        return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
+
     def fork(self, attempt: Attempt) -> Decoding:
         """Make a sequence of the attempt's next pending choice; others have the next turn. Raises OutOfPages."""
         pending = attempt.pending

@@ -2,6 +2,7 @@
 
     reserve ── malformed, or larger than the worker ─▶ Refused
        │────── the batch lacks pages, all places are taken, pages are missing ─▶ Overloaded, try again
+       │                       a claim keeps pages for who lacks them (`claims`)
        └─────▶ Attempt, which counts as one sequence, however many choices it has
     forks ───▶ sequences of further choices, as places and pages come free; to be asked for whenever that may be so
 
@@ -28,6 +29,7 @@ from baton.errors import OutOfPages, Overloaded
 from decode_svc.admission import Admission
 from decode_svc.attempt import Attempt
 from decode_svc.attempts import Attempts
+from decode_svc.claims import FORKS, NOBODY, Claimant, Claims, PagesKept
 from decode_svc.messages import Reserve
 from decode_svc.scheduler import Decoding
 
@@ -73,10 +75,12 @@ class Grants:
         self.admission = admission
         self._batch = batch
         self._spared = spared
+        self.claims = Claims()
 
     def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> Attempt:
         """The attempt with its pages. Raises Refused for what can never be, Overloaded for what can't be now."""
-        self._attempts.check(session, request)
+        need, claimant = self._attempts.check(session, request).pages, (session, request.key)
+        self.claims.renew(claimant, now)
         if self._batch.crowded:
             stats = self._engine.stats()
             raise Overloaded(
@@ -84,7 +88,13 @@ class Grants:
                 f"{self._batch.paused} sequences are paused"
             )
         self.admission.check(self._attempts.sequences, now)
-        attempt = self._with_spared(lambda: self._attempts.reserve(session, request, now, limit_s))
+        try:
+            self._check_kept(claimant, need, now)
+            attempt = self._with_spared(lambda: self._attempts.reserve(session, request, now, limit_s))
+        except OutOfPages:
+            self.claims.want(claimant, need, now)
+            raise
+        self.claims.granted(claimant, self._free())
         self.admission.granted(now, pending=bool(self._attempts.pending))
         return attempt
 
@@ -94,7 +104,7 @@ class Grants:
         while turns := self._attempts.pending:
             if not self._may_fork(now):
                 return forked
-            started = self._fork(turns, forked)
+            started = self._fork(turns, forked, now)
             # Its turn is over, also where pages are missing.
             self.admission.forked()
             if not started:
@@ -102,30 +112,59 @@ class Grants:
         self.admission.forked()
         return forked
 
+    def room(self, now: float) -> int:
+        """Tokens of the largest context that a request without a claim could have now."""
+        free = self._free()
+        return self._attempts.room(free - self.claims.kept(NOBODY, free, now))
+
     def wake_at(self, now: float) -> float:
         """When `forks` is to be called though nothing happens; infinite if that is not needed."""
         until = self.admission.offered_until
         return until if self._attempts.pending and now < until else math.inf
 
+    @property
+    def _moving(self) -> bool:
+        return any(attempt.moves for attempt in self._attempts)
+
     def _may_fork(self, now: float) -> bool:
-        moving = any(attempt.moves for attempt in self._attempts)
-        if moving:
+        if self._moving:
             return not self._batch.crowded and self.admission.may_fork(self._attempts.sequences, now)
         # Paused sequences have no place in the batch.
         return self.admission.may_fork(0, now)
 
-    def _fork(self, turns: Sequence[Attempt], forked: Forked) -> bool:
-        """Fork the first that has the pages; False if there is none."""
+    def _fork(self, turns: Sequence[Attempt], forked: Forked, now: float) -> bool:
+        """Fork the first that has the pages; False if there is none, and then they are claimed."""
+        moving = self._moving
         for attempt in turns:
             try:
+                if moving:
+                    self._check_kept(FORKS, self._attempts.fork_pages(attempt), now)
                 forked.started.append(self._with_spared(partial(self._attempts.fork, attempt)))
             except OutOfPages:
                 continue
             except Exception as error:
                 forked.failed.append((attempt, error))
                 return False
+            self.claims.granted(FORKS, self._free())
             return True
+        self.claims.want(FORKS, self._fork_claim(turns), now)
         return False
+
+    def _fork_claim(self, turns: Sequence[Attempt]) -> int:
+        """Pages of the first fork that finds room beside all contexts that are kept; of the smallest if none does."""
+        needs = [self._attempts.fork_pages(attempt) for attempt in turns]
+        room = self._engine.spec.pages - self._attempts.context_pages
+        return next((need for need in needs if need <= room), min(needs))
+
+    def _check_kept(self, claimant: Claimant, need: int, now: float) -> None:
+        """Raise OutOfPages where these pages are set aside for another claim; all are counted, shared ones too."""
+        free = self._free()
+        if (kept := self.claims.kept(claimant, free, now)) and need > free - kept:
+            raise PagesKept(need, free, self._engine.spec.pages, kept)
+
+    def _free(self) -> int:
+        stats = self._engine.stats()
+        return stats.free + stats.cached
 
     def _with_spared(self, take: Callable[[], T]) -> T:
         """What `take` yields, if need be with the pages that are held for no request."""

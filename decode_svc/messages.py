@@ -77,7 +77,8 @@ Command = Reserve | Start | Cancel | Heartbeat
 class Reserved:
     """Answers a Reserve; `never` when the request can't fit even an empty worker, `retry_after_s` 0 when unknown.
 
-    The KV of the context's first `cached_tokens` is here, and stays.
+    The KV of the context's first `cached_tokens` is here, and stays. `room_tokens` are the largest context that another
+    request could have now, where this one was refused for want of pages.
     """
 
     key: AttemptKey
@@ -86,6 +87,7 @@ class Reserved:
     never: bool = False
     retry_after_s: float = 0.0
     cached_tokens: int = 0
+    room_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

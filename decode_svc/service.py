@@ -43,6 +43,7 @@ from baton.worker.thread import EngineThread
 from decode_svc.admission import Admission
 from decode_svc.attempt import Attempt
 from decode_svc.attempts import Attempts, context_ids
+from decode_svc.claims import RENEW_S
 from decode_svc.config import DecodeConfig
 from decode_svc.deadlines import Deadlines
 from decode_svc.fetches import Fetch, Fetches
@@ -139,6 +140,7 @@ class DecodeService:
             self._end(attempt)
         if self._sessions.pop(session.number, None) is not None:
             session.end(error)
+        self._grants.claims.drop(session.number)
 
     def handle(self, session: Session, command: Command) -> None:
         """Do what a router says; what makes no sense is answered or ignored, and never ends the session.
@@ -214,6 +216,10 @@ class DecodeService:
             attempt = self._grants.reserve(session.number, request, now, self._config.start_timeout_s)
         except Refused as error:
             return Reserved(request.key, False, str(error), never=True)
+        except OutOfPages as error:
+            retry_after = min(self._grants.admission.retry_after(now), RENEW_S)
+            room = self._grants.room(now)
+            return Reserved(request.key, False, str(error), retry_after_s=retry_after, room_tokens=room)
         except Overloaded as error:
             retry_after = error.retry_after or self._grants.admission.retry_after(now)
             return Reserved(request.key, False, str(error), retry_after_s=retry_after)

@@ -188,6 +188,7 @@ def _reserved(result: Reserved) -> decode_pb2.ReserveResult:
         never=result.never,
         retry_after_ms=round(result.retry_after_s * 1e3),
         cached_tokens=result.cached_tokens,
+        room_tokens=result.room_tokens,
     )
 
 

@@ -4,9 +4,13 @@
       ▲                                                └─ refused by all: back to the head of the line
 
 Choices are late: a request gets its turn only when a prefill worker has a seat for it, and the choice is made from
-what is known then. After a refusal by all, the line stands still until there is news of a worker, or the time is over
-after which a worker said that another try makes sense; then its head alone tries again, so that a full fleet is asked
-once per news, and a large request is not starved by small ones.
+what is known then. After a refusal by all, the one that was refused waits for news of a worker, or until the time is
+over after which a worker said that another try makes sense. Then it tries again before all others, so that its claim
+to a worker's pages lasts, and a full fleet is asked about once per news.
+
+Those behind it wait as well where the workers lack slots. Where they only lack the pages for a large context, they say
+which contexts would still find room, and the requests that have such a context go on in their turns. One that is then
+refused nevertheless halves the contexts that may try before the next news.
 
 When no worker of a role is there, requests wait in the line too, each for `worker_wait_s`, and go on in order.
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
@@ -40,6 +45,9 @@ from router.worker import Seat
 _PROBE_S = 1.0
 """After a refusal without a hint: news could get lost, and the line must not stand for ever."""
 
+_LOOK = 64
+"""Of those who wait, so many are looked at for one that would find room."""
+
 _SHORTEST_PROBE_S, _LONGEST_PROBE_S = 0.05, 5.0
 
 
@@ -53,6 +61,8 @@ class _Waiter:
         self.answers = Answers()
         self.since = asyncio.get_running_loop().time()
         self.seen = 0
+        self.passes = False
+        """Whether its turn came while the first of all waits for news."""
         self.turn = self._new_turn()
 
     def renew(self) -> None:
@@ -78,6 +88,7 @@ class Dispatcher:
         self._version = 0
         self._moved = asyncio.Event()
         self._refused_at: int | None = None
+        self._room = 0
         self._probe: _Waiter | None = None
         self._next_probe: asyncio.TimerHandle | None = None
         self._gone_since: float | None = None
@@ -223,7 +234,7 @@ class Dispatcher:
     def _return(self, waiter: _Waiter) -> None:
         asked = waiter.application
         waiter.renew()
-        self._line.push_front(waiter, tenant=asked.tenant, deadline=asked.deadline)
+        self._line.put_back(waiter, tenant=asked.tenant, deadline=asked.deadline)
 
     async def _larger_worker(self, waiter: _Waiter) -> None:
         """Wait for a decode worker that may hold what those that are there never can, and return to the line.
@@ -272,7 +283,8 @@ class Dispatcher:
         """Give turns, in the order of the line, as long as there are seats."""
         self._moved.set()
         self._isolation.moved(news=False)
-        while (waiter := self._line.head(self._loop.time())) is not None:
+        seatless: _Waiter | None = None
+        while (waiter := self._next(seatless)) is not None:
             if waiter.turn.done():
                 # It was cancelled, and its task has yet to wake up and leave the line.
                 self._line.remove(waiter)
@@ -280,28 +292,50 @@ class Dispatcher:
             if self._hopeless(waiter):
                 self._dismiss(waiter, _Hopeless())
                 continue
-            stands = waiter.application.demand.decodes and self._refused_at is not None
-            if stands and (self._probe is not None or self._refused_at == self._version):
-                break
-            fleet, tenant = self._pool.fleet(), waiter.application.tenant
-            limit = self._limit(fleet, tenant)
-            if not fleet.seats(limit):
-                break
-            demand = self._reserver.located(waiter.application, waiter.answers)
-            shut = self._breakers.shut(self._loop.time())
-            choice = choose(fleet, demand, prefill_limit=limit, shut=shut, held=self._reserver.held)
-            if choice is None:
-                break
-            seat = self._reserver.seat(choice, demand)
-            self._line.pop(self._loop.time())
+            tenant = waiter.application.tenant
+            if (seat_and_choice := self._seat(waiter)) is None:
+                if waiter is not self._line.first:
+                    break
+                # It keeps the others from nothing that it could have.
+                seatless = waiter
+                continue
+            seat, _ = seat_and_choice
+            self._line.take(waiter)
             self._owners[seat] = tenant
             self._seats[tenant] += 1
-            if stands:
+            if waiter.application.demand.decodes and self._refused_at is not None:
                 self._probe = waiter
+            waiter.passes = self._refused_at == self._version
             waiter.seen = self._version
-            waiter.turn.set_result((seat, choice))
+            waiter.turn.set_result(seat_and_choice)
         LINE_LENGTH.set(len(self._line))
         self._mind_fleet()
+
+    def _seat(self, waiter: _Waiter) -> tuple[Seat, Choice] | None:
+        """A seat at the best prefill worker, and decode workers to ask; None without a seat, or such a pair."""
+        fleet = self._pool.fleet()
+        limit = self._limit(fleet, waiter.application.tenant)
+        if not fleet.seats(limit):
+            return None
+        demand = self._reserver.located(waiter.application, waiter.answers)
+        shut = self._breakers.shut(self._loop.time())
+        choice = choose(fleet, demand, prefill_limit=limit, shut=shut, held=self._reserver.held)
+        return None if choice is None else (self._reserver.seat(choice, demand), choice)
+
+    def _next(self, but: _Waiter | None) -> _Waiter | None:
+        """Whose turn it is, if anybody's, but one that there is no seat for."""
+        looked_at = itertools.islice(self._line.candidates(self._loop.time()), _LOOK)
+        return next((waiter for waiter in looked_at if waiter is not but and self._may_try(waiter)), None)
+
+    def _may_try(self, waiter: _Waiter) -> bool:
+        asked = waiter.application
+        if self._refused_at is None or not asked.demand.decodes:
+            return True
+        if self._probe is not None:
+            return False
+        if self._line.first in (None, waiter) and self._refused_at != self._version:
+            return True
+        return waiter is not self._line.first and asked.context_tokens <= self._room
 
     def _limit(self, fleet: Fleet, tenant: str) -> int:
         """Requests that a prefill worker may have before it gets the tenant's next one.
@@ -319,13 +353,23 @@ class Dispatcher:
         if self._probe is waiter:
             self._probe = None
         if granted is not None:
-            self._refused_at = None if granted else waiter.seen
+            self._learn(waiter, granted=granted)
             self._line.hint_s = 0.0 if math.isinf(waiter.answers.retry_after_s) else waiter.answers.retry_after_s
         if granted is False and self._next_probe is None:
             hint = self._line.hint_s or _PROBE_S
             delay = min(max(hint, _SHORTEST_PROBE_S), _LONGEST_PROBE_S)
             self._next_probe = self._loop.call_later(delay, self._probe_by_time)
         self._pump()
+
+    def _learn(self, waiter: _Waiter, *, granted: bool) -> None:
+        """What an answer means for those who wait."""
+        context = waiter.application.context_tokens
+        if not waiter.passes:
+            self._refused_at, self._room = (None, 0) if granted else (waiter.seen, waiter.answers.room_tokens)
+        elif granted:
+            self._room -= context
+        else:
+            self._room = min(waiter.answers.room_tokens, context // 2)
 
     def _probe_by_time(self) -> None:
         self._next_probe = None

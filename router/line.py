@@ -4,6 +4,9 @@ Each tenant has a queue of its own. The tenant that has the fewest requests at w
 equally many each in turn. A tenant may hold its share of the capacity, which is
 an equal part for each tenant that waits; so a flood fills the flooder's share alone, and the whole line holds at most
 capacity × (1 + 1/2 + 1/3 + ...) entries. What lies past its deadline is never handed out.
+
+A request that is tried again after a failure goes before the others of its tenant, and before nobody else's. One that
+all workers refused is the first of all, since it has had its turn: one at a time, whichever was refused first.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class WaitingLine(Generic[T]):
         self._held = held
         self._queues: OrderedDict[str, OrderedDict[T, float]] = OrderedDict()
         self._tenants: dict[T, str] = {}
+        self._first: tuple[T, float] | None = None
         self._busy_s = self._departures = 0.0
         self._counted = 0
         self.hint_s = 0.0
@@ -56,7 +60,8 @@ class WaitingLine(Generic[T]):
     @property
     def tenants(self) -> Collection[str]:
         """Those who wait."""
-        return self._queues.keys()
+        first = () if self._first is None else (self._tenants[self._first[0]],)
+        return self._queues.keys() | first
 
     def check(self, tenant: str) -> None:
         """Raise Overloaded, with a delay after which a retry makes sense, if the tenant's share is full."""
@@ -77,39 +82,55 @@ class WaitingLine(Generic[T]):
         self._tenants[entry] = tenant
 
     def push_front(self, entry: T, *, tenant: str, deadline: float = math.inf) -> None:
-        """Return to the head of the line: what was accepted once is neither refused nor overtaken."""
+        """Join the tenant's queue at its head: what was accepted once is not refused. Turns are what they were."""
         queue = self._queue(tenant)
         queue[entry] = deadline
         queue.move_to_end(entry, last=False)
-        self._queues.move_to_end(tenant, last=False)
         self._tenants[entry] = tenant
 
-    def head(self, now: float) -> T | None:
-        """Whose turn it is; entries past their deadline leave the line."""
-        while self._queues:
-            # Of equals, `min` finds the first: the queues lie in the order of their turns.
-            entry, deadline = next(iter(self._queues[min(self._queues, key=self._held)].items()))
-            if deadline > now:
-                return entry
-            self.remove(entry)
-        return None
+    def put_back(self, entry: T, *, tenant: str, deadline: float = math.inf) -> None:
+        """Return from a turn that brought nothing: to the head of the line, or where somebody else is there, of the
+        tenant's queue, which has its turn again."""
+        if self._first is None:
+            self._first, self._tenants[entry] = (entry, deadline), tenant
+        else:
+            self.push_front(entry, tenant=tenant, deadline=deadline)
+            self._queues.move_to_end(tenant, last=False)
 
-    def pop(self, now: float) -> T | None:
-        """Take the head, and give the turn to the next tenant."""
-        entry = self.head(now)
-        if entry is None:
-            return None
-        tenant = self._tenants[entry]
+    @property
+    def first(self) -> T | None:
+        """Who came back from its turn and is the first of all."""
+        return None if self._first is None else self._first[0]
+
+    def candidates(self, now: float) -> Iterator[T]:
+        """All entries, those before whose turn comes first; the line must not change meanwhile.
+
+        Those past their deadline are left out, and leave the line when they have come to its head.
+        """
+        self._drop_late(now)
+        if self._first is not None:
+            yield self._first[0]
+        # Of equals, `sorted` leaves the order: the queues lie in the order of their turns.
+        for tenant in sorted(self._queues, key=self._held):
+            for entry, deadline in self._queues[tenant].items():
+                if deadline > now:
+                    yield entry
+
+    def take(self, entry: T) -> None:
+        """Hand an entry out; its tenant's next turn is after those of all others, unless it was the first of all."""
+        tenant, first = self._tenants[entry], self.first
         self.remove(entry)
-        if tenant in self._queues:
+        if entry != first and tenant in self._queues:
             self._queues.move_to_end(tenant)
-        return entry
 
     def remove(self, entry: T) -> bool:
         """Leave the line; False if the entry was not in it."""
         tenant = self._tenants.pop(entry, None)
         if tenant is None:
             return False
+        if self._first is not None and self._first[0] == entry:
+            self._first = None
+            return True
         queue = self._queues[tenant]
         del queue[entry]
         if not queue:
@@ -149,11 +170,22 @@ class WaitingLine(Generic[T]):
         """
         own = len(self._queues.get(tenant, ()))
         # With turns, no other tenant is served more often than this one until this one's entry is reached.
-        before = own + sum(min(len(queue), own + 1) for name, queue in self._queues.items() if name != tenant)
+        others = sum(min(len(queue), own + 1) for name, queue in self._queues.items() if name != tenant)
+        before = own + others + (self._first is not None)
         if not before or self._counted < _FOUNDED:
             return 0.0
         standstill = 0.0 if self._last_departure is None else now - self._last_departure
         return before * self._interval + max(standstill - self._interval, 0.0)
+
+    def _drop_late(self, now: float) -> None:
+        if self._first is not None and self._first[1] <= now:
+            self.remove(self._first[0])
+        for queue in list(self._queues.values()):
+            while queue:
+                entry, deadline = next(iter(queue.items()))
+                if deadline > now:
+                    break
+                self.remove(entry)
 
     def _queue(self, tenant: str) -> OrderedDict[T, float]:
         return self._queues.setdefault(tenant, OrderedDict())

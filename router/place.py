@@ -105,10 +105,14 @@ class Peer:
 
 @dataclass(slots=True)
 class Answers:
-    """What decode workers said to one application: who can never hold it and why, and when to ask again."""
+    """What decode workers said to one application: who can never hold it and why, and when to ask again.
+
+    `room_tokens` are the largest context that another request could have now.
+    """
 
     never: dict[str, str] = field(default_factory=dict)
     retry_after_s: float = math.inf
+    room_tokens: int = 0
 
 
 class Reserver:
@@ -148,7 +152,7 @@ class Reserver:
             self._send(asked, seat, choice)
             return Place(seat, self._breakers.begin(choice.prefill, None, self._loop.time()))
         asked.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(choice.decode))
-        answers.retry_after_s = math.inf
+        answers.retry_after_s, answers.room_tokens = math.inf, 0
         for name in choice.decode:
             link = self._pool.decode(name)
             if link is None or link.session is None or not link.session.open:
@@ -165,6 +169,7 @@ class Reserver:
                 self._send(asked, seat, choice)
                 peer = self._peer(seat, link) if answer.cached_tokens else None
                 return Place(seat, course, attempt, name, consumer, answer.cached_tokens, peer)
+            answers.room_tokens = max(answers.room_tokens, answer.room_tokens)
             if answer.never:
                 answers.never[name] = f"decode worker {link.name}: {answer.reason}"
             elif answer.retry_after_s:

@@ -71,6 +71,8 @@ class Reserved:
     retry_after_s: float = 0.0
     cached_tokens: int = 0
     """Leading tokens of the context that the worker has and has pinned."""
+    room_tokens: int = 0
+    """Of a refusal: the largest context that another request could have there now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +190,16 @@ class DecodeAttempt:
         self._held = message.granted
         if not self._answer.done():
             retry_after_s = message.retry_after_ms / 1e3
-            cached = message.cached_tokens
-            self._answer.set_result(Reserved(message.granted, message.reason, message.never, retry_after_s, cached))
+            self._answer.set_result(
+                Reserved(
+                    message.granted,
+                    message.reason,
+                    message.never,
+                    retry_after_s,
+                    message.cached_tokens,
+                    message.room_tokens,
+                )
+            )
 
     def on_output(self, message: decode_pb2.SequenceOutput) -> None:
         """Hand on a choice's tokens."""

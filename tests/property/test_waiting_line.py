@@ -1,7 +1,7 @@
 """The waiting line under arbitrary arrivals, returns, departures and deadlines of several tenants.
 
-Every entry leaves exactly once, in its tenant's order; a tenant that waits is passed over at most once by each other
-one; no tenant takes more than its share, and the whole line is bounded.
+Every entry leaves exactly once; whose turn it is, is in its tenant's order; a tenant that waits is passed over at most
+once by each other one, whatever comes back; no tenant takes more than its share, and the whole line is bounded.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class WaitingLineMachine(RuleBasedStateMachine):
         self.left: set[Entry] = set()
         self.passed: dict[str, dict[str, int]] = {}
         self.accepted = 0
+        self.first: Entry | None = None
 
     def waiting(self, tenant: str) -> list[Entry]:
         return self.queues.get(tenant, [])
@@ -73,15 +74,27 @@ class WaitingLineMachine(RuleBasedStateMachine):
         entry = self.out.pop(index % len(self.out))
         if again:
             entry.returned = True
-            self.line.push_front(entry, tenant=entry.tenant, deadline=entry.deadline)
-            self._joined(entry, 0)
-            # It goes before all others, as it did, and what it had was no turn.
-            self.passed[entry.tenant] = {}
-            for times in self.passed.values():
-                times[entry.tenant] = max(times.get(entry.tenant, 0) - 1, 0)
+            if self.first is None:
+                self.first = entry
+            else:
+                self._joined(entry, 0)
+                # What it had was no turn.
+                self.passed[entry.tenant] = {}
+                for times in self.passed.values():
+                    times[entry.tenant] = max(times.get(entry.tenant, 0) - 1, 0)
+            self.line.put_back(entry, tenant=entry.tenant, deadline=entry.deadline)
         else:
             self.line.departed(self.now)
             self._gone(entry)
+
+    @precondition(lambda self: self.out)
+    @rule(index=st.integers(0, 99))
+    def try_again(self, index: int) -> None:
+        """Another attempt at a request that was served, and failed."""
+        entry = self.out.pop(index % len(self.out))
+        entry.returned = True
+        self._joined(entry, 0)
+        self.line.push_front(entry, tenant=entry.tenant, deadline=entry.deadline)
 
     def _sane(self, retry_after: float | None) -> None:
         assert retry_after is not None
@@ -95,15 +108,35 @@ class WaitingLineMachine(RuleBasedStateMachine):
 
     @rule()
     def serve(self) -> None:
-        head = self.line.head(self.now)
-        entry = self.line.pop(self.now)
-        assert head is entry
+        entry = next(self.line.candidates(self.now), None)
         self._drop_what_expired_at_a_head()
+        assert self.line.first is self.first
         if entry is None:
             assert not any(self.queues.values()), "somebody waits, and nobody is served"
             return
+        self.line.take(entry)
         assert entry.deadline > self.now
+        if self.first is not None:
+            assert entry is self.first
+            self.first = None
+            self.out.append(entry)
+            return
         assert self.queues[entry.tenant].pop(0) is entry, "not in the order of arrival"
+        self._served(entry)
+
+    @rule(index=st.integers(0, 99))
+    def serve_one_that_finds_room(self, index: int) -> None:
+        candidates = list(self.line.candidates(self.now))
+        self._drop_what_expired_at_a_head()
+        assert set(candidates) == {entry for entry in self.line if entry.deadline > self.now}
+        if others := [entry for entry in candidates if entry is not self.first]:
+            entry = others[index % len(others)]
+            self.line.take(entry)
+            self.queues[entry.tenant].remove(entry)
+            # Nobody else could have had this turn.
+            self.out.append(entry)
+
+    def _served(self, entry: Entry) -> None:
         self.out.append(entry)
         self.passed[entry.tenant] = {}
         for tenant, queue in self.queues.items():
@@ -114,6 +147,10 @@ class WaitingLineMachine(RuleBasedStateMachine):
 
     def _drop_what_expired_at_a_head(self) -> None:
         inside = set(self.line)
+        if self.first is not None and self.first not in inside:
+            assert self.first.deadline <= self.now
+            self._gone(self.first)
+            self.first = None
         for queue in self.queues.values():
             for entry in [entry for entry in queue if entry not in inside and entry.deadline <= self.now]:
                 queue.remove(entry)
@@ -137,7 +174,7 @@ class WaitingLineMachine(RuleBasedStateMachine):
 
     @invariant()
     def it_holds_what_came_and_did_not_leave(self) -> None:
-        waiting = {entry for queue in self.queues.values() for entry in queue}
+        waiting = {entry for queue in self.queues.values() for entry in queue} | {self.first} - {None}
         assert set(self.line) == waiting
         assert len(self.line) == len(waiting)
 
@@ -152,7 +189,7 @@ class WaitingLineMachine(RuleBasedStateMachine):
         tenants = sum(1 for queue in self.queues.values() if queue)
         bound = sum(max(1, self.capacity // place) for place in range(1, tenants + 1))
         returned = sum(entry.returned for queue in self.queues.values() for entry in queue)
-        assert len(self.line) - returned <= bound
+        assert len(self.line) - returned - (self.first is not None) <= bound
 
     def teardown(self) -> None:
         for _ in range(len(self.line) + 1):

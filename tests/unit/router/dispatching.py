@@ -119,7 +119,7 @@ class Held:
         demand = Demand(tokens, decodes)
         self.suspected = alone
         self.life = Lifecycle(State.LINE, 0.0, request_deadline=deadline)
-        asked = Application(request or name, int(again), tenant, self.life, demand, 8, 4, (0,), again)
+        asked = Application(request or name, int(again), tenant, self.life, demand, tokens, 4, (0,), again)
         self.task = asyncio.create_task(self._run(dispatcher, asked))
 
     async def _run(self, dispatcher: Dispatcher, asked: Application) -> None:

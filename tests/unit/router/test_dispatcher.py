@@ -43,6 +43,43 @@ async def test_a_full_fleet_is_asked_once_per_news_and_by_the_head_alone() -> No
     assert (pool.seats, pool.closed) == (0, 2 + 2)
 
 
+async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lacks_pages() -> None:
+    pool = FakePool()
+    d = dispatcher(pool, prefill_limit=9)
+    pool.answers = Reserved(False, "needs pages", False, room_tokens=30)
+    large = Held(d, "large", tokens=100)
+    await settle()
+    pool.answers = GRANTED
+    small = [Held(d, f"small{number}", tokens=10) for number in range(4)]
+    other = Held(d, "other", tokens=50)
+    await settle()
+    # The room is for three of them; the others wait for news, and are asked for after the large one.
+    assert pool.order == ["large", "small0", "small1", "small2"]
+    pool.news()
+    await asyncio.wait_for(asyncio.gather(large.placed.wait(), other.placed.wait()), 5)
+    assert pool.order[4:] == ["large", "small3", "other"]
+    for held in (large, other, *small):
+        await held.end()
+    assert pool.seats == 0
+
+
+async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_news() -> None:
+    pool = FakePool()
+    d = dispatcher(pool, prefill_limit=9)
+    pool.answers = Reserved(False, "needs pages", False, room_tokens=64)
+    waiting = [Held(d, "100", tokens=100)]
+    await settle()
+    waiting += [Held(d, str(tokens), tokens=tokens) for tokens in (60, 50, 40, 20, 16, 7)]
+    await settle()
+    assert pool.order == ["100", "60", "20", "7"]
+    pool.answers = FULL
+    pool.news()
+    await settle()
+    assert pool.order[4:] == ["100"]
+    d.close()
+    await asyncio.gather(*(held.task for held in waiting), return_exceptions=True)
+
+
 async def test_a_place_that_ends_is_news() -> None:
     pool = FakePool()
     d = dispatcher(pool)

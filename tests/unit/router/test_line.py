@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import TypeVar
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,10 +12,20 @@ from hypothesis import strategies as st
 from baton.errors import DeadlineExceeded, Overloaded
 from router.line import WaitingLine
 
+T = TypeVar("T", bound=Hashable)
+
+
+def pop(line: WaitingLine[T], now: float) -> T | None:
+    """Hand out whose turn it is."""
+    entry = next(line.candidates(now), None)
+    if entry is not None:
+        line.take(entry)
+    return entry
+
 
 def drain(line: WaitingLine[str], now: float = 0.0) -> list[str]:
     popped = []
-    while (entry := line.pop(now)) is not None:
+    while (entry := pop(line, now)) is not None:
         popped.append(entry)
     return popped
 
@@ -21,7 +34,7 @@ def test_one_tenant_is_served_in_order() -> None:
     line: WaitingLine[str] = WaitingLine(10)
     for entry in "abc":
         line.push(entry, tenant="", now=0)
-    assert (line.head(0), len(line)) == ("a", 3)
+    assert (next(line.candidates(0)), len(line)) == ("a", 3)
     assert drain(line) == ["a", "b", "c"]
 
 
@@ -52,7 +65,7 @@ def test_retry_delay_follows_the_pace() -> None:
     for i in range(100):
         line.push(i, tenant="", now=0)
     for i in range(50):
-        line.pop(now=0.5 * i)
+        pop(line, 0.5 * i)
         line.departed(now=0.5 * i)
     assert line.retry_after() == pytest.approx(25, rel=0.01)
 
@@ -63,16 +76,32 @@ def test_what_is_too_late_is_refused_and_never_handed_out() -> None:
         line.push("late", tenant="", deadline=5, now=5)
     line.push("short", tenant="", deadline=6, now=5)
     line.push("long", tenant="", now=5)
-    assert line.pop(now=6) == "long"
+    assert pop(line, 6) == "long"
     assert len(line) == 0
 
 
 def test_who_returns_is_first_and_not_bound_by_the_capacity() -> None:
     line: WaitingLine[str] = WaitingLine(1)
     line.push("b", tenant="b", now=0)
-    line.push_front("a", tenant="a")
-    line.push_front("first", tenant="b")
-    assert drain(line) == ["first", "a", "b"]
+    line.put_back("first", tenant="b")
+    line.put_back("a", tenant="a")
+    line.put_back("second", tenant="b")
+    assert drain(line) == ["first", "second", "a", "b"]
+
+
+def test_replays_of_one_tenant_delay_another_by_one_turn_each_time_at_most() -> None:
+    line: WaitingLine[str] = WaitingLine(100)
+    order = []
+    for number in range(64):
+        line.push_front(f"fork{number}", tenant="many")
+    for number in range(3):
+        line.push(f"new{number}", tenant="other", now=0)
+    for number in range(6):
+        entry = pop(line, 0)
+        assert entry is not None
+        order.append(entry.rstrip("0123456789"))
+        line.push_front(f"again{number}", tenant="many")
+    assert sorted(map(len, "".join("o" if each == "new" else "m" for each in order).split("o"))) == [0, 1, 1, 1]
 
 
 def test_leaving_is_idempotent() -> None:
@@ -87,7 +116,7 @@ def test_a_lines_wait_is_its_pace_times_those_before() -> None:
         line.push(f"a{i}", tenant="a", now=0)
     for i in range(10):
         assert i > 8 or line.wait_s("a", i) == 0, "the first departures tell no pace"
-        line.pop(now=i)
+        pop(line, i)
         line.departed(now=i)
     assert line.wait_s("a", 9) == pytest.approx(5)
     # Another tenant's first request is served after one of the flood.
@@ -101,13 +130,13 @@ def test_the_time_in_which_nobody_waits_is_no_standstill() -> None:
     for i in range(12):
         line.push(i, tenant="", now=0)
     for i in range(10):
-        line.pop(now=i)
+        pop(line, i)
         line.departed(now=i)
     assert line.remove(10)
     assert line.remove(11)
     line.push(12, tenant="", now=3600)
     assert line.wait_s("", 3600) == pytest.approx(1)
-    assert line.pop(now=3600) == 12
+    assert pop(line, 3600) == 12
     line.push(13, tenant="", now=3600)
     line.departed(now=3600)
     assert line.wait_s("", 3601) == pytest.approx(1)
@@ -120,7 +149,7 @@ def test_one_long_interval_does_not_make_a_quick_line_slow() -> None:
     now = 0.0
     for i in range(50):
         now += 20.0 if i == 40 else 0.1
-        line.pop(now=now)
+        pop(line, now)
         line.departed(now=now)
     assert line.wait_s("", now) < 50
 
@@ -130,7 +159,7 @@ def test_popping_alone_is_no_pace_since_who_is_refused_returns() -> None:
     for entry in "abc":
         line.push(entry, tenant="", now=0)
     for now in range(5):
-        assert line.pop(now=now) == "a"
+        assert pop(line, now) == "a"
         line.push_front("a", tenant="")
     assert line.wait_s("", 5) == 0
 
@@ -152,7 +181,7 @@ def test_while_all_wait_nobody_gets_two_turns_more_than_another(floods: list[tup
             line.push((tenant, i), tenant=tenant, now=0)
     turns = dict.fromkeys((tenant for tenant, _ in floods), 0)
     left = dict(floods)
-    while (entry := line.pop(0)) is not None:
+    while (entry := pop(line, 0)) is not None:
         turns[entry[0]] += 1
         left[entry[0]] -= 1
         waiting = [turns[tenant] for tenant in turns if left[tenant]]
@@ -164,7 +193,7 @@ def test_who_has_least_at_workers_is_next() -> None:
     line = WaitingLine[str](8, lambda tenant: held[tenant])
     for entry in ("flood 0", "flood 1", "other 0", "other 1"):
         line.push(entry, tenant=entry.split()[0], now=0.0)
-    assert [line.pop(0.0), line.pop(0.0)] == ["other 0", "other 1"]
+    assert [pop(line, 0.0), pop(line, 0.0)] == ["other 0", "other 1"]
     held["other"] = 2
     line.push("other 2", tenant="other", now=0.0)
     assert drain(line) == ["flood 0", "other 2", "flood 1"]
