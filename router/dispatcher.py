@@ -5,12 +5,9 @@
 
 Choices are late: a request gets its turn only when a prefill worker has a seat for it, and the choice is made from
 what is known then. After a refusal by all, the one that was refused waits for news of a worker, or until the time is
-over after which a worker said that another try makes sense. Then it tries again before all others, so that its claim
-to a worker's pages lasts, and a full fleet is asked about once per news.
-
-Those behind it wait as well where the workers lack slots. Where they only lack the pages for a large context, they say
-which contexts would still find room, and the requests that have such a context go on in their turns. One that is then
-refused nevertheless halves the contexts that may try before the next news.
+over after which a worker said that another try makes sense, and then tries before all others. Those behind it wait as
+well where the workers lack slots; where they lack the pages for a large context, those whose context finds room go on
+in their turns (`standstill`).
 
 When no worker of a role is there, requests wait in the line too, each for `worker_wait_s`, and go on in order.
 
@@ -40,6 +37,7 @@ from router.losses import Losses
 from router.place import Answers, Application, Place, Reserver
 from router.policy import choose, matching_decodes, servable
 from router.pool import Pool
+from router.standstill import Asked, Standstill
 from router.worker import Seat
 
 _PROBE_S = 1.0
@@ -60,9 +58,7 @@ class _Waiter:
         self.application = application
         self.answers = Answers()
         self.since = asyncio.get_running_loop().time()
-        self.seen = 0
-        self.passes = False
-        """Whether its turn came while the first of all waits for news."""
+        self.asked = Asked()
         self.turn = self._new_turn()
 
     def renew(self) -> None:
@@ -85,11 +81,8 @@ class Dispatcher:
         self._line: WaitingLine[_Waiter] = WaitingLine(config.line_capacity, lambda tenant: self._seats[tenant])
         self._breakers = Breakers()
         self._loop = asyncio.get_running_loop()
-        self._version = 0
         self._moved = asyncio.Event()
-        self._refused_at: int | None = None
-        self._room = 0
-        self._probe: _Waiter | None = None
+        self._standstill: Standstill[_Waiter] = Standstill()
         self._next_probe: asyncio.TimerHandle | None = None
         self._gone_since: float | None = None
         self._giving_up: asyncio.TimerHandle | None = None
@@ -271,7 +264,7 @@ class Dispatcher:
         return bool(answers.never) and answers.never.keys() >= matching
 
     def _on_news(self) -> None:
-        self._version += 1
+        self._standstill.news()
         self._isolation.moved(news=True)
         self._breakers.keep(self._pool.fleet())
         workers, pairs = self._breakers.open()
@@ -303,10 +296,8 @@ class Dispatcher:
             self._line.take(waiter)
             self._owners[seat] = tenant
             self._seats[tenant] += 1
-            if waiter.application.demand.decodes and self._refused_at is not None:
-                self._probe = waiter
-            waiter.passes = self._refused_at == self._version
-            waiter.seen = self._version
+            if waiter.application.demand.decodes:
+                waiter.asked = self._standstill.ask(waiter)
             waiter.turn.set_result(seat_and_choice)
         LINE_LENGTH.set(len(self._line))
         self._mind_fleet()
@@ -329,13 +320,7 @@ class Dispatcher:
 
     def _may_try(self, waiter: _Waiter) -> bool:
         asked = waiter.application
-        if self._refused_at is None or not asked.demand.decodes:
-            return True
-        if self._probe is not None:
-            return False
-        if self._line.first in (None, waiter) and self._refused_at != self._version:
-            return True
-        return waiter is not self._line.first and asked.context_tokens <= self._room
+        return not asked.demand.decodes or self._standstill.may_ask(waiter, asked.context_tokens, self._line.first)
 
     def _limit(self, fleet: Fleet, tenant: str) -> int:
         """Requests that a prefill worker may have before it gets the tenant's next one.
@@ -350,26 +335,16 @@ class Dispatcher:
 
     def _settled(self, waiter: _Waiter, granted: bool | None) -> None:
         """A turn is over: pages were granted, refused by all, or (None) nobody answered for want of a request."""
-        if self._probe is waiter:
-            self._probe = None
+        self._standstill.ended(waiter)
         if granted is not None:
-            self._learn(waiter, granted=granted)
+            context, room = waiter.application.context_tokens, waiter.answers.room_tokens
+            self._standstill.answered(waiter.asked, context, granted=granted, room=room)
             self._line.hint_s = 0.0 if math.isinf(waiter.answers.retry_after_s) else waiter.answers.retry_after_s
         if granted is False and self._next_probe is None:
             hint = self._line.hint_s or _PROBE_S
             delay = min(max(hint, _SHORTEST_PROBE_S), _LONGEST_PROBE_S)
             self._next_probe = self._loop.call_later(delay, self._probe_by_time)
         self._pump()
-
-    def _learn(self, waiter: _Waiter, *, granted: bool) -> None:
-        """What an answer means for those who wait."""
-        context = waiter.application.context_tokens
-        if not waiter.passes:
-            self._refused_at, self._room = (None, 0) if granted else (waiter.seen, waiter.answers.room_tokens)
-        elif granted:
-            self._room -= context
-        else:
-            self._room = min(waiter.answers.room_tokens, context // 2)
 
     def _probe_by_time(self) -> None:
         self._next_probe = None

@@ -133,8 +133,9 @@ class WaitingLineMachine(RuleBasedStateMachine):
             entry = others[index % len(others)]
             self.line.take(entry)
             self.queues[entry.tenant].remove(entry)
-            # Nobody else could have had this turn.
             self.out.append(entry)
+            # It is a turn of its tenant's; nobody else could have had it.
+            self.passed[entry.tenant] = {}
 
     def _served(self, entry: Entry) -> None:
         self.out.append(entry)
