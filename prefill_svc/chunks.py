@@ -78,7 +78,7 @@ class Chunks:
 
     def _give_engine(self) -> None:
         """Give the engine, if it is free, to the prompt that the scheduler chooses."""
-        while self._computing is None and (choice := self._scheduler.next_chunk(time.monotonic())) is not None:
+        while self._computing is None and (choice := self._scheduler.next_chunk()) is not None:
             entry, end = choice
             job = self._jobs[entry]
             if job.turn is None or job.turn.done():

@@ -11,9 +11,9 @@ its pages are allocated (`expect`). A prompt that does best to wait for another 
 its prefix, is `deferred`: the caller names these.
 
 At each chunk boundary the READY prompt with the fewest tokens left goes next, so that a short prompt does not
-wait for a long one. So that nothing starves, waiting earns credit: a tenth of the tokens that the worker
-could have computed in the time. A prompt is thus held up by shorter ones for at most about ten times as long
-as it takes.
+wait for a long one. So that nothing starves, being overtaken earns credit: a tenth of the tokens that the worker
+computes meanwhile for prompts that came later. Later prompts thus hold up a prompt for at most about ten times as long
+as it takes. Waiting for earlier ones earns nothing, or a queue of long prompts would soon go before every short one.
 
 Pages are allocated in the same order, all that a prompt needs at once, and only to the first PREPARED_AHEAD
 prompts that have not begun, since pages held by a prompt that does not run serve nobody. A prompt whose pages
@@ -92,7 +92,8 @@ class Stage(enum.Enum):
 class Prompt:
     """A prompt as the scheduler sees it.
 
-    `done` tokens are computed, or found in a cache and expected to load. Times are in seconds.
+    `done` tokens are computed, or found in a cache and expected to load. `overtaken_s` is for how long later prompts
+    were computed meanwhile. Times are in seconds.
     """
 
     tokens: int
@@ -102,7 +103,7 @@ class Prompt:
     stage: Stage = Stage.LOOKUP
     done: int = 0
     begun: bool = False
-    computing_s: float = 0.0
+    overtaken_s: float = 0.0
     refused_at: float | None = None
 
     @property
@@ -205,12 +206,12 @@ class Scheduler:
         """The KV of the first `done` tokens is in place; the next chunk may be computed."""
         prompt.done, prompt.stage = done, Stage.READY
 
-    def next_chunk(self, now: float) -> tuple[Prompt, int] | None:
+    def next_chunk(self) -> tuple[Prompt, int] | None:
         """The prompt to compute next and the end of its chunk; None if none is READY."""
         ready = [prompt for prompt in self._prompts if prompt.stage is Stage.READY]
         if not ready:
             return None
-        prompt = self._in_order(ready, now)[0]
+        prompt = self._in_order(ready)[0]
         size = chunk_size(prompt.tokens, self.chunk_size, self.rate.value)
         return prompt, min(prompt.tokens, prompt.done + size)
 
@@ -230,12 +231,13 @@ class Scheduler:
         if telling or 0 < self.rate.value * seconds < tokens:
             self.rate.add(tokens, seconds)
         prompt.done, prompt.begun = end, True
-        prompt.computing_s += seconds
+        for other in self._prompts:
+            if other.order < prompt.order:
+                other.overtaken_s += seconds
 
-    def rank(self, prompt: Prompt, now: float) -> float:
-        """Tokens that it has left, less the credit for its waiting: the least goes first."""
-        credit = AGEING * (self.rate.value or UNKNOWN_RATE)
-        return prompt.left - credit * (now - prompt.admitted_at - prompt.computing_s)
+    def rank(self, prompt: Prompt) -> float:
+        """Tokens that it has left, less the credit for being overtaken: the least goes first."""
+        return prompt.left - AGEING * (self.rate.value or UNKNOWN_RATE) * prompt.overtaken_s
 
     def remove(self, prompt: Prompt) -> None:
         """The prompt is finished or given up."""
@@ -252,7 +254,7 @@ class Scheduler:
             and now - prompt.refused_at >= PATIENCE_S
             and prompt not in deferred
         ]
-        return sorted(starved, key=lambda prompt: prompt.order)[:1] or self._in_order(prompts, now)
+        return sorted(starved, key=lambda prompt: prompt.order)[:1] or self._in_order(prompts)
 
-    def _in_order(self, prompts: Iterable[Prompt], now: float) -> list[Prompt]:
-        return sorted(prompts, key=lambda prompt: (self.rank(prompt, now), prompt.order))
+    def _in_order(self, prompts: Iterable[Prompt]) -> list[Prompt]:
+        return sorted(prompts, key=lambda prompt: (self.rank(prompt), prompt.order))

@@ -304,7 +304,7 @@ class PrefillWorker:
         refused: set[Prompt] = set()
         while not self._closing:
             now = time.monotonic()
-            entry = self._scheduler.next_allocation(now, self._deferred(now), refused)
+            entry = self._scheduler.next_allocation(now, self._deferred(), refused)
             if entry is None:
                 return
             job = self._queue[entry]
@@ -328,15 +328,15 @@ class PrefillWorker:
             return False
         return True
 
-    def _deferred(self, now: float) -> set[Prompt]:
+    def _deferred(self) -> set[Prompt]:
         """Prompts that do best to wait for what another computes."""
-        return {entry for entry in self._scheduler.waiting_for_pages() if self._defers(self._queue[entry], now)}
+        return {entry for entry in self._scheduler.waiting_for_pages() if self._defers(self._queue[entry])}
 
-    def _defers(self, job: Job, now: float) -> bool:
+    def _defers(self, job: Job) -> bool:
         """Whether another job with pages is about to compute most of what this one lacks, soon enough."""
         rank = self._scheduler.rank
         return any(
-            self._prefix.defers(job, other, rank(other.entry, now) - rank(job.entry, now))
+            self._prefix.defers(job, other, rank(other.entry) - rank(job.entry))
             for other in self._queue.values()
             if other.handle is not None and other.error is None
         )

@@ -4,12 +4,13 @@ Hits grow and shrink between the look-up, the taking of pages and the load, and 
 their prefix.
 
 No more pages are granted than are free, and none before those of a prompt that has lost patience; a prompt is overtaken
-only by such as came within ten times its own computing time; every prompt that is admitted ends, once, computed whole.
+only by such as came before it had been overtaken for ten times its own computing time; every prompt that is admitted
+ends, once, computed whole.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -34,6 +35,9 @@ class Known:
     pages: int = 0
     to_compute: int = 0
     leader: Prompt | None = None
+    overtaken_s: float = 0.0
+    found: dict[Prompt, float] = field(default_factory=dict)
+    """Those that were there when it came, and for how long later ones had been computed before them."""
 
 
 class PrefillSchedulerMachine(RuleBasedStateMachine):
@@ -65,7 +69,8 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         else:
             assert waiting < WAITING
             assert work.pages * PAGE >= tokens
-            self.prompts[work] = Known(work)
+            found = {each: prompt.overtaken_s for each, prompt in self.prompts.items()}
+            self.prompts[work] = Known(work, found=found)
 
     @rule(index=st.integers(0, 99), hit=st.floats(0, 0.99))
     def look_up(self, index: int, hit: float) -> None:
@@ -92,9 +97,9 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
 
     def prepared_before(self, work: Prompt) -> list[Prompt]:
         """Those that have pages, have not begun, and go before it."""
-        rank, now = self.scheduler.rank, self.now
+        rank = self.scheduler.rank
         prepared = [each for each in self.prompts if each.stage in (Stage.LOADING, Stage.READY) and not each.begun]
-        return [each for each in prepared if (rank(each, now), each.order) < (rank(work, now), work.order)]
+        return [each for each in prepared if (rank(each), each.order) < (rank(work), work.order)]
 
     @rule(found=st.floats(0, 0.99))
     def grant(self, found: float = 0.5) -> None:
@@ -139,7 +144,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
     @rule(fails=st.sampled_from([False] * 9 + [True]))
     def compute(self, fails: bool) -> None:
         ready = [prompt for prompt in self.prompts.values() if prompt.work.stage is Stage.READY]
-        choice = self.scheduler.next_chunk(self.now)
+        choice = self.scheduler.next_chunk()
         if choice is None:
             assert not ready, "work is ready and none is done"
             return
@@ -149,14 +154,17 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         assert prompt.pages == work.pages
         assert prompt.computed == work.done < end <= work.tokens
         for other in ready:
-            bound = other.work.admitted_at + other.to_compute / RATE / AGEING
-            assert work.admitted_at <= bound + SLACK_S, "a later prompt was preferred too long"
+            if other.work in prompt.found:
+                bound = other.to_compute / RATE / AGEING
+                assert prompt.found[other.work] <= bound + SLACK_S, "later prompts were preferred too long"
         if fails:
             self._end(prompt)
             return
         seconds = (end - work.done) / RATE
         self.scheduler.start_chunk(work)
         self.scheduler.finish_chunk(work, end, seconds)
+        for each in prompt.found.keys() & self.prompts.keys():
+            self.prompts[each].overtaken_s += seconds
         prompt.computed = end
         self.now += seconds
         if end == work.tokens:

@@ -84,7 +84,7 @@ def compute(s: Scheduler, tokens: int, done: int = 0, overhead: float = 0.05) ->
     """Chunk sizes of one prompt on a machine that computes 1,000 tokens/s beside an overhead for each chunk."""
     prompt, sizes = admit_ready(s, tokens, done=done), []
     while prompt.left:
-        prompt, end = s.next_chunk(0.0) or (prompt, 0)
+        prompt, end = s.next_chunk() or (prompt, 0)
         sizes.append(end - prompt.done)
         s.finish_chunk(prompt, end, overhead + sizes[-1] / 1_000)
     s.remove(prompt)
@@ -136,27 +136,27 @@ def test_a_chunk_that_was_slow_once_is_forgotten() -> None:
 def test_a_short_prompt_overtakes_at_the_chunk_boundary() -> None:
     s = scheduler()
     long = admit_ready(s, 1_000)
-    assert s.next_chunk(0.0) == (long, 100)
+    assert s.next_chunk() == (long, 100)
     s.finish_chunk(long, 100, 0.1)
     short = admit_ready(s, 50, now=0.1)
-    assert s.next_chunk(0.1) == (short, 50)
+    assert s.next_chunk() == (short, 50)
     s.finish_chunk(short, 50, 0.05)
     s.remove(short)
-    assert s.next_chunk(0.15) == (long, 200)
+    assert s.next_chunk() == (long, 200)
 
 
 def test_remaining_counts_not_length() -> None:
     s = scheduler()
     cached = admit_ready(s, 1_000, done=960)
     admit_ready(s, 50)
-    assert s.next_chunk(0.0) == (cached, 1_000)
+    assert s.next_chunk() == (cached, 1_000)
 
 
 def test_equals_go_in_order_of_arrival() -> None:
     s = scheduler()
     entries = [admit_ready(s, 50) for _ in range(3)]
     for prompt in entries:
-        assert s.next_chunk(0.0) == (prompt, 50)
+        assert s.next_chunk() == (prompt, 50)
         s.remove(prompt)
 
 
@@ -166,7 +166,7 @@ def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time() -> None:
     while long.left:
         assert now < 13 * 1_000 / rate, "starved"
         fresh = admit_ready(s, 10, now=now)
-        prompt, end = s.next_chunk(now) or (fresh, 0)
+        prompt, end = s.next_chunk() or (fresh, 0)
         seconds = (end - prompt.done) / rate
         s.finish_chunk(prompt, end, seconds)
         now += seconds
@@ -174,6 +174,18 @@ def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time() -> None:
             if done is not long:
                 s.remove(done)
     assert now > 5 * 1_000 / rate, "short ones did go first"
+
+
+def test_waiting_for_earlier_prompts_earns_nothing() -> None:
+    """Or a queue of long prompts would soon go before every short one."""
+    s = scheduler(chunk=1_000)
+    queue = [admit_ready(s, 1_000) for _ in range(12)]
+    for prompt in queue[:11]:
+        assert s.next_chunk() == (prompt, 1_000)
+        s.finish_chunk(prompt, 1_000, 1.0)
+        s.remove(prompt)
+    short = admit_ready(s, 50, now=11.0)
+    assert s.next_chunk() == (short, 50)
 
 
 def test_only_a_few_are_prepared_ahead() -> None:
@@ -219,7 +231,7 @@ def test_what_the_pages_hold_counts_more_than_what_was_expected() -> None:
     assert s.pending_tokens == 1_200
     for prompt, cached in found.items():
         s.make_ready(prompt, cached)
-    assert s.next_chunk(0.0) == (grown, 900)
+    assert s.next_chunk() == (grown, 900)
 
 
 def test_one_that_waits_for_another_is_passed_over_and_loses_no_pages_to_patience() -> None:
@@ -286,7 +298,7 @@ def test_every_prompt_is_computed_whole_and_once(prompts: list[tuple[int, int, f
             computed[prompt] = prompt.done
         for prompt in allocate(s, now, take):
             s.make_ready(prompt, prompt.done)
-        choice = s.next_chunk(now)
+        choice = s.next_chunk()
         if choice is None:
             assert coming, "prompts wait and nothing runs"
             now = coming[0][2]
