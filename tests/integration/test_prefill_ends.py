@@ -60,7 +60,7 @@ async def test_a_deadline_stops_the_chunk() -> None:
     gate = Gate()
     before = sample("baton_wasted_prefill_tokens_total")
     async with serving(FakeEngine(chunk_time=1.0, delay=gate, layers=2), chunk_size=60) as client:
-        reading = asyncio.create_task(status_of(client.call(timeout=2.0)))
+        reading = asyncio.create_task(status_of(client.call(timeout=5.0)))
         await gate.reached()
         gate.pass_layers(2)
         await gate.reached()
