@@ -10,8 +10,8 @@ quarter of the slots, since a measurement may be late.
 
 A request with many choices is one sequence here. Its further choices are forks, which take places as these come free:
 
-- A fork leaves one place in `KEEP` free for others, so that a request that comes now finds one, though many choices
-  wait.
+- Forks leave places free for others, so that a request that comes now finds one, though many choices wait: one in
+  `KEEP`, or as many as reservations were granted in `KEEP_S` of late if that is more, but never more than half.
 - After a reservation was granted while forks are pending, a fork is owed the next place, whichever it is.
 - While a reservation that was refused may come back, for `OFFER_S`, forks take only what they are owed. Its router asks
   again as soon as it hears of a free place; for those who wait behind it, places are left for `FOLLOW_S` after a grant.
@@ -31,8 +31,8 @@ SPAN_S = 10.0
 
 MIN_RETRY_S, MAX_RETRY_S, USUAL_RETRY_S = 0.02, 5.0, 0.5
 
-KEEP = 8
-"""One slot in so many is not for forks, unless one is owed to them."""
+KEEP, KEEP_S = 8, 0.5
+"""One slot in so many is not for forks, or as many as are wanted by others in so many seconds."""
 
 OFFER_S, FOLLOW_S = 1.0, 0.1
 """Seconds for which free places are left for reservations: after a refusal, and after the grant that follows it."""
@@ -46,7 +46,7 @@ class Admission:
     def __init__(self, slots: int, now: float) -> None:
         self._slots = slots
         self._began = self._at = now
-        self._weight = 0.0
+        self._weight = self._grants = 0.0
         self._lead_s = 0.0
         self._owed = False
         self.offered_until = -math.inf
@@ -64,8 +64,13 @@ class Admission:
     def rate(self, now: float) -> float:
         """Completions per second of late."""
         self._decay(now)
-        # A span that has not been lived through yet counts as far as it has.
-        return self._weight / (SPAN_S * -math.expm1(-max(now - self._began, 1.0) / SPAN_S))
+        return self._weight / self._span_s(now)
+
+    def kept(self, now: float) -> int:
+        """Places that forks leave free."""
+        self._decay(now)
+        wanted = int(KEEP_S * self._grants / self._span_s(now))
+        return min(max(self._slots // KEEP, wanted), self._slots // 2)
 
     def ahead(self, now: float) -> int:
         """Sequences beyond the slots that will find one in time."""
@@ -86,6 +91,8 @@ class Admission:
 
     def granted(self, now: float, *, pending: bool) -> None:
         """A reservation was granted; the next place is a fork's if some are `pending`."""
+        self._decay(now)
+        self._grants += 1
         if now < self.offered_until:
             self.offered_until = now + FOLLOW_S
         self._owed = pending
@@ -94,7 +101,7 @@ class Admission:
         """Whether a fork may start now."""
         if self._owed or held >= self._slots:
             return held < self._slots
-        return now >= self.offered_until and held + self._slots // KEEP < self._slots
+        return now >= self.offered_until and held + self.kept(now) < self._slots
 
     def forked(self) -> None:
         """A fork has had its turn: it has started, lacks pages, or none is pending any more."""
@@ -107,5 +114,11 @@ class Admission:
         return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)
 
     def _decay(self, now: float) -> None:
-        self._weight *= math.exp((self._at - now) / SPAN_S)
+        fading = math.exp((self._at - now) / SPAN_S)
+        self._weight *= fading
+        self._grants *= fading
         self._at = now
+
+    def _span_s(self, now: float) -> float:
+        """Seconds that the weights stand for; a span that has not been lived through yet counts as far as it has."""
+        return SPAN_S * -math.expm1(-max(now - self._began, 1.0) / SPAN_S)

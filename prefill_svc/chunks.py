@@ -62,11 +62,12 @@ class Chunks:
         job.computing = end
         call = self._thread.run(self._compute, job, start, end)
         cancelled = False
-        try:
-            await asyncio.wait({call})
-        except asyncio.CancelledError:
-            cancelled = True
-            await asyncio.wait({call})
+        while not call.done():
+            # A job may be cancelled more than once, by its caller and by its deadline.
+            try:
+                await asyncio.wait({call})
+            except asyncio.CancelledError:
+                cancelled = True
         result = call.result()
         self._scheduler.finish_chunk(job.entry, end, time.monotonic() - began)
         metrics.PREFILL_TOKENS.labels("computed").inc(end - start)

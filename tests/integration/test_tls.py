@@ -149,7 +149,7 @@ async def test_workers_that_are_not_what_the_router_expects_are_named(
         prefill = await running.prefill(engine=engine(), **worker(ours, "prefill"))
         foreign = await running.decode(engine=engine(), **worker(theirs, "decode"))
         plain = await running.decode(engine=engine())
-        app = await running.start_router([prefill], [foreign], **router(ours))
+        app = await running.start_router([prefill], [foreign], worker_wait_s=0, **router(ours))
         words = await until_missing(app, "CERTIFICATE_VERIFY_FAILED")
         assert f"decode worker {foreign.addresses.control}: " in words
         assert f"no watch of decode worker {foreign.addresses.control}: " in caplog.text

@@ -109,6 +109,20 @@ def test_forks_leave_a_share_of_the_places_to_a_request_that_comes_now(slots: in
     assert worker.reserve()
 
 
+@pytest.mark.parametrize(("rate", "kept"), [(0.5, 4), (12.0, 6), (1000.0, 16)])
+def test_forks_leave_more_places_where_reservations_come_often(rate: float, kept: int) -> None:
+    worker = Worker(32)
+    worker.now = 10 * SPAN_S
+    for n in range(int(4 * SPAN_S * rate)):
+        worker.admission.granted(6 * SPAN_S + n / rate, pending=False)
+    assert worker.admission.kept(worker.now) == kept
+    while worker.fork():
+        pass
+    assert worker.held == 32 - kept
+    worker.now += 10 * SPAN_S
+    assert worker.admission.kept(worker.now) == 32 // KEEP
+
+
 def test_places_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> None:
     worker = Worker(7)
     while worker.fork():
