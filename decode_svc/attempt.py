@@ -71,6 +71,11 @@ class Attempt:
         return len(self.choices) if self.committed else 1
 
     @property
+    def forks(self) -> int:
+        """Choices that are still to be forked."""
+        return len(self.pending.firsts) if self.pending is not None else 0
+
+    @property
     def moves(self) -> bool:
         """Whether it goes on without anybody else's doing: to its commit, or with a choice that is not paused."""
         return not self.committed or any(choice.state is not State.PAUSED for choice in self.choices.values())

@@ -68,6 +68,7 @@ class Attempts:
         self._live: dict[tuple[int, AttemptKey], Attempt] = {}
         self._owners: dict[int, tuple[Attempt, int]] = {}
         self._pending: dict[Attempt, None] = {}
+        self._oldest_leads = True
         self._numbers = itertools.count()
         self._ids = itertools.count()
 
@@ -84,13 +85,18 @@ class Attempts:
 
     @property
     def pending(self) -> Sequence[Attempt]:
-        """The attempts with choices that are still to be forked, in the order of their turns."""
-        return list(self._pending)
+        """The attempts with choices that are still to be forked, in the order of their turns.
+
+        The oldest, and the one with the fewest such choices, lead alternately: contexts are given back one after the
+        other, and neither few choices nor many wait for all others.
+        """
+        oldest = list(self._pending)
+        return oldest if self._oldest_leads else sorted(oldest, key=lambda attempt: attempt.forks)
 
     @property
     def forks(self) -> int:
         """Choices that are still to be forked."""
-        return sum(len(attempt.pending.firsts) for attempt in self._pending if attempt.pending)
+        return sum(attempt.forks for attempt in self._pending)
 
     def get(self, session: int, key: AttemptKey) -> Attempt | None:
         """The live attempt of that name."""
@@ -211,10 +217,10 @@ class Attempts:
         else:
             context, owner = attempt.request.context_tokens, f"{attempt.key}/{index}"
             handle = self._engine.fork(pending.context, owner, context, attempt.tokens)
-        del pending.firsts[index], self._pending[attempt]
-        if pending.firsts:
-            self._pending[attempt] = None
-        else:
+        del pending.firsts[index]
+        self._oldest_leads = not self._oldest_leads
+        if not pending.firsts:
+            del self._pending[attempt]
             attempt.pending = None
         return self._sequence(attempt, first, handle, pending.handoff, pending.chain, pending.fetch_ms, pending.since)
 

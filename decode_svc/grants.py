@@ -6,7 +6,8 @@
        └─────▶ Attempt, which counts as one sequence, however many choices it has
     forks ───▶ sequences of further choices, as places and pages come free; to be asked for whenever that may be so
 
-Forks of several attempts take turns. One that lacks pages waits, and keeps nobody from a place.
+Of several attempts the oldest and the one with the fewest pending choices lead alternately (`Attempts.pending`). A fork
+that lacks pages waits, and keeps nobody from a place.
 
 Why all forks end. A pending fork waits for a place, for the batch to have room for what is paused, or for pages.
 Places come free, since all that runs ends, and forks get every second one (`admission`). For the rest there is a rule:

@@ -68,8 +68,10 @@ class Chunks:
                 await asyncio.wait({call})
             except asyncio.CancelledError:
                 cancelled = True
+        seconds = time.monotonic() - began
+        self._scheduler.charge(job.entry, seconds)
         result = call.result()
-        self._scheduler.finish_chunk(job.entry, end, time.monotonic() - began)
+        self._scheduler.finish_chunk(job.entry, end, seconds)
         metrics.PREFILL_TOKENS.labels("computed").inc(end - start)
         job.computed = end
         job.prompt_tokens += result.prompt_logprobs

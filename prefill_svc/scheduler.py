@@ -231,6 +231,9 @@ class Scheduler:
         if telling or 0 < self.rate.value * seconds < tokens:
             self.rate.add(tokens, seconds)
         prompt.done, prompt.begun = end, True
+
+    def charge(self, prompt: Prompt, seconds: float) -> None:
+        """The engine was the prompt's for so long, whatever came of it: those that it has overtaken earn credit."""
         for other in self._prompts:
             if other.order < prompt.order:
                 other.overtaken_s += seconds

@@ -180,19 +180,20 @@ class PrefillWorker:
 
     async def _prefill(self, job: Job) -> PrefillDone | BatonError:
         """Everything up to the answer, which may be an error."""
+        timeout = asyncio.timeout_at(_finite(job.life.deadline))
         try:
-            async with asyncio.timeout_at(_finite(job.life.deadline)) as timeout:
+            async with timeout:
                 await self._look_up(job)
                 await self._allocate(job)
                 await self._load(job)
                 return self._commit(job, await self._compute(job, timeout))
-        except TimeoutError:
-            return overdue(job)
         except asyncio.CancelledError:
             return job.error or Unavailable("the worker stops")
         except BatonError as error:
             return error
         except Exception as error:
+            if isinstance(error, TimeoutError) and timeout.expired():
+                return overdue(job)
             _log.exception("%s: the prefill failed", job.task.name)
             return EngineError(f"{type(error).__name__}: {error}")
 

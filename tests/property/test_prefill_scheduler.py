@@ -157,14 +157,16 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
             if other.work in prompt.found:
                 bound = other.to_compute / RATE / AGEING
                 assert prompt.found[other.work] <= bound + SLACK_S, "later prompts were preferred too long"
-        if fails:
-            self._end(prompt)
-            return
         seconds = (end - work.done) / RATE
-        self.scheduler.start_chunk(work)
-        self.scheduler.finish_chunk(work, end, seconds)
+        self.scheduler.charge(work, seconds)
         for each in prompt.found.keys() & self.prompts.keys():
             self.prompts[each].overtaken_s += seconds
+        if fails:
+            self.now += seconds
+            self._end(prompt)
+            return
+        self.scheduler.start_chunk(work)
+        self.scheduler.finish_chunk(work, end, seconds)
         prompt.computed = end
         self.now += seconds
         if end == work.tokens:

@@ -109,7 +109,7 @@ def test_forks_leave_a_share_of_the_places_to_a_request_that_comes_now(slots: in
     assert worker.reserve()
 
 
-@pytest.mark.parametrize(("rate", "kept"), [(0.5, 4), (12.0, 6), (1000.0, 16)])
+@pytest.mark.parametrize(("rate", "kept"), [(0.5, 4), (12.0, 5), (1000.0, 16)])
 def test_forks_leave_more_places_where_reservations_come_often(rate: float, kept: int) -> None:
     worker = Worker(32)
     worker.now = 10 * SPAN_S

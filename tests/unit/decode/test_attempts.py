@@ -166,19 +166,18 @@ def test_a_fork_without_pages_changes_nothing_and_its_attempt_keeps_its_turn() -
     assert (fake.audit(), attempts.pending) == ({}, [])
 
 
-def test_pending_choices_of_several_attempts_take_turns() -> None:
+def test_the_oldest_attempt_and_the_one_with_the_fewest_pending_choices_lead_alternately() -> None:
     attempts = of(engine(pages=64))
-    tries = []
-    for name in ("a", "b"):
-        tries.append(attempts.reserve(1, Reserve(AttemptKey(name, 0), 5, 4, 3), 0.0))
-        attempts.start(tries[-1], 0.0)
-        params = SamplingParams(max_tokens=4, seed=1, n=3)
-        attempts.commit(tries[-1], prefill([1, 2, 3, 4, 5], params, request_id=name, choices=range(3)).handoff, 0, 0)
+    for name, n in (("a", 6), ("b", 4), ("c", 2)):
+        attempt = attempts.reserve(1, Reserve(AttemptKey(name, 0), 5, 4, n), 0.0)
+        attempts.start(attempt, 0.0)
+        params = SamplingParams(max_tokens=4, seed=1, n=n)
+        attempts.commit(attempt, prefill([1, 2, 3, 4, 5], params, request_id=name, choices=range(n)).handoff, 0, 0)
     order = []
     while turns := attempts.pending:
         order.append(turns[0].key.request_id)
         attempts.fork(turns[0])
-    assert order == ["a", "b", "a", "b"]
+    assert order == ["a", "c", "a", "a", "a", "a", "b", "b", "b"]
 
 
 def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_context_back() -> None:

@@ -160,7 +160,9 @@ def test_equals_go_in_order_of_arrival() -> None:
         s.remove(prompt)
 
 
-def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time() -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time(aborted: bool) -> None:
+    """Also by prompts that are cancelled in their first chunk."""
     s = scheduler()
     long, now, rate = admit_ready(s, 1_000), 0.0, 1_000.0
     while long.left:
@@ -168,7 +170,9 @@ def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time() -> None:
         fresh = admit_ready(s, 10, now=now)
         prompt, end = s.next_chunk() or (fresh, 0)
         seconds = (end - prompt.done) / rate
-        s.finish_chunk(prompt, end, seconds)
+        s.charge(prompt, seconds)
+        if prompt is long or not aborted:
+            s.finish_chunk(prompt, end, seconds)
         now += seconds
         for done in (fresh, prompt):
             if done is not long:
@@ -182,6 +186,7 @@ def test_waiting_for_earlier_prompts_earns_nothing() -> None:
     queue = [admit_ready(s, 1_000) for _ in range(12)]
     for prompt in queue[:11]:
         assert s.next_chunk() == (prompt, 1_000)
+        s.charge(prompt, 1.0)
         s.finish_chunk(prompt, 1_000, 1.0)
         s.remove(prompt)
     short = admit_ready(s, 50, now=11.0)
