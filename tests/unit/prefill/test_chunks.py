@@ -20,11 +20,12 @@ class Thread:
     """An engine thread whose calls end when the test says so."""
 
     def __init__(self) -> None:
-        self.calls: list[asyncio.Future[ChunkResult]] = []
+        self.calls: asyncio.Queue[asyncio.Future[ChunkResult]] = asyncio.Queue()
 
     def run(self, *_: Any) -> asyncio.Future[ChunkResult]:
-        self.calls.append(asyncio.get_running_loop().create_future())
-        return self.calls[-1]
+        call = asyncio.get_running_loop().create_future()
+        self.calls.put_nowait(call)
+        return call
 
 
 async def test_a_chunk_keeps_the_engine_until_it_has_ended_however_often_its_job_is_cancelled() -> None:
@@ -47,19 +48,16 @@ async def test_a_chunk_keeps_the_engine_until_it_has_ended_however_often_its_job
 
     first = asyncio.create_task(compute(job()))
     second = asyncio.create_task(compute(job()))
-    while not thread.calls:
-        await asyncio.sleep(0)
+    call = await thread.calls.get()
     for _ in range(3):
         first.cancel()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert not first.done()
-    assert len(thread.calls) == 1
+    assert thread.calls.empty()
     assert progress.stalled() > 0
-    thread.calls[0].set_result(ChunkResult())
+    call.set_result(ChunkResult())
     await asyncio.wait({first})
     assert first.cancelled()
-    while len(thread.calls) < 2:
-        await asyncio.sleep(0)
-    thread.calls[1].set_result(ChunkResult())
+    (await thread.calls.get()).set_result(ChunkResult())
     await second
