@@ -50,7 +50,8 @@ class Chunks:
         finally:
             if self._computing is job:
                 self._computing = None
-                self._give_engine()
+                # Not at once: the job itself may ask for its next turn, and have fewer tokens left than others.
+                self._loop.call_soon(self._give_engine)
 
     async def run(self, job: Job, end: int) -> ChunkResult:
         """Compute the job's next tokens up to `end`; within a turn.

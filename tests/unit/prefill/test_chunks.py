@@ -13,8 +13,6 @@ from prefill_svc.chunks import Chunks
 from prefill_svc.job import Job, PrefillTask
 from prefill_svc.scheduler import Prompt, Scheduler
 
-PROMPT = list(range(40))
-
 
 class Thread:
     """An engine thread whose calls end when the test says so."""
@@ -28,26 +26,52 @@ class Thread:
         return call
 
 
+class Worker:
+    """Jobs that compute all their chunks, one after the other, on an engine that the test drives."""
+
+    def __init__(self, chunk_size: int) -> None:
+        engine = FakeEngine()
+        self.thread, self.progress = Thread(), Progress()
+        self._scheduler = Scheduler(engine.spec, chunk_size, 8)
+        self._jobs: dict[Prompt, Job] = {}
+        self._chunks = Chunks(engine, self.thread, self._scheduler, self.progress, self._jobs)  # type: ignore[arg-type]
+        self.order: list[str] = []
+
+    def start(self, name: str, tokens: int) -> asyncio.Task[None]:
+        task = PrefillTask(name, 0, "", range(tokens), (), (0,), SamplingParams(max_tokens=1, temperature=0.0))
+        entry = self._scheduler.admit(tokens, 100, 0.0)
+        job = self._jobs[entry] = Job.of(task, entry, 0.0)
+        return asyncio.create_task(self._compute(job))
+
+    async def _compute(self, job: Job) -> None:
+        while job.computed < len(job.ids):
+            async with self._chunks.turn(job) as end:
+                self.order.append(job.task.request_id)
+                self.progress.moved()
+                await self._chunks.run(job, end)
+        self._scheduler.remove(job.entry)
+
+
+async def test_the_shortest_prompt_keeps_the_engine_from_chunk_to_chunk() -> None:
+    worker = Worker(chunk_size=10)
+    long = worker.start("long", 100)
+    call = await worker.thread.calls.get()
+    short = worker.start("short", 50)
+    while not short.done():
+        call.set_result(ChunkResult())
+        call = await worker.thread.calls.get()
+        await asyncio.sleep(0)
+    assert worker.order == ["long", *["short"] * 5, "long"]
+    long.cancel()
+    call.set_result(ChunkResult())
+    await asyncio.wait({long})
+
+
 async def test_a_chunk_keeps_the_engine_until_it_has_ended_however_often_its_job_is_cancelled() -> None:
     """A hung engine must not look idle, and no other job may be sent to it."""
-    engine, thread, progress = FakeEngine(), Thread(), Progress()
-    scheduler = Scheduler(engine.spec, 20, 8)
-    jobs: dict[Prompt, Job] = {}
-    chunks = Chunks(engine, thread, scheduler, progress, jobs)  # type: ignore[arg-type]
-
-    def job() -> Job:
-        task = PrefillTask("r", 0, "", PROMPT, (), (0,), SamplingParams(max_tokens=1, temperature=0.0))
-        entry = scheduler.admit(len(PROMPT), 100, 0.0)
-        jobs[entry] = Job.of(task, entry, 0.0)
-        return jobs[entry]
-
-    async def compute(of: Job) -> None:
-        async with chunks.turn(of) as end:
-            progress.moved()
-            await chunks.run(of, end)
-
-    first = asyncio.create_task(compute(job()))
-    second = asyncio.create_task(compute(job()))
+    worker = Worker(chunk_size=40)
+    thread, progress = worker.thread, worker.progress
+    first, second = worker.start("first", 40), worker.start("second", 40)
     call = await thread.calls.get()
     for _ in range(3):
         first.cancel()
