@@ -44,7 +44,7 @@ _PROBE_S = 1.0
 """After a refusal without a hint: news could get lost, and the line must not stand for ever."""
 
 _LOOK = 64
-"""Of those who wait, so many are looked at for one that would find room."""
+"""Of those who wait, the first of each tenant and so many more are looked at for one that would find room."""
 
 _SHORTEST_PROBE_S, _LONGEST_PROBE_S = 0.05, 5.0
 
@@ -315,7 +315,8 @@ class Dispatcher:
 
     def _next(self, but: _Waiter | None) -> _Waiter | None:
         """Whose turn it is, if anybody's, but one that there is no seat for."""
-        looked_at = itertools.islice(self._line.candidates(self._loop.time()), _LOOK)
+        most = len(self._line.tenants) + _LOOK
+        looked_at = itertools.islice(self._line.candidates(self._loop.time()), most)
         return next((waiter for waiter in looked_at if waiter is not but and self._may_try(waiter)), None)
 
     def _may_try(self, waiter: _Waiter) -> bool:

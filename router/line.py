@@ -105,16 +105,23 @@ class WaitingLine(Generic[T]):
     def candidates(self, now: float) -> Iterator[T]:
         """All entries, those before whose turn comes first; the line must not change meanwhile.
 
-        Those past their deadline are left out, and leave the line when they have come to its head.
+        That is the first of each tenant in the order of their turns, then the second of each, and so on: however many
+        of one tenant's requests can't go on, they hide nobody else's. Those past their deadline are left out, and leave
+        the line when they have come to its head.
         """
         self._drop_late(now)
         if self._first is not None:
             yield self._first[0]
         # Of equals, `sorted` leaves the order: the queues lie in the order of their turns.
-        for tenant in sorted(self._queues, key=self._held):
-            for entry, deadline in self._queues[tenant].items():
-                if deadline > now:
+        queues = [iter(self._queues[tenant].items()) for tenant in sorted(self._queues, key=self._held)]
+        while queues:
+            longer = []
+            for queue in queues:
+                entry = next((entry for entry, deadline in queue if deadline > now), None)
+                if entry is not None:
                     yield entry
+                    longer.append(queue)
+            queues = longer
 
     def take(self, entry: T) -> None:
         """Hand an entry out; its tenant's next turn is after those of all others, unless it was the first of all."""

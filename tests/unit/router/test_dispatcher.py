@@ -397,3 +397,32 @@ async def test_a_tenant_below_its_share_is_not_kept_waiting_by_one_that_has_all_
         await asyncio.wait_for(held.placed.wait(), 30)
         await held.end()
     assert pool.seats == 0
+
+
+class RoomAttempt(FakeAttempt):
+    async def reserve(self, **asked: object) -> Reserved:
+        await asyncio.sleep(0)
+        fits = asked["context_tokens"] in range(101)
+        return GRANTED if fits else Reserved(False, "pages", False, 1.0, room_tokens=100)
+
+
+class RoomPool(FakePool):
+    """A decode worker with room for 100 tokens."""
+
+    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
+        return RoomAttempt(self)
+
+
+async def test_a_flood_of_large_contexts_hides_no_small_one_of_another_tenant() -> None:
+    asked = dispatcher(RoomPool(), prefill_limit=99, line_capacity=512)
+    running = Held(asked, "running", tokens=10, tenant="other")
+    await settle()
+    large = [Held(asked, f"large{i}", tokens=1000, tenant="flood") for i in range(80)]
+    await settle()
+    small = Held(asked, "small", tokens=10, tenant="other")
+    await settle()
+    assert small.placed.is_set()
+    for request in (running, small, *large):
+        request.task.cancel()
+    await settle()
+    asked.close()
