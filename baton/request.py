@@ -19,6 +19,7 @@ MAX_CACHE_SALT_BYTES = 256
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
+MAX_STOP_CHARACTERS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MIN_REPETITION_PENALTY = 2**-10
@@ -95,6 +96,8 @@ class SamplingParams:
         for i, text in enumerate(self.stop):
             if not text or len(text) > MAX_STOP_LENGTH:
                 raise InvalidRequest(f"stop[{i}]", f"must have 1 to {MAX_STOP_LENGTH} characters", text)
+        if (characters := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest("stop", f"may have at most {MAX_STOP_CHARACTERS} characters in all", characters)
         _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
         _at_most("logit_bias", self.logit_bias, MAX_LOGIT_BIAS, "entries")
         for token_id, bias in self.logit_bias:

@@ -19,7 +19,7 @@ from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import cache_policy_from_proto, sampling_from_proto
 from baton.tokenizer import Tokenizer
 from router.request import NoText, Request
-from router.stops import StopString
+from router.stops import StopStrings
 from router.threads import Threads
 
 MAX_ROLE_LENGTH = 64
@@ -109,7 +109,7 @@ class Intake:
             arrived=arrived,
             deadline=deadline,
             tenant=tenant,
-            stops=tuple(map(StopString.build, params.stop)),
+            stops=StopStrings(params.stop),
             cache=cache,
             salt=self._salt(tenant, message.cache_salt),
             detokenizer=lambda: (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.detokenizer import Detokenizer
 from baton.request import CachePolicy, SamplingParams
-from router.stops import StopString
+from router.stops import StopStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Request:
     arrived: float
     deadline: float | None = None
     tenant: str = ""
-    stops: tuple[StopString, ...] = ()
+    stops: StopStrings = field(default_factory=StopStrings)
     cache: CachePolicy = CachePolicy.READ_WRITE
     salt: bytes = b""
     detokenizer: Callable[[], Detokenizer] = field(default=lambda: NoText())

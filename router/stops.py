@@ -1,50 +1,81 @@
 """Stop strings across token borders. Pure.
 
-The text is read character by character by one Knuth–Morris–Pratt automaton for each stop string, so the result
-does not depend on how the text was cut into pieces, and the work per character is constant. The match that ends
-first wins; of two that end together, the longer.
+The text is read character by character by one automaton for all stop strings of a request (Aho and Corasick, 1975), so
+the result does not depend on how the text was cut into pieces, and the work per character depends neither on the number
+of stop strings nor on their length. The match that ends first wins; of two that end together, the longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable
 
 
-@dataclass(frozen=True, slots=True)
-class StopString:
-    """A stop string; `borders[i]` is the length of the longest border of `text[:i + 1]`."""
+class StopStrings:
+    """The automaton of some stop strings; choices of a request share it.
 
-    text: str
-    borders: tuple[int, ...]
+    A node stands for a prefix of a stop string: the longest one that the text read so far ends with. Node 0 is empty.
+    """
 
-    @classmethod
-    def build(cls, text: str) -> StopString:
-        """Compute the table (Knuth, Morris, Pratt 1977)."""
-        borders = [0]
-        for char in text[1:]:
-            length = borders[-1]
-            while length and text[length] != char:
-                length = borders[length - 1]
-            borders.append(length + (text[length] == char))
-        return cls(text, tuple(borders))
+    def __init__(self, stops: Iterable[str] = ()) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._shorter = [0]
+        """By node: the node of the next shorter prefix that it ends with."""
+        self.match = [0]
+        """By node: characters of the longest stop string that it ends with; 0 if there is none."""
+        self.hold = [0]
+        """By node: characters at its end that a stop string could begin with."""
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        self._first = frozenset(self._next[0])
 
-    def advance(self, matched: int, char: str) -> int:
-        """Characters of the stop string matched after `char`, given those matched before it."""
-        while matched and self.text[matched] != char:
-            matched = self.borders[matched - 1]
-        return matched + (self.text[matched] == char)
+    def misses(self, text: str) -> bool:
+        """Whether no stop string begins anywhere in the text."""
+        return self._first.isdisjoint(text)
+
+    def advance(self, node: int, char: str) -> int:
+        """The node after one more character."""
+        while (found := self._next[node].get(char)) is None:
+            if not node:
+                return 0
+            node = self._shorter[node]
+        return found
+
+    def _add(self, stop: str) -> None:
+        node = 0
+        for char in stop:
+            if char not in self._next[node]:
+                self._next[node][char] = len(self._next)
+                self._next.append({})
+                self.match.append(0)
+            node = self._next[node][char]
+        self.match[node] = len(stop)
+
+    def _link(self) -> None:
+        """Set what follows from shorter prefixes, which come first."""
+        depth = [0] * len(self._next)
+        self._shorter, self.hold = [0] * len(self._next), [0] * len(self._next)
+        waiting = deque([0])
+        while waiting:
+            node = waiting.popleft()
+            for char, longer in self._next[node].items():
+                depth[longer] = depth[node] + 1
+                shorter = self.advance(self._shorter[node], char) if node else 0
+                self._shorter[longer] = shorter
+                self.match[longer] = self.match[longer] or self.match[shorter]
+                self.hold[longer] = depth[longer] if self._next[longer] else self.hold[shorter]
+                waiting.append(longer)
 
 
 class StopMatcher:
     """Watches one text for stop strings, and holds back exactly the longest suffix that could begin one."""
 
-    def __init__(self, stops: Sequence[StopString], *, include_stop: bool = False) -> None:
+    def __init__(self, stops: StopStrings, *, include_stop: bool = False) -> None:
         self._stops = stops
         self._include_stop = include_stop
-        self._matched = [0] * len(stops)
+        self._node = 0
         self._held = ""
-        self._first = frozenset(stop.text[0] for stop in stops)
         self.found: str | None = None
         """The stop string that ended the text."""
 
@@ -55,23 +86,17 @@ class StopMatcher:
         """
         if self.found is not None:
             return ""
-        if not self._held and self._first.isdisjoint(piece):
+        if not self._held and self._stops.misses(piece):
+            self._node = 0
             return piece
         text = self._held + piece
         for end, char in enumerate(piece, start=len(self._held) + 1):
-            pairs = zip(self._stops, self._matched, strict=True)
-            self._matched = [stop.advance(length, char) for stop, length in pairs]
-            pairs = zip(self._stops, self._matched, strict=True)
-            whole = [stop.text for stop, length in pairs if length == len(stop.text)]
-            if whole and counts:
-                self.found = max(whole, key=len)
+            self._node = self._stops.advance(self._node, char)
+            if counts and (length := self._stops.match[self._node]):
+                self.found = text[end - length : end]
                 self._held = ""
-                return text[: end if self._include_stop else end - len(self.found)]
-            if whole:
-                # The end of the ignored match may begin the next one.
-                pairs = zip(self._stops, self._matched, strict=True)
-                self._matched = [stop.borders[-1] if length == len(stop.text) else length for stop, length in pairs]
-        hold = max(self._matched)
+                return text[: end if self._include_stop else end - length]
+        hold = self._stops.hold[self._node]
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
 

@@ -38,6 +38,11 @@ LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"stop": ["x", "#" * (MAX_STOP_LENGTH + 1)]},
         "stop[1]: must have 1 to 1024 characters, got '###",
     ),
+    "stop characters": (
+        {"stop": ["#" * 1024] * 4},
+        {"stop": ["#" * 1024] * 4 + ["x"]},
+        "stop: may have at most 4096 characters in all, got 4097",
+    ),
     "stop_token_ids": (
         {"stop_token_ids": [299] * MAX_STOP_TOKEN_IDS},
         {"stop_token_ids": [299] * (MAX_STOP_TOKEN_IDS + 1)},

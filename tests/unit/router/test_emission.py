@@ -15,7 +15,7 @@ from router.emission import Emission
 from router.events import DecodeTimings, Output, Prefilled
 from router.outbox import Delta, News
 from router.request import Request
-from router.stops import StopString
+from router.stops import StopStrings
 
 
 class Letters:
@@ -30,7 +30,7 @@ class Letters:
 
 def emission(**sampling: object) -> Emission:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
-    stops = tuple(map(StopString.build, params.stop))
+    stops = StopStrings(params.stop)
     request = Request("r", (1, 2), params, 99, arrived=0.0, stops=stops, detokenizer=Letters)
     ticks = itertools.count(1)
     return Emission(request, lambda: float(next(ticks)))

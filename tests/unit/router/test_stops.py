@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.stops import StopMatcher, StopString
+from router.stops import StopMatcher, StopStrings
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
 def matcher(stops: list[str], *, include_stop: bool = False) -> StopMatcher:
-    return StopMatcher([StopString.build(stop) for stop in stops], include_stop=include_stop)
+    return StopMatcher(StopStrings(stops), include_stop=include_stop)
 
 
 def expected(text: str, stops: list[str], ignored: int = 0) -> tuple[str, str] | None:
@@ -73,3 +73,19 @@ def test_a_stop_string_over_three_pieces(include: bool, text: str) -> None:
 def test_false_alarm_is_shown() -> None:
     watched = matcher(["END"])
     assert [watched.push("E"), watched.push("N"), watched.push("!")] == ["", "", "EN!"]
+
+
+def test_the_work_per_character_does_not_grow_with_the_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, advance = 0, StopStrings.advance
+
+    def counted(self: StopStrings, node: int, char: str) -> int:
+        nonlocal steps
+        steps += 1
+        return advance(self, node, char)
+
+    watched = matcher([" " * 60 + chr(ord("a") + n) for n in range(26)])
+    monkeypatch.setattr(StopStrings, "advance", counted)
+    for _ in range(50):
+        watched.push(" " * 40)
+    assert steps == 50 * 40
+    assert len(watched.flush()) == 60
