@@ -37,7 +37,7 @@ _SHOWN = 120
 
 def shown(value: object) -> str:
     """`repr(value)`, cut so that a message stays readable whatever a caller sent."""
-    text = repr(value if not isinstance(value, (str, bytes)) else value[: _SHOWN + 1])
+    text = repr(value[: _SHOWN + 1] if isinstance(value, (str, bytes, list, tuple)) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(value) if hasattr(value, '__len__') else ''})"
 
 

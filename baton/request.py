@@ -92,14 +92,14 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 _between(name, count, 0, MAX_LOGPROBS)
-        _at_most("stop", self.stop, MAX_STOP_STRINGS, "strings")
+        check_count("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
         for i, text in enumerate(self.stop):
             if not text or len(text) > MAX_STOP_LENGTH:
                 raise InvalidRequest(f"stop[{i}]", f"must have 1 to {MAX_STOP_LENGTH} characters", text)
         if (characters := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
             raise InvalidRequest("stop", f"may have at most {MAX_STOP_CHARACTERS} characters in all", characters)
-        _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
-        _at_most("logit_bias", self.logit_bias, MAX_LOGIT_BIAS, "entries")
+        check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "token ids")
+        check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "entries")
         for token_id, bias in self.logit_bias:
             _between(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
@@ -112,7 +112,7 @@ class SamplingParams:
         """Raise InvalidRequest if a token id lies outside the vocabulary, more are allowed than it has, or none can
         be chosen, because `min_tokens` bans all that are allowed."""
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-        _at_most("allowed_token_ids", self.allowed_token_ids, vocab_size, "token ids")
+        check_count("allowed_token_ids", len(self.allowed_token_ids), vocab_size, "token ids")
         check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         for token_id, _ in self.logit_bias:
             if not 0 <= token_id < vocab_size:
@@ -260,6 +260,12 @@ def check_id(name: str, value: str, *, optional: bool = False) -> None:
         raise InvalidRequest(name, f"must have at most {MAX_ID_LENGTH} printable ASCII characters", value)
 
 
+def check_count(name: str, count: int, most: int, unit: str) -> None:
+    """Raise InvalidRequest naming the field if it has more than `most` elements."""
+    if count > most:
+        raise InvalidRequest(name, f"at most {most} {unit} are allowed", count)
+
+
 def check_length(name: str, value: str | bytes, most: int) -> None:
     """Raise InvalidRequest naming the field if `value` has more than `most` characters or bytes."""
     if len(value) > most:
@@ -270,8 +276,3 @@ def check_length(name: str, value: str | bytes, most: int) -> None:
 def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if not low <= value <= high or (open_low and value == low):
         raise InvalidRequest(name, f"must be in {'(' if open_low else '['}{low}, {high}]", value)
-
-
-def _at_most(name: str, values: Sequence[object], limit: int, unit: str) -> None:
-    if len(values) > limit:
-        raise InvalidRequest(name, f"at most {limit} {unit} are allowed", len(values))

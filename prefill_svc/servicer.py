@@ -11,12 +11,13 @@ import grpc
 from baton.engine.contract import EngineSpec
 from baton.errors import Cancelled, InvalidRequest
 from baton.pb import prefill_pb2, prefill_pb2_grpc
-from baton.request import MAX_ADDRESS_LENGTH, SamplingParams, check_id, check_length, check_token_ids
+from baton.request import MAX_ADDRESS_LENGTH, MAX_CHOICES, SamplingParams, check_count, check_id, check_length
 from baton.rpc.convert import (
     cache_policy_from_proto,
     cached_to_proto,
     first_token_to_proto,
     sampling_from_proto,
+    token_ids_from_proto,
     token_to_proto,
 )
 from baton.transfer.tickets import MAX_TICKET_BYTES
@@ -40,7 +41,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """Stream a job's events; a call that ends before `done` aborts it."""
         left = context.time_remaining()
         deadline = None if left is None else time.monotonic() + left
-        if len(request.prompt_token_ids) + len(request.output_token_ids) > _LARGE_TOKENS:
+        if _token_ids(request) > _LARGE_TOKENS:
             task = await asyncio.to_thread(task_from_proto, request, self._spec, deadline)
         else:
             task = task_from_proto(request, self._spec, deadline)
@@ -70,16 +71,17 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
     check_length("cache_salt", request.cache_salt, MOST_SALT_BYTES)
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", "must not be empty")
-    prompt_ids, output_ids = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
-    check_token_ids("prompt_token_ids", prompt_ids, spec.vocab_size)
-    check_token_ids("output_token_ids", output_ids, spec.vocab_size)
+    for name in ("prompt_token_ids", "output_token_ids"):
+        check_count(name, len(getattr(request, name)), spec.max_model_len, "token ids")
+    prompt_ids = token_ids_from_proto("prompt_token_ids", request.prompt_token_ids, spec.vocab_size)
+    output_ids = token_ids_from_proto("output_token_ids", request.output_token_ids, spec.vocab_size)
     params = _sampling(request, spec)
     return PrefillTask(
         request_id=request.request_id,
         attempt=request.attempt,
         transfer_id=request.transfer_id,
-        prompt_ids=prompt_ids,
-        output_ids=output_ids,
+        prompt_ids=tuple(prompt_ids),
+        output_ids=tuple(output_ids),
         choices=_choices(request, params),
         params=params,
         cache_salt=request.cache_salt,
@@ -109,6 +111,11 @@ def event_to_proto(event: PrefillProgress | PrefillDone) -> prefill_pb2.PrefillE
     )
 
 
+def _token_ids(request: prefill_pb2.PrefillRequest) -> int:
+    prompt, output, allowed = request.prompt_token_ids, request.output_token_ids, request.sampling.allowed_token_ids
+    return len(prompt) + len(output) + len(allowed)
+
+
 def _source(source: prefill_pb2.PrefixSource) -> PrefixSource:
     check_id("prefix_source.transfer_id", source.transfer_id, optional=True)
     check_id("prefix_source.incarnation", source.incarnation, optional=True)
@@ -118,7 +125,7 @@ def _source(source: prefill_pb2.PrefixSource) -> PrefixSource:
 
 
 def _sampling(request: prefill_pb2.PrefillRequest, spec: EngineSpec) -> SamplingParams:
-    params = sampling_from_proto(request.sampling)
+    params = sampling_from_proto(request.sampling, spec.vocab_size)
     params.check_model(spec.vocab_size, spec.eos_token_ids)
     if params.max_tokens is None:
         raise InvalidRequest("sampling.max_tokens", "must be set")
@@ -134,6 +141,7 @@ def _sampling(request: prefill_pb2.PrefillRequest, spec: EngineSpec) -> Sampling
 
 
 def _choices(request: prefill_pb2.PrefillRequest, params: SamplingParams) -> tuple[int, ...]:
+    check_count("choice_indexes", len(request.choice_indexes), MAX_CHOICES, "choices")
     choices = tuple(request.choice_indexes)
     if not choices:
         raise InvalidRequest("choice_indexes", "must not be empty")

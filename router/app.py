@@ -25,7 +25,7 @@ from baton.tokenizer import Tokenizer
 from baton.transfer.tickets import TicketSigner
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.intake import Intake, Model
+from router.intake import Intake, Model, largest_message
 from router.pipeline import Pipeline
 from router.pool import Pool
 from router.servicer import InferenceServicer
@@ -116,6 +116,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
                 roles=("client", "admin") if config.client_certs else (),
                 keys=keys,
                 streams=max(MAX_STREAMS, 2 * config.line_capacity),
+                message_bytes=largest_message(min(longest, config.max_model_len or longest), model.vocab_size),
                 guards=[Guard(tenants)],
                 shared=shared,
             )

@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from random import randrange
 from typing import Protocol
 
@@ -31,7 +32,7 @@ from router.dispatcher import Dispatcher
 from router.emission import Emission
 from router.events import Blame, Cause, Event, Failed, Output, Prefilled
 from router.place import Application, Place
-from router.prefill import LOSS_GRACE_S, PrefixSource, message, prefill
+from router.prefill import LARGE_REQUEST, LOSS_GRACE_S, PrefixSource, message, prefill
 from router.registry import Live, Registry
 from router.request import Request
 from router.retries import History
@@ -203,7 +204,9 @@ class Attempt:
     async def _prefill(self, place: Place, transfer_id: str, source: PrefixSource | None) -> None:
         request = self._request
         try:
-            asked = message(
+            run = self._means.threads.of(request.tenant)
+            make = partial(
+                message,
                 request_id=request.id,
                 attempt=self._number,
                 transfer_id=transfer_id,
@@ -215,13 +218,15 @@ class Attempt:
                 cache=request.cache,
                 source=source,
             )
+            sizes = map(len, (request.prompt_ids, self._output_ids, request.params.allowed_token_ids))
+            asked = await run(make) if sum(sizes) > LARGE_REQUEST else make()
             await prefill(
                 place.seat,
                 asked,
                 timeout=self._remaining(),
                 silence_s=self._means.config.prefill_silence_s,
                 deliver=self._deliver,
-                run=self._means.threads.of(request.tenant),
+                run=run,
             )
         except Exception as error:
             # Nobody waits for this task, and the attempt would wait until its deadline.

@@ -1,7 +1,8 @@
 """From the client's message to a request that can be served, or to the reason why it can't.
 
-Checks go from cheap to costly, and every refusal names the field and the value seen. Small texts are tokenized at
-once; larger ones on a thread, when it is their tenant's turn.
+Checks go from cheap to costly, and every refusal names the field and the value seen. The number of elements of a
+field is checked before any of them is read. Small requests are converted and tokenized at once; larger ones on a
+thread, when it is their tenant's turn.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import TypeVar
 
 from baton.errors import InvalidRequest, NotFound, shown
 from baton.pb import inference_pb2
-from baton.request import MAX_CACHE_SALT_BYTES, check_token_ids
+from baton.request import MAX_CACHE_SALT_BYTES, SamplingParams, check_count
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
-from baton.rpc.convert import cache_policy_from_proto, sampling_from_proto
+from baton.rpc.convert import cache_policy_from_proto, check_counts, sampling_from_proto, token_ids_from_proto
 from baton.tokenizer import Tokenizer
 from router.request import NoText, Request
 from router.stops import StopStrings
@@ -32,6 +33,12 @@ _INLINE_TOKENS = 4096
 _INLINE_MESSAGES = 64
 
 T = TypeVar("T")
+
+_LEAST_MESSAGE_BYTES = 4 << 20
+_TEXT_BYTES = 16
+_TOKEN_ID_BYTES = 5
+_OTHER_BYTES = 2 << 20
+"""Bytes of text for each token of the model's length, of one token id, and of all else in a request."""
 
 _LOGPROB_BYTES = 11
 _TOKEN_BYTES = 16
@@ -87,8 +94,9 @@ class Intake:
         cache = cache_policy_from_proto(message.cache)
         if (size := len(message.cache_salt.encode())) > MAX_CACHE_SALT_BYTES:
             raise InvalidRequest("cache_salt", f"may have at most {MAX_CACHE_SALT_BYTES} bytes", size)
-        params = sampling_from_proto(message.sampling)
-        params.check_model(self._model.vocab_size, self._model.eos_token_ids)
+        check_counts(message.sampling, self._model.vocab_size)
+        self._check_counts(message)
+        params = await self._params(message.sampling, tenant)
         field, prompt_ids = await self._prompt(message, tenant)
         limit, count = self.max_model_len(), len(prompt_ids)
         fits = min(limit, self._capacity() or limit)
@@ -133,12 +141,33 @@ class Intake:
     async def detokenize(self, message: inference_pb2.DetokenizeRequest, tenant: str = "") -> str:
         """Text of token ids. Raises InvalidRequest, NotFound or Overloaded."""
         self.check_model(message.model)
-        self._check_count("token_ids", len(message.token_ids))
-        check_token_ids("token_ids", message.token_ids, self._model.vocab_size)
-        tokenizer, token_ids = self._tokenizer("token_ids"), list(message.token_ids)
+        count, vocab_size = len(message.token_ids), self._model.vocab_size
+        self._check_fits("token_ids", count)
+        tokenizer = self._tokenizer("token_ids")
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
-        small = len(token_ids) <= _INLINE_TOKENS
-        return await self._work(lambda: tokenizer.decode(token_ids, skip_special_tokens=skip), tenant, inline=small)
+
+        def decode() -> str:
+            token_ids = token_ids_from_proto("token_ids", message.token_ids, vocab_size)
+            return tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+        return await self._work(decode, tenant, inline=count <= _INLINE_TOKENS)
+
+    def _check_counts(self, message: inference_pb2.GenerateRequest) -> None:
+        match message.WhichOneof("prompt"):
+            case "chat":
+                self._check_messages(message.chat)
+            case "token_ids":
+                self._check_fits("token_ids", len(message.token_ids.ids))
+
+    async def _params(self, message: inference_pb2.SamplingParams, tenant: str) -> SamplingParams:
+        model = self._model
+
+        def convert() -> SamplingParams:
+            params = sampling_from_proto(message, model.vocab_size)
+            params.check_model(model.vocab_size, model.eos_token_ids)
+            return params
+
+        return await self._work(convert, tenant, inline=len(message.allowed_token_ids) <= _INLINE_TOKENS)
 
     async def _prompt(self, message: inference_pb2.GenerateRequest, tenant: str) -> tuple[str, Sequence[int]]:
         """The field that holds the prompt, and its token ids."""
@@ -151,9 +180,9 @@ class Intake:
             case "chat":
                 prompt_ids = await self._chat(message.chat, tenant)
             case "token_ids":
-                self._check_count("token_ids", len(message.token_ids.ids))
-                prompt_ids = list(message.token_ids.ids)
-                check_token_ids("token_ids", prompt_ids, self._model.vocab_size)
+                ids = message.token_ids.ids
+                convert = partial(token_ids_from_proto, "token_ids", ids, self._model.vocab_size)
+                prompt_ids = await self._work(convert, tenant, inline=len(ids) <= _INLINE_TOKENS)
             case _:
                 raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
         if not prompt_ids:
@@ -169,11 +198,7 @@ class Intake:
 
     async def _chat(self, chat: inference_pb2.Chat, tenant: str) -> list[int]:
         tokenizer = self._tokenizer("chat")
-        if not chat.messages:
-            raise InvalidRequest("chat.messages", "must not be empty", [])
-        if (count := len(chat.messages)) > MAX_CHAT_MESSAGES:
-            raise InvalidRequest("chat.messages", f"at most {MAX_CHAT_MESSAGES} are allowed", count)
-        self._check_count("chat.messages", count)
+        self._check_messages(chat)
         prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         limit = self.max_model_len()
 
@@ -183,7 +208,7 @@ class Intake:
             text = tokenizer.render_chat(messages, add_generation_prompt=prompted)
             return tokenizer.encode(text, add_special_tokens=False)
 
-        small = count <= _INLINE_MESSAGES and chat.ByteSize() <= _INLINE_BYTES
+        small = len(chat.messages) <= _INLINE_MESSAGES and chat.ByteSize() <= _INLINE_BYTES
         return await self._work(render_and_encode, tenant, inline=small)
 
     async def _work(self, function: Callable[[], T], tenant: str, *, inline: bool) -> T:
@@ -193,15 +218,27 @@ class Intake:
         self._threads.check(tenant)
         return await self._threads.run(tenant, function)
 
-    def _check_count(self, field: str, count: int) -> None:
+    def _check_fits(self, field: str, count: int) -> None:
         """Refuse what is longer than the model's length before a pass over it holds up the event loop."""
         if count > (limit := self.max_model_len()):
             raise InvalidRequest(field, f"at most {limit} fit the model's length", count)
+
+    def _check_messages(self, chat: inference_pb2.Chat) -> None:
+        if not chat.messages:
+            raise InvalidRequest("chat.messages", "must not be empty", [])
+        check_count("chat.messages", len(chat.messages), MAX_CHAT_MESSAGES, "messages")
+        self._check_fits("chat.messages", len(chat.messages))
 
     def _tokenizer(self, field: str) -> Tokenizer:
         if self._model.tokenizer is None:
             raise InvalidRequest(field, "the model has no tokenizer; send token_ids")
         return self._model.tokenizer
+
+
+def largest_message(max_model_len: int, vocab_size: int) -> int:
+    """Bytes of the largest message that a client may need to send; parsing one holds up the event loop."""
+    needed = max_model_len * _TEXT_BYTES + vocab_size * _TOKEN_ID_BYTES + _OTHER_BYTES
+    return min(max(needed, _LEAST_MESSAGE_BYTES), CONTROL_MESSAGE_BYTES)
 
 
 def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:

@@ -13,6 +13,7 @@ from baton.errors import BatonError, Overloaded, Unavailable
 from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.request import CachePolicy, SamplingParams
 from baton.rpc.convert import (
+    add_token_ids,
     cache_policy_to_proto,
     cached_from_proto,
     first_token_from_proto,
@@ -30,6 +31,9 @@ LOSS_GRACE_S = 0.5
 
 LARGE_REPORT = 256
 """Prompt tokens from which on their log-probabilities are converted on a thread."""
+
+LARGE_REQUEST = 16_384
+"""Token ids from which on a request is made into a message on a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +61,19 @@ def message(
     source: PrefixSource | None = None,
 ) -> prefill_pb2.PrefillRequest:
     """The request of one attempt; `transfer_id` is empty when no decode follows."""
-    return prefill_pb2.PrefillRequest(
+    asked = prefill_pb2.PrefillRequest(
         request_id=request_id,
         attempt=attempt,
         transfer_id=transfer_id,
-        prompt_token_ids=prompt_ids,
-        output_token_ids=output_ids,
         choice_indexes=choices,
         sampling=sampling_to_proto(params),
         cache_salt=cache_salt,
         cache=cache_policy_to_proto(cache),
         prefix_source=None if source is None else prefill_pb2.PrefixSource(**asdict(source)),
     )
+    add_token_ids(asked.prompt_token_ids, prompt_ids)
+    add_token_ids(asked.output_token_ids, output_ids)
+    return asked
 
 
 async def prefill(

@@ -18,7 +18,7 @@ import grpc
 from baton.rpc.tls import Tls, role_name
 
 CONTROL_MESSAGE_BYTES = 64 << 20
-"""Largest message that a control or inference listener, or a client, receives."""
+"""Largest message that a worker's control listener or a client receives, and the most that a router's listener may."""
 
 KV_MESSAGE_BYTES = 16 << 20
 """Largest message on a KV connection: a frame of about 4 MiB, or the handoff of a very long prompt."""

@@ -8,12 +8,16 @@ raise InvalidRequest.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat, KvPart
 from baton.pb import inference_pb2, kv_pb2
 from baton.request import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
     CachedTokens,
     CachePolicy,
     FinishReason,
@@ -23,10 +27,12 @@ from baton.request import (
     Timings,
     TokenInfo,
     Usage,
+    check_count,
+    check_token_ids,
 )
 
 if TYPE_CHECKING:
-    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer, RepeatedScalarFieldContainer
 
 _FINISH_TO_PROTO = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -69,6 +75,10 @@ _PLAIN = (
 )
 _REPEATED = ("stop", "stop_token_ids", "allowed_token_ids")
 
+_TOKEN_IDS = 2**32
+_PIECE = 16_384
+"""Token ids converted at a time: one call holds the GIL until it ends, so a thread must make many."""
+
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
     """All that is set; token ids and counts must fit 32 bits."""
@@ -81,12 +91,40 @@ def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
     return message
 
 
-def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams:
-    """Absent fields get their defaults; raises InvalidRequest naming a field out of range."""
+def check_counts(message: inference_pb2.SamplingParams, vocab_size: int = _TOKEN_IDS) -> None:
+    """Raise InvalidRequest naming a field with too many elements, without looking at any of them."""
+    check_count("stop", len(message.stop), MAX_STOP_STRINGS, "strings")
+    check_count("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS, "token ids")
+    check_count("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS, "entries")
+    check_count("allowed_token_ids", len(message.allowed_token_ids), vocab_size, "token ids")
+
+
+def sampling_from_proto(message: inference_pb2.SamplingParams, vocab_size: int = _TOKEN_IDS) -> SamplingParams:
+    """Absent fields get their defaults; raises InvalidRequest naming a field that is too long or out of range."""
+    check_counts(message, vocab_size)
     values = {name: getattr(message, name) for name in _PLAIN}
     values |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     values |= {name: tuple(getattr(message, name)) for name in _REPEATED}
     return SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **values)
+
+
+def token_ids_from_proto(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The ids of a repeated field; raises InvalidRequest naming the first one outside the vocabulary.
+
+    On a thread it lets other threads run between pieces.
+    """
+    found: list[int] = []
+    for start in range(0, len(ids), _PIECE):
+        piece = ids[start : start + _PIECE]
+        check_token_ids(name, piece, vocab_size, start)
+        found.extend(piece)
+    return found
+
+
+def add_token_ids(field: RepeatedScalarFieldContainer[int], ids: Sequence[int]) -> None:
+    """Append to a repeated field. On a thread it lets other threads run between pieces."""
+    for start in range(0, len(ids), _PIECE):
+        field.extend(ids[start : start + _PIECE])
 
 
 def token_to_proto(token: TokenInfo) -> inference_pb2.TokenInfo:

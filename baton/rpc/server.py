@@ -43,7 +43,6 @@ _OPTIONS: Options = [
     *KEEPALIVE,
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES),
     ("grpc.max_metadata_size", METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", METADATA_MOST_BYTES),
 ]
@@ -88,6 +87,7 @@ async def listen(
     roles: Sequence[str] = (),
     keys: Mapping[str, str] = MappingProxyType({}),
     streams: int = MAX_STREAMS,
+    message_bytes: int = CONTROL_MESSAGE_BYTES,
     guards: Sequence[grpc.aio.ServerInterceptor] = (),
     shared: bool = False,
 ) -> AsyncIterator[Listener]:
@@ -95,10 +95,10 @@ async def listen(
 
     `services` are full names, for health and reflection. At the end running calls have `grace` seconds;
     no handler runs after the block. `roles` are those that callers must have a certificate of, if there is `tls`;
-    `keys` are the settings, by name, without which callers could not be told apart; `guards` are interceptors that
-    stand behind the error mapping; `shared` lets other processes listen on the same port. Raises ConfigError naming
-    `field`, the setting that the address comes from, and the address if it can't be bound, or lies beyond loopback
-    without TLS and keys and without `insecure`.
+    `keys` are the settings, by name, without which callers could not be told apart; `message_bytes` is the size of
+    the largest request; `guards` are interceptors that stand behind the error mapping; `shared` lets other processes
+    listen on the same port. Raises ConfigError naming `field`, the setting that the address comes from, and the address
+    if it can't be bound, or lies beyond loopback without TLS and keys and without `insecure`.
     """
     check_reach(address, insecure=insecure, tls=tls is not None, keys=keys, field=field)
     try:
@@ -107,7 +107,7 @@ async def listen(
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from None
     boundary = Boundary(partial(admit, roles=roles) if tls and roles else None)
-    server = _server([boundary, *guards], streams, shared=shared)
+    server = _server([boundary, *guards], streams, message_bytes, shared=shared)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = [*services, health.SERVICE_NAME]
@@ -131,10 +131,13 @@ async def listen(
         await boundary.ended(_HANDLERS_S)
 
 
-def _server(interceptors: Sequence[grpc.aio.ServerInterceptor], streams: int, *, shared: bool) -> grpc.aio.Server:
+def _server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor], streams: int, message_bytes: int, *, shared: bool
+) -> grpc.aio.Server:
     options = [
         *_OPTIONS,
         ("grpc.max_concurrent_streams", streams),
+        ("grpc.max_receive_message_length", message_bytes),
         # Two processes on one port share its connections without a word, so it must be meant.
         ("grpc.so_reuseport", int(shared)),
     ]

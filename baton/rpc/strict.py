@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
@@ -22,6 +23,11 @@ from baton.errors import InvalidRequest
 Deserializer = Callable[[bytes], object]
 
 _SHOWN_BYTES = 8
+_MOST_ELEMENTS = 4096
+"""Elements of a repeated field or a map that are searched; a request within its limits has no more."""
+
+
+_SEARCHED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +78,20 @@ def _input_type(method: str) -> Descriptor | None:
 
 
 def _strings(descriptor: Descriptor, shadow: Message, prefix: str = "") -> Iterator[tuple[str, bytes]]:
-    """Path and bytes of every set string, in the order of field numbers; the values of maps included."""
+    """Path and bytes of the set strings, in the order of field numbers; the values of maps included."""
     for field, value in shadow.ListFields():
         original = descriptor.fields_by_number[field.number]
         path = f"{prefix}{field.name}"
+        if original.type not in _SEARCHED:
+            continue
         if original.message_type is not None and original.message_type.GetOptions().map_entry:
             entry = original.message_type.fields_by_name["value"]
-            for key, item in value.items():
+            if entry.type not in _SEARCHED:
+                continue
+            for key, item in islice(value.items(), _MOST_ELEMENTS):
                 yield from _value(entry, item, f"{path}[{key!r}]")
         elif field.is_repeated:
-            for index, item in enumerate(value):
+            for index, item in enumerate(islice(value, _MOST_ELEMENTS)):
                 yield from _value(original, item, f"{path}[{index}]")
         else:
             yield from _value(original, value, path)

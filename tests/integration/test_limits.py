@@ -22,9 +22,11 @@ from baton.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from baton.rpc.channel import CONTROL_MESSAGE_BYTES, METADATA_BYTES, METADATA_MOST_BYTES
+from baton.rpc.channel import METADATA_BYTES, METADATA_MOST_BYTES
+from router.intake import largest_message
 from tests.fleet import Fleet
 from tests.integration.router_bench import bench, refused, request, whole
+from tests.integration.router_stubs import MAX_MODEL_LEN
 
 LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "n": ({"n": MAX_CHOICES}, {"n": MAX_CHOICES + 1}, "n: must be in [1, 64], got 65"),
@@ -83,9 +85,10 @@ async def test_messages_and_metadata_beyond_their_limits_are_refused_with_sizes(
         )
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert f"vs. {METADATA_MOST_BYTES}" in (error.details() or "")
-        error = await refused(b.client.Generate(request("x" * CONTROL_MESSAGE_BYTES), timeout=60))
+        largest = largest_message(MAX_MODEL_LEN, 300)
+        error = await refused(b.client.Generate(request("x" * largest), timeout=60))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert str(CONTROL_MESSAGE_BYTES) in (error.details() or "")
+        assert f"vs. {largest}" in (error.details() or "")
         assert (await b.answer(max_tokens=1)).text() == "a"
 
 

@@ -231,7 +231,7 @@ BAD = {
     "no messages": (asked(chat={}), "chat.messages: must not be empty"),
     "no role": (asked(chat={"messages": [{"content": "x"}]}), "chat.messages[0].role: must have 1 to 64 characters"),
     "huge role": (
-        asked(chat={"messages": [{"role": "u", "content": "x"}, {"role": "u" * 10_000_000}]}),
+        asked(chat={"messages": [{"role": "u", "content": "x"}, {"role": "u" * 4_000_000}]}),
         "chat.messages[1].role: must have 1 to 64 characters, got 'uuu",
     ),
     "turns": (
@@ -258,7 +258,7 @@ BAD = {
         asked(text="x" * 63),
         "text: 64 prompt tokens + 1 to generate exceed the model's length of 64",
     ),
-    "huge": (asked(text="x" * 10_000_000), "text: 10000000 bytes can't fit: 64 tokens"),
+    "huge": (asked(text="x" * 4_000_000), "text: 4000000 bytes can't fit: 64 tokens"),
 }
 
 

@@ -12,6 +12,7 @@ from baton.pb import prefill_pb2
 from baton.request import SamplingParams
 from baton.rpc.convert import sampling_to_proto
 from prefill_svc.servicer import task_from_proto
+from tests.unread import COUNT, WithUnread
 
 LONG = "x" * (1 << 20)
 SPEC = FakeEngine().spec
@@ -48,3 +49,12 @@ def test_what_is_kept_of_a_caller_is_short(field: str, changes: dict[str, Any]) 
     with pytest.raises(InvalidRequest, match=f"^{field}: must have at most ") as refused:
         task_from_proto(request(**changes), SPEC, None)
     assert len(str(refused.value)) < 250
+
+
+@pytest.mark.parametrize(
+    "path", ["prompt_token_ids", "output_token_ids", "choice_indexes", "sampling.allowed_token_ids", "sampling.stop"]
+)
+def test_a_field_is_counted_before_any_of_it_is_read(path: str) -> None:
+    message: Any = WithUnread(request(), path)
+    with pytest.raises(InvalidRequest, match=rf"^{path.rpartition('.')[2]}: at most \d+ .*, got {COUNT}$"):
+        task_from_proto(message, SPEC, None)

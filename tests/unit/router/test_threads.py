@@ -102,5 +102,5 @@ async def test_a_tenants_queue_is_bounded() -> None:
 async def test_a_chat_of_too_many_messages_is_refused() -> None:
     intake = Intake(Model("m", 300, (), cast(Tokenizer, object())), lambda: 10**6, Threads(1))
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1))
-    with pytest.raises(InvalidRequest, match=r"^chat.messages: at most 4096 are allowed, got 4097$"):
+    with pytest.raises(InvalidRequest, match=r"^chat.messages: at most 4096 messages are allowed, got 4097$"):
         await intake.tokenize(inference_pb2.TokenizeRequest(chat=chat))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.pb import decode_pb2, inference_pb2
+from baton.rpc import strict as module
 from baton.rpc.strict import Undecodable, strict
 
 GENERATE = "/baton.v1.Inference/Generate"
@@ -66,3 +69,23 @@ def test_what_is_no_message_at_all_is_said_so() -> None:
 def test_raw_bytes_and_unknown_services_are_left_alone() -> None:
     assert strict(None, GENERATE) is None
     assert strict(bytes, "/elsewhere.Service/Method") is bytes
+
+
+def test_the_search_for_the_bad_field_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = 0
+
+    def value(*arguments: object) -> object:
+        nonlocal searched
+        searched += 1
+        return search(*arguments)  # type: ignore[arg-type]
+
+    search = module._value
+    monkeypatch.setattr(module, "_value", value)
+    many = inference_pb2.SamplingParams(
+        stop_token_ids=[1] * 50_000, logit_bias=dict.fromkeys(range(50_000), 1.0), stop=["a"] * 50_000
+    )
+    request = inference_pb2.GenerateRequest(sampling=many, cache_salt="spoiled")
+    assert refusal(request, b"spoiled").startswith("cache_salt: not valid UTF-8 at byte 0")
+    assert searched < 5_000
+    many.stop.append("spoiled")
+    assert refusal(inference_pb2.GenerateRequest(sampling=many), b"spoiled").startswith("request: not a valid ")
