@@ -54,6 +54,8 @@ class Attempt:
     cancelled: set[int] = field(default_factory=set)
     choices: dict[int, Choice] = field(default_factory=dict)
     pending: Pending | None = None
+    stepped: bool = False
+    """Whether it has had a token."""
 
     @property
     def key(self) -> AttemptKey:

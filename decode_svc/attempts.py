@@ -98,6 +98,11 @@ class Attempts:
         """Choices that are still to be forked."""
         return sum(attempt.forks for attempt in self._pending)
 
+    @property
+    def newcomers(self) -> int:
+        """Attempts that have had no token from this worker yet."""
+        return sum(not attempt.stepped for attempt in self._live.values())
+
     def get(self, session: int, key: AttemptKey) -> Attempt | None:
         """The live attempt of that name."""
         return self._live.get((session, key))

@@ -41,8 +41,8 @@ class Load:
         for state in ("used", "free", "cached"):
             metrics.PAGES.labels("decode", state).set(getattr(stats, state))
 
-    def status(self, paused: int, pending: int) -> WorkerLoad:
-        """The load now, with so many sequences paused, and so many choices still to be forked."""
+    def status(self, paused: int, pending: int, newcomers: int) -> WorkerLoad:
+        """The load now: sequences that are paused, choices still to be forked, attempts without a token."""
         stats, spec = self._engine.stats(), self._engine.spec
         return WorkerLoad(
             waiting=self._last.waiting + pending,
@@ -55,4 +55,5 @@ class Load:
             slots_total=spec.slots,
             tokens_per_second=self._tokens_per_second,
             sequences_paused=paused,
+            newcomers=newcomers,
         )

@@ -38,7 +38,7 @@ from baton.worker.blocks import Blocks
 from baton.worker.caches import Caches
 from baton.worker.prefix_news import PrefixNews
 from baton.worker.progress import Progress
-from baton.worker.status import StatusHub, WorkerIdentity
+from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad
 from baton.worker.thread import EngineThread
 from decode_svc.admission import Admission
 from decode_svc.attempt import Attempt
@@ -77,7 +77,7 @@ class DecodeService:
         self._asyncio = loop = asyncio.get_running_loop()
         self._news = PrefixNews(engine, cache, lambda: self.status.changed())
         self._load = Load(engine)
-        self.status = StatusHub(identity, lambda: self._load.status(self.loop.paused, self.attempts.forks), self._news)
+        self.status = StatusHub(identity, self._status_load, self._news)
         self.progress = Progress()
         self.failed: asyncio.Future[None] = loop.create_future()
         self._config = config
@@ -315,6 +315,7 @@ class DecodeService:
             if owner is None:
                 continue
             attempt, choice = owner
+            attempt.stepped = True
             self._sessions[attempt.session].tell(
                 Output(attempt.key, choice, output.output_index, output.tokens, output.finish, output.timings)
             )
@@ -396,6 +397,9 @@ class DecodeService:
         self._load_due = False
         self._load_changed()
         self._fork()
+
+    def _status_load(self) -> WorkerLoad:
+        return self._load.status(self.loop.paused, self.attempts.forks, self.attempts.newcomers)
 
     def _load_changed(self) -> None:
         self._load.show_pages()

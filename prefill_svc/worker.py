@@ -132,6 +132,7 @@ class PrefillWorker:
             page_size=self._engine.spec.page_size,
             tokens_per_second=scheduler.rate.value,
             pages_cached=stats.cached,
+            newcomers=len(self._queue),
         )
 
     async def ledger(self) -> Ledger:

@@ -35,6 +35,8 @@ class Loss:
     """Whether it is a death for all that is known."""
     settled: bool = False
     """Whether that was seen, and is not just presumed."""
+    shared: bool = False
+    """Whether requests of other routers were there that may have killed the worker."""
     _listeners: list[Callable[[], object]] = field(default_factory=list)
 
     def on_settled(self, listener: Callable[[], object]) -> None:
@@ -59,8 +61,10 @@ class Losses:
         self._losses: deque[Loss] = deque(maxlen=_KEPT)
         self._unsettled: list[Loss] = []
 
-    def lost(self, worker: str, incarnation: str, suspects: int, now: float) -> Loss:
+    def lost(self, worker: str, incarnation: str, suspects: int, now: float, *, shared: bool) -> Loss:
         """A connection with a worker is lost, at which so many requests are suspects.
+
+        `shared` when requests of other routers may have killed it as well.
 
         What is lost of the same incarnation within SAME_EVENT_S is one loss.
         """
@@ -74,6 +78,7 @@ class Losses:
             self._losses.append(loss)
         if loss not in self._unsettled:
             self._unsettled = [*self._unsettled, loss][-_KEPT:]
+        loss.shared = loss.shared or shared
         if suspects and not loss.share:
             loss.share = 1 / suspects
         return loss

@@ -124,8 +124,8 @@ class Pipeline:
             try:
                 await Attempt(self._means, work, choices, history).run(delay_s)
             except AttemptFailed as attempt:
-                if emission.emitted(choices) > before:
-                    history.progressed()
+                if (tokens := emission.emitted(choices) - before) > 0:
+                    history.progressed(tokens // len(choices))
                 await self._judge(work.request, history, attempt)
                 delay_s = self._retry(work.request, history, attempt)
 

@@ -1,13 +1,15 @@
 """Which failed attempts are followed by another one, and when. Pure.
 
-    fault       something is wrong with a worker or a pair: at most `max_attempts`, each charged to the budget
+    fault       something is wrong with a worker or a pair: at most `max_attempts`, each charged to the budget; those
+                before an attempt that brought FORGIVEN_TOKENS do not count
     loss        the connection with the worker was lost: free of charge; a request that worker deaths point at runs
                 alone, and ends if the worker dies then too
     drain, preemption, refusal by a full worker: nobody's fault, free of charge
 
-All together are bounded by MOST_ATTEMPTS in a row that brought no token. The budget is the router's: retries of faults
-may be a share of the requests that were accepted, and a few more each second, so that a fleet in which everything fails
-is not asked the same again and again by everybody at once.
+All together are bounded by MOST_ATTEMPTS in a row that brought no token, and by as many deaths of workers without a
+token from decode. The budget is the router's: retries of faults may be a share of the requests that were accepted, and
+a few more each second, so that a fleet in which everything fails is not asked the same again and again by everybody at
+once.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from router.losses import Loss
 
 MOST_ATTEMPTS = 16
 DEATHS_UNTIL_ALONE = 2
+FORGIVEN_TOKENS = 64
+"""An attempt that brought so many tokens proves that the faults before it were not the request's."""
 MOST_EXCUSED = 4
 """Deaths of workers that a request had for itself and that do not end it, while other workers die without it."""
 
@@ -88,10 +92,10 @@ class History:
         return len(shares) >= DEATHS_UNTIL_ALONE and sum(shares) >= 1 - _ROUNDING
 
     def lost(self, loss: Loss, *, alone: bool) -> None:
-        """It is a suspect of a loss; `alone` when nothing else was there."""
+        """It is a suspect of a loss; `alone` when no other request of this router was there."""
         if loss not in self.losses:
             self.losses.append(loss)
-            if alone:
+            if alone and not loss.shared:
                 self.losses_alone.append(loss)
 
     def passed(self) -> None:
@@ -110,9 +114,14 @@ class History:
         """The history of one of the choices from here on; numbers stay common, since they name attempts."""
         return replace(self, losses=self.losses.copy(), losses_alone=self.losses_alone.copy())
 
-    def progressed(self) -> None:
-        """The latest attempt brought tokens: what was tried before it bounds nothing any more."""
+    def progressed(self, tokens: int) -> None:
+        """The latest attempt brought so many tokens of each choice.
+
+        A few tokens forgive no faults: a request at which every step raises soon after its begin must end.
+        """
         self.attempts = 0
+        if tokens >= FORGIVEN_TOKENS:
+            self.faults = self.refusals = 0
 
     def retry(
         self,
@@ -134,7 +143,8 @@ class History:
                 self.refusals += 1
                 if self.refusals >= max_attempts and isinstance(error, Overloaded) and error.retry_after is None:
                     raise error
-        if self.attempts >= MOST_ATTEMPTS:
+        # Prefill's token is progress of the stream, but says nothing of a request that kills decode workers.
+        if max(self.attempts, sum(loss.death for loss in self.losses)) >= MOST_ATTEMPTS:
             raise error
         if failed.cause is Cause.FAULT and self.faults > 1:
             return _pause(self.faults - 2, jitter)

@@ -252,6 +252,11 @@ class DecodeSession:
         """Number of attempts that live."""
         return len(self._attempts)
 
+    @property
+    def newcomers(self) -> int:
+        """Number of attempts that the worker was asked for, and has said no token of."""
+        return sum(attempt.asked and not attempt.stepped for attempt in self._attempts.values())
+
     def attempt(self, request_id: str, number: int, deliver: Deliver) -> DecodeAttempt:
         """A new attempt whose events go to `deliver`; raises Unavailable when the session is over."""
         if not self.open:

@@ -96,6 +96,8 @@ class WorkerLink:
         self._seats: set[Seat] = set()
         self._present: dict[Seat, str] = {}
         """Requests that the worker computes, or whose KV is fetched from it."""
+        self._shared = False
+        """Whether requests of other routers without a token were there, by its latest status."""
         self._lost = asyncio.Event()
         self._ending: tuple[str, Cause] | None = None
         self._dispatched = 0
@@ -292,6 +294,7 @@ class WorkerLink:
         self.status, self._incarnation = status, status.identity.incarnation
         self._losses.heard(self._label, self._incarnation)
         self._granted_tokens = self._granted_slots = 0
+        self._shared = status.load.newcomers > self._newcomers()
         self._said, self._left = "", False
         self._observer.changed(self)
 
@@ -323,7 +326,15 @@ class WorkerLink:
     def _loss(self, cause: Cause, suspects: int) -> Loss | None:
         if cause is not Cause.LOST:
             return None
-        return self._losses.lost(self._label, self._incarnation, suspects, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        return self._losses.lost(self._label, self._incarnation, suspects, now, shared=self._shared)
+
+    def _newcomers(self) -> int:
+        """This router's requests that are here and have had no token from the worker."""
+        if self.role is WorkerRole.DECODE:
+            return self.session.newcomers if self.session else 0
+        # A seat is given up at the first token, and its request stays until the KV is fetched.
+        return len(self._seats & self._present.keys())
 
     def _session_ended(self, suspects: int) -> Ending:
         reason, cause = self._ending or ("", Cause.DRAIN if self.draining else Cause.LOST)

@@ -86,6 +86,8 @@ class WorkerLoad:
     tokens_per_second: float = 0.0
     sequences_paused: int = 0
     pages_cached: int = 0
+    newcomers: int = 0
+    """Requests of all routers that have had no token from the worker yet."""
 
 
 @dataclass(frozen=True, slots=True)

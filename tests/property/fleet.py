@@ -114,6 +114,7 @@ class Worker:
     draining: bool = False
     full: bool = False
     calls: list[Call] = field(default_factory=list)
+    watches: list[Call] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     held: dict[tuple[str, int], Held] = field(default_factory=dict)
 
@@ -131,8 +132,17 @@ class Worker:
             max_model_len=64,
             shards=(Shard(":7001", 0, 2, 0, 2),),
         )
-        load = WorkerLoad(pages_total=64, page_size=16, slots_total=8, tokens_per_second=1000)
+        newcomers = sum(not held.said for held in self.held.values())
+        newcomers += sum(not job.computed for job in self.jobs)
+        load = WorkerLoad(
+            pages_total=64, page_size=16, slots_total=8, tokens_per_second=1000, newcomers=newcomers
+        )
         return WorkerStatus(identity, load, self.draining)
+
+    def changed(self) -> None:
+        """Tell the watches at once, as workers do."""
+        for call in self.watches if self.up and not self.silent else ():
+            call.say(status_to_proto(self.status))
 
     def open(self, method: str, request: Any, timeout: float | None) -> Call:
         call = Call(lambda message: None if self.silent else self._heard(call, message))
@@ -147,9 +157,12 @@ class Worker:
             call.on_over.append(timer.cancel)
         match method.rpartition("/")[2]:
             case "Watch":
+                self.watches.append(call)
+                call.on_over.append(lambda: self.watches.remove(call))
                 self._beat(call, lambda: status_to_proto(self.status))
             case "Prefill":
                 self.jobs.append(Job(call, request))
+                self.changed()
                 self._beat(call, lambda: prefill_pb2.PrefillEvent(progress=prefill_pb2.PrefillProgress()))
             case "Abandon":
                 call.say(prefill_pb2.AbandonResponse())
@@ -171,6 +184,8 @@ class Worker:
         self.calls.remove(call)
         self.jobs = [job for job in self.jobs if job.call is not call]
         self.held = {key: held for key, held in self.held.items() if held.session is not call}
+        if call not in self.watches:
+            self.changed()
 
     def _heard(self, call: Call, up: decode_pb2.SessionUp) -> None:
         match up.WhichOneof("message"):
@@ -181,6 +196,7 @@ class Worker:
                     self.held[key.request_id, key.attempt] = Held(key, call)
                 result = decode_pb2.ReserveResult(key=key, granted=granted, reason="full", retry_after_ms=100)
                 call.say(decode_pb2.SessionDown(reserved=[result]))
+                self.changed()
             case "start":
                 if held := self.held.get((up.start.key.request_id, up.start.key.attempt)):
                     held.start = up.start
@@ -191,6 +207,7 @@ class Worker:
                         held.cancelled.add(up.cancel.choice_index)
                     else:
                         del self.held[name]
+                        self.changed()
             case "heartbeat":
                 live = {(key.request_id, key.attempt) for key in up.heartbeat.live}
                 for name in [name for name, held in self.held.items() if held.session is call and name not in live]:
@@ -233,7 +250,7 @@ class Worker:
         request = self.fleet.prefilled.get(held.start.transfer_id) if held.start else None
         if request is None or self.silent:
             return False
-        messages = []
+        messages, newcomer = [], not held.said
         for choice in request.choice_indexes:
             tokens, first = truth(request, choice), len(request.output_token_ids) + 1
             begin = held.said.get(choice, first)
@@ -259,6 +276,8 @@ class Worker:
         ]
         if not going:
             self.held.pop((held.key.request_id, held.key.attempt), None)
+        if newcomer or not going:
+            self.changed()
         return bool(messages)
 
     def fail_attempt(self, held: Held, kind: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -68,10 +69,31 @@ class Storm:
         self.kills_decode: Callable[[Any, int], bool] = lambda asked, index: False
         """Whether a sequence kills the worker that computes its token of that index."""
         self._step_s = step_s
+        self._first = 0
+
+    def beside(self) -> Storm:
+        """Another router with the same workers, and with clients of its own; only `routing` and `stream` are for it."""
+        other = copy.copy(self)
+        other.streams, other._first = [], 100
+        return other
 
     @contextlib.asynccontextmanager
     async def running(self, **settings: Any) -> AsyncIterator[None]:
         """Start the router and the workers."""
+        async with self.routing(**settings):
+            work = [asyncio.create_task(self._prefill(worker)) for worker in self.fleet.prefills]
+            work += [asyncio.create_task(self._decode(worker)) for worker in self.fleet.decodes]
+            await asyncio.sleep(1.0)
+            try:
+                yield
+            finally:
+                for task in work:
+                    task.cancel()
+                await asyncio.gather(*work, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def routing(self, **settings: Any) -> AsyncIterator[None]:
+        """Start the router alone."""
         config = RouterConfig(
             prefill=tuple(worker.address for worker in self.fleet.prefills),
             decode=tuple(worker.address for worker in self.fleet.decodes),
@@ -82,21 +104,15 @@ class Storm:
         async with self.pool.running():
             self.dispatcher = Dispatcher(self.pool, config)
             self.pipeline = Pipeline(self.dispatcher, config, Threads(1))
-            work = [asyncio.create_task(self._prefill(worker)) for worker in self.fleet.prefills]
-            work += [asyncio.create_task(self._decode(worker)) for worker in self.fleet.decodes]
-            await asyncio.sleep(1.0)
             try:
                 yield
             finally:
-                for task in work:
-                    task.cancel()
-                await asyncio.gather(*work, return_exceptions=True)
                 self.dispatcher.close()
                 await self.pipeline.finish()
 
     def stream(self, *, max_tokens: int, n: int = 1, within_s: float | None = None) -> asyncio.Task[None]:
         """Ask for a completion."""
-        number, now = len(self.streams), self.loop.now
+        number, now = self._first + len(self.streams), self.loop.now
         params = SamplingParams(max_tokens=max_tokens, seed=7, n=n)
         deadline = None if within_s is None else now + within_s
         request = Request(f"r{number}", [number + 1, 2, 3], params, max_tokens, now, deadline)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from baton.errors import DeadlineExceeded, EngineError, Overloaded, Unavailable
+from baton.pb import decode_pb2
 from tests.property.storm import Storm, simulated
 
 AN_HOUR_S = 3600
@@ -81,6 +82,44 @@ def test_three_choices_that_were_at_two_deaths_share_one_turn() -> None:
             await stream
 
     with simulated(step_s=0.5, prefills=1) as storm:
+        run(storm, work())
+        assert storm.streams[0].right, storm.streams[0].error
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_that_kill_at_one_router_convict_none_at_another(seed: int) -> None:
+    random.seed(seed)
+
+    async def work() -> None:
+        async with storm.running(), other.routing():
+            await asyncio.sleep(1.0)
+            bad = [other.stream(max_tokens=40) for _ in range(3)]
+            good = []
+            for _ in range(3):
+                good.append(storm.stream(max_tokens=40))
+                await asyncio.sleep(random.uniform(0, 0.3))
+            await asyncio.gather(*bad, *good)
+
+    with simulated() as storm:
+        other = storm.beside()
+        storm.kills_decode = lambda asked, index: asked.prompt_token_ids[0] > 100 and index >= 2
+        run(storm, work())
+        assert [stream.error for stream in storm.streams if not stream.right] == []
+        assert all(isinstance(stream.error, EngineError) for stream in other.streams)
+
+
+def test_a_stream_survives_any_number_of_faults_that_lie_far_apart() -> None:
+    async def work() -> None:
+        async with storm.running():
+            stream = storm.stream(max_tokens=500)
+            for _ in range(5):
+                await asyncio.sleep(80 * 0.1)
+                for worker in storm.busy():
+                    for held in list(worker.held.values()):
+                        worker.fail_attempt(held, decode_pb2.AttemptFailure.KIND_ENGINE)
+            await stream
+
+    with simulated(step_s=0.1) as storm:
         run(storm, work())
         assert storm.streams[0].right, storm.streams[0].error
 

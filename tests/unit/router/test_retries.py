@@ -6,8 +6,8 @@ import pytest
 
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable
 from router.events import Blame, Cause, Failed
-from router.losses import Loss
-from router.retries import MOST_ATTEMPTS, MOST_EXCUSED, History, RetryBudget
+from router.losses import Loss, Losses
+from router.retries import FORGIVEN_TOKENS, MOST_ATTEMPTS, MOST_EXCUSED, History, RetryBudget
 
 FAULT = Failed(TransferError("the link broke"), Blame.PAIR)
 LOST = Failed(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.LOST)
@@ -58,8 +58,30 @@ def test_what_is_nobodys_fault_is_free_but_not_endless(failed: Failed) -> None:
 def test_attempts_that_bring_tokens_are_not_counted() -> None:
     history = History()
     for _ in range(3 * MOST_ATTEMPTS):
-        history.progressed()
+        history.progressed(1)
         assert retry(history, PREEMPTED) == 0
+
+
+def test_faults_are_forgotten_after_many_tokens_and_not_after_a_few() -> None:
+    history = History()
+    for _ in range(10):
+        history.progressed(FORGIVEN_TOKENS)
+        assert retry(history, FAULT) == 0
+    history.progressed(FORGIVEN_TOKENS - 1)
+    assert retry(history, FAULT) > 0
+    with pytest.raises(TransferError, match="the link broke"):
+        retry(history, FAULT)
+
+
+def test_deaths_without_a_token_from_decode_are_not_endless() -> None:
+    history = History()
+    for _ in range(MOST_ATTEMPTS - 1):
+        history.progressed(1)
+        history.lost(loss(1.0), alone=False)
+        assert retry(history, LOST) == 0
+    history.lost(loss(1.0), alone=False)
+    with pytest.raises(Unavailable, match="silent"):
+        retry(history, LOST)
 
 
 def loss(share: float) -> Loss:
@@ -111,6 +133,16 @@ def test_a_death_alone_is_proof_unless_others_die_without_it_and_several_always_
         assert not history.guilty(deaths)
     history.lost(loss(1.0), alone=True)
     assert history.guilty(1000)
+
+
+def test_a_death_is_no_proof_where_requests_of_another_router_were() -> None:
+    losses, history = Losses(), History()
+    for number in range(MOST_EXCUSED + 2):
+        history.lost(losses.lost("decode d:1", str(number), 1, 10.0 * number, shared=True), alone=True)
+    assert history.alone
+    assert not history.guilty(0)
+    history.lost(losses.lost("decode d:1", "last", 1, 100.0, shared=False), alone=True)
+    assert history.guilty(0)
 
 
 def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says() -> None:
