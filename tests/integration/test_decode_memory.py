@@ -68,7 +68,11 @@ async def test_generations_that_outgrow_the_pool_end_exactly() -> None:
 async def test_while_a_sequence_is_paused_nothing_is_granted_and_the_ledger_says_where_it_is() -> None:
     async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
         router = await all_.router()
+        await router.reserve("c", 1, 1)
+        assert all_.app.service.status.status().load.newcomers == 1
+        await router.cancel("c")
         await paused_pair(all_, router)
+        assert all_.app.service.status.status().load.newcomers == 0, "both have had tokens"
         refused = await router.reserve("c", 1, 1)
         assert (refused.granted, refused.never) == (False, False)
         assert "; 1 sequences are paused" in refused.reason

@@ -134,9 +134,7 @@ class Worker:
         )
         newcomers = sum(not held.said for held in self.held.values())
         newcomers += sum(not job.computed for job in self.jobs)
-        load = WorkerLoad(
-            pages_total=64, page_size=16, slots_total=8, tokens_per_second=1000, newcomers=newcomers
-        )
+        load = WorkerLoad(pages_total=64, page_size=16, slots_total=8, tokens_per_second=1000, newcomers=newcomers)
         return WorkerStatus(identity, load, self.draining)
 
     def changed(self) -> None:

@@ -158,6 +158,8 @@ def test_requests_finish_though_sessions_of_healthy_workers_break_again_and_agai
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_requests_wait_for_a_role_that_is_gone_and_go_on_in_order(role: str) -> None:
+    random.seed(1)
+
     async def work() -> None:
         async with storm.running():
             before = [storm.stream(max_tokens=40) for _ in range(8)]
