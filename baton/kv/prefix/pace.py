@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.kv.prefix.contract import FetchRate
 
 ENOUGH_BYTES = 256 << 10
-"""Least bytes of a fetch from which a rate can be told."""
+"""Least bytes after the first record from which a rate can be told."""
 
 _WEIGHT = 0.25
 
@@ -16,9 +16,13 @@ class Pace:
     def __init__(self) -> None:
         self.rate: FetchRate | None = None
 
-    def fetched(self, size: int, latency_s: float, total_s: float) -> None:
-        """`size` bytes took `total_s` seconds, `latency_s` of them until the first were there."""
-        if size < ENOUGH_BYTES or not 0 <= latency_s < total_s:
+    def fetched(self, records: int, record_bytes: int, latency_s: float, total_s: float) -> None:
+        """So many records took `total_s` seconds, `latency_s` of them until the first one was there.
+
+        The rate is that of the others, so a fetch of one record has none.
+        """
+        size = (records - 1) * record_bytes
+        if records < 2 or size < ENOUGH_BYTES or not 0 <= latency_s < total_s:
             return
         seen = FetchRate(latency_s, size / (total_s - latency_s))
         old = self.rate or seen

@@ -142,7 +142,7 @@ class RedisPrefixCache:
         self._removals.add({digests[index]: header for index, header in fetch.refused})
         payloads = fetch.payloads()
         took_s = time.monotonic() - started
-        self._pace.fetched(len(payloads) * self._codec.record_bytes, fetch.first_at - started, took_s)
+        self._pace.fetched(len(payloads), self._codec.record_bytes, fetch.first_at - started, took_s)
         metrics.PREFIX_BLOCKS.labels(TIER, "fetched").inc(len(payloads))
         return payloads
 
