@@ -17,7 +17,6 @@ from baton.digest import tokenizer_digest
 from baton.kv.hashing import request_salt
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
-from baton.pb import inference_pb2_grpc
 from baton.rpc.server import MAX_STREAMS, Listener, check_reach, listen
 from baton.rpc.tls import Tls
 from baton.telemetry.ops import serve_ops
@@ -28,12 +27,10 @@ from router.dispatcher import Dispatcher
 from router.intake import Intake, Model, largest_message
 from router.pipeline import Pipeline
 from router.pool import Pool
-from router.servicer import InferenceServicer
+from router.servicer import SERVICE, InferenceServicer
 from router.stalls import Stalls
 from router.tenants import Guard, Tenants
 from router.threads import Threads
-
-SERVICE = "baton.v1.Inference"
 
 _LAST_WORDS_S = 2.0
 """What clients have to take the end of their streams, before these are cut."""
@@ -102,7 +99,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
         servicer = InferenceServicer(model, intake, pool, dispatcher, pipeline, tenants, stalls)
 
         def add(server: grpc.aio.Server) -> None:
-            inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+            servicer.add_to_server(server)
             add_admin(server, Sources(router_id, "router", pipeline.ledger, pool.prefixes.tiers))
 
         listener = await stack.enter_async_context(

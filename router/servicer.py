@@ -1,4 +1,8 @@
-"""The public API of a router: validates through the intake, runs the pipeline, translates."""
+"""The public API of a router: validates through the intake, runs the pipeline, translates.
+
+Tokenize and Detokenize are unary for clients, and streams of one message for the server: the handler of a unary method
+ends before gRPC sends its answer, so nothing would bound the answers that clients do not read.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 import grpc
+from google.protobuf.message import Message
 
 from baton.errors import BatonError, Unavailable
-from baton.pb import inference_pb2, inference_pb2_grpc
+from baton.pb import inference_pb2
 from baton.rpc.convert import add_token, finish_to_proto, timings_to_proto, usage_to_proto
-from baton.rpc.errors import write
+from baton.rpc.errors import begin, write
 from baton.telemetry.metrics import REQUESTS
 from router.dispatcher import Dispatcher
 from router.emission import Emission
@@ -23,8 +28,10 @@ from router.request import Request
 from router.stalls import Stalls, Stream
 from router.tenants import Caller, Tenants
 
+SERVICE = "baton.v1.Inference"
 
-class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+
+class InferenceServicer:
     """Serves clients."""
 
     def __init__(
@@ -49,6 +56,32 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._idle.set()
         self._draining = False
 
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        """Register the service."""
+        handlers = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.Generate,
+                request_deserializer=inference_pb2.GenerateRequest.FromString,
+                response_serializer=inference_pb2.GenerateResponse.SerializeToString,
+            ),
+            "Tokenize": grpc.unary_stream_rpc_method_handler(
+                self.Tokenize,
+                request_deserializer=inference_pb2.TokenizeRequest.FromString,
+                response_serializer=inference_pb2.TokenizeResponse.SerializeToString,
+            ),
+            "Detokenize": grpc.unary_stream_rpc_method_handler(
+                self.Detokenize,
+                request_deserializer=inference_pb2.DetokenizeRequest.FromString,
+                response_serializer=inference_pb2.DetokenizeResponse.SerializeToString,
+            ),
+            "GetModel": grpc.unary_unary_rpc_method_handler(
+                self.GetModel,
+                request_deserializer=inference_pb2.GetModelRequest.FromString,
+                response_serializer=inference_pb2.GetModelResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
     async def drain(self) -> None:
         """Refuse new requests, and return when the running ones have ended."""
         self._draining = self._stalls.draining = True
@@ -59,11 +92,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         status = "CANCELLED"
         try:
             async with self._accepted(request, context) as (accepted, outbox, stream):
-                while True:
-                    news = await outbox.take()
+                news = await outbox.take()
+                await begin(context)
+                while news.usage is None:
                     await stream.write(write(context, _response(accepted.id, news)))
-                    if news.usage is not None:
-                        break
+                    news = await outbox.take()
+                await stream.write(write(context, _response(accepted.id, news)))
             status = "OK"
         except BatonError as error:
             status = error.grpc_status
@@ -74,19 +108,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             REQUESTS.labels(status).inc()
 
-    async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> inference_pb2.TokenizeResponse:
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext) -> None:
         """Turn a text or a chat into token ids."""
         with self._admitted(context) as caller:
-            return inference_pb2.TokenizeResponse(token_ids=await self._intake.tokenize(request, caller.tenant))
+            token_ids = await self._intake.tokenize(request, caller.tenant)
+            await self._answer(context, inference_pb2.TokenizeResponse(token_ids=token_ids))
 
-    async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> inference_pb2.DetokenizeResponse:
+    async def Detokenize(self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext) -> None:
         """Turn token ids into text."""
         with self._admitted(context) as caller:
-            return inference_pb2.DetokenizeResponse(text=await self._intake.detokenize(request, caller.tenant))
+            text = await self._intake.detokenize(request, caller.tenant)
+            await self._answer(context, inference_pb2.DetokenizeResponse(text=text))
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext
@@ -102,6 +134,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
             fingerprint=identities[0].fingerprint if identities else "",
         )
+
+    async def _answer(self, context: grpc.aio.ServicerContext, response: Message) -> None:
+        """Send the only message of a call, and return when the client has taken it."""
+        await begin(context)
+        async with self._stalls.stream(lambda: True) as stream:
+            await stream.write(write(context, response))
 
     @contextlib.contextmanager
     def _admitted(self, context: grpc.aio.ServicerContext) -> Iterator[Caller]:

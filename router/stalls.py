@@ -1,4 +1,4 @@
-"""Ends streams whose clients take nothing.
+"""Ends calls whose clients take nothing.
 
 gRPC lets a handler write until the client's flow-control window is full, and then the write waits until the client
 reads. Keepalive does not help: a client that reads nothing still answers pings. So each write has a bound. It is short
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from baton.errors import DeadlineExceeded
@@ -18,6 +19,8 @@ DRAIN_LIMIT_S = 5.0
 
 _TICK_S = 1.0
 _LATE_S = 0.5
+
+_logger = logging.getLogger(__name__)
 
 
 class Stream:
@@ -34,14 +37,14 @@ class Stream:
         try:
             await written
         finally:
-            del self._stalls.writing[self]
+            self._stalls.writing.pop(self, None)
 
 
 class Stalls:
     """Watches all writes to clients; a write may take `limit_s` seconds."""
 
     def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self.draining = False
         self.writing: dict[Stream, float] = {}
         """Streams that wait for their clients, the longest first, and since when."""
@@ -57,7 +60,7 @@ class Stalls:
             if not ending.expired():
                 raise
             CLIENTS_STALLED.inc()
-            problem = f"the client took none of its waiting output for {self._limit_s:g} s"
+            problem = f"the client took none of its waiting output for {self.limit_s:g} s"
             if self.draining:
                 problem = "the router drains, and the client took none of its waiting output"
             raise DeadlineExceeded(f"client_stall_s: {problem}") from None
@@ -73,7 +76,7 @@ class Stalls:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _watch(self) -> None:
-        tick_s = min(_TICK_S, self._limit_s / 2)
+        tick_s = min(_TICK_S, self.limit_s / 2)
         while True:
             due = self.now() + tick_s
             await asyncio.sleep(tick_s)
@@ -82,14 +85,22 @@ class Stalls:
                 # This process was paused or busy, and has not yet noticed what clients took meanwhile.
                 continue
             for stream in self._overdue(now):
-                stream.ending.reschedule(now)
+                self._end(stream, now)
+
+    def _end(self, stream: Stream, now: float) -> None:
+        # A stream is ended once: its write may take a while to notice, and a timeout that has fired can't be set again.
+        del self.writing[stream]
+        try:
+            stream.ending.reschedule(now)
+        except Exception:
+            _logger.exception("a stream whose client takes nothing could not be ended")
 
     def _overdue(self, now: float) -> list[Stream]:
-        short_s = min(self._limit_s, DRAIN_LIMIT_S)
+        short_s = min(self.limit_s, DRAIN_LIMIT_S)
         found = []
         for stream, since in self.writing.items():
             waited = now - since
-            if waited >= self._limit_s or (self.draining and waited >= short_s and stream.generated()):
+            if waited >= self.limit_s or (self.draining and waited >= short_s and stream.generated()):
                 found.append(stream)
             elif waited < short_s:
                 break

@@ -88,6 +88,17 @@ async def write(context: Any, response: Any) -> None:
         raise asyncio.CancelledError from error
 
 
+async def begin(context: Any) -> None:
+    """Send the initial metadata ahead of the first response; raises CancelledError when the client has gone.
+
+    gRPC would send both at once, and could not end the call by a status while a client does not take the response.
+    """
+    try:
+        await context.send_initial_metadata(())
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
+
+
 def status_of(error: errors.BatonError) -> grpc.StatusCode:
     """The gRPC status of an error."""
     return grpc.StatusCode[error.grpc_status]

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -16,6 +17,7 @@ import router.stalls
 from baton import keys
 from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, inference_pb2, inference_pb2_grpc, prefill_pb2
 from baton.telemetry.metrics import CLIENTS_STALLED
+from router.tenants import Metadata
 from tests.integration.router_bench import Bench, bench, refused, request, whole
 from tests.integration.router_stubs import LENGTH, DownStream, Script, StubDecode, StubPrefill, output
 
@@ -67,6 +69,11 @@ async def unread(b: Bench, **settings: Any) -> AsyncIterator[Any]:
         call.cancel()
 
 
+def patient(b: Bench) -> None:
+    """From now on no client is ended for being slow, so that this machine may be."""
+    b.app._servicer._stalls.limit_s = 600
+
+
 async def generated(b: Bench) -> None:
     """Return when no attempt lives any more."""
     admin = admin_pb2_grpc.AdminStub(b.channel)
@@ -94,10 +101,75 @@ async def test_a_client_that_never_reads_is_ended_and_gives_back_all(tmp_path: P
         stalled = CLIENTS_STALLED._value.get()
         async with unread(b, metadata=metadata) as call:
             await b.decode[0].log.until(lambda: bool(b.decode[0].cancels))
+            patient(b)
             answer = await whole(b.client.Generate(request("hi", max_tokens=1), metadata=metadata, timeout=60))
             assert answer.text() == "a"
             assert CLIENTS_STALLED._value.get() == stalled + 1
             error = await refused(call)
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert error.details() == "client_stall_s: the client took none of its waiting output for 0.5 s"
+
+
+LONG = 300_000
+UNARY = {
+    "Tokenize": (inference_pb2.TokenizeRequest(text="a" * LONG), inference_pb2.TokenizeResponse),
+    "Detokenize": (inference_pb2.DetokenizeRequest(token_ids=[97] * LONG), inference_pb2.DetokenizeResponse),
+}
+
+
+@contextlib.asynccontextmanager
+async def unread_answer(b: Bench, method: str, metadata: Metadata) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
+    """A unary call whose answer is on its way, and whose client has read none of it."""
+    message, response = UNARY[method]
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16 << 10)]
+    async with grpc.aio.insecure_channel(b.app.address, options=options) as channel:
+        # To the server it is the same as a unary call; only this kind leaves it to the test when to read.
+        path = f"/baton.v1.Inference/{method}"
+        ask = channel.unary_stream(path, type(message).SerializeToString, response.FromString)
+        call = ask(message, metadata=metadata)
+        await call.initial_metadata()
+        yield call
+        call.cancel()
+
+
+def long_texts(stub: StubPrefill | StubDecode) -> None:
+    stub.status._identity = replace(stub.identity, max_model_len=2 * LONG)
+
+
+@pytest.mark.parametrize("method", UNARY)
+async def test_an_unread_answer_counts_for_its_tenant_until_it_is_read(tmp_path: Path, method: str) -> None:
+    file = tmp_path / "keys.json"
+    metadata = (("authorization", f"Bearer {keys.add(file, tenant='a', max_streams=1)}"),)
+    message, _ = UNARY[method]
+    async with bench(tmp_path, change=long_texts, client_stall_s=600, api_keys=str(file)) as b:
+        unary = getattr(b.client, method)
+        async with unread_answer(b, method, metadata) as call:
+            with pytest.raises(grpc.aio.AioRpcError, match="max_streams: 1 streams of tenant a are open") as refusal:
+                await unary(message, metadata=metadata, timeout=60)
+            assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "retry-after" in dict(refusal.value.trailing_metadata())
+            read = await call.read()
+            assert await call.read() is grpc.aio.EOF
+        assert await unary(message, metadata=metadata, timeout=60) == read
+
+
+@pytest.mark.parametrize("method", UNARY)
+async def test_a_call_whose_answer_is_never_read_is_ended(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalled = asyncio.Event()
+    monkeypatch.setattr(router.stalls, "CLIENTS_STALLED", Mock(inc=stalled.set))
+    file = tmp_path / "keys.json"
+    metadata = (("authorization", f"Bearer {keys.add(file, tenant='a', max_streams=1)}"),)
+    async with (
+        bench(tmp_path, change=long_texts, client_stall_s=0.5, api_keys=str(file)) as b,
+        unread_answer(b, method, metadata) as call,
+        asyncio.timeout(60),
+    ):
+        await stalled.wait()
+        patient(b)
+        await getattr(b.client, method)(UNARY[method][0], metadata=metadata)
+        error = await refused(call)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert error.details() == "client_stall_s: the client took none of its waiting output for 0.5 s"
 

@@ -78,3 +78,24 @@ def test_a_drain_waits_shortly_for_who_is_only_to_read(rig: Rig) -> None:
     rig.lasts(DRAIN_LIMIT_S + 3)
     rig.generated = True
     rig.ends(2)
+
+
+def test_a_client_that_is_slow_to_end_leaves_the_others_watched(rig: Rig) -> None:
+    async def ends_slowly() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            # As long as several looks at the writes.
+            await asyncio.sleep(5)
+
+    async def slow() -> None:
+        async with rig.stalls.stream(lambda: False) as stream:
+            await stream.write(ends_slowly())
+
+    task = rig.loop.create_task(slow())
+    rig.loop.advance(1)
+    rig.taken.set()
+    rig.lasts(10 * LIMIT_S)
+    with pytest.raises(DeadlineExceeded):
+        task.result()
+    rig.ends(LIMIT_S + 3)
