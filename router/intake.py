@@ -150,7 +150,7 @@ class Intake:
             token_ids = token_ids_from_proto("token_ids", message.token_ids, vocab_size)
             return tokenizer.decode(token_ids, skip_special_tokens=skip)
 
-        return await self._work(decode, tenant, inline=count <= _INLINE_TOKENS)
+        return await self._work(decode, tenant, message.ByteSize(), inline=count <= _INLINE_TOKENS)
 
     def _check_counts(self, message: inference_pb2.GenerateRequest) -> None:
         match message.WhichOneof("prompt"):
@@ -167,7 +167,8 @@ class Intake:
             params.check_model(model.vocab_size, model.eos_token_ids)
             return params
 
-        return await self._work(convert, tenant, inline=len(message.allowed_token_ids) <= _INLINE_TOKENS)
+        small = len(message.allowed_token_ids) <= _INLINE_TOKENS
+        return await self._work(convert, tenant, message.ByteSize(), inline=small)
 
     async def _prompt(self, message: inference_pb2.GenerateRequest, tenant: str) -> tuple[str, Sequence[int]]:
         """The field that holds the prompt, and its token ids."""
@@ -180,9 +181,9 @@ class Intake:
             case "chat":
                 prompt_ids = await self._chat(message.chat, tenant)
             case "token_ids":
-                ids = message.token_ids.ids
+                ids, size = message.token_ids.ids, message.token_ids.ByteSize()
                 convert = partial(token_ids_from_proto, "token_ids", ids, self._model.vocab_size)
-                prompt_ids = await self._work(convert, tenant, inline=len(ids) <= _INLINE_TOKENS)
+                prompt_ids = await self._work(convert, tenant, size, inline=len(ids) <= _INLINE_TOKENS)
             case _:
                 raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
         if not prompt_ids:
@@ -194,7 +195,7 @@ class Intake:
         tokenizer.check_size("text", size, self.max_model_len())
         small = size <= _INLINE_BYTES
         encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await self._work(encode, tenant, inline=small)
+        return await self._work(encode, tenant, size, inline=small)
 
     async def _chat(self, chat: inference_pb2.Chat, tenant: str) -> list[int]:
         tokenizer = self._tokenizer("chat")
@@ -208,15 +209,16 @@ class Intake:
             text = tokenizer.render_chat(messages, add_generation_prompt=prompted)
             return tokenizer.encode(text, add_special_tokens=False)
 
-        small = len(chat.messages) <= _INLINE_MESSAGES and chat.ByteSize() <= _INLINE_BYTES
-        return await self._work(render_and_encode, tenant, inline=small)
+        size = chat.ByteSize()
+        small = len(chat.messages) <= _INLINE_MESSAGES and size <= _INLINE_BYTES
+        return await self._work(render_and_encode, tenant, size, inline=small)
 
-    async def _work(self, function: Callable[[], T], tenant: str, *, inline: bool) -> T:
-        """Call at once, or on a thread. Raises Overloaded if too many of the tenant's requests wait for one."""
+    async def _work(self, function: Callable[[], T], tenant: str, size: int, *, inline: bool) -> T:
+        """Call at once, or on a thread. Raises Overloaded if too much of the tenant's waits for one."""
         if inline:
             return function()
-        self._threads.check(tenant)
-        return await self._threads.run(tenant, function)
+        self._threads.check(tenant, size)
+        return await self._threads.run(tenant, function, size)
 
     def _check_fits(self, field: str, count: int) -> None:
         """Refuse what is longer than the model's length before a pass over it holds up the event loop."""

@@ -10,6 +10,7 @@ Work that has begun can't be stopped, so a tenant whose client left still occupi
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from router.turns import Turns
 
 _LEAST, _MOST = 2, 4
 _RETRY_S = 1.0
+
+WAITING_BYTES = 64 << 20
+"""Bytes of one tenant's requests that may wait for a thread; a single request may be larger."""
 
 T = TypeVar("T")
 
@@ -36,6 +40,7 @@ class Run(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
     function: Callable[[], Any]
+    size: int
     result: asyncio.Future[Any]
 
 
@@ -47,30 +52,39 @@ class Threads:
         count = max(_LEAST, min(usable(), _MOST)) if count is None else count
         self._capacity = capacity
         self._turns: Turns[_Work] = Turns(count)
+        self._waiting_bytes: Counter[str] = Counter()
         self._executor = ThreadPoolExecutor(count, "router")
         self._running: set[asyncio.Future[Any]] = set()
         self._loop = asyncio.get_running_loop()
 
-    def check(self, tenant: str) -> None:
-        """Raise Overloaded if a new request of the tenant may not wait."""
+    def check(self, tenant: str, size: int) -> None:
+        """Raise Overloaded if a new request of the tenant, of `size` bytes, may not wait."""
         if (waiting := self._turns.waiting(tenant)) >= self._capacity:
             problem = f"{waiting} requests wait to be tokenized, {self._capacity} may"
             raise Overloaded(f"line_capacity: {problem}; try again later", _RETRY_S)
+        if (held := self._waiting_bytes[tenant]) and held + size > WAITING_BYTES:
+            problem = f"requests of {held} bytes wait to be tokenized, and {size} more exceed {WAITING_BYTES}"
+            raise Overloaded(f"waiting_bytes: {problem}; try again later", _RETRY_S)
 
     def of(self, tenant: str) -> Run:
         """The threads as one tenant uses them."""
         return partial(self.run, tenant)
 
-    async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Run on a thread when it is the tenant's turn; when cancelled before, it does not run."""
+    async def run(self, tenant: str, function: Callable[[], T], size: int = 0) -> T:
+        """Run on a thread when it is the tenant's turn; when cancelled before, it does not run.
+
+        `size` is how many bytes are held for it alone while it waits.
+        """
         result: asyncio.Future[T] = self._loop.create_future()
-        work = _Work(function, result)
+        work = _Work(function, size, result)
         self._turns.push(tenant, work)
+        self._waiting_bytes[tenant] += size
         self._begin()
         try:
             return await result
         finally:
-            self._turns.remove(tenant, work)
+            if self._turns.remove(tenant, work):
+                self._waits_no_more(tenant, work)
 
     def close(self) -> None:
         """Begin nothing more; what runs ends by itself, and nobody is told."""
@@ -81,9 +95,15 @@ class Threads:
     def _begin(self) -> None:
         while (found := self._turns.begin()) is not None:
             tenant, work = found
+            self._waits_no_more(tenant, work)
             running = self._loop.run_in_executor(self._executor, work.function)
             self._running.add(running)
             running.add_done_callback(partial(self._end, tenant, work))
+
+    def _waits_no_more(self, tenant: str, work: _Work) -> None:
+        self._waiting_bytes[tenant] -= work.size
+        if not self._waiting_bytes[tenant]:
+            del self._waiting_bytes[tenant]
 
     def _end(self, tenant: str, work: _Work, running: asyncio.Future[Any]) -> None:
         self._running.discard(running)

@@ -14,7 +14,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
 from router.intake import MAX_CHAT_MESSAGES, Intake, Model
-from router.threads import Threads
+from router.threads import WAITING_BYTES, Threads
 
 WAIT_S = 60
 
@@ -92,11 +92,46 @@ async def test_a_tenants_queue_is_bounded() -> None:
         tasks = [waits(made, gate, "a") for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match=r"^line_capacity: 2 requests wait to be tokenized, 2 may") as refusal:
-            made.check("a")
+            made.check("a", 1)
         assert refusal.value.retry_after
-        made.check("b")
+        made.check("b", 1)
         gate.open.set()
         await asyncio.gather(*tasks)
+
+
+async def test_what_waits_for_a_tenant_is_bounded_in_bytes() -> None:
+    """Texts of one size are held by calls that wait, whose number alone would allow gigabytes."""
+    size = WAITING_BYTES // 2
+
+    class Tokens:
+        def check_size(self, *_: object) -> None:
+            pass
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            gate.work(text[:1])
+            return []
+
+    async with threads(capacity=1000) as (made, gate), asyncio.timeout(WAIT_S):
+        intake = Intake(Model("m", 300, (), cast(Tokenizer, Tokens())), lambda: 10**9, made)
+
+        def call(tenant: str) -> asyncio.Task[list[int]]:
+            message = inference_pb2.TokenizeRequest(text="a" * size)
+            return asyncio.create_task(intake.tokenize(message, tenant))
+
+        running, first, second = (call("a") for _ in range(3))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=rf"^waiting_bytes: .*{WAITING_BYTES} bytes wait.*{size} more") as refusal:
+            await call("a")
+        assert refusal.value.retry_after
+        other = call("b")
+        first.cancel()
+        await asyncio.wait([first])
+        third = call("a")
+        await asyncio.sleep(0)
+        assert not third.done(), "it has the place of the one that left"
+        gate.open.set()
+        await asyncio.gather(running, second, other, third)
+        made.check("a", 100 * WAITING_BYTES)
 
 
 async def test_a_chat_of_too_many_messages_is_refused() -> None:
