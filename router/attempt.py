@@ -35,7 +35,7 @@ from router.place import Application, Place
 from router.prefill import LARGE_REQUEST, LOSS_GRACE_S, PrefixSource, message, prefill
 from router.registry import Live, Registry
 from router.request import Request
-from router.retries import History
+from router.retries import Avoided, History
 from router.threads import Threads
 
 _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
@@ -144,13 +144,12 @@ class Attempt:
         request, history = self._request, self._history
         context, left = len(request.prompt_ids) + len(self._output_ids), request.max_tokens - len(self._output_ids)
         digests = await self._chains.of(self._means.dispatcher.forms, self._output_ids) if self._chains else {}
-        number, avoid, pairs = randrange(2**16), history.avoid, history.avoid_pairs
         return Application(
             request_id=request.id,
             attempt=self._number,
             tenant=request.tenant,
             life=self._life,
-            demand=Demand(context, left > 1, avoid, pairs, number=number),
+            demand=Demand(context, left > 1, avoid_pairs=history.avoid_pairs, number=randrange(2**16)),
             context_tokens=context,
             max_new_tokens=left,
             choices=self._choices,
@@ -158,6 +157,7 @@ class Attempt:
             digests=digests,
             salt=request.salt,
             cache=request.cache,
+            avoided=history.avoid,
         )
 
     async def _serve(self, place: Place) -> None:
@@ -346,7 +346,9 @@ class Attempt:
             of_decode = failed.blame is Blame.DECODE and decode is not None
             key, name = (course.decode, decode or "") if of_decode else (course.prefill, place.prefill.address)
             if failed.cause is not Cause.PREEMPTED:
-                history.avoid |= {name}
+                incarnation = place.decode_incarnation if of_decode else place.seat.incarnation
+                loss = self._means.dispatcher.losses.of(incarnation) if failed.cause is Cause.LOST else None
+                history.avoid |= {Avoided(name, incarnation, loss)}
         if failed.cause is Cause.FAULT:
             course.failed(key, self._loop.time())
         return name

@@ -44,6 +44,7 @@ class PrefillView:
     own_tokens: int = 0
     dispatched: int = 0
     recent_tokens: float = 0.0
+    incarnation: str = ""
 
     @property
     def burden(self) -> float:
@@ -67,6 +68,7 @@ class DecodeView:
     free_tokens: int = 0
     free_slots: int = 0
     own_requests: int = 0
+    incarnation: str = ""
 
 
 V = TypeVar("V", bound=PrefillView | DecodeView)

@@ -95,6 +95,10 @@ class Losses:
         for loss in other:
             loss.settle(death=True)
 
+    def of(self, incarnation: str) -> Loss | None:
+        """The latest loss of an incarnation."""
+        return next((loss for loss in reversed(self._losses) if loss.incarnation == incarnation), None)
+
     def others(self, own: Collection[Loss]) -> int:
         """Deaths since the first of a request's own at which it was no suspect."""
         begin = min((loss.at for loss in own), default=0.0)

@@ -18,6 +18,7 @@ from router.demand import Choice, Demand
 from router.discovery import complete
 from router.events import Deliver
 from router.pool import Pool
+from router.retries import Avoided
 from router.session import DecodeAttempt, Prefix, Reserved
 from router.worker import Seat, WorkerLink
 
@@ -44,6 +45,8 @@ class Application:
     digests: Digests = field(default_factory=dict)
     salt: bytes = b""
     cache: CachePolicy = CachePolicy.READ_WRITE
+    avoided: frozenset[Avoided] = frozenset()
+    """What failed the request before."""
 
     @property
     def deadline(self) -> float:
@@ -64,6 +67,7 @@ class Place:
     course: Course
     decode: DecodeAttempt | None = None
     decode_name: str | None = None
+    decode_incarnation: str = ""
     consumer: str = ""
     pinned_tokens: int = 0
     peer: Peer | None = None
@@ -127,13 +131,15 @@ class Reserver:
         """Workers that are kept for a request that runs alone."""
 
     def located(self, asked: Application, answers: Answers) -> Demand:
-        """What to place, with what the answers have told, and with who holds which prefixes now."""
+        """What to place, with what the answers have told, and with who is avoided and holds which prefixes now."""
         demand = asked.demand
-        if not answers.never and not asked.digests:
+        if not answers.never and not asked.digests and not asked.avoided:
             return demand
-        find = self._pool.prefixes.find
+        find, fleet = self._pool.prefixes.find, self._pool.fleet()
+        views = ((each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in asked.avoided)
         return replace(
             demand,
+            avoid=frozenset(each.worker for each, view in views if view is not None and each.holds(view.incarnation)),
             never=frozenset(answers.never),
             held=find(WorkerRole.PREFILL, asked.digests),
             pinnable=find(WorkerRole.DECODE, asked.digests),
@@ -161,6 +167,7 @@ class Reserver:
             if name in self.held and not asked.demand.alone:
                 continue
             attempt, consumer = link.session.attempt(asked.request_id, asked.attempt, deliver), link.consumer
+            incarnation = link.status.identity.incarnation if link.status else ""
             digests = self._pool.prefixes.pinnable(name, link.form, asked.digests)
             answer = await self._ask(attempt, asked, Prefix(digests, asked.salt, asked.cache))
             if answer.granted:
@@ -168,7 +175,7 @@ class Reserver:
                 course = self._breakers.begin(choice.prefill, name, self._loop.time())
                 self._send(asked, seat, choice)
                 peer = self._peer(seat, link) if answer.cached_tokens else None
-                return Place(seat, course, attempt, name, consumer, answer.cached_tokens, peer)
+                return Place(seat, course, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
             answers.room_tokens = max(answers.room_tokens, answer.room_tokens)
             if answer.never:
                 answers.never[name] = f"decode worker {link.name}: {answer.reason}"

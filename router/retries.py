@@ -70,6 +70,19 @@ class RetryBudget:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class Avoided:
+    """An incarnation of a worker that failed a request; `loss` is the lost connection, if it was one."""
+
+    worker: str
+    incarnation: str
+    loss: Loss | None = None
+
+    def holds(self, incarnation: str) -> bool:
+        """Whether the incarnation that is at the address now is to be avoided."""
+        return self.incarnation == incarnation and (self.loss is None or self.loss.death)
+
+
 @dataclass(slots=True)
 class History:
     """What was tried for some choices of a request; attempts are numbered over all of them."""
@@ -78,7 +91,7 @@ class History:
     attempts: int = 0
     faults: int = 0
     refusals: int = 0
-    avoid: frozenset[str] = frozenset()
+    avoid: frozenset[Avoided] = frozenset()
     avoid_pairs: frozenset[tuple[str, str]] = frozenset()
     losses: list[Loss] = field(default_factory=list)
     """Lost connections of which it is a suspect."""

@@ -216,6 +216,7 @@ class WorkerLink:
             own_tokens=sum(seat.tokens - seat.cached_tokens for seat in self._seats),
             dispatched=self._dispatched,
             recent_tokens=self._recent.at(asyncio.get_running_loop().time()),
+            incarnation=self._incarnation,
         )
 
     def decode_view(self) -> DecodeView | None:
@@ -231,6 +232,7 @@ class WorkerLink:
             free_tokens=max((load.pages_total - load.pages_used) * load.page_size - self._granted_tokens, 0),
             free_slots=max(load.slots_total - load.slots_used - self._granted_slots, 0),
             own_requests=self.session.attempts,
+            incarnation=self._incarnation,
         )
 
     @property

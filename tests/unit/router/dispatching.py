@@ -15,6 +15,7 @@ from router.dispatcher import Dispatcher
 from router.fleet import DecodeView, Fleet, PrefillView
 from router.place import Application, Place
 from router.pool import Pool
+from router.retries import Avoided
 from router.session import Reserved
 from router.whereabouts import Whereabouts
 
@@ -112,6 +113,7 @@ class Held:
         tokens: int = 8,
         tenant: str = "",
         request: str = "",
+        avoid: tuple[str, ...] = (),
     ) -> None:
         self.placed = asyncio.Event()
         self.go = asyncio.Event()
@@ -119,7 +121,10 @@ class Held:
         demand = Demand(tokens, decodes)
         self.suspected = alone
         self.life = Lifecycle(State.LINE, 0.0, request_deadline=deadline)
-        asked = Application(request or name, int(again), tenant, self.life, demand, tokens, 4, (0,), again)
+        avoided = frozenset(Avoided(worker, "") for worker in avoid)
+        asked = Application(
+            request or name, int(again), tenant, self.life, demand, tokens, 4, (0,), again, avoided=avoided
+        )
         self.task = asyncio.create_task(self._run(dispatcher, asked))
 
     async def _run(self, dispatcher: Dispatcher, asked: Application) -> None:
