@@ -46,6 +46,9 @@ _PROBE_S = 1.0
 _LOOK = 64
 """Of those who wait, the first of each tenant and so many more are looked at for one that would find room."""
 
+_SEATLESS = 8
+"""So many that there is no seat for are passed over in one go."""
+
 _SHORTEST_PROBE_S, _LONGEST_PROBE_S = 0.05, 5.0
 
 
@@ -59,6 +62,8 @@ class _Waiter:
         self.answers = Answers()
         self.since = asyncio.get_running_loop().time()
         self.asked = Asked()
+        self.refused_at = -1
+        """The news that were known when workers refused it that do not speak for all of them."""
         self.turn = self._new_turn()
 
     def renew(self) -> None:
@@ -211,23 +216,28 @@ class Dispatcher:
         asked, place, granted = waiter.application, None, None
         try:
             place = await self._reserver.reserve(asked, seat, choice, deliver, waiter.answers)
-            if place is None:
-                self._return(waiter)
-            else:
+            if place is not None:
                 self._line.departed(self._loop.time())
-            # Where all that were asked will never take it, others may be asked without waiting for news.
-            if asked.demand.decodes and not (place is None and waiter.answers.never.keys() >= set(choice.decode)):
-                granted = place is not None
+                granted = True if asked.demand.decodes else None
+            elif self._reserver.narrowed(asked, choice, waiter.answers):
+                # Others may have more workers to ask than this one.
+                self._return(waiter, first=False)
+                waiter.refused_at = waiter.asked.version
+                self._probe_later(waiter)
+            else:
+                self._return(waiter)
+                granted = False if asked.demand.decodes else None
             return place
         finally:
             self._settled(waiter, granted)
             if place is None:
                 self.leave(seat)
 
-    def _return(self, waiter: _Waiter) -> None:
+    def _return(self, waiter: _Waiter, *, first: bool = True) -> None:
         asked = waiter.application
         waiter.renew()
-        self._line.put_back(waiter, tenant=asked.tenant, deadline=asked.deadline)
+        back = self._line.put_back if first else self._line.push_front
+        back(waiter, tenant=asked.tenant, deadline=asked.deadline)
 
     async def _larger_worker(self, waiter: _Waiter) -> None:
         """Wait for a decode worker that may hold what those that are there never can, and return to the line.
@@ -276,8 +286,8 @@ class Dispatcher:
         """Give turns, in the order of the line, as long as there are seats."""
         self._moved.set()
         self._isolation.moved(news=False)
-        seatless: _Waiter | None = None
-        while (waiter := self._next(seatless)) is not None:
+        seatless: set[_Waiter] = set()
+        while len(seatless) <= _SEATLESS and (waiter := self._next(seatless)) is not None:
             if waiter.turn.done():
                 # It was cancelled, and its task has yet to wake up and leave the line.
                 self._line.remove(waiter)
@@ -287,10 +297,8 @@ class Dispatcher:
                 continue
             tenant = waiter.application.tenant
             if (seat_and_choice := self._seat(waiter)) is None:
-                if waiter is not self._line.first:
-                    break
-                # It keeps the others from nothing that it could have.
-                seatless = waiter
+                # Others may go on: there is no seat that it could use.
+                seatless.add(waiter)
                 continue
             seat, _ = seat_and_choice
             self._line.take(waiter)
@@ -313,14 +321,16 @@ class Dispatcher:
         choice = choose(fleet, demand, prefill_limit=limit, shut=shut, held=self._reserver.held)
         return None if choice is None else (self._reserver.seat(choice, demand), choice)
 
-    def _next(self, but: _Waiter | None) -> _Waiter | None:
-        """Whose turn it is, if anybody's, but one that there is no seat for."""
+    def _next(self, but: Collection[_Waiter]) -> _Waiter | None:
+        """Whose turn it is, if anybody's, but those that there is no seat for."""
         most = len(self._line.tenants) + _LOOK
         looked_at = itertools.islice(self._line.candidates(self._loop.time()), most)
-        return next((waiter for waiter in looked_at if waiter is not but and self._may_try(waiter)), None)
+        return next((waiter for waiter in looked_at if waiter not in but and self._may_try(waiter)), None)
 
     def _may_try(self, waiter: _Waiter) -> bool:
         asked = waiter.application
+        if waiter.refused_at == self._standstill.version:
+            return False
         return not asked.demand.decodes or self._standstill.may_ask(waiter, asked.context_tokens, self._line.first)
 
     def _limit(self, fleet: Fleet, tenant: str) -> int:
@@ -341,11 +351,16 @@ class Dispatcher:
             context, room = waiter.application.context_tokens, waiter.answers.room_tokens
             self._standstill.answered(waiter.asked, context, granted=granted, room=room)
             self._line.hint_s = 0.0 if math.isinf(waiter.answers.retry_after_s) else waiter.answers.retry_after_s
-        if granted is False and self._next_probe is None:
-            hint = self._line.hint_s or _PROBE_S
+        if granted is False:
+            self._probe_later(waiter)
+        self._pump()
+
+    def _probe_later(self, waiter: _Waiter) -> None:
+        """Have those that were refused try again though there is no news."""
+        if self._next_probe is None:
+            hint = waiter.answers.retry_after_s if math.isfinite(waiter.answers.retry_after_s) else _PROBE_S
             delay = min(max(hint, _SHORTEST_PROBE_S), _LONGEST_PROBE_S)
             self._next_probe = self._loop.call_later(delay, self._probe_by_time)
-        self._pump()
 
     def _probe_by_time(self) -> None:
         self._next_probe = None
@@ -377,9 +392,7 @@ class Dispatcher:
                 next_at = min(next_at, until)
             elif not servable(self._pool.fleet(), decodes=waiter.application.demand.decodes):
                 self._dismiss(waiter, Unavailable(self._pool.missing(wait_s)))
-        # What needs no decode worker, and waits behind those that do, is looked at again when they have gone.
-        if len(self._line):
-            next_at = next_at if math.isfinite(next_at) else now + wait_s
+        if math.isfinite(next_at):
             self._giving_up = self._loop.call_at(next_at, self._give_up)
 
     def _dismiss(self, waiter: _Waiter, error: Exception) -> None:

@@ -157,9 +157,10 @@ class Reserver:
         if not asked.demand.decodes:
             self._send(asked, seat, choice)
             return Place(seat, self._breakers.begin(choice.prefill, None, self._loop.time()))
-        asked.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(choice.decode))
+        names = (*choice.decode, *self._last_resort(asked, choice, answers))
+        asked.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(names))
         answers.retry_after_s, answers.room_tokens = math.inf, 0
-        for name in choice.decode:
+        for name in names:
             link = self._pool.decode(name)
             if link is None or link.session is None or not link.session.open:
                 continue
@@ -183,6 +184,24 @@ class Reserver:
                 answers.retry_after_s = min(answers.retry_after_s, answer.retry_after_s)
         asked.life.enter(State.LINE, self._loop.time())
         return None
+
+    def narrowed(self, asked: Application, choice: Choice, answers: Answers) -> bool:
+        """Whether a decode worker that others may ask is closed to this request: its refusal says nothing to them."""
+        fleet = self._pool.fleet()
+        paired = {decode for prefill, decode in asked.demand.avoid_pairs if prefill == choice.prefill}
+        closed = answers.never.keys() | self.held | paired
+        return any(fleet.decode.get(name) is not None for name in closed)
+
+    def _last_resort(self, asked: Application, choice: Choice, answers: Answers) -> list[str]:
+        """Decode workers that the request avoids: better one of these than to wait for the others."""
+        fleet = self._pool.fleet()
+        if not asked.avoided or choice.prefill not in fleet.prefill:
+            return []
+        demand = self.located(asked, answers)
+        closed = {decode for prefill, decode in demand.avoid_pairs if prefill == choice.prefill}
+        closed.update(demand.never, choice.decode)
+        rows = fleet.rows_after(fleet.prefill.kind(choice.prefill))
+        return [view.name for row in rows for view in row if view.name in demand.avoid and view.name not in closed]
 
     def _send(self, asked: Application, seat: Seat, choice: Choice) -> None:
         """The prompt goes to its prefill worker at once."""

@@ -26,14 +26,15 @@ class Standstill(Generic[T]):
     """What refusals have told, among entries that wait."""
 
     def __init__(self) -> None:
-        self._version = 0
+        self.version = 0
+        """Counts the news."""
         self._refused_at: int | None = None
         self._room = 0
         self._probe: T | None = None
 
     def news(self) -> None:
         """Some worker may have changed its mind."""
-        self._version += 1
+        self.version += 1
 
     def may_ask(self, entry: T, context: int, first: T | None) -> bool:
         """Whether an entry with a context of so many tokens may ask, where `first` is the one that was refused."""
@@ -41,7 +42,7 @@ class Standstill(Generic[T]):
             return True
         if self._probe is not None:
             return False
-        if first in (None, entry) and self._refused_at != self._version:
+        if first in (None, entry) and self._refused_at != self.version:
             return True
         return entry is not first and context <= self._room
 
@@ -49,7 +50,7 @@ class Standstill(Generic[T]):
         """An entry has its turn, and is to end it."""
         if self._refused_at is not None:
             self._probe = entry
-        return Asked(self._version, self._refused_at == self._version)
+        return Asked(self.version, self._refused_at == self.version)
 
     def ended(self, entry: T) -> None:
         """The entry's turn is over, whatever came of it."""

@@ -179,9 +179,9 @@ def test_a_full_worker_is_asked_a_few_times_for_each_news() -> None:
     town.run(2.0)
     town.ask(0, "nearly all", 90, "large")
     town.loop.advance(0.1)
-    asked, granted, news = town.worker.asked, len(town.granted), town.routers[0].dispatcher._standstill._version
+    asked, granted, news = town.worker.asked, len(town.granted), town.routers[0].dispatcher._standstill.version
     town.run(2.0)
-    news = town.routers[0].dispatcher._standstill._version - news
+    news = town.routers[0].dispatcher._standstill.version - news
     # Each grant is one; besides, each router's first asks at all news, and a few others may be mistaken.
     assert town.worker.asked - asked <= len(town.granted) - granted + 2 * 3 * news
     town.close()

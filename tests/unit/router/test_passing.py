@@ -1,0 +1,111 @@
+"""No request that waits for reasons of its own keeps others from workers that they could use."""
+
+from __future__ import annotations
+
+from router.dispatcher import Dispatcher
+from router.fleet import DecodeView, Fleet, PrefillView
+from tests.unit.router.dispatching import (
+    FULL,
+    GRANTED,
+    KV,
+    NEVER,
+    FakePool,
+    FakeSeat,
+    Held,
+    Workers,
+    dispatcher,
+    settle,
+)
+
+
+async def end(asked: Dispatcher, *requests: Held) -> None:
+    for request in requests:
+        request.task.cancel()
+    await settle()
+    asked.close()
+
+
+async def test_a_replay_falls_back_on_what_failed_it_when_the_others_refuse_and_stops_nobody() -> None:
+    workers = Workers(a=GRANTED, b=FULL)
+    asked = dispatcher(workers, prefill_limit=99)
+    replay = Held(asked, "replay", again=True, avoid=("a",))
+    await settle()
+    assert workers.order == ["replay b", "replay a"]
+    others = [Held(asked, f"other{i}", tenant=f"t{i}") for i in range(5)]
+    await settle()
+    assert all(request.placed.is_set() for request in (replay, *others))
+    await end(asked, replay, *others)
+
+
+async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_another_one() -> None:
+    workers = Workers(a=NEVER, b=FULL)
+    asked = dispatcher(workers, prefill_limit=99)
+    large = Held(asked, "large", tokens=1000)
+    await settle()
+    workers.by_name["a"] = GRANTED
+    others = [Held(asked, f"other{i}", tenant=f"t{i}") for i in range(5)]
+    await settle()
+    assert [request.placed.is_set() for request in others] == [True] * 5
+    assert not large.placed.is_set()
+    workers.by_name["b"] = GRANTED
+    workers.news()
+    await settle()
+    assert large.placed.is_set()
+    await end(asked, large, *others)
+
+
+class PrefillSeat(FakeSeat):
+    def __init__(self, pool: Prefills, name: str) -> None:
+        super().__init__(pool)
+        self._by, self._name = pool.by, name
+        pool.by[name] += 1
+
+    def release(self) -> bool:
+        held = super().release()
+        self._by[self._name] -= held
+        return held
+
+
+class Prefills(FakePool):
+    """Prefill workers by name, with the seats that are taken; one decode worker."""
+
+    def __init__(self, **seats: int) -> None:
+        super().__init__()
+        self.by, self._name = seats, ""
+
+    def fleet(self) -> Fleet:
+        decode = (DecodeView("d", KV, free_slots=9),) if self.there else ()
+        return Fleet(tuple(PrefillView(name, KV, own_requests=own) for name, own in self.by.items()), decode)
+
+    def prefill(self, name: str) -> FakePool:
+        self._name = name
+        return self
+
+    def seat(self, tokens: int, cached_tokens: int = 0) -> FakeSeat:
+        return PrefillSeat(self, self._name)
+
+
+async def test_who_has_no_pair_is_passed_over_while_seats_are_free() -> None:
+    """The prefill worker has a pair that failed one request, and the other one has no seat."""
+    workers = Prefills(p1=0, p2=2)
+    asked = dispatcher(workers, prefill_limit=2)
+    asked._breakers.begin("p1", "d", 0.0).failed(("p1", "d"), asked._loop.time())
+    waits = Held(asked, "waits", tenant="t")
+    others = [Held(asked, f"other{i}", tenant="t", decodes=False) for i in range(2)]
+    await settle()
+    assert not waits.placed.is_set()
+    assert [request.placed.is_set() for request in others] == [True, True]
+    await end(asked, waits, *others)
+
+
+async def test_what_needs_no_decode_goes_on_while_decode_workers_are_gone() -> None:
+    workers = Prefills(p1=0)
+    workers.there = False
+    asked = dispatcher(workers)
+    decoding = Held(asked, "decoding")
+    await settle()
+    single = Held(asked, "single", decodes=False)
+    await settle()
+    assert single.placed.is_set()
+    assert not decoding.placed.is_set()
+    await end(asked, decoding, single)
