@@ -103,6 +103,13 @@ class Admission:
             return held < self._slots
         return now >= self.offered_until and held + self.kept(now) < self._slots
 
+    def wake_at(self, held: int, now: float) -> float:
+        """When a fork may start though nothing happens until then; infinite if there is no such time."""
+        if now < self.offered_until:
+            return self.offered_until
+        # What is kept for reservations that came often falls with the time.
+        return now + KEEP_S if held + self._slots // KEEP < self._slots <= held + self.kept(now) else math.inf
+
     def forked(self) -> None:
         """A fork has had its turn: it has started, lacks pages, or none is pending any more."""
         self._owed = False

@@ -120,8 +120,7 @@ class Grants:
 
     def wake_at(self, now: float) -> float:
         """When `forks` is to be called though nothing happens; infinite if that is not needed."""
-        until = self.admission.offered_until
-        return until if self._attempts.pending and now < until else math.inf
+        return self.admission.wake_at(self._attempts.sequences, now) if self._attempts.pending else math.inf
 
     @property
     def _moving(self) -> bool:

@@ -302,7 +302,8 @@ class DecodeService:
             self.loop.add(sequences)
         for broken, error in forked.failed:
             self._fail(broken, FailureKind.ENGINE, f"{broken.key}: a choice can't be forked: {error}")
-        if not math.isinf(at := self._grants.wake_at(now)):
+        # A failure above comes back here by itself, and may have set the timer.
+        if self._fork_timer is None and not math.isinf(at := self._grants.wake_at(now)):
             self._fork_timer = self._asyncio.call_at(at, self._fork)
 
     def _reported(self, report: Report) -> None:

@@ -100,6 +100,10 @@ class Intake:
         field, prompt_ids = await self._prompt(message, tenant)
         limit, count = self.max_model_len(), len(prompt_ids)
         fits = min(limit, self._capacity() or limit)
+        if params.max_tokens is None and fits <= count < limit:
+            raise InvalidRequest(
+                field, f"{count} prompt tokens leave no room in the {fits} that the workers' KV memory holds"
+            )
         max_tokens = max(fits - count, 1) if params.max_tokens is None else params.max_tokens
         if count + max_tokens > limit:
             raise InvalidRequest(

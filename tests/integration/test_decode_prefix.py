@@ -101,7 +101,7 @@ async def test_a_failed_step_leaves_nothing() -> None:
 
 async def test_a_fault_with_one_choice_leaves_no_output_of_the_others() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=400, n=2)
-    async with rig(slots=2, admits=9, pages=1024, max_model_len=1600, step_time=0.02) as all_:
+    async with rig(slots=2, admits=9, pages=1024, max_model_len=1600, step_time=0.03) as all_:
         router, insert = await all_.router(), all_.engine.insert
 
         def inserted(handle: KvHandle, state: SequenceState) -> None:

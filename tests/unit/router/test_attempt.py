@@ -55,6 +55,8 @@ class FakeDispatcher:
 async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> tuple[Emission, Registry]:
     """Run an attempt whose last token arrives after its deadline's timer went off, and before it is judged; or not."""
     loop = asyncio.get_running_loop()
+    # Late enough for a slow machine to come to the prefill before it.
+    deadline = loop.time() + 1.0
 
     async def prefill(*_: Any, deliver: Deliver, **__: Any) -> None:
         def deliver_last() -> None:
@@ -62,7 +64,7 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> tuple[Em
                 deliver(Prefilled((FirstToken(0, TokenInfo(7), FinishReason.LENGTH),), 0))
 
         def block() -> None:
-            time.sleep(0.1)
+            time.sleep(max(0.0, deadline + 0.05 - loop.time()))
             # One more turn of the loop, in which the timer goes off, and the token comes in the next.
             loop.call_soon(loop.call_soon, deliver_last)
 
@@ -75,7 +77,7 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> tuple[Em
     means = Means(dispatcher, config, registry, Abandoner(), None, Threads(1))
     params = SamplingParams(max_tokens=1, seed=1)
     now = loop.time()
-    request = Request("r", [1, 2], params, 1, now, deadline=now + 0.05)
+    request = Request("r", [1, 2], params, 1, now, deadline=deadline)
     emission = Emission(request, loop.time)
     await Attempt(means, Work(request, emission), (0,), History()).run(0.0)
     return emission, registry
