@@ -119,7 +119,7 @@ def _option(flag: str, *, env: bool = True, **keywords: Any) -> Callable[[F], F]
     "--secure",
     env=False,
     type=click.Path(path_type=Path, file_okay=False),
-    help="Directory of certificates and keys for mutual TLS, tickets and an API key; what lacks there is made.",
+    help="Directory of certificates and keys for mutual TLS, tickets and an API key; missing files are created.",
 )
 @_option("--insecure", is_flag=True, help="Allow --grpc beyond loopback without --secure.")
 @_option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
