@@ -190,11 +190,11 @@ class Worker:
             case "reserve":
                 key = up.reserve.key
                 granted = not (self.full or self.draining)
-                if granted:
-                    self.held[key.request_id, key.attempt] = Held(key, call)
                 result = decode_pb2.ReserveResult(key=key, granted=granted, reason="full", retry_after_ms=100)
                 call.say(decode_pb2.SessionDown(reserved=[result]))
-                self.changed()
+                if granted:
+                    self.held[key.request_id, key.attempt] = Held(key, call)
+                    self.changed()
             case "start":
                 if held := self.held.get((up.start.key.request_id, up.start.key.attempt)):
                     held.start = up.start
