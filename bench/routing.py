@@ -36,10 +36,10 @@ from baton.bench.traces import Arrival
 from baton.kv.format import KvFormat, KvPart
 from bench import traces
 from bench.common import save
-from router.demand import NO_HITS, Choice, Demand, Hits
-from router.fleet import RECENT_S, DecodeView, Fading, Fleet, PrefillView
-from router.policy import choose
-from router.prefixes import NAME_BYTES, PrefixIndex
+from router.placement.demand import NO_HITS, Choice, Demand, Hits
+from router.placement.fleet import RECENT_S, DecodeView, Fading, Fleet, PrefillView
+from router.placement.policy import choose
+from router.placement.prefix_index import NAME_BYTES, PrefixIndex
 
 LOAD = 0.8
 PROMPT_S = 3.0

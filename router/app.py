@@ -24,13 +24,13 @@ from baton.tokenizer import Tokenizer
 from baton.transfer.tickets import TicketSigner
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.intake import Intake, Model, largest_message
 from router.pipeline import Pipeline
-from router.pool import Pool
-from router.servicer import SERVICE, InferenceServicer
-from router.stalls import Stalls
-from router.tenants import Guard, Tenants
-from router.threads import Threads
+from router.serving.servicer import SERVICE, InferenceServicer
+from router.serving.stalls import Stalls
+from router.serving.tenants import Guard, Tenants
+from router.serving.threads import Threads
+from router.serving.validator import Intake, Model, largest_message
+from router.workers.pool import Pool
 
 _LAST_WORDS_S = 2.0
 """What clients have to take the end of their streams, before these are cut."""

@@ -24,19 +24,19 @@ from typing import Protocol
 from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound, SourceUnreachable
 from baton.lifecycle import Lifecycle, State
 from baton.telemetry.metrics import PLACED_TOKENS, WASTED_PREFILL_TOKENS
-from router.abandon import Abandoner
-from router.chains import Chains
 from router.config import RouterConfig
-from router.demand import Demand
 from router.dispatcher import Dispatcher
-from router.emission import Emission
 from router.events import Blame, Cause, Event, Failed, Output, Prefilled
-from router.place import Application, Place
-from router.prefill import LARGE_REQUEST, LOSS_GRACE_S, PrefixSource, message, prefill
+from router.output.processor import Emission
+from router.placement.chains import Chains
+from router.placement.demand import Demand
 from router.registry import Live, Registry
 from router.request import Request
 from router.retries import Avoided, History
-from router.threads import Threads
+from router.serving.threads import Threads
+from router.workers.abandon import Abandoner
+from router.workers.prefill import LARGE_REQUEST, LOSS_GRACE_S, PrefixSource, message, prefill
+from router.workers.reservation import Application, Place
 
 _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
 """Faults that another attempt would only repeat."""

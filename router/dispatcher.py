@@ -25,20 +25,20 @@ from collections.abc import AsyncIterator, Callable, Collection
 
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.telemetry.metrics import BREAKERS_OPEN, LINE_LENGTH
-from router.breaker import Breakers
-from router.chains import Form
 from router.config import RouterConfig
-from router.demand import Choice
 from router.events import Deliver
-from router.fleet import Fleet
 from router.isolation import Isolation
-from router.line import SHORTEST_RETRY_S, WaitingLine
-from router.losses import Losses
-from router.place import Answers, Application, Place, Reserver
-from router.policy import choose, matching_decodes, servable
-from router.pool import Pool
-from router.standstill import Asked, Standstill
-from router.worker import Seat
+from router.placement.chains import Form
+from router.placement.demand import Choice
+from router.placement.fleet import Fleet
+from router.placement.policy import choose, matching_decodes, servable
+from router.placement.queue import SHORTEST_RETRY_S, WaitingLine
+from router.placement.standstill import Asked, Standstill
+from router.workers.breaker import Breakers
+from router.workers.link import Seat
+from router.workers.losses import Losses
+from router.workers.pool import Pool
+from router.workers.reservation import Answers, Application, Place, Reserver
 
 _PROBE_S = 1.0
 """After a refusal without a hint: news could get lost, and the line must not stand for ever."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from baton.request import CachedTokens, FinishReason, FirstToken, TokenInfo
-from router.losses import Loss
+from router.workers.losses import Loss
 
 
 class Blame(enum.Enum):

@@ -19,13 +19,13 @@ from dataclasses import replace
 from functools import partial
 
 from baton.errors import Unavailable
-from router.breaker import Breakers
-from router.demand import Choice, Demand
 from router.events import Deliver
-from router.place import Answers, Application, Place, Reserver, Turn
-from router.policy import quietest, servable
-from router.pool import Pool
-from router.worker import Seat
+from router.placement.demand import Choice, Demand
+from router.placement.policy import quietest, servable
+from router.workers.breaker import Breakers
+from router.workers.link import Seat
+from router.workers.pool import Pool
+from router.workers.reservation import Answers, Application, Place, Reserver, Turn
 
 
 class Isolation:

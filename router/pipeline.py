@@ -20,17 +20,17 @@ from typing import Any
 from baton.errors import BatonError, DeadlineExceeded, EngineError, Unavailable
 from baton.ledger import Ledger
 from baton.telemetry.metrics import ATTEMPTS_FAILED, REPLAYS, RETRIES_REFUSED
-from router.abandon import Abandoner
 from router.attempt import Attempt, AttemptFailed, Means, Signer, Work
-from router.chains import Chains
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.emission import Emission
 from router.events import Cause, Failed
+from router.output.processor import Emission
+from router.placement.chains import Chains
 from router.registry import Registry
 from router.request import Request
 from router.retries import History, RetryBudget
-from router.threads import Threads
+from router.serving.threads import Threads
+from router.workers.abandon import Abandoner
 
 VERDICT_S = 15.0
 """How long a worker that may have been killed by a request is waited for, before it is taken for dead."""

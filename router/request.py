@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.detokenizer import Detokenizer
 from baton.request import CachePolicy, SamplingParams
-from router.stops import StopStrings
+from router.output.stops import StopStrings
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from baton.errors import Overloaded
-from router.breaker import SAME_EVENT_S
 from router.events import Cause, Failed
-from router.losses import Loss
+from router.workers.breaker import SAME_EVENT_S
+from router.workers.losses import Loss
 
 MOST_ATTEMPTS = 16
 DEATHS_UNTIL_ALONE = 2

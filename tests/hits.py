@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router.prefixes import Found
+from router.placement.prefix_index import Found
 
 
 def hits(by_worker: Mapping[str, int]) -> Found:

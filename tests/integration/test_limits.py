@@ -23,7 +23,7 @@ from baton.request import (
     MAX_STOP_TOKEN_IDS,
 )
 from baton.rpc.channel import METADATA_BYTES, METADATA_MOST_BYTES
-from router.intake import largest_message
+from router.serving.validator import largest_message
 from tests.fleet import Fleet
 from tests.integration.router_bench import bench, refused, request, whole
 from tests.integration.router_stubs import MAX_MODEL_LEN

@@ -14,9 +14,10 @@ from baton.errors import EngineError
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
 from baton.request import TokenInfo
 from baton.worker.status import WorkerStatus
-from router import emission, session, worker
-from router import prefill as prefill_call
 from router.events import Prefilled
+from router.output import processor
+from router.workers import link, session
+from router.workers import prefill as prefill_call
 from tests.integration.router_bench import Answer, bench, refused, until, whole
 from tests.integration.router_stubs import (
     LENGTH,
@@ -74,9 +75,9 @@ async def test_failed_attempt_goes_on_elsewhere_without_a_seam(tmp_path: Path, k
 async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad, told, emit = letter(25), asyncio.Event(), emission._Choice._emit
+    bad, told, emit = letter(25), asyncio.Event(), processor._Choice._emit
 
-    def breaks(self: emission._Choice, token: TokenInfo, *rest: Any) -> None:
+    def breaks(self: processor._Choice, token: TokenInfo, *rest: Any) -> None:
         if token.token_id == bad:
             raise ValueError("it has no text")
         emit(self, token, *rest)
@@ -89,7 +90,7 @@ async def test_a_request_that_can_not_be_told_ends_and_its_session_goes_on(
         else:
             down.send(start.key, 0, 2, [letter(2)], LENGTH)
 
-    monkeypatch.setattr(emission._Choice, "_emit", breaks)
+    monkeypatch.setattr(processor._Choice, "_emit", breaks)
     async with bench(tmp_path) as b:
         b.decode[0].script = speaks
         broken, fine = b.call(max_tokens=9), b.call(max_tokens=3)
@@ -138,7 +139,7 @@ async def test_a_prefill_that_can_not_be_read_ends_its_request(tmp_path: Path, m
 async def test_a_status_that_can_not_be_handled_costs_its_watch_and_another_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, broken = worker.status_from_proto, asyncio.Event()
+    read, broken = link.status_from_proto, asyncio.Event()
 
     def breaks(message: worker_pb2.WorkerStatus) -> WorkerStatus:
         if not broken.is_set():
@@ -147,7 +148,7 @@ async def test_a_status_that_can_not_be_handled_costs_its_watch_and_another_foll
         return read(message)
 
     async with bench(tmp_path) as b:
-        monkeypatch.setattr(worker, "status_from_proto", breaks)
+        monkeypatch.setattr(link, "status_from_proto", breaks)
         b.prefill[0].status.changed()
         await until(b.app, lambda: broken.is_set() and len(b.app.pool.fleet().prefill) == 1)
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import REGISTRY
 
-import router.breaker
-import router.session
+import router.workers.breaker
+import router.workers.session
 from baton import AsyncClient
 from baton.errors import Overloaded
 from baton.kv.hashing import tenant_salt
@@ -132,7 +132,7 @@ async def test_a_finished_attempt_that_decode_no_longer_lists_is_not_lost(tmp_pa
 
 
 async def test_a_silent_session_is_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.session, "SILENCE_S", 1.6)
+    monkeypatch.setattr(router.workers.session, "SILENCE_S", 1.6)
     async with bench(tmp_path, decode=2, max_attempts=1) as b:
         call, first, other = await running(b, max_tokens=4)
         first.sessions[-1].speaks = False
@@ -253,7 +253,7 @@ async def test_streams_finish_though_sessions_of_workers_that_live_break_again_a
 
 
 async def test_a_cut_pair_is_avoided_by_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.breaker, "SHORTEST_S", 60.0)
+    monkeypatch.setattr(router.workers.breaker, "SHORTEST_S", 60.0)
     async with bench(tmp_path, decode=2) as b:
         cut: list[DownStream] = []
 

@@ -13,11 +13,11 @@ from unittest.mock import Mock
 import grpc
 import pytest
 
-import router.stalls
+import router.serving.stalls
 from baton import keys
 from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, inference_pb2, inference_pb2_grpc, prefill_pb2
 from baton.telemetry.metrics import CLIENTS_STALLED
-from router.tenants import Metadata
+from router.serving.tenants import Metadata
 from tests.integration.router_bench import Bench, bench, refused, request, whole
 from tests.integration.router_stubs import LENGTH, DownStream, Script, StubDecode, StubPrefill, output
 
@@ -158,7 +158,7 @@ async def test_a_call_whose_answer_is_never_read_is_ended(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stalled = asyncio.Event()
-    monkeypatch.setattr(router.stalls, "CLIENTS_STALLED", Mock(inc=stalled.set))
+    monkeypatch.setattr(router.serving.stalls, "CLIENTS_STALLED", Mock(inc=stalled.set))
     file = tmp_path / "keys.json"
     metadata = (("authorization", f"Bearer {keys.add(file, tenant='a', max_streams=1)}"),)
     async with (
@@ -175,7 +175,7 @@ async def test_a_call_whose_answer_is_never_read_is_ended(
 
 
 async def test_a_drain_does_not_wait_for_who_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.stalls, "DRAIN_LIMIT_S", 0.2)
+    monkeypatch.setattr(router.serving.stalls, "DRAIN_LIMIT_S", 0.2)
     async with bench(tmp_path, change=scripted(much), drain_s=600, client_stall_s=600) as b, unread(b) as call:
         await generated(b)
         async with asyncio.timeout(60):

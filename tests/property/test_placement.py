@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv.format import KvFormat, KvPart
-from router import exhaustive
-from router.breaker import Shut
-from router.demand import Against, Choice, Demand, decode_cost, prefill_cost
-from router.fleet import DecodeView, Fleet, PrefillView
-from router.policy import SMALL, choose, matching_decodes, quietest, servable
-from router.prefixes import Found
+from router.placement import exhaustive
+from router.placement.demand import Against, Choice, Demand, decode_cost, prefill_cost
+from router.placement.fleet import DecodeView, Fleet, PrefillView
+from router.placement.policy import SMALL, choose, matching_decodes, quietest, servable
+from router.placement.prefix_index import Found
+from router.workers.breaker import Shut
 from tests.effort import effort
 from tests.hits import hits
 

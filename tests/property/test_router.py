@@ -21,14 +21,14 @@ from baton.engine.fake import expected_tokens
 from baton.errors import BatonError
 from baton.pb import decode_pb2
 from baton.request import SamplingParams, Usage
-from router import worker as worker_module
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.emission import Emission
+from router.output.processor import Emission
 from router.pipeline import Pipeline
-from router.pool import Pool
 from router.request import Request
-from router.threads import Threads
+from router.serving.threads import Threads
+from router.workers import link as worker_module
+from router.workers.pool import Pool
 from tests.effort import machine_test
 from tests.property.fleet import Held, Job, SimulatedFleet, Worker
 from tests.property.virtual import Hung, VirtualLoop

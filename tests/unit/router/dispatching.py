@@ -10,14 +10,14 @@ from typing import Any, cast
 from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
 from router.config import RouterConfig
-from router.demand import Demand
 from router.dispatcher import Dispatcher
-from router.fleet import DecodeView, Fleet, PrefillView
-from router.place import Application, Place
-from router.pool import Pool
+from router.placement.demand import Demand
+from router.placement.fleet import DecodeView, Fleet, PrefillView
+from router.placement.prefix_directory import Whereabouts
 from router.retries import Avoided
-from router.session import Reserved
-from router.whereabouts import Whereabouts
+from router.workers.pool import Pool
+from router.workers.reservation import Application, Place
+from router.workers.session import Reserved
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 GRANTED, FULL = Reserved(True, "", False), Reserved(False, "full", False)

@@ -13,19 +13,19 @@ import pytest
 import router.attempt
 from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo
-from router.abandon import Abandoner
 from router.attempt import Attempt, Means, Work
-from router.breaker import Breakers
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.emission import Emission
 from router.events import Deliver, Prefilled
-from router.place import Application, Place
+from router.output.processor import Emission
 from router.registry import Registry
 from router.request import Request
 from router.retries import History
-from router.threads import Threads
-from router.worker import Seat
+from router.serving.threads import Threads
+from router.workers.abandon import Abandoner
+from router.workers.breaker import Breakers
+from router.workers.link import Seat
+from router.workers.reservation import Application, Place
 
 
 class FakeSeat:

@@ -9,10 +9,10 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.lifecycle import Lifecycle, State
-from router.breaker import Breakers
-from router.demand import Choice, Demand
-from router.place import Answers, Application, Reserver
-from router.pool import Pool
+from router.placement.demand import Choice, Demand
+from router.workers.breaker import Breakers
+from router.workers.pool import Pool
+from router.workers.reservation import Answers, Application, Reserver
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.dispatcher import Dispatcher
-from router.fleet import DecodeView, Fleet, PrefillView
+from router.placement.fleet import DecodeView, Fleet, PrefillView
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,

@@ -9,10 +9,10 @@ import pytest
 from baton.errors import Unavailable
 from baton.request import SamplingParams
 from router.config import RouterConfig
-from router.emission import Emission
+from router.output.processor import Emission
 from router.pipeline import Pipeline
 from router.request import Request
-from router.threads import Threads
+from router.serving.threads import Threads
 from tests.unit.router.dispatching import FULL, Workers, dispatcher
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable
 from router.events import Blame, Cause, Failed
-from router.losses import Loss, Losses
 from router.retries import FORGIVEN_TOKENS, MOST_ATTEMPTS, MOST_EXCUSED, History, RetryBudget
+from router.workers.losses import Loss, Losses
 
 FAULT = Failed(TransferError("the link broke"), Blame.PAIR)
 LOST = Failed(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.LOST)

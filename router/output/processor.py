@@ -1,0 +1,135 @@
+"""From tokens, in whatever order they come, to what the client is told.
+
+Each choice emits its tokens in the order of their output index and drops those it has had, so that token 2 may
+arrive before token 1, and a new attempt may repeat what an old one said. Text comes from an incremental detokenizer
+through a stop matcher. What is new gathers in the outbox until the client's stream takes it, so a slow client costs
+its own max_tokens of memory and holds back nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from baton.request import CachedTokens, FinishReason, FirstToken, TokenInfo, Usage
+from baton.telemetry.metrics import ITL, TTFT
+from router.events import Output, Prefilled
+from router.output.account import Account
+from router.output.queue import Outbox
+from router.output.stops import StopMatcher
+from router.request import Request
+
+
+class _Choice:
+    """One choice from its first token to its finish."""
+
+    def __init__(self, index: int, request: Request, outbox: Outbox) -> None:
+        self.index = index
+        self.output_ids: list[int] = []
+        self.finish: FinishReason | None = None
+        self._params = request.params
+        self._outbox = outbox
+        self._early: dict[int, tuple[TokenInfo, FinishReason | None]] = {}
+        self._detokenizer = request.detokenizer()
+        self._matcher = StopMatcher(request.stops, include_stop=request.params.include_stop_in_output)
+
+    def forget_early(self) -> None:
+        """Drop what came out of order: a new attempt says it again."""
+        self._early.clear()
+
+    def add(self, index: int, tokens: Sequence[TokenInfo], finish: FinishReason | None) -> int:
+        """Take tokens from output index `index` on, and emit all that are in order now; returns their number."""
+        if len(tokens) == 1 and index == len(self.output_ids) and not self._early and self.finish is None:
+            self._emit(tokens[0], finish)
+            return 1
+        for at, token in enumerate(tokens, start=index):
+            last = at == index + len(tokens) - 1
+            if at >= len(self.output_ids):
+                self._early.setdefault(at, (token, finish if last else None))
+        before = len(self.output_ids)
+        while self.finish is None and (entry := self._early.pop(len(self.output_ids), None)) is not None:
+            self._emit(*entry)
+        return len(self.output_ids) - before
+
+    def _emit(self, token: TokenInfo, finish: FinishReason | None) -> None:
+        self.output_ids.append(token.token_id)
+        by_token = finish is FinishReason.STOP
+        silent = by_token and not self._params.include_stop_in_output
+        piece = "" if silent else self._detokenizer.push(token.token_id)
+        if finish is not None:
+            piece += self._detokenizer.flush()
+        # As in vLLM, a stop string that ends within min_tokens is text like any other.
+        text = self._matcher.push(piece, counts=len(self.output_ids) > self._params.min_tokens)
+        if self._matcher.found is not None:
+            finish, by_token = FinishReason.STOP, False
+        elif finish is not None:
+            text += self._matcher.flush()
+        self.finish = finish
+        stop_token_id = token.token_id if by_token else None
+        self._outbox.add(self.index, token, text, finish, stop_string=self._matcher.found, stop_token_id=stop_token_id)
+
+
+class Emission:
+    """All choices of a request, and its outbox."""
+
+    def __init__(self, request: Request, clock: Callable[[], float]) -> None:
+        self.outbox = Outbox()
+        self.account = Account(request.arrived)
+        self._prompt_tokens = len(request.prompt_ids)
+        self._cached_tokens: int | None = None
+        self._cached = CachedTokens()
+        self._clock = clock
+        self._choices = [_Choice(index, request, self.outbox) for index in range(request.params.n)]
+
+    def unfinished(self, choices: Iterable[int]) -> tuple[int, ...]:
+        """Those of `choices` that have not ended."""
+        return tuple(index for index in choices if self._choices[index].finish is None)
+
+    def output_ids(self, choice: int) -> list[int]:
+        """The tokens of a choice that were emitted."""
+        return self._choices[choice].output_ids
+
+    def emitted(self, choices: Iterable[int]) -> int:
+        """How many tokens of these choices were emitted."""
+        return sum(len(self._choices[index].output_ids) for index in choices)
+
+    def begin(self, choices: Iterable[int]) -> None:
+        """A new attempt at these choices starts."""
+        for index in choices:
+            self._choices[index].forget_early()
+
+    def first_tokens(self, event: Prefilled) -> None:
+        """Emit what prefill sampled, each at the end of its choice."""
+        if self._cached_tokens is None:
+            self._cached_tokens, self._cached = event.cached_tokens, event.cached
+            if event.prompt_tokens:
+                self.outbox.report(event.prompt_tokens)
+        for first in event.first_tokens:
+            self._first(first)
+
+    def output(self, event: Output) -> bool:
+        """Emit what decode sampled; whether the choice goes on."""
+        if event.timings is not None:
+            self.account.on_decode(event.timings)
+        self._add(event.choice_index, event.output_index, event.tokens, event.finish)
+        return not 0 <= event.choice_index < len(self._choices) or self._choices[event.choice_index].finish is None
+
+    def close(self) -> None:
+        """The request is served."""
+        completion = self.emitted(range(len(self._choices)))
+        usage = Usage(self._prompt_tokens, self._cached_tokens or 0, completion, self._cached)
+        self.outbox.close(usage, self.account.timings(self._clock()))
+
+    def _first(self, first: FirstToken) -> None:
+        index = len(self._choices[first.choice_index].output_ids)
+        self._add(first.choice_index, index, (first.token,), first.finish)
+
+    def _add(self, choice: int, index: int, tokens: Sequence[TokenInfo], finish: FinishReason | None) -> None:
+        if not 0 <= choice < len(self._choices):
+            return
+        count = self._choices[choice].add(index, tokens, finish)
+        if count:
+            now = self._clock()
+            if self.account.first_token is None:
+                TTFT.observe(now - self.account.arrived)
+            if (gap := self.account.on_tokens(choice, count, now)) is not None:
+                ITL.observe(gap)

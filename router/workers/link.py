@@ -1,0 +1,424 @@
+"""One dialled address: its channel, its watch, and what this router has running there.
+
+    run:  dial ── Watch ── status … status ── silence, end or error ── lost ── wait, longer each time ── dial …
+
+A worker is as good as its watch: it tells its status at least every second, so a watch that is silent for
+`SILENCE_S` means that the worker is stopped or cut off, and all that runs there fails at once. The same holds for one
+that says of itself that it makes no progress: it is lost until it says otherwise. One that drains has left when
+its watch ends, and nobody is warned of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from dataclasses import replace
+from typing import Protocol
+
+import grpc
+
+from baton.errors import BatonError, Unavailable
+from baton.pb import worker_pb2, worker_pb2_grpc
+from baton.rpc.channel import control_channel
+from baton.rpc.silence import Silence
+from baton.rpc.tls import Tls
+from baton.worker.servicer import status_from_proto
+from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole, WorkerStatus
+from router.events import Blame, Cause, Deliver, Failed
+from router.placement.chains import Form
+from router.placement.fleet import RECENT_S, DecodeView, Fading, PrefillView
+from router.workers.discovery import complete
+from router.workers.losses import Loss, Losses
+from router.workers.session import DecodeSession, Ending
+
+SILENCE_S = 5.0
+
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
+_SOON_S, _SOON_BACKOFF_S = 20.0, 0.2
+"""Seconds for which the successor of a lost worker is expected, and those between two calls meanwhile, at most."""
+
+
+_UNWANTED = "it is no longer wanted"
+_STALLED = "it answers, but makes no progress"
+
+_logger = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Who is told what happens at a worker."""
+
+    def changed(self, link: WorkerLink) -> None:
+        """Its status or its session is another."""
+
+    def moved(self, link: WorkerLink) -> None:
+        """This router has given it something, or taken something back."""
+
+    def told(self, link: WorkerLink, news: PrefixChange | None) -> None:
+        """It told which prefixes it holds; None when what it told before counts no longer."""
+
+
+class WorkerLink:
+    """A worker as the router sees it.
+
+    A worker that is no longer `listed` is kept until its watch ends: name servers drop a worker when it begins to
+    drain, while its streams run on.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        role: WorkerRole,
+        router_id: str,
+        observer: Observer,
+        losses: Losses,
+        tls: Tls | None = None,
+    ) -> None:
+        self.address = address
+        self.role = role
+        self._tls = tls
+        self._generation = tls.generation if tls else 0
+        self.channel = control_channel(address, tls, role.value)
+        self.listed = True
+        self.status: WorkerStatus | None = None
+        """Latest status; None while the worker is lost."""
+        self.form: Form | None = None
+        """How it names its blocks; None before it was first heard of."""
+        self.session: DecodeSession | None = None
+        """The session with an accepted decode worker, while it is open."""
+        self._router_id = router_id
+        self._observer = observer
+        self._sessions: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._losses = losses
+        self._incarnation = ""
+        self._seats: set[Seat] = set()
+        self._present: dict[Seat, str] = {}
+        """Requests that the worker computes, or whose KV is fetched from it."""
+        self._shared = False
+        """Whether requests of other routers without a token were there, by its latest status."""
+        self._lost = asyncio.Event()
+        self._ending: tuple[str, Cause] | None = None
+        self._dispatched = 0
+        self._recent = Fading(RECENT_S)
+        self._granted_tokens = self._granted_slots = 0
+        self._said = ""
+        self._left = False
+        """Whether it drained before it was lost, and has not come back yet."""
+
+    @property
+    def _label(self) -> str:
+        return f"{self.role.value} {self.address}"
+
+    @property
+    def name(self) -> str:
+        """What logs and messages call it: its id and address."""
+        return _name(self.status, self.address)
+
+    async def run(self) -> None:
+        """Watch the worker until it is lost and no longer listed, or the task is cancelled."""
+        loop = asyncio.get_running_loop()
+        backoff, lost_at = _FIRST_BACKOFF_S, -_SOON_S
+        try:
+            while True:
+                await self._redial()
+                reason = await self._watch()
+                if self.status is not None:
+                    backoff, lost_at = _FIRST_BACKOFF_S, loop.time()
+                self._lose(reason)
+                self._observer.told(self, None)
+                if not self.listed:
+                    return
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+                soon = loop.time() - lost_at < _SOON_S
+                backoff = min(2 * backoff, _SOON_BACKOFF_S if soon else _LONGEST_BACKOFF_S)
+        finally:
+            self._said = _UNWANTED
+            self._lose(_UNWANTED)
+            self._observer.told(self, None)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self.channel.close()
+
+    def accept(self) -> None:
+        """Take the worker into service: a decode worker gets a session, again and again while it lasts."""
+        self._ending = None
+        if self.role is WorkerRole.DECODE and self._sessions is None:
+            self._sessions = asyncio.create_task(self._keep_session(), name=f"sessions {self.address}")
+            self._tasks.add(self._sessions)
+            self._sessions.add_done_callback(self._tasks.discard)
+
+    def dismiss(self) -> None:
+        """Take the worker out of service; what runs there fails."""
+        if self._sessions is not None:
+            self._sessions.cancel()
+            self._sessions = None
+
+    def seat(self, tokens: int, cached_tokens: int = 0) -> Seat:
+        """Count a prompt of `tokens`, of which some are thought to be cached, as being prefilled here.
+
+        It counts until the seat is released. Raises Unavailable when the worker is lost.
+        """
+        if self.status is None:
+            raise Unavailable(f"prefill worker {self.address} is lost")
+        self._dispatched += 1
+        self._recent.add(tokens - cached_tokens, asyncio.get_running_loop().time())
+        return Seat(self, self.status.identity, tokens, cached_tokens, self._lost)
+
+    def take(self, seat: Seat) -> None:
+        """Count a seat."""
+        self._seats.add(seat)
+        self._observer.moved(self)
+
+    def give_up(self, seat: Seat) -> bool:
+        """Count a seat no longer; False if it did not count."""
+        if seat not in self._seats:
+            return False
+        self._seats.discard(seat)
+        self._observer.moved(self)
+        return True
+
+    def enter(self, seat: Seat, request_id: str) -> None:
+        """The request is there now, and is a suspect if the worker dies."""
+        self._present[seat] = request_id
+
+    def leave(self, seat: Seat) -> None:
+        """The request needs nothing more of the worker."""
+        self._present.pop(seat, None)
+
+    def granted(self, tokens: int, slots: int) -> None:
+        """A decode worker has given away room that its latest status can't know of."""
+        self._granted_tokens += tokens
+        self._granted_slots += slots
+        self._observer.moved(self)
+
+    @property
+    def consumer(self) -> str:
+        """Whom tickets for this decode worker are made out to; "" while it is lost."""
+        return "" if self.status is None else _consumer(self.status.identity)
+
+    @property
+    def draining(self) -> bool:
+        """Whether it says that it takes no new work."""
+        return self.status is not None and self.status.draining
+
+    def prefill_view(self) -> PrefillView | None:
+        """What placement may know of a prefill worker; None while it is lost."""
+        if self.status is None:
+            return None
+        return PrefillView(
+            name=self.address,
+            kv_format=self.status.identity.kv_format,
+            draining=self.status.draining,
+            pending_tokens=self.status.load.pending_tokens,
+            rate=self.status.load.tokens_per_second,
+            own_requests=len(self._seats),
+            own_tokens=sum(seat.tokens - seat.cached_tokens for seat in self._seats),
+            dispatched=self._dispatched,
+            recent_tokens=self._recent.at(asyncio.get_running_loop().time()),
+            incarnation=self._incarnation,
+        )
+
+    def decode_view(self) -> DecodeView | None:
+        """What placement may know of a decode worker; None while there is no session with it."""
+        if self.status is None or self.session is None or not self.session.open:
+            return None
+        load = self.status.load
+        return DecodeView(
+            name=self.address,
+            kv_format=self.status.identity.kv_format,
+            converts_kv=self.status.identity.converts_kv,
+            draining=self.status.draining,
+            free_tokens=max((load.pages_total - load.pages_used) * load.page_size - self._granted_tokens, 0),
+            free_slots=max(load.slots_total - load.slots_used - self._granted_slots, 0),
+            own_requests=self.session.attempts,
+            incarnation=self._incarnation,
+        )
+
+    @property
+    def problem(self) -> str:
+        """Why the worker is lost; empty while it is not, or was not dialled yet."""
+        return self._said
+
+    async def _redial(self) -> None:
+        """Make another channel if the TLS files are not those that it was made with."""
+        if self._tls is None or self._tls.generation == self._generation:
+            return
+        self._generation = self._tls.generation
+        old, self.channel = self.channel, control_channel(self.address, self._tls, self.role.value)
+        await old.close()
+
+    async def _watch(self) -> str:
+        """Follow one watch to its end, and say why it ended."""
+        call = worker_pb2_grpc.WorkerStub(self.channel).Watch(worker_pb2.WatchRequest())
+        silence = Silence(SILENCE_S, call.cancel)
+        try:
+            with silence:
+                while True:
+                    message = await call.read()
+                    silence.heard()
+                    if message is grpc.aio.EOF:
+                        return "ended its watch"
+                    status = status_from_proto(message)
+                    if self.status and self.status.identity.incarnation != status.identity.incarnation:
+                        return "was restarted"
+                    if status.prefixes is not None:
+                        self._observer.told(self, status.prefixes)
+                    if status.stalled:
+                        self._lose(_STALLED)
+                        continue
+                    if status.draining and not self.draining:
+                        _logger.info("%s worker %s drains", self.role.value, _name(status, self.address))
+                    self._take(status)
+        except grpc.aio.AioRpcError as error:
+            return str(error.details() or error.code().name)
+        except BatonError as error:
+            return f"sent a status that can't be read: {error}"
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not silence.fell or (task is not None and task.cancelling()):
+                raise
+            return f"was silent for {SILENCE_S:g} s"
+        except Exception as error:
+            # It is dialled again; a watch that nobody keeps would leave the worker out for good.
+            _logger.exception("a status of %s worker %s can't be handled", self.role.value, self.name)
+            return f"sent a status that can't be handled: {type(error).__name__}: {error}"
+        finally:
+            call.cancel()
+
+    def _take(self, status: WorkerStatus) -> None:
+        known = self.status.identity if self.status else None
+        if known is None or known != status.identity:
+            self.form = Form.of(status.identity)
+        else:
+            # The same object, so that nobody need compare it again.
+            status = replace(status, identity=known)
+        self.status, self._incarnation = status, status.identity.incarnation
+        self._losses.heard(self._label, self._incarnation)
+        self._granted_tokens = self._granted_slots = 0
+        self._shared = status.load.newcomers > self._newcomers()
+        self._said, self._left = "", False
+        self._observer.changed(self)
+
+    def _lose(self, reason: str) -> None:
+        self._left = self._left or self.draining
+        if reason != self._said:
+            if self._left:
+                _logger.info("%s worker %s has left: %s", self.role.value, self.name, reason)
+            else:
+                _logger.warning("no watch of %s worker %s: %s", self.role.value, self.name, reason)
+            self._said = reason
+        if self.status is None:
+            return
+        cause = Cause.DRAIN if self.status.draining else Cause.LOST
+        self._ending = reason, cause
+        loss = self._loss(cause, len(set(self._present.values())))
+        for seat in self._present:
+            seat.loss = loss
+        self._present.clear()
+        error = Unavailable(f"{self.role.value} worker {self.name}: {reason}")
+        self.status = None
+        self._lost.set()
+        self._lost = asyncio.Event()
+        self.dismiss()
+        for seat in list(self._seats):
+            seat.fail(error, cause)
+        self._observer.changed(self)
+
+    def _loss(self, cause: Cause, suspects: int) -> Loss | None:
+        if cause is not Cause.LOST:
+            return None
+        now = asyncio.get_running_loop().time()
+        return self._losses.lost(self._label, self._incarnation, suspects, now, shared=self._shared)
+
+    def _newcomers(self) -> int:
+        """This router's requests that are here and have had no token from the worker."""
+        if self.role is WorkerRole.DECODE:
+            return self.session.newcomers if self.session else 0
+        # A seat is given up at the first token, and its request stays until the KV is fetched.
+        return len(self._seats & self._present.keys())
+
+    def _session_ended(self, suspects: int) -> Ending:
+        reason, cause = self._ending or ("", Cause.DRAIN if self.draining else Cause.LOST)
+        return Ending(reason, cause, self._loss(cause, suspects))
+
+    async def _keep_session(self) -> None:
+        backoff = _FIRST_BACKOFF_S
+        while True:
+            session = self.session = DecodeSession(
+                self.channel, self.name, self._router_id, lambda: self._observer.moved(self)
+            )
+            self._observer.changed(self)
+            began = asyncio.get_running_loop().time()
+            try:
+                await session.run(self._session_ended)
+            finally:
+                if self.session is session:
+                    self.session = None
+                    self._observer.changed(self)
+            if asyncio.get_running_loop().time() - began > _LONGEST_BACKOFF_S:
+                backoff = _FIRST_BACKOFF_S
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+
+
+def _consumer(identity: WorkerIdentity) -> str:
+    return identity.principal or identity.incarnation
+
+
+def _name(status: WorkerStatus | None, address: str) -> str:
+    return f"{status.identity.worker_id} at {address}" if status else address
+
+
+class Seat:
+    """A request's place among those that a prefill worker has of this router."""
+
+    def __init__(
+        self, link: WorkerLink, identity: WorkerIdentity, tokens: int, cached_tokens: int, lost: asyncio.Event
+    ) -> None:
+        self.link = link
+        self.tokens = tokens
+        self.cached_tokens = cached_tokens
+        """Of the tokens, those that the worker was thought to hold when it was chosen."""
+        self.kv_address = complete(identity.shards[0].kv_address, link.address)
+        """Where decode workers reach the worker's KV."""
+        self.incarnation = identity.incarnation
+        self.consumer = _consumer(identity)
+        """Whom tickets for this worker are made out to."""
+        self.lost = lost
+        """Set when this incarnation of the worker is lost, whether or not the seat was released before."""
+        self.loss: Loss | None = None
+        """The lost connection with this incarnation, if the request was there."""
+        self._deliver: Deliver | None = None
+        self._failed: Failed | None = None
+        link.take(self)
+
+    def enter(self, request_id: str, deliver: Deliver) -> None:
+        """The request goes to the worker; have its loss delivered until the seat is released."""
+        self._deliver = deliver
+        if self._failed is not None:
+            deliver(self._failed)
+        else:
+            self.link.enter(self, request_id)
+
+    def leave(self) -> None:
+        """The request needs nothing more of the worker: its prompt is computed and its KV is fetched; idempotent."""
+        self.link.leave(self)
+
+    def fail(self, error: BatonError, cause: Cause) -> None:
+        """The worker is lost."""
+        self._failed = Failed(error, Blame.PREFILL, cause, self.loss)
+        if self._deliver is not None:
+            self._deliver(self._failed)
+
+    async def lost_within(self, seconds: float) -> bool:
+        """Whether the worker is lost by then; tells a worker's death from a fault that merely looks like it."""
+        if not self.lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.lost.wait()
+        return self.lost.is_set()
+
+    def release(self) -> bool:
+        """Give the seat up; False if it was given up before."""
+        return self.link.give_up(self)

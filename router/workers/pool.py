@@ -1,0 +1,288 @@
+"""All workers of a router: found, watched, checked against each other, and shown to placement as a fleet.
+
+A worker is accepted when it agrees with the router (role, model name, tokenizer) and with every worker accepted before
+it (fingerprint; KV format across the two roles). One that does not is refused by name, logged once with both values,
+and judged again with every status it sends, since those it disagrees with may have gone. News of a worker that was
+accepted changes its own view in the fleet and nothing else, so that many workers may have much to tell.
+
+A prefill worker, whose KV is fetched, that asks for tickets which this router can't sign is refused too. Keys may be
+replaced at any time, so that those in service are judged in this respect with every status as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection
+from functools import partial
+
+from baton.kv.format import KvFormat
+from baton.rpc.tls import Tls
+from baton.transfer.tickets import TicketSigner
+from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole
+from router.config import RouterConfig
+from router.placement.chains import Form
+from router.placement.fleet import Fleet, pairable
+from router.placement.policy import servable
+from router.placement.prefix_directory import Whereabouts
+from router.workers.discovery import Discovery
+from router.workers.link import WorkerLink
+from router.workers.losses import Losses
+
+_AGAIN_S = 5.0
+"""Until a worker is dialled again whose watch failed, which only a fault of ours can make it do."""
+
+REASON_CHARACTERS = 400
+"""Of the first refusal or loss, as far as clients are told of it."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Pool:
+    """The workers; use as `async with pool.running():`."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        router_id: str,
+        tokenizer_digest: str,
+        tls: Tls | None = None,
+        signer: TicketSigner | None = None,
+    ) -> None:
+        self._model_name = config.model_name
+        self._tokenizer_digest = tokenizer_digest
+        self._router_id = router_id
+        self._tls = tls
+        self._signer = signer
+        self._links: dict[tuple[WorkerRole, str], tuple[WorkerLink, asyncio.Task[None]]] = {}
+        self._accepted: dict[str, WorkerLink] = {}
+        self._refusals: dict[str, str] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._closed = False
+        self.losses = Losses()
+        self._fleet = Fleet()
+        self._forms: Counter[Form] = Counter()
+        self.prefixes = Whereabouts()
+        self._discoveries = [
+            Discovery(f"--{role.value}", targets, config.resolve_s, self._finder(role))
+            for role, targets in ((WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode))
+        ]
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Pool]:
+        """Find and watch workers until the block ends."""
+        searches = [asyncio.create_task(discovery.run()) for discovery in self._discoveries]
+        try:
+            yield self
+        finally:
+            self._closed = True
+            await _end(searches)
+            await _end([task for _, task in self._links.values()])
+
+    def on_news(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after every change that may matter to a waiting request."""
+        self._listeners.append(listener)
+
+    def fleet(self) -> Fleet:
+        """The accepted workers as they are now, and go on to be."""
+        return self._fleet
+
+    @property
+    def forms(self) -> Collection[Form]:
+        """How the accepted workers name blocks."""
+        return self._forms.keys()
+
+    @property
+    def serving(self) -> bool:
+        """Whether at least one pair of workers can serve."""
+        return servable(self._fleet, decodes=True)
+
+    def prefill(self, name: str) -> WorkerLink:
+        """The prefill worker that the fleet calls `name`."""
+        return self._links[WorkerRole.PREFILL, name][0]
+
+    def decode(self, name: str) -> WorkerLink | None:
+        """The decode worker that the fleet called `name`, if it is still there."""
+        found = self._links.get((WorkerRole.DECODE, name))
+        return found[0] if found else None
+
+    @property
+    def identities(self) -> list[WorkerIdentity]:
+        """Identities of the accepted workers."""
+        return [link.status.identity for link in self._accepted.values() if link.status]
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of one request that the KV memory of a decode worker can hold; 0 while none is there."""
+        loads = [
+            link.status.load
+            for link in self._accepted.values()
+            if link.status is not None and link.role is WorkerRole.DECODE
+        ]
+        return max((load.pages_total * load.page_size for load in loads), default=0)
+
+    def signs_for(self, identity: WorkerIdentity) -> bool:
+        """Whether a worker gives KV for this router's tickets, or asks for none."""
+        taken = identity.ticket_key_ids
+        return not taken or (self._signer is not None and self._signer.key_id in taken)
+
+    def missing(self, waited_s: float = 0.0) -> str:
+        """In words, for clients, why a request can't be served: roles that lack, and the first of the reasons.
+
+        `waited_s` is how long a worker was waited for. The log has named all workers that were refused or lost.
+        """
+        fleet = self._fleet
+        roles = (("prefill", fleet.prefill), ("decode", fleet.decode))
+        lacking = [role for role, views in roles if all(view.draining for view in views)]
+        what = f"no {' and no '.join(lacking)} worker is there" if lacking else "no workers match each other"
+        parts = [f"{what} after a wait of {waited_s:g} s" if waited_s else what]
+        links = (link for link, _ in self._links.values())
+        lost = [f"{link.role.value} worker {link.name}: {link.problem}" for link in links if link.problem]
+        reasons = [*self._refusals.values(), *lost]
+        if len(reasons) > 1:
+            parts.append(f"workers refused: {len(self._refusals)}, lost: {len(lost)}; the first")
+        return ": ".join(["; ".join(parts), *map(_short, reasons[:1])])
+
+    def _finder(self, role: WorkerRole) -> Callable[[set[str]], None]:
+        def found(addresses: set[str]) -> None:
+            for (known_role, address), (link, _) in self._links.items():
+                if known_role is role:
+                    link.listed = address in addresses
+            for address in addresses:
+                if (role, address) not in self._links:
+                    self._dial(role, address)
+
+        return found
+
+    def _dial(self, role: WorkerRole, address: str) -> None:
+        link = WorkerLink(address, role, self._router_id, self, self.losses, self._tls)
+        task = asyncio.create_task(link.run(), name=f"worker {address}")
+        self._links[role, address] = (link, task)
+        task.add_done_callback(partial(self._ended, link))
+
+    def _ended(self, link: WorkerLink, task: asyncio.Task[None]) -> None:
+        del self._links[link.role, link.address]
+        if task.cancelled() or self._closed or not link.listed:
+            return
+        if error := task.exception():
+            _logger.error("%s worker %s: its watch failed", link.role.value, link.address, exc_info=error)
+            asyncio.get_running_loop().call_later(_AGAIN_S, self._dial_again, link.role, link.address)
+        else:
+            # It was listed again while it was being given up.
+            self._dial(link.role, link.address)
+
+    def _dial_again(self, role: WorkerRole, address: str) -> None:
+        if not self._closed and (role, address) not in self._links:
+            self._dial(role, address)
+
+    def changed(self, link: WorkerLink) -> None:
+        """A worker's status or session is another: it may have to leave, or may join, and then its view counts."""
+        key, accepted = _key(link), _key(link) in self._accepted
+        if accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None):
+            self._dismiss(key)
+            # Those that it kept from joining may join now.
+            for other, _ in list(self._links.values()):
+                self._judge(other)
+        elif not accepted:
+            self._judge(link)
+        self.moved(link)
+        for listener in self._listeners:
+            listener()
+
+    def moved(self, link: WorkerLink) -> None:
+        """Show placement what a worker is and has now."""
+        accepted = _key(link) in self._accepted
+        if link.role is WorkerRole.PREFILL:
+            prefill = link.prefill_view() if accepted else None
+            self._fleet.put_prefill(prefill) if prefill else self._fleet.remove_prefill(link.address)
+        else:
+            decode = link.decode_view() if accepted else None
+            self._fleet.put_decode(decode) if decode else self._fleet.remove_decode(link.address)
+
+    def told(self, link: WorkerLink, news: PrefixChange | None) -> None:
+        """Note which prefixes a worker holds."""
+        self.prefixes.told(link.role, link.address, news)
+
+    def _dismiss(self, key: str) -> None:
+        link = self._accepted.pop(key)
+        if link.form is not None:
+            self._forms -= Counter((link.form,))
+
+    def _judge(self, link: WorkerLink) -> None:
+        """Let a worker join, or say once why it may not."""
+        key = _key(link)
+        if key in self._accepted:
+            return
+        if link.status is None:
+            self._refusals.pop(key, None)
+            return
+        problem = self._problem(link, link.status.identity)
+        if problem is not None:
+            refusal = f"{link.role.value} worker {link.name} is refused: {problem}"
+            if self._refusals.get(key) != refusal:
+                _logger.error("%s", refusal)
+            self._refusals[key] = refusal
+            return
+        self._refusals.pop(key, None)
+        self._accepted[key] = link
+        if link.form is not None:
+            self._forms[link.form] += 1
+        link.accept()
+        self.moved(link)
+        _logger.info("%s worker %s joined", link.role.value, link.name)
+
+    def _problem(self, link: WorkerLink, identity: WorkerIdentity) -> str | None:
+        """What keeps the worker from joining."""
+        pairs: list[tuple[str, str, str, str]] = [
+            ("role", identity.role.value, link.role.value, f"--{link.role.value}, which lists it"),
+            ("model", identity.model, self._model_name, "this router"),
+            ("tokenizer digest", identity.tokenizer_digest, self._tokenizer_digest, "this router"),
+        ]
+        for other in self._accepted.values():
+            if other.status is None:
+                continue
+            theirs = other.status.identity
+            if theirs.incarnation == identity.incarnation:
+                return f"it is the worker that was dialled at {other.address}"
+            pairs.append(("fingerprint", identity.fingerprint, theirs.fingerprint, other.name))
+            if theirs.role is not identity.role and not _pair(identity, theirs):
+                pairs.append(("KV format", _words(identity.kv_format), _words(theirs.kv_format), other.name))
+        for what, seen, wanted, whose in pairs:
+            if seen != wanted:
+                return f"its {what} is {seen!r}, that of {whose} is {wanted!r}"
+        return self._ticket_problem(identity)
+
+    def _ticket_problem(self, identity: WorkerIdentity) -> str | None:
+        """Why decode workers could not fetch KV from the worker with this router's tickets."""
+        if identity.role is not WorkerRole.PREFILL or self.signs_for(identity):
+            return None
+        if self._signer is None:
+            return "it gives KV for tickets only, and this router has no --ticket-key"
+        taken, signs = identity.ticket_key_ids, self._signer.key_id
+        return f"it takes tickets of the keys {', '.join(k.hex() for k in taken)}, this router signs with {signs.hex()}"
+
+
+def _key(link: WorkerLink) -> str:
+    return f"{link.role.value} {link.address}"
+
+
+def _pair(one: WorkerIdentity, other: WorkerIdentity) -> bool:
+    prefill, decode = (one, other) if one.role is WorkerRole.PREFILL else (other, one)
+    return pairable(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= REASON_CHARACTERS else text[: REASON_CHARACTERS - 1] + "…"
+
+
+def _words(kv_format: KvFormat) -> str:
+    parts = ", ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in kv_format.parts)
+    return f"v{kv_format.version}: {parts}; {kv_format.layers} layers, blocks of {kv_format.block_size}"
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,49 @@
+"""Names of a request's blocks, from prompt to replay."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+import router.placement.chains
+from baton.kv.hashing import block_digests, chain_root
+from router.placement.chains import Chains, Form
+
+RUN = asyncio.to_thread
+ONE, OTHER = Form("m", "f" * 64, 16), Form("m", "e" * 64, 4)
+
+
+def whole(form: Form, ids: list[int], salt: bytes = b"s") -> list[bytes]:
+    return block_digests(chain_root(form.fingerprint, form.kv_format, salt), ids, form.block_size)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 40, 5000])
+async def test_chains_are_those_of_the_workers_and_go_on_in_a_replay(count: int) -> None:
+    prompt, output = list(range(count)), [7] * 21
+    chains = Chains(prompt, b"s", RUN)
+    assert await chains.of([ONE, OTHER]) == {form: whole(form, prompt) for form in (ONE, OTHER)}
+    for end in (1, 3, 21):
+        replay = await chains.of([ONE, OTHER], output[:end])
+        assert replay == {form: whole(form, prompt + output[:end]) for form in (ONE, OTHER)}
+    assert await chains.of([ONE]) == {ONE: whole(ONE, prompt)}
+    assert await Chains(prompt, b"t", RUN).of([OTHER]) == {OTHER: whole(OTHER, prompt, b"t")}
+
+
+@pytest.mark.parametrize(("count", "inline"), [(4096, True), (4097, False)])
+async def test_a_prompt_is_hashed_once_and_a_long_one_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch, count: int, inline: bool
+) -> None:
+    calls: list[bool] = []
+
+    def noted(*arguments: Any) -> list[bytes]:
+        calls.append(threading.current_thread() is threading.main_thread())
+        return block_digests(*arguments)
+
+    monkeypatch.setattr(router.placement.chains, "block_digests", noted)
+    chains = Chains(range(count), b"", RUN)
+    for _ in range(3):
+        await chains.of([ONE])
+    assert calls == [inline]

@@ -1,0 +1,151 @@
+"""A large message must not hold up the event loop: fields are counted before they are read, and read on threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from google.protobuf.descriptor import Descriptor
+
+import router.attempt
+import router.serving.validator
+from baton.errors import InvalidRequest
+from baton.pb import inference_pb2 as pb
+from baton.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from baton.rpc.channel import CONTROL_MESSAGE_BYTES
+from baton.rpc.convert import token_ids_from_proto
+from baton.tokenizer import Tokenizer
+from router.serving.threads import Threads
+from router.serving.validator import MAX_CHAT_MESSAGES, Intake, Model
+from tests.integration.router_bench import bench
+from tests.unread import COUNT, WithUnread
+
+VOCAB, LENGTH = 30_000, 1_000_000
+CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")])
+IDS = pb.TokenIds(ids=[1])
+REQUESTS: dict[str, tuple[Any, ...]] = {
+    "Generate": (pb.GenerateRequest(token_ids=IDS), pb.GenerateRequest(chat=CHAT)),
+    "Tokenize": (pb.TokenizeRequest(chat=CHAT),),
+    "Detokenize": (pb.DetokenizeRequest(token_ids=[1]),),
+}
+LIMITS = {
+    "token_ids.ids": ("token_ids", LENGTH),
+    "token_ids": ("token_ids", LENGTH),
+    "chat.messages": ("chat.messages", MAX_CHAT_MESSAGES),
+    "sampling.stop": ("stop", MAX_STOP_STRINGS),
+    "sampling.stop_token_ids": ("stop_token_ids", MAX_STOP_TOKEN_IDS),
+    "sampling.logit_bias": ("logit_bias", MAX_LOGIT_BIAS),
+    "sampling.allowed_token_ids": ("allowed_token_ids", VOCAB),
+}
+
+
+def repeated(message: Descriptor, prefix: str = "") -> Iterator[str]:
+    """Paths of all repeated fields and maps."""
+    for field in message.fields:
+        if field.is_repeated:
+            yield prefix + field.name
+        elif field.message_type is not None:
+            yield from repeated(field.message_type, f"{prefix}{field.name}.")
+
+
+CASES = [
+    (method, path, messages[path.startswith("chat.") and len(messages) > 1])
+    for method, messages in REQUESTS.items()
+    for path in repeated(messages[0].DESCRIPTOR)
+]
+
+
+def intake() -> Intake:
+    return Intake(Model("m", VOCAB, (), cast(Tokenizer, object())), lambda: LENGTH, Threads(1))
+
+
+@pytest.mark.parametrize(("method", "path", "made"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])
+async def test_a_field_is_counted_before_any_of_it_is_read(method: str, path: str, made: Any) -> None:
+    message = WithUnread(made, path)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "Generate": lambda message: intake().request(message, arrived=0.0, deadline=None),
+        "Tokenize": lambda message: intake().tokenize(message),
+        "Detokenize": lambda message: intake().detokenize(message),
+    }
+    field, limit = LIMITS[path]
+    with pytest.raises(InvalidRequest, match=rf"^{field}: at most {limit} .*, got {COUNT}$"):
+        await calls[method](message)
+
+
+def noted(function: Any, seen: list[bool]) -> Any:
+    """`function`, and whether each call of it was on the thread of the event loop."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return function(*arguments, **named)
+
+    return call
+
+
+@pytest.mark.parametrize("count", [2, 20_000])
+async def test_large_fields_are_converted_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    seen: list[bool] = []
+    for name in ("token_ids_from_proto", "sampling_from_proto"):
+        monkeypatch.setattr(
+            router.serving.validator, name, noted(getattr(router.serving.validator, name, None), seen), raising=False
+        )
+    ids = range(count)
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=pb.SamplingParams(allowed_token_ids=ids))
+    request = await intake().request(message, arrived=0.0, deadline=None)
+    assert (list(request.prompt_ids), request.params.allowed_token_ids) == (list(ids), tuple(ids))
+    assert seen == [count == 2] * 2
+
+
+class Pieces(Sequence[int]):
+    """Token ids that note how many are asked for at a time."""
+
+    def __init__(self, count: int) -> None:
+        self.ids, self.asked = range(count), list[int]()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, key: Any) -> Any:
+        found = self.ids[key]
+        self.asked.append(len(found) if isinstance(key, slice) else 1)
+        return list(found) if isinstance(key, slice) else found
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("all are read by one call, which holds the GIL")
+
+
+def test_token_ids_are_converted_in_pieces_and_the_first_bad_one_is_named() -> None:
+    ids = Pieces(100_000)
+    assert token_ids_from_proto("ids", ids, 100_000) == list(range(100_000))
+    assert max(ids.asked) < 20_000
+    with pytest.raises(InvalidRequest, match=r"^ids\[70000\]: must be in \[0, 70000\), got 70000$"):
+        token_ids_from_proto("ids", Pieces(100_000), 70_000)
+
+
+@pytest.mark.parametrize("large", [2, 1000])
+async def test_a_long_prompt_is_made_into_a_message_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(router.attempt, "LARGE_REQUEST", large, raising=False)
+    monkeypatch.setattr(router.attempt, "message", noted(router.attempt.message, seen))
+    async with bench(tmp_path) as b:
+        await b.answer(max_tokens=1)
+        assert len(b.prefill[0].requests[0].prompt_token_ids) == 3
+    assert seen == [large == 1000]
+
+
+def test_the_largest_message_holds_the_longest_prompt_and_is_bounded() -> None:
+    length, vocab = 262_144, 152_000
+    ids = [vocab - 1] * vocab
+    prompt = pb.TokenIds(ids=[vocab - 1] * length)
+    stops = ["\U0001f600" * 1024] * MAX_STOP_STRINGS
+    bias = dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)
+    sampling = pb.SamplingParams(allowed_token_ids=ids, stop=stops, logit_bias=bias)
+    largest = router.serving.validator.largest_message(length, vocab)
+    assert pb.GenerateRequest(token_ids=prompt, sampling=sampling).ByteSize() <= largest < 8 << 20
+    assert router.serving.validator.largest_message(64, 300) == 4 << 20
+    assert router.serving.validator.largest_message(10**9, vocab) == CONTROL_MESSAGE_BYTES

@@ -1,0 +1,128 @@
+"""Callers by their keys, the streams of a tenant, and the guard that stands before every method."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import router.serving.tenants
+from baton import keys
+from baton.errors import ConfigError, Overloaded, Unauthenticated
+from router.serving.tenants import ANYBODY, Caller, Tenants
+
+SECRET = "a secret of the tests"
+
+
+def metadata(key: str) -> Sequence[tuple[str, str]]:
+    return (("user-agent", "test"), ("authorization", f"Bearer {key}"))
+
+
+def test_a_key_stands_for_its_tenant(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    acme = keys.add(path, tenant="acme", max_streams=4)
+    beta = keys.add(path, tenant="beta", admin=True)
+    tenants = Tenants(str(path), SECRET)
+    assert tenants.caller(metadata(acme)) == Caller("acme", 4)
+    assert tenants.caller([("authorization", f"bearer  {beta} ")]) == Caller("beta", None, admin=True)
+
+
+def test_without_a_file_everybody_is_the_one_tenant() -> None:
+    assert Tenants().caller(()) == ANYBODY == Caller("", None, admin=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ([], "^an API key is needed, as metadata authorization: Bearer KEY$"),
+        (["KEY"], "must be one Bearer KEY"),
+        (["Basic KEY"], "must be one Bearer KEY"),
+        (["Bearer"], "must be one Bearer KEY"),
+        (["Bearer KEY", "Bearer KEY"], "must be one Bearer KEY"),
+        (["Bearer " + "x" * 257], "must be one Bearer KEY of at most 256 characters"),
+        (["Bearer other"], "^the API key is not known$"),
+        (["Bearer \udcff"], "^the API key is not known$"),
+    ],
+)
+def test_who_has_no_known_key_is_refused_without_an_echo(tmp_path: Path, given: list[str], problem: str) -> None:
+    path = tmp_path / "keys.json"
+    key = keys.add(path, tenant="acme")
+    tenants = Tenants(str(path))
+    with pytest.raises(Unauthenticated, match=problem) as refusal:
+        tenants.caller([("authorization", value.replace("KEY", key)) for value in given])
+    assert key not in str(refusal.value)
+
+
+def test_every_entry_is_compared_in_constant_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.json"
+    made = [keys.add(path, tenant="acme") for _ in range(5)]
+    compared: list[bytes] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append(one)
+        return hmac.compare_digest(one, other)
+
+    monkeypatch.setattr(router.serving.tenants, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
+    Tenants(str(path)).caller(metadata(made[0]))
+    assert compared == [keys.digest(key) for key in made]
+
+
+def test_the_file_is_read_again_when_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "keys.json"
+    old = keys.add(path, tenant="acme")
+    tenants = Tenants(str(path))
+    new = keys.add(path, tenant="acme")
+    assert tenants.caller(metadata(new)) == Caller("acme")
+    entries = json.loads(path.read_text())
+    replace(path, {"keys": entries["keys"][1:]})
+    with pytest.raises(Unauthenticated):
+        tenants.caller(metadata(old))
+    with caplog.at_level(logging.ERROR):
+        replace(path, {"keys": 3})
+        for _ in range(3):
+            tenants.caller(metadata(new))
+        assert len(caplog.records) == 1
+        assert "keys: must be a list, got 3" in caplog.text
+    path.unlink()
+    assert tenants.caller(metadata(new)) == Caller("acme")
+
+
+def test_several_tenants_need_a_fleet_secret(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    acme = keys.add(path, tenant="acme")
+    tenants = Tenants(str(path))
+    beta = keys.add(path, tenant="beta")
+    assert tenants.caller(metadata(acme)) == Caller("acme")
+    with pytest.raises(Unauthenticated):
+        tenants.caller(metadata(beta))
+    with pytest.raises(ConfigError, match=r"^api_keys: '.*': BATON_FLEET_SECRET must be set .* of 2 tenants apart$"):
+        Tenants(str(path))
+    with pytest.raises(ConfigError, match=r"^api_keys: '.*none' can't be read: No such file or directory$"):
+        Tenants(str(tmp_path / "none"))
+
+
+def test_a_tenant_has_so_many_streams_at_a_time_over_all_its_keys() -> None:
+    tenants, acme = Tenants(), Caller("acme", 2)
+    with tenants.stream(acme), tenants.stream(acme), tenants.stream(Caller("beta", 1)), tenants.stream(ANYBODY):
+        with (
+            pytest.raises(Overloaded, match=r"^max_streams: 2 streams of tenant acme are open, 2 may be$") as refusal,
+            tenants.stream(acme),
+        ):
+            pass
+        assert refusal.value.retry_after
+    with pytest.raises(KeyError), tenants.stream(acme):
+        raise KeyError
+    with tenants.stream(acme), tenants.stream(acme):
+        pass
+
+
+def replace(path: Path, document: Any) -> None:
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(document))
+    os.replace(beside, path)

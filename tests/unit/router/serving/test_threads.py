@@ -1,0 +1,141 @@
+"""The router's own threads: results, errors, who waits, and who left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from typing import cast
+
+import pytest
+
+from baton.errors import InvalidRequest, Overloaded
+from baton.pb import inference_pb2
+from baton.tokenizer import Tokenizer
+from router.serving.threads import WAITING_BYTES, Threads
+from router.serving.validator import MAX_CHAT_MESSAGES, Intake, Model
+
+WAIT_S = 60
+
+
+class Gate:
+    """Work that goes on when it is let through; `begun` names what has begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.open = threading.Event()
+
+    def work(self, name: str) -> str:
+        self.begun.append(name)
+        assert self.open.wait(WAIT_S)
+        return name
+
+
+@contextlib.asynccontextmanager
+async def threads(capacity: int = 9, count: int = 2) -> AsyncIterator[tuple[Threads, Gate]]:
+    made, gate = Threads(capacity, count), Gate()
+    try:
+        yield made, gate
+    finally:
+        gate.open.set()
+        made.close()
+
+
+def waits(made: Threads, gate: Gate, tenant: str) -> asyncio.Task[str]:
+    return asyncio.create_task(made.run(tenant, lambda: gate.work(tenant)))
+
+
+async def test_one_tenants_work_leaves_a_thread_to_another() -> None:
+    async with threads() as (made, gate):
+        flood = [waits(made, gate, "flood") for _ in range(4)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT_S):
+            assert await made.run("other", lambda: "served") == "served"
+            assert gate.begun == ["flood"]
+            gate.open.set()
+            assert await asyncio.gather(*flood) == ["flood"] * 4
+
+
+async def test_work_that_nobody_waits_for_does_not_begin_and_errors_come_back() -> None:
+    def fails() -> None:
+        raise InvalidRequest("text", "is wrong")
+
+    async with threads() as (made, gate), asyncio.timeout(WAIT_S):
+        first, left = waits(made, gate, "a"), waits(made, gate, "a")
+        failing = asyncio.create_task(made.run("a", fails))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        gate.open.set()
+        assert await first == "a"
+        with pytest.raises(InvalidRequest):
+            await failing
+        assert gate.begun == ["a"]
+
+
+async def test_what_has_begun_keeps_its_thread_when_its_caller_leaves() -> None:
+    async with threads() as (made, gate), asyncio.timeout(WAIT_S):
+        first = waits(made, gate, "a")
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        second = waits(made, gate, "a")
+        assert await made.run("b", lambda: len(gate.begun)) == 1
+        assert not second.done()
+        gate.open.set()
+        assert await second == "a"
+
+
+async def test_a_tenants_queue_is_bounded() -> None:
+    async with threads(capacity=2) as (made, gate):
+        tasks = [waits(made, gate, "a") for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=r"^line_capacity: 2 requests wait to be tokenized, 2 may") as refusal:
+            made.check("a", 1)
+        assert refusal.value.retry_after
+        made.check("b", 1)
+        gate.open.set()
+        await asyncio.gather(*tasks)
+
+
+async def test_what_waits_for_a_tenant_is_bounded_in_bytes() -> None:
+    """Texts of one size are held by calls that wait, whose number alone would allow gigabytes."""
+    size = WAITING_BYTES // 2
+
+    class Tokens:
+        def check_size(self, *_: object) -> None:
+            pass
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            gate.work(text[:1])
+            return []
+
+    async with threads(capacity=1000) as (made, gate), asyncio.timeout(WAIT_S):
+        intake = Intake(Model("m", 300, (), cast(Tokenizer, Tokens())), lambda: 10**9, made)
+
+        def call(tenant: str) -> asyncio.Task[list[int]]:
+            message = inference_pb2.TokenizeRequest(text="a" * size)
+            return asyncio.create_task(intake.tokenize(message, tenant))
+
+        running, first, second = (call("a") for _ in range(3))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=rf"^waiting_bytes: .*{WAITING_BYTES} bytes wait.*{size} more") as refusal:
+            await call("a")
+        assert refusal.value.retry_after
+        other = call("b")
+        first.cancel()
+        await asyncio.wait([first])
+        third = call("a")
+        await asyncio.sleep(0)
+        assert not third.done(), "it has the place of the one that left"
+        gate.open.set()
+        await asyncio.gather(running, second, other, third)
+        made.check("a", 100 * WAITING_BYTES)
+
+
+async def test_a_chat_of_too_many_messages_is_refused() -> None:
+    intake = Intake(Model("m", 300, (), cast(Tokenizer, object())), lambda: 10**6, Threads(1))
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1))
+    with pytest.raises(InvalidRequest, match=r"^chat.messages: at most 4096 messages are allowed, got 4097$"):
+        await intake.tokenize(inference_pb2.TokenizeRequest(chat=chat))

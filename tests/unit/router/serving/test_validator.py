@@ -1,0 +1,59 @@
+"""What only a long prompt brings up: its checks, and the threads on which its reports are converted."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import router.workers.prefill
+from baton.errors import InvalidRequest
+from baton.pb import inference_pb2, prefill_pb2
+from router.serving.threads import Threads
+from router.serving.validator import Intake, Model
+from tests.integration.router_bench import bench
+
+
+async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_computed() -> None:
+    intake = Intake(Model("m", 300, (), None), lambda: 1_000_000, Threads(1))
+
+    async def take(count: int) -> Any:
+        ids = inference_pb2.TokenIds(ids=[1] * count)
+        sampling = inference_pb2.SamplingParams(prompt_logprobs=20)
+        message = inference_pb2.GenerateRequest(token_ids=ids, sampling=sampling)
+        return await intake.request(message, arrived=0.0, deadline=None)
+
+    assert len((await take(280_000)).prompt_ids) == 280_000
+    with pytest.raises(InvalidRequest, match=r"^prompt_logprobs: a report on 290000 prompt tokens .*, got 20$"):
+        await take(290_000)
+
+
+@pytest.mark.parametrize("count", [2, 1000])
+async def test_large_reports_are_converted_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    seen: list[bool] = []
+
+    def noted(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            seen.append(threading.current_thread() is threading.main_thread())
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(router.workers.prefill, "_prefilled", noted(router.workers.prefill._prefilled))
+    async with bench(tmp_path) as b:
+        done = b.prefill[0].done
+
+        def report(asked: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillDone:
+            answer = done(asked)
+            for _ in range(count):
+                answer.prompt_tokens.add(token_id=1, logprob=-1.5)
+            return answer
+
+        monkeypatch.setattr(b.prefill[0], "done", report)
+        answer = await b.answer(max_tokens=1, prompt_logprobs=0)
+    assert [len(event.prompt_tokens) for event in answer.events if event.prompt_tokens] == [count]
+    assert seen == [count == 2]

@@ -1,0 +1,75 @@
+"""Where workers are found."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.errors import ConfigError
+from router.workers.discovery import Discovery, complete
+
+
+async def test_static_addresses_are_told_once() -> None:
+    found: list[set[str]] = []
+    await Discovery("--decode", ["a:1", "b:2"], 0.1, found.append).run()
+    assert found == [{"a:1", "b:2"}]
+
+
+async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[list[str] | OSError] = [["10.0.0.1", "10.0.0.2"], OSError("no answer"), ["10.0.0.2", "fd00::3"]]
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+
+    async def getaddrinfo(host: str, port: int, **kind: int) -> list[tuple[object, ...]]:
+        assert (host, port) == ("decode", 7000)
+        answer = answers.pop(0)
+        if not answers:
+            answers.append(answer)
+            asked.set()
+        if isinstance(answer, OSError):
+            raise answer
+        return [(0, 0, 0, "", (address, port)) for address in answer]
+
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    found: list[set[str]] = []
+    task = asyncio.create_task(Discovery("--decode", ["dns:///decode:7000", "a:1"], 0.01, found.append).run())
+    await asyncio.wait_for(asked.wait(), 60)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    # A failed look-up keeps what is known.
+    assert found == [{"a:1", "10.0.0.1:7000", "10.0.0.2:7000"}, {"a:1", "10.0.0.2:7000", "[fd00::3]:7000"}]
+
+
+async def test_a_real_name() -> None:
+    found: asyncio.Queue[set[str]] = asyncio.Queue()
+    task = asyncio.create_task(Discovery("--prefill", ["dns:///localhost:7000"], 5, found.put_nowait).run())
+    addresses = await asyncio.wait_for(found.get(), 60)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert addresses & {"127.0.0.1:7000", "[::1]:7000"}
+
+
+@pytest.mark.parametrize("target", ["dns:///a..b:7000", f"{'x' * 64}:7000"])
+def test_names_that_can_not_be_looked_up_are_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match=r"--prefill: .* names no host: .*label"):
+        Discovery("--prefill", [target, "127.0.0.1:7000"], 5, lambda addresses: None)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "dns:///x", "a:99999"])
+def test_bad_targets_are_named(target: str) -> None:
+    with pytest.raises(ConfigError, match=f"--decode: must be HOST:PORT .*{target.removeprefix('dns:///')}"):
+        Discovery("--decode", [target], 5, lambda addresses: None)
+
+
+@pytest.mark.parametrize(
+    ("kv", "dialled", "complete_"),
+    [
+        (":7", "10.0.0.1:5", "10.0.0.1:7"),
+        (":7", "[fd00::3]:5", "[fd00::3]:7"),
+        ("kv.host:7", "10.0.0.1:5", "kv.host:7"),
+    ],
+)
+def test_kv_address_is_completed(kv: str, dialled: str, complete_: str) -> None:
+    assert complete(kv, dialled) == complete_
