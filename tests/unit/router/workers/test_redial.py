@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from baton.worker.status import WorkerRole
+from router.workers import link as link_module
 from router.workers.link import WorkerLink
 from router.workers.losses import Losses
 
