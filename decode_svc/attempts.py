@@ -206,6 +206,13 @@ class Attempts:
         """Pages that are kept for forks to come; counted for each attempt, also where attempts share them."""
         return sum(self._engine.spec.pages_for(attempt.request.context_tokens) for attempt in self._pending)
 
+    @property
+    def kept_pages(self) -> int:
+        """Pages of the contexts that are kept for forks, or will be; counted as in `context_pages`."""
+        pages_for = self._engine.spec.pages_for
+        coming = (each for each in self._live.values() if not each.committed and each.request.choices > 1)
+        return self.context_pages + sum(pages_for(each.request.context_tokens) for each in coming)
+
     def room(self, pages: int) -> int:
         """Tokens of the largest context that so many pages hold with the first outputs."""
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)

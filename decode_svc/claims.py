@@ -42,6 +42,15 @@ class PagesKept(OutOfPages):
         self.args = (f"{self.args[0]}, and {kept} are kept for a larger request that waits",)
 
 
+class ContextsKept(OutOfPages):
+    """Choices that wait to be forked keep their share of the pages already."""
+
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(needed, free, total)
+        problem = f"the context needs {needed} pages while its further choices wait"
+        self.args = (f"{problem}; {free} of the {total} for such contexts are free",)
+
+
 @dataclass(slots=True)
 class _Claim:
     claimant: Claimant

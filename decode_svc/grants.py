@@ -3,11 +3,16 @@
     reserve ── malformed, or larger than the worker ─▶ Refused
        │────── the batch lacks pages, all places are taken, pages are missing ─▶ Overloaded, try again
        │                       a claim keeps pages for who lacks them (`claims`)
+       │────── it has several choices, and contexts that are kept for forks have half of the pages ─▶ Overloaded
        └─────▶ Attempt, which counts as one sequence, however many choices it has
     forks ───▶ sequences of further choices, as places and pages come free; to be asked for whenever that may be so
 
 Of several attempts the oldest and the one with the fewest pending choices lead alternately (`Attempts.pending`). A fork
 that lacks pages waits, and keeps nobody from a place.
+
+A context is kept until the last choice of its request is forked, long after the first ones have ended. Contexts that
+are kept have half of the pages at most, or there is only one; so they leave room for others, whatever the number of
+requests with many choices. Who waits for a part of that half has a claim on it.
 
 Why all forks end. A pending fork waits for a place, for the batch to have room for what is paused, or for pages.
 Places come free, since all that runs ends, and forks get every second one (`admission`). For the rest there is a rule:
@@ -30,11 +35,14 @@ from baton.errors import OutOfPages, Overloaded
 from decode_svc.admission import Admission
 from decode_svc.attempt import Attempt
 from decode_svc.attempts import Attempts
-from decode_svc.claims import FORKS, NOBODY, Claimant, Claims, PagesKept
+from decode_svc.claims import FORKS, NOBODY, Claimant, Claims, ContextsKept, PagesKept
 from decode_svc.messages import Reserve
 from decode_svc.scheduler import Decoding
 
 T = TypeVar("T")
+
+CONTEXTS_SHARE = 2
+"""One in so many pages may be kept in contexts whose further choices are still to be forked."""
 
 
 @dataclass(slots=True)
@@ -77,17 +85,22 @@ class Grants:
         self._batch = batch
         self._spared = spared
         self.claims = Claims()
+        self._context_claims = Claims()
 
     def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> Attempt:
         """The attempt with its pages. Raises Refused for what can never be, Overloaded for what can't be now."""
         need, claimant = self._attempts.check(session, request).pages, (session, request.key)
         self.claims.renew(claimant, now)
+        self._context_claims.renew(claimant, now)
         if self._batch.crowded:
             stats = self._engine.stats()
             raise Overloaded(
                 f"the batch lacks pages, {stats.free + stats.cached} of {stats.total} are free; "
                 f"{self._batch.paused} sequences are paused"
             )
+        if request.choices > 1:
+            # Before a place is asked for, which would be left free for it.
+            self._check_contexts(claimant, self._engine.spec.pages_for(request.context_tokens), now)
         self.admission.check(self._attempts.sequences, now)
         try:
             self._check_kept(claimant, need, now)
@@ -96,8 +109,14 @@ class Grants:
             self.claims.want(claimant, need, now)
             raise
         self.claims.granted(claimant, self._free())
+        self._context_claims.granted(claimant, self._free_for_contexts)
         self.admission.granted(now, pending=bool(self._attempts.pending))
         return attempt
+
+    def drop(self, session: int) -> None:
+        """The session has ended, and claims nothing any more."""
+        self.claims.drop(session)
+        self._context_claims.drop(session)
 
     def forks(self, now: float) -> Forked:
         """Start the forks whose turn it is; each sequence is to be given a slot, and what failed is to be ended."""
@@ -161,6 +180,24 @@ class Grants:
         free = self._free()
         if (kept := self.claims.kept(claimant, free, now)) and need > free - kept:
             raise PagesKept(need, free, self._engine.spec.pages, kept)
+
+    def _check_contexts(self, claimant: Claimant, pages: int, now: float) -> None:
+        """Raise ContextsKept, and leave a claim, where contexts to be kept would have more than their share."""
+        # One that is larger than the share is kept alone.
+        most, free = self._most_for_contexts, self._free_for_contexts
+        need = min(pages, most)
+        kept = self._context_claims.kept(claimant, free, now)
+        if need > free - kept:
+            self._context_claims.want(claimant, need, now)
+            raise ContextsKept(pages, free - kept, most)
+
+    @property
+    def _most_for_contexts(self) -> int:
+        return self._engine.spec.pages // CONTEXTS_SHARE
+
+    @property
+    def _free_for_contexts(self) -> int:
+        return max(self._most_for_contexts - self._attempts.kept_pages, 0)
 
     def _free(self) -> int:
         stats = self._engine.stats()

@@ -140,7 +140,7 @@ class DecodeService:
             self._end(attempt)
         if self._sessions.pop(session.number, None) is not None:
             session.end(error)
-        self._grants.claims.drop(session.number)
+        self._grants.drop(session.number)
 
     def handle(self, session: Session, command: Command) -> None:
         """Do what a router says; what makes no sense is answered or ignored, and never ends the session.

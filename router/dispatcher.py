@@ -88,6 +88,8 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._moved = asyncio.Event()
         self._standstill: Standstill[_Waiter] = Standstill()
+        self._choices_refused_at = -1
+        """The news that were known when workers refused further choices for which a context is kept."""
         self._next_probe: asyncio.TimerHandle | None = None
         self._gone_since: float | None = None
         self._giving_up: asyncio.TimerHandle | None = None
@@ -219,14 +221,18 @@ class Dispatcher:
             if place is not None:
                 self._line.departed(self._loop.time())
                 granted = True if asked.demand.decodes else None
-            elif self._reserver.narrowed(asked, choice, waiter.answers):
-                # Others may have more workers to ask than this one.
+            elif (lacks_forks := self._reserver.lacks_forks(asked, waiter.answers)) or self._reserver.narrowed(
+                asked, choice, waiter.answers
+            ):
+                # Others may have more workers to ask than this one, or no further choices.
                 self._return(waiter, first=False)
                 waiter.refused_at = waiter.asked.version
+                if lacks_forks:
+                    self._choices_refused_at = waiter.asked.version
                 self._probe_later(waiter)
             else:
                 self._return(waiter)
-                granted = False if asked.demand.decodes else None
+                granted = False
             return place
         finally:
             self._settled(waiter, granted)
@@ -330,6 +336,8 @@ class Dispatcher:
     def _may_try(self, waiter: _Waiter) -> bool:
         asked = waiter.application
         if waiter.refused_at == self._standstill.version:
+            return False
+        if len(asked.choices) > 1 and self._choices_refused_at == self._standstill.version:
             return False
         return not asked.demand.decodes or self._standstill.may_ask(waiter, asked.context_tokens, self._line.first)
 

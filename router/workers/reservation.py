@@ -192,6 +192,10 @@ class Reserver:
         closed = answers.never.keys() | self.held | paired
         return any(fleet.decode.get(name) is not None for name in closed)
 
+    def lacks_forks(self, asked: Application, answers: Answers) -> bool:
+        """Whether it is for its choices that workers refuse it, which would have room for its context."""
+        return len(asked.choices) > 1 and answers.room_tokens >= asked.context_tokens
+
     def _last_resort(self, asked: Application, choice: Choice, answers: Answers) -> list[str]:
         """Decode workers that the request avoids: better one of these than to wait for the others."""
         fleet = self._pool.fleet()

@@ -208,7 +208,8 @@ def test_others_and_the_choices_of_one_request_get_places_in_turn(slots: int) ->
 
 
 def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on() -> None:
-    worker = Worker(2, pages=18, reserve_tokens=20)
+    worker = Worker(2, pages=36, reserve_tokens=20)
+    other = worker.engine.reserve("other", 18 * PAGE)
     # Nothing is forked before all is set up.
     worker.grants.admission.offered_until = 1.0
     for name, length, max_tokens in (("large", 33, 20), ("small", 29, 2)):
@@ -219,6 +220,8 @@ def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on() -> N
     assert (worker.attempts.forks, worker.engine.stats().free) == (6, 1)
     worker.now = 1.0
     worker.fork()
+    assert {attempt.key.request_id for attempt in worker.attempts if attempt.sequences} == {"small"}
+    worker.engine.free(other)
     worker.finish()
     assert not any(asked.failed for asked in worker.asked.values())
 
@@ -250,4 +253,39 @@ def test_any_mix_of_choices_ends_in_any_pool_on_any_number_of_slots(seed: int) -
         if coming and dice.random() < 0.5 and worker.try_again(*coming[0]):
             coming.pop(0)
         worker.turn()
+    worker.finish()
+
+
+def test_requests_with_many_choices_leave_half_of_the_pages_to_others() -> None:
+    worker = Worker(8, pages=100)
+    many = (Asked(list(range(2, 42)), SamplingParams(max_tokens=8, seed=7, n=64)) for _ in itertools.count())
+    names, granted = (f"many{number}" for number in itertools.count()), 0
+    asked = next(many)
+    for _ in range(100):
+        if worker.try_again(next(names), asked):
+            asked, granted = next(many), granted + 1
+        worker.turn()
+        assert worker.attempts.context_pages <= 50
+    assert granted >= 5
+    # Half of the pages are free, but for those of eight sequences: 200 tokens are 50 pages.
+    while not worker.try_again("other", Asked(list(range(2, 122)), SamplingParams(max_tokens=8, seed=7))):
+        assert worker.turn()
+        assert not worker.asked["many0"].over
+    worker.finish()
+
+
+def test_a_context_that_has_more_than_the_share_of_kept_ones_is_kept_alone_and_waits_for_its_turn() -> None:
+    worker = Worker(4, pages=40)
+    large = Asked(list(range(2, 90)), SamplingParams(max_tokens=4, seed=7, n=8))
+    small = [Asked(list(range(2, 22)), SamplingParams(max_tokens=4, seed=7, n=8)) for _ in range(99)]
+    assert worker.try_again("small", small.pop())
+    for turn in range(300):
+        if worker.try_again("large", large):
+            break
+        # Others take all that they may.
+        if worker.try_again(f"small{turn}", small[-1]):
+            small.pop()
+        worker.turn()
+        worker.now += 0.01
+    assert worker.attempts.kept_pages == 22
     worker.finish()

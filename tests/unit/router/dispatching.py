@@ -114,6 +114,7 @@ class Held:
         tenant: str = "",
         request: str = "",
         avoid: tuple[str, ...] = (),
+        choices: int = 1,
     ) -> None:
         self.placed = asyncio.Event()
         self.go = asyncio.Event()
@@ -123,7 +124,16 @@ class Held:
         self.life = Lifecycle(State.LINE, 0.0, request_deadline=deadline)
         avoided = frozenset(Avoided(worker, "") for worker in avoid)
         asked = Application(
-            request or name, int(again), tenant, self.life, demand, tokens, 4, (0,), again, avoided=avoided
+            request or name,
+            int(again),
+            tenant,
+            self.life,
+            demand,
+            tokens,
+            4,
+            tuple(range(choices)),
+            again,
+            avoided=avoided,
         )
         self.task = asyncio.create_task(self._run(dispatcher, asked))
 

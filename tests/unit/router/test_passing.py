@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import cast
+
 from router.dispatcher import Dispatcher
 from router.placement.fleet import DecodeView, Fleet, PrefillView
+from router.workers.session import Reserved
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
     KV,
     NEVER,
+    FakeAttempt,
     FakePool,
     FakeSeat,
     Held,
@@ -109,3 +114,32 @@ async def test_what_needs_no_decode_goes_on_while_decode_workers_are_gone() -> N
     assert single.placed.is_set()
     assert not decoding.placed.is_set()
     await end(asked, decoding, single)
+
+
+class ChoosyAttempt(FakeAttempt):
+    async def reserve(self, **asked: object) -> Reserved:
+        await asyncio.sleep(0)
+        return GRANTED if len(cast(tuple[int, ...], asked["choices"])) == 1 else Reserved(False, "", False, 9.0, 0, 100)
+
+
+class Choosy(FakePool):
+    """A decode worker that has room, but keeps no further context for choices that wait."""
+
+    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
+        self.order.append(request_id)
+        return ChoosyAttempt(self)
+
+
+async def test_requests_whose_choices_must_wait_stop_nobody_who_has_one_and_ask_once_per_news() -> None:
+    workers = Choosy()
+    asked = dispatcher(workers, prefill_limit=1)
+    many = [Held(asked, f"many{i}", choices=64, tokens=100) for i in range(3)]
+    await settle()
+    assert workers.order == ["many0"]
+    other = Held(asked, "other", tokens=100)
+    await settle()
+    assert other.placed.is_set()
+    await other.end()
+    await settle()
+    assert workers.order == ["many0", "other", "many0"]
+    await end(asked, *many)
