@@ -29,7 +29,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from baton.engine.contract import EngineSpec
-from baton.errors import InvalidRequest, OutOfPages, Overloaded
+from baton.errors import InvalidRequest, Overloaded
 
 AGEING = 0.1
 PREPARED_AHEAD = 2
@@ -138,10 +138,10 @@ class Scheduler:
         """Tokens to be computed for all prompts."""
         return sum(prompt.left for prompt in self._prompts)
 
-    def admit(self, tokens: int, free_pages: int, now: float) -> Prompt:
+    def admit(self, tokens: int, now: float) -> Prompt:
         """Take a prompt in.
 
-        Raises InvalidRequest or OutOfPages if it can never be computed here, Overloaded if too many wait.
+        Raises InvalidRequest if it can never be computed here, Overloaded if too many wait.
         """
         if tokens >= self.spec.max_model_len:
             raise InvalidRequest(
@@ -151,7 +151,12 @@ class Scheduler:
             )
         pages = self.spec.pages_for(tokens)
         if pages > self.spec.pages:
-            raise OutOfPages(pages, free_pages, self.spec.pages)
+            raise InvalidRequest(
+                "prompt_token_ids",
+                f"with output_token_ids need {pages} pages, the prefill worker's KV memory has {self.spec.pages}, "
+                f"which hold {self.spec.pages * self.spec.page_size} tokens (--kv-memory)",
+                tokens,
+            )
         if self.waiting >= self.max_waiting:
             seconds = self.pending_tokens / (self.rate.value or UNKNOWN_RATE)
             low, high = _RETRY_AFTER_S

@@ -87,8 +87,8 @@ class PrefillWorker:
         """Accept a task; raises InvalidRequest, Overloaded or Unavailable, or what refuses the transfer id."""
         if self._refusal:
             raise Unavailable(self._refusal)
-        now, stats = time.monotonic(), self._engine.stats()
-        entry = self._scheduler.admit(len(task.prompt_ids) + len(task.output_ids), stats.free + stats.cached, now)
+        now = time.monotonic()
+        entry = self._scheduler.admit(len(task.prompt_ids) + len(task.output_ids), now)
         try:
             if task.transfer_id:
                 self._exports.announce(task.transfer_id)

@@ -322,7 +322,7 @@ class Attempt:
 
     async def _judge(self, place: Place, failed: Failed) -> Exception:
         """What a failure means for the request, and for its workers."""
-        if isinstance(failed.error, _FINAL):
+        if isinstance(failed.error, _FINAL) and failed.cause is not Cause.REFUSED:
             return failed.error
         if failed.blame is Blame.PAIR and await self._exporter_lost(place, failed):
             failed = replace(failed, blame=Blame.PREFILL, cause=Cause.LOST, loss=place.seat.loss)

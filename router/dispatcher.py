@@ -253,8 +253,8 @@ class Dispatcher:
         """
         asked, said = waiter.application, "; ".join(waiter.answers.never.values())
         problem = (
-            f"{len(asked.choices)} x ({asked.context_tokens} tokens of context + {asked.max_new_tokens} to "
-            f"generate) can never fit: {said}"
+            f"{asked.context_tokens} tokens of context and {asked.max_new_tokens} of output need more KV memory than "
+            f"any decode worker has (--kv-memory): {said}"
         )
         if not asked.again:
             raise InvalidRequest("max_tokens", problem)

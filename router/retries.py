@@ -154,7 +154,8 @@ class History:
                     raise error
             case Cause.REFUSED:
                 self.refusals += 1
-                if self.refusals >= max_attempts and isinstance(error, Overloaded) and error.retry_after is None:
+                hinted = isinstance(error, Overloaded) and error.retry_after is not None
+                if self.refusals >= max_attempts and not hinted:
                     raise error
         # Prefill's token is progress of the stream, but says nothing of a request that kills decode workers.
         if max(self.attempts, sum(loss.death for loss in self.losses)) >= MOST_ATTEMPTS:

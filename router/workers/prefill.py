@@ -9,7 +9,7 @@ from functools import partial
 
 import grpc
 
-from baton.errors import BatonError, Overloaded, Unavailable
+from baton.errors import BatonError, InvalidRequest, Overloaded, Unavailable
 from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.request import CachePolicy, SamplingParams
 from baton.rpc.convert import (
@@ -123,7 +123,8 @@ async def prefill(
 
 async def _failed(seat: Seat, error: BatonError) -> Failed:
     """What a failed call means: the worker may be dead, full, or draining, and then nothing is wrong with it."""
-    if isinstance(error, Overloaded):
+    # A prompt that is too large for one worker's memory may find room at another.
+    if isinstance(error, Overloaded) or (isinstance(error, InvalidRequest) and error.field == "prompt_token_ids"):
         return Failed(error, Blame.PREFILL, Cause.REFUSED)
     if isinstance(error, Unavailable):
         # Call and watch break at the same moment when a worker dies, and it is the watch that tells so.

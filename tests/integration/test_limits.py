@@ -106,7 +106,22 @@ async def test_without_max_tokens_the_output_may_have_what_fits_the_workers_memo
         client = await fleet.router([prefill], workers)
         done = await client.complete([5, 7], temperature=0, timeout=60, ignore_eos=True)
         assert len(done.token_ids) == 4 * 16 - 2
-        with pytest.raises(InvalidRequest, match=r"max_tokens: .* can never fit: .*needs 5 pages, there are 4"):
+        with pytest.raises(InvalidRequest, match=r"max_tokens: .* any decode worker has .*needs 5 pages, there are 4"):
             await client.complete([5, 7], max_tokens=63, timeout=60)
         with pytest.raises(InvalidRequest, match="token_ids: 64 prompt tokens leave no room in the 64"):
             await client.complete([5] * 64, timeout=60)
+
+
+async def test_a_prompt_that_fits_no_prefill_worker_is_the_requests_fault_and_finds_one_that_it_fits() -> None:
+    async with Fleet(bundled.path()) as fleet:
+        small = await fleet.prefill(engine=FakeEngine(page_size=16, pages=2, max_model_len=400))
+        decode = await fleet.decode(engine=FakeEngine(max_model_len=400))
+        client = await fleet.router([small], [decode])
+        problem = r"prompt_token_ids: .* need 3 pages, .* KV memory has 2, which hold 32 tokens \(--kv-memory\), got 33"
+        with pytest.raises(InvalidRequest, match=problem):
+            await client.complete([5] * 33, max_tokens=4, timeout=60)
+        large = await fleet.prefill(engine=FakeEngine(max_model_len=400))
+        both = await fleet.router([small, large], [decode])
+        for _ in range(4):
+            done = await both.complete([5] * 33, max_tokens=4, temperature=0, timeout=60, ignore_eos=True)
+            assert len(done.token_ids) == 4

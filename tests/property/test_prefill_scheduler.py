@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.engine.contract import EngineSpec
-from baton.errors import InvalidRequest, OutOfPages, Overloaded
+from baton.errors import InvalidRequest, Overloaded
 from baton.kv.format import KvFormat, KvPart
 from prefill_svc.scheduler import AGEING, PATIENCE_S, PREPARED_AHEAD, Prompt, Scheduler, Stage
 from tests.effort import machine_test
@@ -59,11 +59,9 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
     def admit(self, tokens: int) -> None:
         waiting = self.scheduler.waiting
         try:
-            work = self.scheduler.admit(tokens, self.free, self.now)
+            work = self.scheduler.admit(tokens, self.now)
         except InvalidRequest:
-            assert tokens >= LONGEST
-        except OutOfPages:
-            assert -(-tokens // PAGE) > PAGES
+            assert tokens >= LONGEST or -(-tokens // PAGE) > PAGES
         except Overloaded:
             assert waiting >= WAITING
         else:

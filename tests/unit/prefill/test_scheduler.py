@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.contract import EngineSpec
-from baton.errors import InvalidRequest, OutOfPages, Overloaded
+from baton.errors import InvalidRequest, Overloaded
 from baton.kv.format import KvFormat, KvPart
 from prefill_svc.scheduler import PATIENCE_S, PREPARED_AHEAD, Prompt, Rate, Scheduler, Stage, chunk_size
 
@@ -38,7 +38,7 @@ def allocate(
 
 
 def admit_ready(s: Scheduler, tokens: int, now: float = 0.0, done: int = 0) -> Prompt:
-    prompt = s.admit(tokens, 0, now)
+    prompt = s.admit(tokens, now)
     s.await_pages(prompt, done)
     s.make_ready(prompt, done)
     return prompt
@@ -195,7 +195,7 @@ def test_waiting_for_earlier_prompts_earns_nothing() -> None:
 
 def test_only_a_few_are_prepared_ahead() -> None:
     s = scheduler()
-    entries = [s.admit(tokens, 0, 0.0) for tokens in (400, 300, 200, 100)]
+    entries = [s.admit(tokens, 0.0) for tokens in (400, 300, 200, 100)]
     assert allocate(s, 0.0) == [], "no hit is known yet"
     for prompt in entries:
         s.await_pages(prompt, 0)
@@ -210,13 +210,13 @@ def test_only_a_few_are_prepared_ahead() -> None:
 
 def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:
     s = scheduler()
-    big = s.admit(50, 0, 0.0)
+    big = s.admit(50, 0.0)
     s.await_pages(big, 0)
     assert allocate(s, 0.0, lambda prompt: prompt is not big) == []
-    small = s.admit(60, 0, 0.0)
+    small = s.admit(60, 0.0)
     s.await_pages(small, 0)
     assert allocate(s, 0.1, lambda prompt: prompt is not big) == [small]
-    late = s.admit(10, 0, 0.0)
+    late = s.admit(10, 0.0)
     s.await_pages(late, 0)
     assert allocate(s, PATIENCE_S, lambda prompt: prompt is not big) == [], "none before the starved one"
     assert allocate(s, PATIENCE_S) == [big, late]
@@ -225,7 +225,7 @@ def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:
 
 def test_what_the_pages_hold_counts_more_than_what_was_expected() -> None:
     s = scheduler()
-    grown, shrunk = s.admit(1_000, 0, 0.0), s.admit(1_000, 0, 0.0)
+    grown, shrunk = s.admit(1_000, 0.0), s.admit(1_000, 0.0)
     s.await_pages(grown, 100)
     s.await_pages(shrunk, 500)
     found = {grown: 800, shrunk: 0}
@@ -241,7 +241,7 @@ def test_what_the_pages_hold_counts_more_than_what_was_expected() -> None:
 
 def test_one_that_waits_for_another_is_passed_over_and_loses_no_pages_to_patience() -> None:
     s = scheduler()
-    follower, other, third = s.admit(50, 0, 0.0), s.admit(60, 0, 0.0), s.admit(70, 0, 0.0)
+    follower, other, third = s.admit(50, 0.0), s.admit(60, 0.0), s.admit(70, 0.0)
     for prompt in (follower, other, third):
         s.await_pages(prompt, 0)
     assert allocate(s, 0.0, lambda prompt: False) == []
@@ -254,26 +254,24 @@ def test_one_that_waits_for_another_is_passed_over_and_loses_no_pages_to_patienc
 
 def test_refusals_name_both_numbers() -> None:
     s = scheduler(pages=4, max_model_len=1_000)
-    with pytest.raises(OutOfPages, match="needs 5 pages, 3 of 4 are free") as caught:
-        s.admit(65, 3, 0.0)
-    assert caught.value.never
-    assert caught.value.retry_after is None
+    with pytest.raises(InvalidRequest, match=r"need 5 pages, .* has 4, .* got 65"):
+        s.admit(65, 0.0)
     with pytest.raises(InvalidRequest, match=r"1000, got 1000"):
-        s.admit(1_000, 0, 0.0)
-    assert s.admit(64, 0, 0.0).pages == 4
+        s.admit(1_000, 0.0)
+    assert s.admit(64, 0.0).pages == 4
 
 
 def test_waiting_is_bounded_and_tells_when_to_retry() -> None:
     s = scheduler(max_waiting=2)
     first, _ = admit_ready(s, 1_000), admit_ready(s, 3_000)
     with pytest.raises(Overloaded, match="2 prompts wait, at most 2 may") as caught:
-        s.admit(1, 0, 0.0)
+        s.admit(1, 0.0)
     assert caught.value.retry_after == 4.0
     s.finish_chunk(first, 500, 5.0)
     assert (s.waiting, s.running, s.pending_tokens) == (1, 1, 3_500)
     admit_ready(s, 10)
     with pytest.raises(Overloaded) as caught:
-        s.admit(1, 0, 0.0)
+        s.admit(1, 0.0)
     assert caught.value.retry_after == pytest.approx(35.1)
 
 
@@ -298,7 +296,7 @@ def test_every_prompt_is_computed_whole_and_once(prompts: list[tuple[int, int, f
     while coming or computed:
         while coming and coming[0][2] <= now:
             tokens, cached, _ = coming.pop(0)
-            prompt = s.admit(tokens, free, now)
+            prompt = s.admit(tokens, now)
             s.await_pages(prompt, min(cached, tokens - 1))
             computed[prompt] = prompt.done
         for prompt in allocate(s, now, take):

@@ -253,7 +253,7 @@ async def test_never_is_told_at_once_and_moves_the_line() -> None:
     pool = FakePool()
     d = dispatcher(pool)
     pool.answers = Reserved(False, "needs 9 pages, there are 4", True)
-    with pytest.raises(InvalidRequest, match=r"1 x \(8 tokens of context \+ 4 to generate\) can never fit: .* 9 pages"):
+    with pytest.raises(InvalidRequest, match=r"max_tokens: 8 tokens of context and 4 of output need .*: .* 9 pages"):
         await Held(d, "large").task
     pool.answers = GRANTED
     small = Held(d, "small")
