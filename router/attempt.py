@@ -35,7 +35,7 @@ from router.request import Request
 from router.retries import Avoided, History
 from router.serving.threads import Threads
 from router.workers.abandon import Abandoner
-from router.workers.prefill import LARGE_REQUEST, LOSS_GRACE_S, PrefixSource, message, prefill
+from router.workers.prefill import LARGE_REQUEST, LOSS_GRACE_S, PrefillMessage, PrefixSource, message, prefill
 from router.workers.reservation import Application, Place
 
 _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
@@ -105,6 +105,7 @@ class Attempt:
         # Holds at most the tokens of one attempt, since it is read without waiting for anybody.
         self._inbox: asyncio.Queue[Event | _Emitted] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
+        self._run = means.threads.of(request.tenant)
         deadline = math.inf if request.deadline is None else request.deadline
         self._life = Lifecycle(State.LINE, self._loop.time(), request_deadline=deadline)
         self._ends: set[int] = set()
@@ -117,27 +118,27 @@ class Attempt:
         live = Live(self._request.id, self._number, self._request.tenant, self._life)
         with self._means.registry.entered(live):
             try:
-                async with self._placed(delay_s) as place:
+                async with self._placed(delay_s) as (place, asked):
                     live.detail = place.words
-                    await self._serve(place)
+                    await self._serve(place, asked)
             finally:
                 self._life.end(self._loop.time())
 
     @contextlib.asynccontextmanager
-    async def _placed(self, delay_s: float) -> AsyncIterator[Place]:
-        """A place, waited for until the deadline."""
+    async def _placed(self, delay_s: float) -> AsyncIterator[tuple[Place, PrefillMessage]]:
+        """A place, waited for until the deadline, and what its prefill worker is asked for."""
         dispatcher, began = self._means.dispatcher, self._loop.time()
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout_at(_until(self._life.request_deadline)):
                     await asyncio.sleep(delay_s)
-                    asked = await self._application()
-                    placing = dispatcher.place(asked, self._deliver, lambda: self._history.alone)
+                    application, asked = await self._application(), await self._message()
+                    placing = dispatcher.place(application, self._deliver, lambda: self._history.alone)
                     place = await stack.enter_async_context(placing)
             except TimeoutError:
                 lacking, waited_s = dispatcher.lacking(), self._loop.time() - began
                 raise _too_late(f" after {waited_s:.1f} s in the queue: {lacking}" if lacking else "") from None
-            yield place
+            yield place, asked
 
     async def _application(self) -> Application:
         """What is asked of the dispatcher; with one token to go, prefill samples it, and nothing is decoded."""
@@ -160,13 +161,13 @@ class Attempt:
             avoided=history.avoid,
         )
 
-    async def _serve(self, place: Place) -> None:
+    async def _serve(self, place: Place, asked: PrefillMessage) -> None:
         self._emission.account.on_dispatch(self._loop.time())
         self._life.enter(State.PREFILLING, self._loop.time())
         transfer_id = secrets.token_hex(16) if place.decode else ""
         source = self._source(place)
         place.seat.enter(self._request.id, self._deliver)
-        prefilling = asyncio.create_task(self._prefill(place, transfer_id, source))
+        prefilling = asyncio.create_task(self._prefill(place, asked, transfer_id, source))
         try:
             self._start(place, transfer_id, source)
             await self._follow(place)
@@ -201,32 +202,40 @@ class Attempt:
             expires_unix_s=time.time() + (self._remaining() or 0.0),
         )
 
-    async def _prefill(self, place: Place, transfer_id: str, source: PrefixSource | None) -> None:
+    async def _message(self) -> PrefillMessage:
+        """What prefill is asked for.
+
+        It is made before there is a place: the tenant's work may keep its threads busy for long, and a place that waits
+        for them serves nobody.
+        """
         request = self._request
+        make = partial(
+            message,
+            request_id=request.id,
+            attempt=self._number,
+            prompt_ids=request.prompt_ids,
+            output_ids=self._output_ids,
+            choices=self._choices,
+            params=request.params,
+            cache_salt=request.salt,
+            cache=request.cache,
+        )
+        sizes = map(len, (request.prompt_ids, self._output_ids, request.params.allowed_token_ids))
+        return await self._run(make) if sum(sizes) > LARGE_REQUEST else make()
+
+    async def _prefill(
+        self, place: Place, asked: PrefillMessage, transfer_id: str, source: PrefixSource | None
+    ) -> None:
         try:
-            run = self._means.threads.of(request.tenant)
-            make = partial(
-                message,
-                request_id=request.id,
-                attempt=self._number,
-                transfer_id=transfer_id,
-                prompt_ids=request.prompt_ids,
-                output_ids=self._output_ids,
-                choices=self._choices,
-                params=request.params,
-                cache_salt=request.salt,
-                cache=request.cache,
-                source=source,
-            )
-            sizes = map(len, (request.prompt_ids, self._output_ids, request.params.allowed_token_ids))
-            asked = await run(make) if sum(sizes) > LARGE_REQUEST else make()
             await prefill(
                 place.seat,
                 asked,
+                transfer_id=transfer_id,
+                source=source,
                 timeout=self._remaining(),
                 silence_s=self._means.config.prefill_silence_s,
                 deliver=self._deliver,
-                run=run,
+                run=self._run,
             )
         except Exception as error:
             # Nobody waits for this task, and the attempt would wait until its deadline.

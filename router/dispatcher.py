@@ -64,6 +64,8 @@ class _Waiter:
         self.asked = Asked()
         self.refused_at = -1
         """The news that were known when workers refused it that do not speak for all of them."""
+        self.head_since = math.inf
+        """Since when it is the first of all, or the first of those whose choice of workers is narrowed."""
         self.turn = self._new_turn()
 
     def renew(self) -> None:
@@ -90,6 +92,8 @@ class Dispatcher:
         self._standstill: Standstill[_Waiter] = Standstill()
         self._choices_refused_at = -1
         """The news that were known when workers refused further choices for which a context is kept."""
+        self._narrowed: _Waiter | None = None
+        """The first of those whose choice of workers is narrowed, one at a time, whichever was refused first."""
         self._next_probe: asyncio.TimerHandle | None = None
         self._gone_since: float | None = None
         self._giving_up: asyncio.TimerHandle | None = None
@@ -177,14 +181,18 @@ class Dispatcher:
             self._admit(asked)
             self._line.push(waiter, tenant=asked.tenant, deadline=asked.deadline, now=self._loop.time())
         self._pump()
-        while True:
-            try:
-                seat, choice = await self._turn(waiter)
-            except _Hopeless:
-                await self._larger_worker(waiter)
-            else:
-                if (place := await self._take(waiter, seat, choice, deliver)) is not None:
-                    return place
+        try:
+            while True:
+                try:
+                    seat, choice = await self._turn(waiter)
+                except _Hopeless:
+                    await self._larger_worker(waiter)
+                else:
+                    if (place := await self._take(waiter, seat, choice, deliver)) is not None:
+                        return place
+        finally:
+            if self._narrowed is waiter:
+                self._narrowed = None
 
     def _admit(self, asked: Application) -> None:
         """Refuse what the line has no room for, or what can't be in time."""
@@ -229,8 +237,11 @@ class Dispatcher:
                 waiter.refused_at = waiter.asked.version
                 if lacks_forks:
                     self._choices_refused_at = waiter.asked.version
+                elif self._narrowed is None:
+                    self._narrowed, waiter.head_since = waiter, min(waiter.head_since, self._loop.time())
                 self._probe_later(waiter)
             else:
+                self._narrowed = None if self._narrowed is waiter else self._narrowed
                 self._return(waiter)
                 granted = False
             return place
@@ -244,6 +255,8 @@ class Dispatcher:
         waiter.renew()
         back = self._line.put_back if first else self._line.push_front
         back(waiter, tenant=asked.tenant, deadline=asked.deadline)
+        if waiter is self._line.first:
+            waiter.head_since = min(waiter.head_since, self._loop.time())
 
     async def _larger_worker(self, waiter: _Waiter) -> None:
         """Wait for a decode worker that may hold what those that are there never can, and return to the line.
@@ -329,9 +342,28 @@ class Dispatcher:
 
     def _next(self, but: Collection[_Waiter]) -> _Waiter | None:
         """Whose turn it is, if anybody's, but those that there is no seat for."""
-        most = len(self._line.tenants) + _LOOK
-        looked_at = itertools.islice(self._line.candidates(self._loop.time()), most)
+        if (narrowed := self._narrowed_turn()) is not None and narrowed not in but:
+            return narrowed
+        most, candidates = len(self._line.tenants) + _LOOK, self._line.candidates(self._loop.time())
+        if not servable(self._pool.fleet(), decodes=True):
+            # Whoever decodes waits for workers, and hides nobody who does not.
+            candidates = (waiter for waiter in candidates if not waiter.application.demand.decodes)
+        looked_at = itertools.islice(candidates, most)
         return next((waiter for waiter in looked_at if waiter not in but and self._may_try(waiter)), None)
+
+    def _narrowed_turn(self) -> _Waiter | None:
+        """The first of those whose choice is narrowed, if it may try now, and the first of all has not waited longer.
+
+        The first of all could use any place, and would take those that alone the other one can use.
+        """
+        waiter, first = self._narrowed, self._line.first
+        if waiter is None or waiter not in self._line or waiter.application.deadline <= self._loop.time():
+            return None
+        if waiter.refused_at == self._standstill.version or (
+            first is not None and first.head_since < waiter.head_since
+        ):
+            return None
+        return waiter if self._standstill.may_ask(waiter, waiter.application.context_tokens, None) else None
 
     def _may_try(self, waiter: _Waiter) -> bool:
         asked = waiter.application

@@ -57,6 +57,9 @@ class WaitingLine(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(list(self._tenants))
 
+    def __contains__(self, entry: object) -> bool:
+        return entry in self._tenants
+
     @property
     def tenants(self) -> Collection[str]:
         """Those who wait."""

@@ -36,6 +36,9 @@ LARGE_REQUEST = 16_384
 """Token ids from which on a request is made into a message on a thread."""
 
 
+PrefillMessage = prefill_pb2.PrefillRequest
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
     """A decode worker that exports the leading `tokens` of the prompt under a transfer id; `ticket` may be empty."""
@@ -51,25 +54,21 @@ def message(
     *,
     request_id: str,
     attempt: int,
-    transfer_id: str,
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     choices: Sequence[int],
     params: SamplingParams,
     cache_salt: bytes,
     cache: CachePolicy,
-    source: PrefixSource | None = None,
-) -> prefill_pb2.PrefillRequest:
-    """The request of one attempt; `transfer_id` is empty when no decode follows."""
-    asked = prefill_pb2.PrefillRequest(
+) -> PrefillMessage:
+    """The request of one attempt, but for what follows from its place."""
+    asked = PrefillMessage(
         request_id=request_id,
         attempt=attempt,
-        transfer_id=transfer_id,
         choice_indexes=choices,
         sampling=sampling_to_proto(params),
         cache_salt=cache_salt,
         cache=cache_policy_to_proto(cache),
-        prefix_source=None if source is None else prefill_pb2.PrefixSource(**asdict(source)),
     )
     add_token_ids(asked.prompt_token_ids, prompt_ids)
     add_token_ids(asked.output_token_ids, output_ids)
@@ -78,8 +77,10 @@ def message(
 
 async def prefill(
     seat: Seat,
-    request: prefill_pb2.PrefillRequest,
+    request: PrefillMessage,
     *,
+    transfer_id: str,
+    source: PrefixSource | None,
     timeout: float | None,
     silence_s: float,
     deliver: Deliver,
@@ -87,9 +88,13 @@ async def prefill(
 ) -> None:
     """Call the worker and deliver the outcome, exactly one event; cancelling it frees all the worker holds.
 
-    Workers say every second how far they are, so `silence_s` without a word is a fault. `run` converts large reports.
+    `transfer_id` is empty when no decode follows. Workers say every second how far they are, so `silence_s` without a
+    word is a fault. `run` converts large reports.
     """
     link = seat.link
+    request.transfer_id = transfer_id
+    if source is not None:
+        request.prefix_source.CopyFrom(prefill_pb2.PrefixSource(**asdict(source)))
     call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=timeout)
     done = False
     silence = Silence(silence_s, call.cancel)

@@ -197,9 +197,12 @@ class Reserver:
         return len(asked.choices) > 1 and answers.room_tokens >= asked.context_tokens
 
     def _last_resort(self, asked: Application, choice: Choice, answers: Answers) -> list[str]:
-        """Decode workers that the request avoids: better one of these than to wait for the others."""
+        """Decode workers that the request avoids: better one of these than to wait for the others.
+
+        One that must run alone has no others but the worker that is kept for it.
+        """
         fleet = self._pool.fleet()
-        if not asked.avoided or choice.prefill not in fleet.prefill:
+        if asked.demand.alone or not asked.avoided or choice.prefill not in fleet.prefill:
             return []
         demand = self.located(asked, answers)
         closed = {decode for prefill, decode in demand.avoid_pairs if prefill == choice.prefill}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
@@ -93,3 +94,42 @@ async def test_a_token_that_has_arrived_beats_the_deadline(monkeypatch: pytest.M
 async def test_without_it_the_deadline_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeadlineExceeded):
         await outcome(monkeypatch, arrives=False)
+
+
+async def test_a_long_prompt_waits_for_its_tenants_threads_before_it_has_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router.attempt, "LARGE_REQUEST", 1)
+
+    async def prefill(*_: Any, deliver: Deliver, **__: Any) -> None:
+        deliver(Prefilled((FirstToken(0, TokenInfo(7), FinishReason.LENGTH),), 0))
+
+    monkeypatch.setattr(router.attempt, "prefill", prefill)
+    placed = asyncio.Event()
+
+    class Noted(FakeDispatcher):
+        @contextlib.asynccontextmanager
+        async def place(self, *arguments: Any) -> AsyncIterator[Place]:
+            placed.set()
+            async with super().place(*arguments) as place:
+                yield place
+
+    loop, threads, busy, go = asyncio.get_running_loop(), Threads(1, 1), asyncio.Event(), threading.Event()
+
+    def work() -> None:
+        loop.call_soon_threadsafe(busy.set)
+        go.wait(60)
+
+    working = asyncio.create_task(threads.run("t", work))
+    await busy.wait()
+    config = RouterConfig(prefill=("p:1",), decode=("d:1",))
+    means = Means(cast(Dispatcher, Noted()), config, Registry("router"), Abandoner(), None, threads)
+    request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, loop.time(), tenant="t")
+    emission = Emission(request, loop.time)
+    attempt = asyncio.create_task(Attempt(means, Work(request, emission), (0,), History()).run(0.0))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    early = placed.is_set()
+    go.set()
+    await asyncio.gather(working, attempt)
+    assert (early, emission.output_ids(0)) == (False, [7])

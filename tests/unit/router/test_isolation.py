@@ -163,3 +163,22 @@ async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: 
     place = await reserver.reserve(asked, reserver.seat(choice, demand), choice, lambda event: None, Answers())
     assert (place is not None) is alone
     assert pool.order == ["r d", "r e"][: 1 + alone]
+
+
+async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
+    pool = Workers(d=FULL, e=GRANTED)
+    d = dispatcher(pool)
+    other = Held(d, "other")
+    await asyncio.wait_for(other.placed.wait(), 60)
+    assert other.place is not None
+    d.leave(other.place.seat)
+    alone = Held(d, "alone", again=True, alone=True, avoid=("e",))
+    await settle()
+    assert pool.order == ["other d", "other e", "alone d"]
+    assert not alone.placed.is_set()
+    pool.by_name["d"] = GRANTED
+    pool.news()
+    await asyncio.wait_for(alone.placed.wait(), 60)
+    assert alone.place is not None
+    assert alone.place.decode_name == "d"
+    await asyncio.gather(alone.end(), other.end())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
+import pytest
+
 from router.dispatcher import Dispatcher
 from router.placement.fleet import DecodeView, Fleet, PrefillView
 from router.workers.session import Reserved
@@ -18,6 +20,7 @@ from tests.unit.router.dispatching import (
     FakeSeat,
     Held,
     Workers,
+    WorkersAttempt,
     dispatcher,
     settle,
 )
@@ -57,6 +60,63 @@ async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_a
     await settle()
     assert large.placed.is_set()
     await end(asked, large, *others)
+
+
+class SlotAttempt(WorkersAttempt):
+    def __init__(self, slots: Slots, name: str) -> None:
+        super().__init__(slots, name)
+        self._slots, self._granted = slots, False
+
+    async def reserve(self, **asked: object) -> Reserved:
+        await super().reserve()
+        slots, name = self._slots, self._name
+        if slots.by_name[name] is NEVER and asked["context_tokens"] == LARGE:
+            return NEVER
+        if slots.free[name]:
+            slots.free[name] -= 1
+            self._granted = True
+            return GRANTED
+        return FULL
+
+    def close(self) -> None:
+        super().close()
+        self._slots.free[self._name] += self._granted
+        self._granted = False
+
+
+class Slots(Workers):
+    """Decode workers with two slots each; NEVER are those that a large context does not fit."""
+
+    def __init__(self, **answers: Reserved) -> None:
+        super().__init__(**answers)
+        self.free = dict.fromkeys(answers, 2)
+
+    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
+        return SlotAttempt(self, self._name)
+
+
+LARGE = 1000
+
+
+async def test_who_can_use_but_one_worker_gets_a_place_there_however_many_others_want_it() -> None:
+    asked = dispatcher(Slots(a=NEVER, b=GRANTED), prefill_limit=99)
+    others = [Held(asked, f"other{i}", tenant="t") for i in range(30)]
+    await settle()
+    large = [Held(asked, f"large{i}", tokens=LARGE, tenant="u") for i in range(3)]
+    await settle()
+    for _ in range(24):
+        # Of those that run, the one that came first goes, wherever it is.
+        running = next(each for each in others if each.placed.is_set() and not each.task.done())
+        await running.end()
+        await settle()
+        for each in large:
+            if each.placed.is_set() and not each.task.done():
+                await each.end()
+                await settle()
+    assert [each.placed.is_set() for each in large] == [True] * 3
+    # They take turns with the others: these got places meanwhile.
+    assert sum(each.placed.is_set() for each in others) >= 20
+    await end(asked, *large, *others)
 
 
 class PrefillSeat(FakeSeat):
@@ -103,17 +163,18 @@ async def test_who_has_no_pair_is_passed_over_while_seats_are_free() -> None:
     await end(asked, waits, *others)
 
 
-async def test_what_needs_no_decode_goes_on_while_decode_workers_are_gone() -> None:
+@pytest.mark.parametrize("before", [1, 100])
+async def test_what_needs_no_decode_goes_on_while_decode_workers_are_gone(before: int) -> None:
     workers = Prefills(p1=0)
     workers.there = False
     asked = dispatcher(workers)
-    decoding = Held(asked, "decoding")
+    decoding = [Held(asked, f"decoding{i}") for i in range(before)]
     await settle()
     single = Held(asked, "single", decodes=False)
     await settle()
     assert single.placed.is_set()
-    assert not decoding.placed.is_set()
-    await end(asked, decoding, single)
+    assert not any(each.placed.is_set() for each in decoding)
+    await end(asked, *decoding, single)
 
 
 class ChoosyAttempt(FakeAttempt):
