@@ -90,6 +90,10 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._moved = asyncio.Event()
         self._standstill: Standstill[_Waiter] = Standstill()
+        self._narrowed_asks = False
+        """Whether it has its turn."""
+        self._narrow_refusal: tuple[int, frozenset[str], int] = -1, frozenset(), 0
+        """What was told last to one whose choice is narrowed: the news then, workers closed to it, and the room."""
         self._choices_refused_at = -1
         """The news that were known when workers refused further choices for which a context is kept."""
         self._narrowed: _Waiter | None = None
@@ -191,8 +195,12 @@ class Dispatcher:
                     if (place := await self._take(waiter, seat, choice, deliver)) is not None:
                         return place
         finally:
-            if self._narrowed is waiter:
-                self._narrowed = None
+            self._forget_narrowed(waiter)
+
+    def _forget_narrowed(self, waiter: _Waiter) -> None:
+        """It is no longer the first of those whose choice is narrowed."""
+        if self._narrowed is waiter:
+            self._narrowed, self._narrowed_asks = None, False
 
     def _admit(self, asked: Application) -> None:
         """Refuse what the line has no room for, or what can't be in time."""
@@ -237,11 +245,11 @@ class Dispatcher:
                 waiter.refused_at = waiter.asked.version
                 if lacks_forks:
                     self._choices_refused_at = waiter.asked.version
-                elif self._narrowed is None:
-                    self._narrowed, waiter.head_since = waiter, min(waiter.head_since, self._loop.time())
+                else:
+                    self._refused_narrowed(waiter, choice)
                 self._probe_later(waiter)
             else:
-                self._narrowed = None if self._narrowed is waiter else self._narrowed
+                self._forget_narrowed(waiter)
                 self._return(waiter)
                 granted = False
             return place
@@ -249,6 +257,12 @@ class Dispatcher:
             self._settled(waiter, granted)
             if place is None:
                 self.leave(seat)
+
+    def _refused_narrowed(self, waiter: _Waiter, choice: Choice) -> None:
+        closed = self._reserver.closed(waiter.application, choice, waiter.answers)
+        self._narrow_refusal = waiter.asked.version, closed, waiter.answers.room_tokens
+        if self._narrowed is None:
+            self._narrowed, waiter.head_since = waiter, min(waiter.head_since, self._loop.time())
 
     def _return(self, waiter: _Waiter, *, first: bool = True) -> None:
         asked = waiter.application
@@ -325,6 +339,7 @@ class Dispatcher:
             self._seats[tenant] += 1
             if waiter.application.demand.decodes:
                 waiter.asked = self._standstill.ask(waiter)
+                self._narrowed_asks = self._narrowed_asks or waiter is self._narrowed
             waiter.turn.set_result(seat_and_choice)
         LINE_LENGTH.set(len(self._line))
         self._mind_fleet()
@@ -371,7 +386,17 @@ class Dispatcher:
             return False
         if len(asked.choices) > 1 and self._choices_refused_at == self._standstill.version:
             return False
+        if self._refused_for(waiter):
+            return False
         return not asked.demand.decodes or self._standstill.may_ask(waiter, asked.context_tokens, self._line.first)
+
+    def _refused_for(self, waiter: _Waiter) -> bool:
+        """Whether it could ask none but workers that have just refused, or are being asked by, one with more choice."""
+        asked, (version, closed, room) = waiter.application, self._narrow_refusal
+        if not asked.demand.decodes or asked.context_tokens <= room:
+            return False
+        known = self._narrowed_asks or version == self._standstill.version
+        return known and closed <= waiter.answers.never.keys() | self._reserver.held
 
     def _limit(self, fleet: Fleet, tenant: str) -> int:
         """Requests that a prefill worker may have before it gets the tenant's next one.
@@ -387,6 +412,8 @@ class Dispatcher:
     def _settled(self, waiter: _Waiter, granted: bool | None) -> None:
         """A turn is over: pages were granted, refused by all, or (None) nobody answered for want of a request."""
         self._standstill.ended(waiter)
+        if waiter is self._narrowed:
+            self._narrowed_asks = False
         if granted is not None:
             context, room = waiter.application.context_tokens, waiter.answers.room_tokens
             self._standstill.answered(waiter.asked, context, granted=granted, room=room)

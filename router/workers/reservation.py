@@ -187,10 +187,14 @@ class Reserver:
 
     def narrowed(self, asked: Application, choice: Choice, answers: Answers) -> bool:
         """Whether a decode worker that others may ask is closed to this request: its refusal says nothing to them."""
+        return bool(self.closed(asked, choice, answers))
+
+    def closed(self, asked: Application, choice: Choice, answers: Answers) -> frozenset[str]:
+        """Decode workers that are there, and that the request could not ask."""
         fleet = self._pool.fleet()
         paired = {decode for prefill, decode in asked.demand.avoid_pairs if prefill == choice.prefill}
         closed = answers.never.keys() | self.held | paired
-        return any(fleet.decode.get(name) is not None for name in closed)
+        return frozenset(name for name in closed if fleet.decode.get(name) is not None)
 
     def lacks_forks(self, asked: Application, answers: Answers) -> bool:
         """Whether it is for its choices that workers refuse it, which would have room for its context."""

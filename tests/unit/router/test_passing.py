@@ -119,6 +119,22 @@ async def test_who_can_use_but_one_worker_gets_a_place_there_however_many_others
     await end(asked, *large, *others)
 
 
+async def test_of_many_who_can_use_the_same_few_workers_one_asks_per_news() -> None:
+    workers = Workers(a=NEVER, b=FULL)
+    asked = dispatcher(workers, prefill_limit=99)
+    large = [Held(asked, f"large{i}", tokens=LARGE) for i in range(20)]
+    await settle()
+    # Each has been told once that it does not fit the one worker.
+    while len(workers.order) < 2 * len(large):
+        workers.news()
+        await settle()
+    workers.order.clear()
+    workers.news()
+    await settle()
+    assert workers.order == ["large0 b"]
+    await end(asked, *large)
+
+
 class PrefillSeat(FakeSeat):
     def __init__(self, pool: Prefills, name: str) -> None:
         super().__init__(pool)
