@@ -9,6 +9,10 @@ over after which a worker said that another try makes sense, and then tries befo
 well where the workers lack slots; where they lack the pages for a large context, those whose context finds room go on
 in their turns (`standstill`).
 
+Some requests can use only some of the decode workers: the others are too small, failed them, or are kept. The first of
+these that is refused tries again at news as well, before or after the first of all, whichever has waited longer, so
+that neither takes all places from the other. Its answer counts for those behind it that could ask nobody else.
+
 When no worker of a role is there, requests wait in the line too, each for `worker_wait_s`, and go on in order.
 
 A request that must run alone waits beside the line: see `isolation`.
