@@ -178,6 +178,9 @@ def _guarded(
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
+            # gRPC keeps the exception that ends the call, and with it this frame, which has the call's context. Only
+            # the garbage collector ends that cycle, and messages must not wait for it.
+            request = response = responses = None
             await _abort(context, error, method)
 
     return call
@@ -209,7 +212,9 @@ async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
         raise asyncio.CancelledError from error
     if not isinstance(error, errors.BatonError):
         _logger.error("%s raised an unexpected error", method, exc_info=error)
-        error = errors.BatonError(f"internal error in {method} ({type(error).__name__})")
+        unexpected, error = error, errors.BatonError(f"internal error in {method} ({type(error).__name__})")
+        _forget_frames(unexpected)
+    _forget_frames(error)
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, errors.Overloaded) and error.retry_after is not None:
         metadata = ((RETRY_AFTER, f"{error.retry_after:.3f}"),)
@@ -221,6 +226,11 @@ async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
         # messages that the client does not read.
         raise asyncio.CancelledError from ended
     raise error
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop what led to an error: tracebacks hold the frames of handlers, and these hold messages."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _details(error: Exception) -> str:

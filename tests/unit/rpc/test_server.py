@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -267,3 +269,51 @@ def test_a_name_is_bound_at_the_first_of_its_addresses_that_can_be(monkeypatch: 
     places.pop()
     with pytest.raises(errors.ConfigError, match=r"^localhost:0 can't be bound: Cannot assign"):
         bind("localhost:0")
+
+
+class Message(bytearray):
+    """A request that can be watched."""
+
+
+@pytest.mark.parametrize("error", [errors.Unavailable, RuntimeError])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_message_of_a_refused_call_is_gone_without_the_garbage_collector(
+    stream: bool, error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    # What is logged of an unexpected error would keep its traceback.
+    caplog.set_level(logging.CRITICAL, "baton.rpc.errors")
+    gone = asyncio.Event()
+    watches = []
+
+    def message(data: bytes) -> Message:
+        made = Message(data)
+        watches.append(weakref.ref(made, lambda _: gone.set()))
+        return made
+
+    async def unary(request: Message, context: Any) -> bytes:
+        raise error("refused") from ValueError(request)
+
+    async def streaming(request: Message, context: Any) -> AsyncIterator[bytes]:
+        if request:
+            raise error("refused") from ValueError(request)
+        yield b""
+
+    handlers = {
+        "Unary": grpc.unary_unary_rpc_method_handler(unary, request_deserializer=message),
+        "Streaming": grpc.unary_stream_rpc_method_handler(streaming, request_deserializer=message),
+    }
+
+    def add(server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+
+    gc.disable()
+    try:
+        async with (
+            listen("127.0.0.1:0", insecure=False, add=add, services=[]) as listener,
+            control_channel(listener.address) as channel,
+        ):
+            call = channel.unary_stream("/test/Streaming") if stream else channel.unary_unary("/test/Unary")
+            assert await call(b"x").code() is not grpc.StatusCode.OK
+            await asyncio.wait_for(gone.wait(), 60)
+    finally:
+        gc.enable()
