@@ -2,8 +2,8 @@
 
 A reservation that is refused for want of pages leaves a claim. Of the pages that are free then, and of those that come
 free later, half are set aside for the oldest claim; others are granted from the other half. Pages that running
-sequences take to grow come from both halves. The claim ends when it is granted, or when it was not renewed for CLAIM_S:
-a router asks again at all news of the worker, and at least once a second.
+sequences take to grow come from both halves. The claim ends when it is granted, or when it was not renewed for CLAIM_S.
+A router asks again at news of a worker, or RENEW_S after the refusal, if a prefill worker has a seat for it then.
 
 Each session has one claim at a time, and so have the forks that are pending. A session's next claim is behind those of
 the others, so routers take turns.
