@@ -10,9 +10,32 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from pathlib import Path, PurePosixPath
 
+from baton.errors import ConfigError
+
+_CORES = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """Core numbers of a list like "0-3,8", as taskset has it; raises ConfigError."""
+    numbers: set[int] = set()
+    for part in text.split(",") if text else []:
+        found = _CORES.fullmatch(part)
+        if not found or int(found[2] or found[1]) < int(found[1]):
+            raise ConfigError(f"cpus: must be a list like 0-3,8, got {text!r}")
+        numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+    return frozenset(numbers)
+
+
+def available_cpus(text: str) -> frozenset[int]:
+    """What `parse_cpus` returns; raises ConfigError also for a core that this thread may not use."""
+    cpus = parse_cpus(text)
+    if missing := sorted(cpus and cpus - os.sched_getaffinity(0)):
+        raise ConfigError(f"cpus: core {missing[0]} is not there for this process, got {text!r}")
+    return cpus
 
 
 def affinity() -> int:

@@ -26,7 +26,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
-from baton.config import load
+from baton.config.options import Settings
+from baton.config.roles import command
 from baton.errors import BatonError
 
 # gRPC looks at it when it is loaded, which is after this module. What it logs by itself, such as each connection that a
@@ -57,27 +58,30 @@ class App(Protocol):
 
 
 Running: TypeAlias = contextlib.AbstractAsyncContextManager[App]
-C = TypeVar("C")
+S = TypeVar("S", bound=Settings)
 
 
-def main(role: str, package: str, settings: type[C], run: Callable[[C], Running]) -> int:
+def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]) -> NoReturn:
     """Run a service until a signal, and end the process: with 0 after a drain, 1 when it failed.
 
     Bad settings are said, and answered with a status of 2. `run` may load what takes long: --help and bad settings
     are answered before it is called.
     """
+
+    def start(config: S) -> NoReturn:
+        try:
+            _leave(asyncio.run(serve(run(config), role)))
+        except ModuleNotFoundError as error:
+            print(f"{role}: {error.name} is not installed; a worker needs baton[worker]", file=sys.stderr)
+        except BatonError as error:
+            print(f"{role}: {error}", file=sys.stderr)
+        sys.exit(2)
+
     for number in _NUMBERS:
         signal.signal(number, lambda *_: os._exit(0))
     # Before torch is loaded: small passes over all that it brings are a tenth of that time.
     gc.set_threshold(*_GC_THRESHOLDS)
-    try:
-        _leave(asyncio.run(serve(run(load(settings, f"python -m {package}")), role)))
-    except ModuleNotFoundError as error:
-        print(f"{role}: {error.name} is not installed; a worker needs baton[worker]", file=sys.stderr)
-        return 2
-    except BatonError as error:
-        print(f"{role}: {error}", file=sys.stderr)
-        return 2
+    command(settings, role, start).main(prog_name=f"python -m {package}")
 
 
 def _leave(status: int) -> NoReturn:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
+from baton.config.decode import DecodeConfig
 from baton.engine.process import prepare
 from baton.process import Running, main
 from baton.telemetry.logs import configure
-from decode_svc.config import DecodeConfig
 
 
 def start(config: DecodeConfig) -> Running:
@@ -21,4 +19,4 @@ def start(config: DecodeConfig) -> Running:
 
 
 if __name__ == "__main__":
-    sys.exit(main("decode", "decode_svc", DecodeConfig, start))
+    main("decode", "decode_svc", DecodeConfig, start)

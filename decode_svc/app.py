@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import grpc
 
+from baton.config.decode import DecodeConfig
 from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.pb import decode_pb2_grpc
@@ -19,7 +20,6 @@ from baton.transfer.servicer import KvServicer
 from baton.worker.listeners import Addresses, Service, listeners
 from baton.worker.start import prefix_cache, started
 from baton.worker.status import WorkerRole
-from decode_svc.config import DecodeConfig
 from decode_svc.service import DecodeService
 from decode_svc.servicer import DecodeServicer
 
@@ -62,7 +62,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
             started(config, WorkerRole.DECODE, engine=engine, converts_kv=config.convert_kv)
         )
         # Decode writes to the cache and never reads from it, so that copies in its own memory would be of no use.
-        cache = prefix_cache(replace(config, cache_memory=0), base.engine.spec.kv_format)
+        cache = prefix_cache(config, base.engine.spec.kv_format)
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = Exports(base.engine, base.identity.incarnation)

@@ -11,6 +11,7 @@ from typing import Protocol
 import grpc
 
 from baton.config import parse_address
+from baton.config.decode import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import BatonError, ConfigError, EngineError, SourceUnreachable, TransferError
 from baton.kv.format import KvCompression
@@ -18,7 +19,6 @@ from baton.request import Handoff
 from baton.rpc.tls import Tls
 from baton.transfer.channels import KvChannels
 from decode_svc.attempt import Attempt
-from decode_svc.config import DecodeConfig
 from decode_svc.messages import FailureKind, Start
 
 _log = logging.getLogger(__name__)

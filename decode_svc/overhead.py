@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from baton.config.decode import DecodeConfig
 from baton.engine.factory import build
 from baton.engine.torch_engine import TorchEngine
 from baton.request import CachePolicy, FirstToken, Handoff, SamplingParams, TokenInfo
@@ -29,7 +30,6 @@ from baton.transfer.exports import Exports
 from baton.worker.start import prefix_cache
 from baton.worker.status import WorkerRole, new_identity
 from baton.worker.thread import EngineThread
-from decode_svc.config import DecodeConfig
 from decode_svc.messages import AttemptKey, Reserve, Start
 from decode_svc.service import DecodeService
 from decode_svc.servicer import down_to_proto

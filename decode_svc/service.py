@@ -24,6 +24,7 @@ import logging
 import math
 from collections.abc import Sequence
 
+from baton.config.decode import DecodeConfig
 from baton.engine.contract import Engine
 from baton.errors import BatonError, OutOfPages, Overloaded
 from baton.kv.prefix import PrefixCache
@@ -44,7 +45,6 @@ from decode_svc.admission import Admission
 from decode_svc.attempt import Attempt
 from decode_svc.attempts import Attempts, context_ids
 from decode_svc.claims import RENEW_S
-from decode_svc.config import DecodeConfig
 from decode_svc.deadlines import Deadlines
 from decode_svc.fetches import Fetch, Fetches
 from decode_svc.grants import Grants

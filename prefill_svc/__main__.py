@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
+from baton.config.prefill import PrefillConfig
 from baton.engine.process import prepare
 from baton.process import Running, main
 from baton.telemetry.logs import configure
-from prefill_svc.config import PrefillConfig
 
 
 def start(config: PrefillConfig) -> Running:
@@ -21,4 +19,4 @@ def start(config: PrefillConfig) -> Running:
 
 
 if __name__ == "__main__":
-    sys.exit(main("prefill", "prefill_svc", PrefillConfig, start))
+    main("prefill", "prefill_svc", PrefillConfig, start)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from baton.config.prefill import PrefillConfig
 from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.pb import prefill_pb2_grpc
@@ -22,7 +23,6 @@ from baton.worker.prefix_news import PrefixNews
 from baton.worker.progress import Progress
 from baton.worker.start import prefix_cache, started
 from baton.worker.status import StatusHub, WorkerRole
-from prefill_svc.config import PrefillConfig
 from prefill_svc.peers import Peers
 from prefill_svc.prefix import Tiers
 from prefill_svc.servicer import PrefillServicer
@@ -76,7 +76,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
         base = await stack.enter_async_context(started(config, WorkerRole.PREFILL, engine=engine))
         spec, incarnation = base.engine.spec, base.identity.incarnation
         consumer = base.identity.principal or incarnation
-        cache = prefix_cache(config, spec.kv_format)
+        cache = prefix_cache(config, spec.kv_format, cache_memory=config.cache_memory)
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = Exports(base.engine, incarnation, lease_s=config.lease_s)

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable
 
+from baton.config.prefill import PrefillConfig
 from baton.engine.contract import ChunkResult, Engine
 from baton.errors import (
     BatonError,
@@ -38,7 +39,6 @@ from baton.worker.progress import Progress
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from baton.worker.thread import EngineThread
 from prefill_svc.chunks import Chunks
-from prefill_svc.config import PrefillConfig
 from prefill_svc.job import Job, PrefillDone, PrefillTask, by_tier, finished, overdue
 from prefill_svc.ledger import entries
 from prefill_svc.prefix import PrefixLoader, Tiers

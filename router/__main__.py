@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
+from baton.config.router import RouterConfig
 from baton.process import Running, main
 from baton.telemetry.logs import configure
 from router.app import run
-from router.config import RouterConfig
 from router.processes import several
 
 
@@ -18,4 +16,4 @@ def start(config: RouterConfig) -> Running:
 
 
 if __name__ == "__main__":
-    sys.exit(main("router", "router", RouterConfig, start))
+    main("router", "router", RouterConfig, start)

@@ -13,6 +13,7 @@ from functools import partial
 import grpc
 
 from baton.admin import ADMIN_SERVICE, Sources, add_admin
+from baton.config.router import RouterConfig
 from baton.digest import tokenizer_digest
 from baton.kv.hashing import request_salt
 from baton.model.checkpoint import resolve
@@ -22,7 +23,6 @@ from baton.rpc.tls import Tls
 from baton.telemetry.ops import serve_ops
 from baton.tokenizer import Tokenizer
 from baton.transfer.tickets import TicketSigner
-from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.pipeline import Pipeline
 from router.serving.servicer import SERVICE, InferenceServicer

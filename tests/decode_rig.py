@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.config.decode import DecodeConfig
 from baton.engine.contract import Engine
 from baton.engine.fake import FakeEngine
 from baton.lifecycle import State
@@ -20,7 +21,6 @@ from baton.transfer.exports import Exports
 from baton.transfer.servicer import KvServicer
 from decode_svc.admission import Admission
 from decode_svc.app import App, run
-from decode_svc.config import DecodeConfig
 from tests.decoding import LoggingEngine
 
 WAIT_S = 60.0

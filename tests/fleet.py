@@ -19,12 +19,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import decode_svc.app
-import decode_svc.config
 import prefill_svc.app
-import prefill_svc.config
 import router.app
-import router.config
 from baton import AsyncClient
+from baton.config.decode import DecodeConfig
+from baton.config.prefill import PrefillConfig
+from baton.config.router import RouterConfig
 from baton.engine.contract import Engine
 
 KV_MEMORY = 64 << 20
@@ -63,14 +63,12 @@ class Fleet:
 
     async def prefill(self, *, engine: Engine | None = None, **settings: Any) -> Any:
         """Start a prefill worker; returns its app."""
-        config = prefill_svc.config.PrefillConfig(
-            model=self._checkpoint, **{"fleet_secret": SECRET, **self._settings, **settings}
-        )
+        config = PrefillConfig(model=self._checkpoint, **{"fleet_secret": SECRET, **self._settings, **settings})
         return await self._start(prefill_svc.app.run(config, engine=engine))
 
     async def decode(self, *, engine: Engine | None = None, **settings: Any) -> Any:
         """Start a decode worker; returns its app."""
-        config = decode_svc.config.DecodeConfig(model=self._checkpoint, **{**self._settings, **settings})
+        config = DecodeConfig(model=self._checkpoint, **{**self._settings, **settings})
         return await self._start(decode_svc.app.run(config, engine=engine))
 
     async def router(self, prefill: Sequence[Any], decode: Sequence[Any], **settings: Any) -> AsyncClient:
@@ -81,7 +79,7 @@ class Fleet:
 
     async def start_router(self, prefill: Sequence[Any], decode: Sequence[Any], **settings: Any) -> Any:
         """Start a router over these workers; returns its app at once."""
-        config = router.config.RouterConfig(
+        config = RouterConfig(
             prefill=tuple(worker.addresses.control for worker in prefill),
             decode=tuple(worker.addresses.control for worker in decode),
             **{"model": self._checkpoint, "served_model_name": "m", **settings},

@@ -17,6 +17,7 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
+from baton.config.prefill import PrefillConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import BatonError
 from baton.kv.prefix.contract import Hits
@@ -27,7 +28,6 @@ from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.convert import cache_policy_to_proto, sampling_to_proto
 from baton.transfer.fetcher import fetch
 from prefill_svc.app import App, run
-from prefill_svc.config import PrefillConfig
 from prefill_svc.job import Job
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)

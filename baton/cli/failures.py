@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import click
 
-from baton.errors import BatonError, ConfigError, Overloaded
+from baton.errors import BatonError, Overloaded
 
 FAILED, USAGE, TRY_AGAIN, TIMED_OUT, INTERRUPTED = 1, 2, 75, 124, 130
 _STATUS = {
@@ -35,16 +35,6 @@ def in_words(error: BatonError) -> str:
     after = error.retry_after if isinstance(error, Overloaded) else None
     again = "" if after is None else f" (try again in {after:.3g} s)"
     return f"{error.grpc_status}: {error}{again}"
-
-
-@contextmanager
-def usage_of_connection() -> Iterator[None]:
-    """Turn a ConfigError, which begins with the name of a client's setting, into a usage error naming its flag."""
-    try:
-        yield
-    except ConfigError as error:
-        name, _, problem = str(error).partition(": ")
-        raise click.BadParameter(problem, param_hint=f"'--{name.replace('_', '-')}'") from None
 
 
 @contextmanager

@@ -10,11 +10,12 @@ from typing import Any
 import click
 
 from baton.cli.account import as_json, print_account
-from baton.cli.failures import EXIT_HELP, INTERRUPTED, fail, usage_of_connection
-from baton.cli.options import DEFAULT_GRPC, Address, Seconds, TokenIds, connection, connection_options
+from baton.cli.failures import EXIT_HELP, INTERRUPTED, fail
+from baton.cli.options import DEFAULT_GRPC, Seconds, TokenIds, connection, connection_options
 from baton.cli.prompts import read_messages, read_text
 from baton.client import Client, Completion, Delta
 from baton.completion import Prompt
+from baton.config.options import Address, usage_errors
 from baton.errors import BatonError
 from baton.request import CachePolicy
 
@@ -84,7 +85,7 @@ def generate(
     printer = _Printer(live=not as_object, several=sampling.get("n", 1) > 1)
     completion = Completion()
     try:
-        with usage_of_connection():
+        with usage_errors():
             client = Client(target, model=model, **reach)
         with client:
             for delta in client.generate(wanted, timeout=timeout, **caching, **sampling):

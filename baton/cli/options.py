@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
-from baton.config import parse_address, parse_bytes
-from baton.errors import ConfigError, InvalidRequest
+from baton.config.options import Address
+from baton.errors import InvalidRequest
 from baton.rpc.calls import MAX_TIMEOUT_S
 
 DEFAULT_GRPC = "127.0.0.1:50050"
@@ -43,20 +43,6 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: flags.pop(name) for name in _CONNECTION}
 
 
-class Address(click.ParamType[str]):
-    """HOST:PORT."""
-
-    name = "HOST:PORT"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The text itself, once it is known to be an address."""
-        try:
-            parse_address(value)
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
-        return str(value)
-
-
 class Addresses(click.ParamType[list[str]]):
     """HOST:PORT, several with commas between them."""
 
@@ -82,19 +68,6 @@ class Seconds(click.ParamType[float]):
         if not 0 < seconds <= MAX_TIMEOUT_S:
             self.fail(f"must be a number of seconds above 0 and at most {MAX_TIMEOUT_S}, got {value!r}", param, ctx)
         return seconds
-
-
-class Size(click.ParamType[int]):
-    """A size in bytes such as 4GiB."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number of bytes."""
-        try:
-            return parse_bytes(str(value))
-        except ConfigError as error:
-            self.fail(str(error), param, ctx)
 
 
 class ReportFile(click.Path):

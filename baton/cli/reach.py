@@ -16,10 +16,11 @@ from typing import Any, Generic, TypeVar
 import click
 from rich.console import Console
 
-from baton.cli.failures import FAILED, INTERRUPTED, exit_status, in_words, usage_of_connection
+from baton.cli.failures import FAILED, INTERRUPTED, exit_status, in_words
 from baton.cli.options import Addresses, F, Seconds, connection_options
 from baton.cli.tables import output
 from baton.client import Client
+from baton.config.options import usage_errors
 from baton.errors import BatonError, Unavailable
 from baton.rpc.tls import role_name
 
@@ -101,7 +102,7 @@ def ask(target: str, reach: dict[str, Any], question: Callable[[Client], T]) -> 
     for name in names:
         # Held back from workers, lest one that stands where a router did learns the key.
         key = None if name in _WORKERS else reach["api_key"]
-        with usage_of_connection():
+        with usage_errors():
             client = Client(target, **reach | {"server_name": name, "api_key": key})
         with client:
             try:

@@ -19,64 +19,81 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
+from click.core import ParameterSource
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import bundled, cores
 from baton.cli.fleet import OWN_NAME, Child, Fleet
-from baton.cli.options import DEFAULT_GRPC, Address, Seconds, Size
+from baton.cli.options import DEFAULT_GRPC, Seconds
 from baton.cli.secure import SecureFleet, worker_names
-from baton.config import check_variables, is_loopback, parse_address
+from baton.config import is_loopback, parse_address
+from baton.config.options import Size, click_option, flag_of
+from baton.config.roles import ROLES, check_variables, load
 from baton.errors import BatonError, ConfigError, ModelError, Unavailable
 from baton.rpc.channel import control_channel
 from baton.rpc.tls import Tls
 from baton.sockets import bind
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # The server takes a maxmemory of 0 for none, and needs some for itself.
 _LEAST_REDIS_MEMORY = 16 << 20
-_CACHE_WRITES = click.Choice(["first", "second", "never"])
-_DTYPES = click.Choice(["auto", "float32", "bfloat16", "float16"])
-_SHARED_FLAGS = ("model", "served_model_name", "max_model_len", "log_level")
-_WORKER_FLAGS = ("device", "dtype", "kv_dtype", "kv_memory", "page_size", "threads", "cache_writes")
 _LISTENERS = ("control", "kv", "ops")
-_ROLE_FLAGS = {"prefill": ("chunk_size", "cache_memory"), "decode": ("slots",)}
+_ANYWHERE = [f"--{name}=127.0.0.1:0" for name in _LISTENERS]
+_OFFERED = (
+    "model",
+    "served_model_name",
+    "device",
+    "dtype",
+    "kv_dtype",
+    "max_model_len",
+    "kv_memory",
+    "page_size",
+    "chunk_size",
+    "slots",
+    "cache_memory",
+    "cache_writes",
+    "processes",
+    "log_level",
+)
+"""Settings of the services that `up` has too: each goes, when it is given, to all roles that have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    """What was asked for; None stands for a flag that was not given."""
+    """What was asked for. `services` holds settings of the services, by the name of the field."""
 
-    model: str
     prefill: int
     decode: int
     grpc: str
     redis: str
     redis_memory: int
-    cache_memory: int | None
-    cache_writes: str | None
-    served_model_name: str
-    device: str | None
-    dtype: str | None
-    kv_dtype: str | None
-    max_model_len: int | None
-    kv_memory: int | None
-    page_size: int | None
-    chunk_size: int | None
-    slots: int | None
     threads: int
-    processes: int | None
-    insecure: bool
-    log_level: str
-    start_timeout: float
     secure: Path | None
+    insecure: bool
+    start_timeout: float
+    services: dict[str, Any]
+
+    @property
+    def served_model_name(self) -> str:
+        """Name of the model for clients."""
+        return str(self.services["served_model_name"])
+
+    def flags(self, role: str, name: str, secure: SecureFleet | None) -> list[str]:
+        """The flags of the service `name`, but for the workers' listeners and the router's workers."""
+        if role == "router":
+            own = {"grpc": self.grpc, "ops": "127.0.0.1:0", "insecure": self.insecure}
+        else:
+            own = {"worker_id": name, "threads": self.threads}
+        known = {field.name for field in fields(ROLES[role])}
+        given = {setting: value for setting, value in self.services.items() if setting in known}
+        tls = [] if secure is None else secure.router_flags() if role == "router" else secure.worker_flags(name)
+        return [*(f"{flag_of(setting)}={value}" for setting, value in (own | given).items()), *tls]
 
 
 _SERVICES = {"prefill": "prefill_svc", "decode": "decode_svc", "router": "router"}
@@ -84,70 +101,58 @@ COMMANDS = {role: [sys.executable, "-m", module] for role, module in _SERVICES.i
 """Command of each role; tests put others in its place."""
 
 
-def _option(flag: str, *, env: bool = True, **keywords: Any) -> Callable[[F], F]:
-    """An option that is also read from the variable that the services read."""
-    variable = "BATON_" + flag.removeprefix("--").replace("-", "_").upper() if env else None
-    return click.option(flag, envvar=variable, show_default=keywords.get("default") not in (None, "", 0), **keywords)
+_FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in fields(role)}
 
 
-@click.command()
-@_option("--model", default="", help="Checkpoint directory or hub name.  [default: the bundled checkpoint]")
-@_option("--served-model-name", default="", help="Name that clients use.  [default: from --model]")
-@_option("--prefill", env=False, type=click.IntRange(1, 64), default=1, help="Prefill workers.")
-@_option("--decode", env=False, type=click.IntRange(1, 64), default=1, help="Decode workers.")
-@_option("--grpc", type=Address(), default=DEFAULT_GRPC, help="Address for clients; port 0 picks one.")
-@_option(
-    "--redis",
-    default="embedded",
-    help="Where workers share cached prefixes: embedded (a server of this fleet), none, or the URL of a Redis: "
-    "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
+@click.command(
+    params=[
+        *(click_option(_FIELDS[name]) for name in _OFFERED),
+        click_option(_FIELDS["threads"], help="Compute threads of each worker; 0: cores / workers."),
+        click_option(_FIELDS["grpc"], default=DEFAULT_GRPC),
+        click_option(
+            _FIELDS["redis"],
+            default="embedded",
+            help="Where workers share cached prefixes: embedded (a server of this fleet), none, or the URL of a Redis: "
+            "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
+        ),
+        click_option(_FIELDS["insecure"], help="Allow --grpc beyond loopback without --secure."),
+    ]
 )
-@_option("--redis-memory", env=False, type=Size(), default="256MiB", help="Memory of the embedded server.")
-@_option("--cache-memory", type=Size(), help="Each prefill worker's host memory for prefixes; 0: none.")
-@_option("--cache-writes", type=_CACHE_WRITES, help="When blocks go to Redis: first seen, seen again, or never.")
-@_option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where the model runs.")
-@_option("--dtype", type=_DTYPES, help="Type of weights and compute.")
-@_option("--kv-dtype", type=_DTYPES, help="Type of the KV cache.")
-@_option("--max-model-len", type=click.IntRange(min=0), help="Most tokens of prompt and output; 0: the model's.")
-@_option("--slots", type=click.IntRange(min=1), help="Most sequences in a generation batch.")
-@_option("--kv-memory", type=Size(), help="Memory of each worker's KV pool, such as 4GiB; 0: automatic.")
-@_option("--page-size", type=click.IntRange(min=0), help="Tokens in a page; 0: automatic.")
-@_option("--chunk-size", type=click.IntRange(min=0), help="Tokens in a prefill chunk; 0: automatic.")
-@_option("--threads", type=click.IntRange(min=0), default=0, help="Compute threads per worker; 0: cores / workers.")
-@_option("--processes", type=click.IntRange(min=1), help="Routers, each a process, that share --grpc.  [default: 1]")
-@_option(
+@click.option("--prefill", type=click.IntRange(1, 64), default=1, show_default=True, help="Prefill workers.")
+@click.option("--decode", type=click.IntRange(1, 64), default=1, show_default=True, help="Decode workers.")
+@click.option("--redis-memory", type=Size(), default="256MiB", show_default=True, help="Memory of the embedded server.")
+@click.option(
     "--secure",
-    env=False,
     type=click.Path(path_type=Path, file_okay=False),
     help="Directory of certificates and keys for mutual TLS, tickets and an API key; missing files are created.",
 )
-@_option("--insecure", is_flag=True, help="Allow --grpc beyond loopback without --secure.")
-@_option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
-@_option(
-    "--start-timeout",
-    env=False,
-    type=Seconds(),
-    default=600.0,
-    help="Seconds until all must be ready.",
+@click.option(
+    "--start-timeout", type=Seconds(), default=600.0, show_default=True, help="Seconds until all must be ready."
 )
-def up(**flags: Any) -> None:
+@click.pass_context
+def up(ctx: click.Context, /, **flags: Any) -> None:
     """Run router, prefill and decode on this machine until Ctrl-C.
 
     A worker that dies is started again at the same addresses, and so is the embedded Valkey; standard error says which
     and why. When the router dies, or a worker before all is ready, everything ends with status 1. Bad flags and
     variables end with status 2.
 
-    Settings that have no flag here, such as BATON_CPUS, BATON_KV_COMPRESSION and BATON_PROCESSES, are taken from
-    variables, by all processes that know them: python -m prefill_svc, decode_svc or router --help lists them.
+    Settings that have no flag here, such as BATON_CPUS and BATON_KV_COMPRESSION, are taken from variables, by all
+    processes that know them: python -m prefill_svc, decode_svc or router --help lists them.
     """
-    options = _checked(UpOptions(**flags))
+    offered = {name: flags.pop(name) for name in _OFFERED}
+    for name in _OFFERED:
+        # The services know their defaults; of these `up` needs one.
+        if name != "log_level" and ctx.get_parameter_source(name) is ParameterSource.DEFAULT:
+            del offered[name]
+    options = _checked(UpOptions(**flags, services=offered))
     sys.exit(run(options))
 
 
 def run(options: UpOptions) -> int:
     """Run the fleet on the calling thread, which must be the main one; the exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    logging.basicConfig(level=options.log_level.upper(), format=f"{OWN_NAME:<9} | %(message)s")
+    logging.basicConfig(level=options.services["log_level"].upper(), format=f"{OWN_NAME:<9} | %(message)s")
     try:
         secure = _secure(options)
         with _prefix_cache(options) as redis:
@@ -167,24 +172,38 @@ def _secure(options: UpOptions) -> SecureFleet | None:
 
 
 def _checked(options: UpOptions) -> UpOptions:
-    """The options with the model found and names filled in; raises click.BadParameter naming flag and value."""
-    try:
-        check_variables(os.environ)
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
+    """The options with the model found and names filled in; raises click.UsageError naming flag and value."""
+    check_variables()
     _check_installed(options)
     _check_grpc(options)
-    _check_redis(options.redis)
     if options.redis_memory < _LEAST_REDIS_MEMORY:
         raise _bad(
             "--redis-memory", f"must be at least {_LEAST_REDIS_MEMORY >> 20}MiB, got {options.redis_memory} bytes"
         )
+    path, name = _find_model(options.services.get("model", ""))
+    names = {"model": str(path), "served_model_name": options.services.get("served_model_name") or name}
+    options = replace(options, threads=_threads(options), services=options.services | names)
+    _check_services(options)
     if options.redis not in ("embedded", "none") and not os.environ.get("BATON_FLEET_SECRET"):
         words = "warning: BATON_FLEET_SECRET is not set: what others, or an earlier start, have cached in --redis"
         click.echo(f"{words} is of no use to this fleet", err=True)
-    path, name = _find_model(options.model)
-    served = options.served_model_name or name
-    return replace(options, model=str(path), served_model_name=served, threads=_threads(options))
+    return options
+
+
+def _check_services(options: UpOptions) -> None:
+    """Refuse what a service would refuse, from its flags and variables, as it starts."""
+    secure = SecureFleet(options.secure.absolute()) if options.secure else None
+    redis = "none" if options.redis == "embedded" else options.redis
+    worker, router = [f"--redis={redis}", *_ANYWHERE], ["--prefill=127.0.0.1:0", "--decode=127.0.0.1:0"]
+    for role, settings in ROLES.items():
+        try:
+            load(settings, [*options.flags(role, f"{role}-0", secure), *(router if role == "router" else worker)])
+        except click.UsageError as error:
+            raise click.UsageError(error.format_message()) from None
+    try:
+        cores.available_cpus(os.environ.get("BATON_CPUS", ""))
+    except ConfigError as error:
+        raise _bad("BATON_CPUS", str(error).removeprefix("cpus: ")) from None
 
 
 def _threads(options: UpOptions) -> int:
@@ -197,15 +216,6 @@ def _threads(options: UpOptions) -> int:
         words = f"warning: --threads {options.threads} for each of {workers} workers, on {usable} cores"
         click.echo(f"{words}: workers that compute at the same time slow each other down", err=True)
     return options.threads or max(1, usable // workers)
-
-
-def _check_redis(redis: str) -> None:
-    from baton.kv.prefix import check_url
-
-    try:
-        check_url("none" if redis == "embedded" else redis)
-    except ConfigError as error:
-        raise _bad("--redis", f"{str(error).removeprefix('redis: ')}; embedded starts a server") from None
 
 
 def _check_grpc(options: UpOptions) -> None:
@@ -300,8 +310,8 @@ async def _start(fleet: Fleet, options: UpOptions, redis: str, secure: SecureFle
             }
             control = {role: [await worker.address("control") for worker in workers[role]] for role in workers}
             found = [f"--{role}={','.join(addresses)}" for role, addresses in control.items()]
-            flags = [*found, *_router_flags(options), *(secure.router_flags() if secure else ())]
-            router = await fleet.start("router", [*COMMANDS["router"], *flags], environ)
+            command = [*COMMANDS["router"], *found, *options.flags("router", "router", secure)]
+            router = await fleet.start("router", command, environ)
             where = await fleet.addresses(router)
             await _until_serving(where["grpc"], secure.admin() if secure else None)
     except TimeoutError:
@@ -331,24 +341,11 @@ class _Worker:
 async def _start_workers(
     fleet: Fleet, role: str, options: UpOptions, environ: dict[str, str], secure: SecureFleet | None
 ) -> list[_Worker]:
-    flags = _flags(options, (*_SHARED_FLAGS, *_WORKER_FLAGS, *_ROLE_FLAGS[role]))
-    listen = [f"--{name}=127.0.0.1:0" for name in _LISTENERS]
     started = []
     for name in worker_names(role, getattr(options, role)):
-        own = [f"--worker-id={name}", *flags, *(secure.worker_flags(name) if secure else ())]
-        command = [*COMMANDS[role], *own]
-        started.append(_Worker(fleet, await fleet.start(name, [*command, *listen], environ), command))
+        command = [*COMMANDS[role], *options.flags(role, name, secure)]
+        started.append(_Worker(fleet, await fleet.start(name, [*command, *_ANYWHERE], environ), command))
     return started
-
-
-def _router_flags(options: UpOptions) -> list[str]:
-    insecure = ["--insecure"] if options.insecure else []
-    return [f"--grpc={options.grpc}", "--ops=127.0.0.1:0", *insecure, *_flags(options, (*_SHARED_FLAGS, "processes"))]
-
-
-def _flags(options: UpOptions, names: Sequence[str]) -> list[str]:
-    values = {name: getattr(options, name) for name in names}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
 
 
 def _environment(options: UpOptions, redis: str) -> dict[str, str]:

@@ -13,11 +13,12 @@ from typing import Any
 import click
 
 from baton.cli.account import cached_in_words
-from baton.cli.failures import EXIT_HELP, FAILED, INTERRUPTED, exit_status, in_words, usage_of_connection
-from baton.cli.options import DEFAULT_GRPC, Address, Seconds, connection, connection_options
+from baton.cli.failures import EXIT_HELP, FAILED, INTERRUPTED, exit_status, in_words
+from baton.cli.options import DEFAULT_GRPC, Seconds, connection, connection_options
 from baton.cli.prompts import read_prompts
 from baton.client import AsyncClient
 from baton.completion import Prompt
+from baton.config.options import Address, usage_errors
 from baton.errors import BatonError
 from baton.request import Usage
 
@@ -102,7 +103,7 @@ async def _warm(
             if live:
                 click.echo(f"prompt {line}: {done[-1].in_words()}", err=done[-1].error is not None)
 
-    with usage_of_connection():
+    with usage_errors():
         client = AsyncClient(target, **settings)
     async with client:
         await asyncio.gather(*(work() for _ in range(min(concurrency, len(prompts)))))

@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import re
 import threading
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from baton.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_CORES = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _COMPUTE = "baton-compute"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of mallopt, from malloc.h."""
@@ -37,11 +35,7 @@ def prepare(cpus: str = "", threads: int = 0) -> None:
 
     Threads that exist already keep their cores. Raises ConfigError for `cpus`, and for more threads than cores.
     """
-    pinned = parse_cpus(cpus)
-    if pinned:
-        missing = sorted(pinned - os.sched_getaffinity(0))
-        if missing:
-            raise ConfigError(f"cpus: core {missing[0]} is not there for this process, got {cpus!r}")
+    if pinned := cores.available_cpus(cpus):
         os.sched_setaffinity(0, pinned)
     _check_threads(threads)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -85,14 +79,3 @@ def pin_compute_threads() -> None:
     team = [int(task.parent.name) for task in tasks.glob("*/comm") if task.read_text().strip() == _COMPUTE]
     for thread, core in zip(sorted(team, key=lambda thread: thread != caller), places, strict=False):
         os.sched_setaffinity(thread, {core})
-
-
-def parse_cpus(text: str) -> frozenset[int]:
-    """Core numbers of a list like "0-3,8", as taskset has it; raises ConfigError."""
-    numbers: set[int] = set()
-    for part in text.split(",") if text else []:
-        found = _CORES.fullmatch(part)
-        if not found or int(found[2] or found[1]) < int(found[1]):
-            raise ConfigError(f"cpus: must be a list like 0-3,8, got {text!r}")
-        numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-    return frozenset(numbers)

@@ -1,6 +1,5 @@
 """What prefill and decode workers have in common; loads no torch.
 
-config     WorkerConfig: the shared settings; `engine_config()` for the engine's share
 status     WorkerIdentity, WorkerLoad, StatusHub: who a worker is and how it fares
 prefix_news  which prefix blocks it holds, as news in its status
 servicer   the Worker service over a StatusHub, and status <-> message

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from baton.admin import ADMIN_SERVICE, CacheClearer, CacheSource, LedgerSource, Sources, add_admin
+from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
 from baton.pb import worker_pb2_grpc
 from baton.rpc.server import Listener, check_reach, listen
@@ -21,7 +22,6 @@ from baton.rpc.tls import Tls
 from baton.sockets import bind
 from baton.telemetry.ops import serve_ops
 from baton.transfer.tickets import TicketVerifier
-from baton.worker.config import WorkerConfig
 from baton.worker.progress import Progress, watch_progress
 from baton.worker.servicer import WorkerServicer
 from baton.worker.status import StatusHub

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from baton.config.worker import WorkerConfig
 from baton.digest import tokenizer_digest
 from baton.engine.contract import Engine, EngineSpec
 from baton.engine.process import pin_compute_threads
@@ -16,7 +17,6 @@ from baton.kv.prefix import PrefixCache, open_prefix_cache
 from baton.model.checkpoint import resolve
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketVerifier
-from baton.worker.config import WorkerConfig
 from baton.worker.listeners import check_addresses
 from baton.worker.status import WorkerIdentity, WorkerRole, new_identity
 from baton.worker.thread import EngineThread
@@ -73,8 +73,11 @@ def _warn_of_small_memory(spec: EngineSpec) -> None:
         )
 
 
-def prefix_cache(config: WorkerConfig, kv_format: KvFormat) -> PrefixCache:
-    """The prefix cache behind the worker's pages, as the settings have it; raises ConfigError for a URL without use."""
+def prefix_cache(config: WorkerConfig, kv_format: KvFormat, *, cache_memory: int = 0) -> PrefixCache:
+    """The prefix cache behind the worker's pages, with so many bytes of host memory before Redis.
+
+    Raises ConfigError for a URL of no use.
+    """
     limits = None
     if config.redis not in ("", "none"):
         from baton.kv.prefix.redis import RedisLimits
@@ -84,7 +87,7 @@ def prefix_cache(config: WorkerConfig, kv_format: KvFormat) -> PrefixCache:
         config.redis,
         kv_format,
         config.fleet_secret,
-        cache_memory=config.cache_memory,
+        cache_memory=cache_memory,
         limits=limits,
         writes=config.cache_writes,
     )

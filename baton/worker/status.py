@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from baton.config.worker import WorkerConfig
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat
-from baton.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from baton.worker.prefix_news import PrefixNews

@@ -47,8 +47,8 @@ def prediction(prefill_s: float, step_s: float, concurrency: int, output_tokens:
 def baton_fleet(places: Places) -> Iterator[str]:
     """A fleet without a prefix cache in Redis, a core for each worker; yields the router's address."""
     settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8192, "kv_memory": "1GiB"}
-    with Services(model=str(places.model), **settings, cache_memory="0MiB") as services:
-        prefill = services.worker("prefill", **PINNED["prefill"])
+    with Services(model=str(places.model), **settings) as services:
+        prefill = services.worker("prefill", cache_memory="0MiB", **PINNED["prefill"])
         decode = services.worker("decode", slots=64, **PINNED["decode"])
         yield services.router([prefill], [decode])
 

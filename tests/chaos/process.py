@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import sys
 
+from baton.config.decode import DecodeConfig
+from baton.config.prefill import PrefillConfig
 from baton.engine.fake import FakeEngine
 from baton.process import Running
 from baton.process import main as serve
 from baton.telemetry.logs import configure
-from decode_svc.config import DecodeConfig
-from prefill_svc.config import PrefillConfig
 
 VOCABULARY = 1000
 HEAD_DIM = 8

@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
+from baton.config.router import RouterConfig
 from baton.pb import inference_pb2, inference_pb2_grpc
 from baton.rpc.channel import control_channel
 from baton.worker.status import WorkerRole
 from router.app import App, run
-from router.config import RouterConfig
 from tests.integration.router_stubs import Handoffs, StubDecode, StubPrefill, checkpoint, identity
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import grpc
 
 import decode_svc.app
-import decode_svc.config
 import prefill_svc.app
-import prefill_svc.config
 import router.app
-import router.config
 from baton import AsyncClient, keys
 from baton.cli import certs
+from baton.config.decode import DecodeConfig
+from baton.config.prefill import PrefillConfig
+from baton.config.router import RouterConfig
 from baton.engine.fake import FakeEngine
 from baton.rpc.channel import CLIENT_OPTIONS, control_channel
 from baton.rpc.tls import Tls, role_name
@@ -116,16 +116,14 @@ async def secure_fleet(folder: Path, files: Files, **settings: Any) -> AsyncIter
     async with contextlib.AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(
             prefill_svc.app.run(
-                prefill_svc.config.PrefillConfig(**shared, fleet_secret=SECRET, **files.settings("prefill")),
+                PrefillConfig(**shared, fleet_secret=SECRET, **files.settings("prefill")),
                 engine=engines[0],
             )
         )
         decode = await stack.enter_async_context(
-            decode_svc.app.run(
-                decode_svc.config.DecodeConfig(**shared, **files.settings("decode-1")), engine=engines[1]
-            )
+            decode_svc.app.run(DecodeConfig(**shared, **files.settings("decode-1")), engine=engines[1])
         )
-        config = router.config.RouterConfig(
+        config = RouterConfig(
             model=model,
             served_model_name="m",
             prefill=(prefill.addresses.control,),

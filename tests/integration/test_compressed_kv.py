@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import decode_svc.config
+from baton.config.decode import DecodeConfig
 from baton.engine.contract import KvHandle
 from baton.engine.fake import decode
 from baton.errors import BatonError, ConfigError, EncodingRefused
@@ -110,8 +110,8 @@ async def test_a_prefix_is_never_compressed() -> None:
 
 
 def test_an_unknown_compression_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="kv_compression: must be one of none, int8, fp8, got 'int4'"):
-        decode_svc.config.DecodeConfig(kv_compression="int4")
+    with pytest.raises(ConfigError, match="kv_compression: 'int4' is not one of 'none', 'int8', 'fp8'"):
+        DecodeConfig(kv_compression="int4")
 
 
 @pytest.mark.parametrize(("dtype", "compression"), [("float32", "int8"), ("bfloat16", "fp8"), ("float32", "none")])

@@ -11,13 +11,12 @@ from asyncio.subprocess import PIPE, Process
 import grpc
 import pytest
 
-from baton.config import load
+from baton.config.decode import DecodeConfig
 from baton.errors import ConfigError
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.rpc.channel import control_channel
 from baton.worker import start as worker_start
 from decode_svc.app import run
-from decode_svc.config import DecodeConfig
 
 START_S = 60
 
@@ -67,7 +66,7 @@ async def test_a_taken_port_is_named_before_the_model_is_loaded(listener: str, m
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"^{listener}: {address} is already in use$"):
-            async with run(load(DecodeConfig, "decode", [f"--{listener}={address}"], {})):
+            async with run(DecodeConfig(**{listener: address})):
                 pytest.fail("it has started")
 
 

@@ -100,12 +100,12 @@ def gained(before: dict[str, float], after: dict[str, float]) -> set[str]:
 
 @pytest.mark.parametrize(("fault", "reasons"), [(killed, {"connection"}), (stalled, {"timeout"}), (flushed, set())])
 async def test_no_request_fails_when_redis_does(fault: Fault, reasons: set[str], tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"cache_memory": 0, "cache_budget_s": BUDGET_S}
+    settings: dict[str, Any] = {"cache_budget_s": BUDGET_S}
     with running("valkey", tmp_path) as server:
         async with Fleet(bundled.path(), **settings) as fleet:
             # Chunks take their time, or nothing would be worth fetching; pages are few, or Redis would not be asked.
             engine = FakeEngine(pages=32, chunk_time=0.01)
-            prefill = await fleet.prefill(engine=engine, redis=server.url, chunk_size=16)
+            prefill = await fleet.prefill(engine=engine, redis=server.url, chunk_size=16, cache_memory=0)
             decode = await fleet.decode(engine=FakeEngine(pages=64))
             load = Load(await fleet.router([prefill], [decode]))
             await load.until(lambda: len(load.seen) >= ENOUGH and bool(load.seen[-1].redis))

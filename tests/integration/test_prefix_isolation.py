@@ -123,7 +123,7 @@ async def test_a_writer_to_redis_without_the_secret_can_not_plant_an_answer(valk
     With the secret the same plant does change it, so that the secret is what keeps it out."""
     prompt = prompt_ids(128)
     async with Fleet(make_checkpoint("llama", tmp_path / "model"), dtype="float32") as fleet:
-        decode = await fleet.decode(cache_memory=0)
+        decode = await fleet.decode()
         first = await fleet.prefill(redis=valkey.url, cache_memory=0)
         writer = await fleet.router([first], [decode])
         expected = (await writer.complete(prompt, **SETTINGS, cache="write")).token_ids

@@ -16,17 +16,16 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import pytest
 
 from baton import bundled
-from baton.config import load as settings
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.launcher import bound_to_me
 from baton.pb import inference_pb2, inference_pb2_grpc
-from router.config import RouterConfig
 from router.processes import several
 
 STEP_MS = 10
@@ -225,16 +224,17 @@ def test_the_parents_death_ends_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "words"),
+    ("setting", "value", "words"),
     [
-        ("--grpc=TAKEN", "grpc: TAKEN is already in use"),
-        ("--ops=127.0.0.1:65535", "ops: 127.0.0.1:65535 leaves no port for router 1"),
+        ("grpc", "TAKEN", "grpc: TAKEN is already in use"),
+        ("ops", "127.0.0.1:65535", "ops: 127.0.0.1:65535 leaves no port for router 1"),
     ],
 )
-async def test_bad_settings_are_named(flag: str, words: str) -> None:
+async def test_bad_settings_are_named(setting: str, value: str, words: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        config = settings(RouterConfig, "router", [*NOBODY, "--processes=2", flag.replace("TAKEN", address)], {})
+        own: dict[str, Any] = {setting: value.replace("TAKEN", address)}
+        config = RouterConfig(prefill=("127.0.0.1:1",), decode=("127.0.0.1:1",), processes=2, **own)
         with pytest.raises(ConfigError, match=words.replace("TAKEN", address)):
             async with several(config):
                 pytest.fail("they have started")

@@ -15,12 +15,12 @@ import grpc
 import pytest
 
 from baton import keys
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.kv.hashing import tenant_salt
 from baton.pb import inference_pb2, prefill_pb2
 from baton.tokenizer import Tokenizer
 from router.app import run
-from router.config import RouterConfig
 from tests.integration.router_bench import Answer, Bench, bench, refused, request, whole
 from tests.integration.router_stubs import StubDecode, StubPrefill, letter
 

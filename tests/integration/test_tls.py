@@ -18,8 +18,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import prefill_svc.app
-import prefill_svc.config
 from baton import AsyncClient, keys
+from baton.config.prefill import PrefillConfig
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import ConfigError, Unauthenticated, Unavailable
 from baton.rpc.channel import control_channel, kv_channel
@@ -207,9 +207,7 @@ class Gate:
 @contextlib.asynccontextmanager
 async def prefill_worker(checkpoint: Path, files: Path, **settings: Any) -> AsyncIterator[Any]:
     """A worker whose life is its own, so that it can be restarted at its address."""
-    config = prefill_svc.config.PrefillConfig(
-        model=str(checkpoint), served_model_name="m", **worker(files, "prefill"), **settings
-    )
+    config = PrefillConfig(model=str(checkpoint), served_model_name="m", **worker(files, "prefill"), **settings)
     async with prefill_svc.app.run(config, engine=engine()) as app:
         yield app
 

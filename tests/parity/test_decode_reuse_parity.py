@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.config.decode import DecodeConfig
 from baton.engine.config import EngineConfig
 from baton.engine.factory import build
 from baton.pb import inference_pb2
@@ -18,7 +19,6 @@ from baton.rpc.server import listen
 from baton.telemetry.metrics import REUSED_TOKENS, SEQUENCES_PAUSED, TRANSFER_BYTES
 from baton.transfer.servicer import SERVICE, KvServicer
 from decode_svc.app import run
-from decode_svc.config import DecodeConfig
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.decode_rig import Exporter, Rig, Router
 from tests.decoding import digests

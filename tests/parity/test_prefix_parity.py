@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from baton.config.prefill import PrefillConfig
 from baton.engine.config import EngineConfig
 from baton.engine.contract import Engine
 from baton.engine.factory import build
 from baton.pb import prefill_pb2
 from baton.request import CachePolicy, SamplingParams, SequenceState
 from prefill_svc.app import run
-from prefill_svc.config import PrefillConfig
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.fleet import Fleet
 from tests.peers import Peer, peer

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from baton.config.router import RouterConfig
 from baton.engine.fake import expected_tokens
 from baton.errors import BatonError
 from baton.request import SamplingParams
-from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.output.processor import Emission
 from router.pipeline import Pipeline

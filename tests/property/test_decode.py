@@ -21,16 +21,16 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from baton.config.decode import DecodeConfig
+from baton.config.worker import WorkerConfig
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, IncompleteTransfer
 from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.lifecycle import State
 from baton.request import CachePolicy, Handoff, SamplingParams
 from baton.transfer.exports import Exports
-from baton.worker.config import WorkerConfig
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.admission import OFFER_S
-from decode_svc.config import DecodeConfig
 from decode_svc.loop import Report
 from decode_svc.messages import AttemptKey, Cancel, Heartbeat, Reserve, Start
 from decode_svc.service import DecodeService

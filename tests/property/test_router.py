@@ -17,11 +17,11 @@ import grpc
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.config.router import RouterConfig
 from baton.engine.fake import expected_tokens
 from baton.errors import BatonError
 from baton.pb import decode_pb2
 from baton.request import SamplingParams, Usage
-from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.output.processor import Emission
 from router.pipeline import Pipeline

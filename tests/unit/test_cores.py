@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton import cores
+from baton.errors import ConfigError
 
 
 def system(root: Path, groups: str, **files: str) -> tuple[Path, Path]:
@@ -58,3 +59,14 @@ def test_usable(limit: float | None, usable: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(cores, "quota", lambda: limit)
     assert cores.usable() == usable
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("", set()), ("0", {0}), ("0-2,7", {0, 1, 2, 7}), ("3,3-3", {3})], ids=repr)
+def test_lists_of_cores(text: str, cpus: set[int]) -> None:
+    assert cores.parse_cpus(text) == cpus
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "2-1", "1,,2", "1;2", " ", "0-99999999999"])
+def test_no_list_of_cores(text: str) -> None:
+    with pytest.raises(ConfigError, match="cpus: must be a list like 0-3,8, got"):
+        cores.parse_cpus(text)

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import kubernetes_validate
 import pytest
 import yaml
 
-from baton.config import load, parse_bytes
-from decode_svc.config import DecodeConfig
-from prefill_svc.config import PrefillConfig
-from router.config import RouterConfig
+from baton.config import parse_bytes
+from baton.config.decode import DecodeConfig
+from baton.config.prefill import PrefillConfig
+from baton.config.roles import load
+from baton.config.router import RouterConfig
 from tests.redis_server import BINARIES, Server
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BASE = DEPLOY / "kubernetes" / "base"
 SECURE = DEPLOY / "kubernetes" / "secure"
 CONFIGS = {"router": RouterConfig, "prefill_svc": PrefillConfig, "decode_svc": DecodeConfig}
+
+
+def configured(module: str, environment: dict[str, str]) -> Any:
+    """What a service makes of its variables."""
+    settings: Any = CONFIGS[module]
+    with patch.dict(os.environ, environment, clear=True):
+        return load(settings, [])
 
 
 def manifests() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -142,9 +152,8 @@ def test_services_understand_their_environment(environments: Any) -> None:
     seen = dict(environments())
     assert seen.keys() == CONFIGS.keys()
     for module, environment in seen.items():
-        config_class: Any = CONFIGS[module]
-        config = load(config_class, module, [], environment)
-        fields = {field.name for field in dataclasses.fields(config_class)}
+        config = configured(module, environment)
+        fields = {field.name for field in dataclasses.fields(config)}
         foreign = {name for name in environment if name.removeprefix("BATON_").lower() not in fields}
         assert not foreign, f"{module} has no use for {foreign}"
         assert config.insecure
@@ -154,7 +163,7 @@ def test_workers_start_no_more_threads_than_their_pods_request() -> None:
     seen = dict(kubernetes_environments())
     for role in ("prefill", "decode"):
         (container,) = dict(manifests())[f"Deployment/{role}"]["spec"]["template"]["spec"]["containers"]
-        config: Any = load(CONFIGS[f"{role}_svc"], role, [], seen[f"{role}_svc"])
+        config = configured(f"{role}_svc", seen[f"{role}_svc"])
         assert config.threads == int(container["resources"]["requests"]["cpu"]) > 0
 
 
@@ -164,8 +173,7 @@ def test_compose_passes_cores_and_processes_on() -> None:
     cores = [texts[f"{role}_svc"]["BATON_CPUS"] for role in ("prefill", "decode")]
     assert cores == ["${PREFILL_CPUS:-}", "${DECODE_CPUS:-}"]
     for module, environment in texts.items():
-        config_class: Any = CONFIGS[module]
-        load(config_class, module, [], {name: shell_default(text) for name, text in environment.items()})
+        configured(module, {name: shell_default(text) for name, text in environment.items()})
 
 
 @pytest.mark.parametrize("environments", [secure_kubernetes, secure_compose])
@@ -173,7 +181,7 @@ def test_secure_services_have_their_files_and_are_not_insecure(environments: Any
     seen = {module: rest for module, *rest in environments()}
     assert seen.keys() == CONFIGS.keys()
     for module, (environment, mounts) in seen.items():
-        config: Any = load(CONFIGS[module], module, [], environment)
+        config = configured(module, environment)
         fields = {field.name for field in dataclasses.fields(config)}
         foreign = {name for name in environment if name.removeprefix("BATON_").lower() not in fields}
         assert not foreign, f"{module} has no use for {foreign}"

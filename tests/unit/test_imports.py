@@ -20,6 +20,7 @@ PURE = (
     "baton.cache_report",
     "baton.completion",
     "baton.config",
+    "baton.config.roles",
     "baton.engine.contract",
     "baton.errors",
     "baton.kv.format",

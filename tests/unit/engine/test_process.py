@@ -6,11 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-from baton.engine.process import parse_cpus
-from baton.errors import ConfigError
-
 FAULTS = """
 import resource, sys
 if sys.argv[1] == "prepared":
@@ -70,19 +65,6 @@ def run(program: str, argument: str) -> subprocess.CompletedProcess[str]:
     ours = {"OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT"}
     environ = {name: value for name, value in os.environ.items() if name not in ours}
     return subprocess.run([sys.executable, "-c", program, argument], capture_output=True, text=True, env=environ)
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"), [("", set()), ("0", {0}), ("0-2,7", {0, 1, 2, 7}), ("3,3-3", {3})], ids=repr
-)
-def test_lists_of_cores(text: str, cores: set[int]) -> None:
-    assert parse_cpus(text) == cores
-
-
-@pytest.mark.parametrize("text", ["a", "1-", "-1", "2-1", "1,,2", "1;2", " ", "0-99999999999"])
-def test_no_list_of_cores(text: str) -> None:
-    with pytest.raises(ConfigError, match="cpus: must be a list like 0-3,8, got"):
-        parse_cpus(text)
 
 
 def test_pinned_to_a_core() -> None:

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any, cast
 
+from baton.config.router import RouterConfig
 from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
-from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.placement.demand import Demand
 from router.placement.fleet import DecodeView, Fleet, PrefillView

@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 
 import router.attempt
+from baton.config.router import RouterConfig
 from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo
 from router.attempt import Attempt, Means, Work
-from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.events import Deliver, Prefilled
 from router.output.processor import Emission

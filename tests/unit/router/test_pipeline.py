@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from baton.config.router import RouterConfig
 from baton.errors import Unavailable
 from baton.request import SamplingParams
-from router.config import RouterConfig
 from router.output.processor import Emission
 from router.pipeline import Pipeline
 from router.request import Request

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from baton.config.worker import WorkerConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import EngineError
 from baton.ledger import Ledger, LedgerEntry
 from baton.worker import audit
 from baton.worker.audit import IdleAudit, describe, take_ledger
-from baton.worker.config import WorkerConfig
 from baton.worker.status import WorkerRole, new_identity
 
 ENGINE = FakeEngine(pages=8)

@@ -9,12 +9,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cache_report import CacheTier
+from baton.config.worker import WorkerConfig
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
 from baton.ledger import Ledger
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
-from baton.worker.config import WorkerConfig
 from baton.worker.listeners import Service, listeners
 from baton.worker.progress import Progress
 from baton.worker.servicer import status_from_proto

@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 
+from baton.config.worker import WorkerConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import InvalidRequest
 from baton.kv.hashing import block_digests
@@ -17,7 +18,6 @@ from baton.kv.prefix import NullPrefixCache
 from baton.kv.prefix.contract import PrefixesChanged
 from baton.pb import worker_pb2
 from baton.worker import prefix_news
-from baton.worker.config import WorkerConfig
 from baton.worker.prefix_news import PrefixNews
 from baton.worker.servicer import status_from_proto, status_to_proto
 from baton.worker.status import PrefixChange, StatusHub, WorkerLoad, WorkerRole, WorkerStatus, new_identity

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from baton.config.worker import WorkerConfig
 from baton.digest import tokenizer_digest
 from baton.engine.contract import EngineSpec
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat, KvPart
 from baton.worker import status as status_module
-from baton.worker.config import WorkerConfig
 from baton.worker.progress import Progress, watch_progress
 from baton.worker.servicer import status_from_proto, status_to_proto
 from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, WorkerStatus, new_identity
@@ -22,41 +22,6 @@ from baton.worker.thread import EngineThread
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=3, block_size=16)
 SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, 4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"dtype": "int7"}, "dtype: .*'int7'"),
-        ({"device": "tpu"}, "device: .*'tpu'"),
-        ({"page_size": -1}, "page_size: .*-1"),
-        ({"block_size": 0}, "block_size: .*0"),
-        ({"control": "nowhere"}, "control: .*'nowhere'"),
-        ({"kv": "host:99999"}, "kv: .*99999"),
-        ({"kv_advertise": "host"}, "kv_advertise: .*'host'"),
-        ({"stall_s": float("nan")}, "stall_s: .*nan"),
-        ({"log_level": "loud"}, "log_level: .*'loud'"),
-    ],
-)
-def test_a_bad_setting_names_field_and_value(settings: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        WorkerConfig(**settings)
-
-
-def test_the_engine_gets_its_share_of_the_settings() -> None:
-    engine = WorkerConfig(model="/m", dtype="float32", kv_memory=123, page_size=32, threads=2).engine_config()
-    assert (engine.model, engine.dtype, engine.kv_memory) == ("/m", "float32", 123)
-    assert (engine.page_size, engine.threads, engine.slots) == (32, 2, 0)
-
-
-def test_the_model_is_named_after_its_directory_unless_told_otherwise() -> None:
-    assert WorkerConfig(model="/models/llama/").model_name == "llama"
-    assert WorkerConfig(model="/models/llama", served_model_name="x").model_name == "x"
-    assert Path(WorkerConfig().checkpoint).name == "bundled"
-
-
-def test_the_password_of_redis_is_not_shown() -> None:
-    assert "hush" not in repr(WorkerConfig(redis="redis://user:hush@cache:6379/0"))
 
 
 def test_each_start_is_another_incarnation() -> None:

@@ -10,6 +10,7 @@ import itertools
 import math
 from typing import Any, cast
 
+from baton.config.router import RouterConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages, Overloaded
 from baton.lifecycle import Lifecycle, State
@@ -18,7 +19,6 @@ from decode_svc.attempt import Attempt
 from decode_svc.attempts import Attempts
 from decode_svc.grants import Grants
 from decode_svc.messages import AttemptKey, Reserve
-from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.placement.demand import Demand
 from router.placement.fleet import DecodeView, Fleet, PrefillView

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from baton.config.router import RouterConfig
 from baton.worker.status import WorkerRole
-from router.config import RouterConfig
 from router.workers.pool import Pool
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.config import option
-from baton.worker.config import WorkerConfig
+from baton.config.options import option
+from baton.config.worker import WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,7 @@ class PrefillConfig(WorkerConfig):
 
     chunk_size: int = option(0, help="Tokens in a chunk; 0: by prompt length and measured rate.", minimum=0)
     max_waiting: int = option(64, help="Most prompts that wait for their first chunk.", minimum=1)
+    cache_memory: int = option(256 << 20, help="Host memory for cached prefixes; 0: none.", unit="bytes")
     lease_s: float = option(
         10.0, help="Seconds for which finished KV is held unless it is being fetched.", minimum=0.01
     )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from baton import bundled
-from baton.config import option, parse_address
-from baton.engine.process import parse_cpus
-from baton.errors import ConfigError
-from baton.kv.prefix import check_url
+from baton import bundled, cores
+from baton.config.options import Settings, option
+from baton.telemetry.logs import LEVELS
 
 if TYPE_CHECKING:
     from baton.engine.config import EngineConfig
@@ -19,11 +15,10 @@ if TYPE_CHECKING:
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_WRITES = ("first", "second", "never")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(Settings):
     """Settings of one worker.
 
     Raises ConfigError naming the field and the value seen.
@@ -35,7 +30,7 @@ class WorkerConfig:
     dtype: str = option("auto", help="Element type of weights and computation.", choices=DTYPES)
     kv_dtype: str = option("auto", help="Element type of the KV cache.", choices=DTYPES)
     max_model_len: int = option(0, help="Most tokens of prompt and output together; 0: the model's.", minimum=0)
-    kv_memory: int = option(0, help="Memory of the KV pool; 0: automatic.", unit="bytes", minimum=0)
+    kv_memory: int = option(0, help="Memory of the KV pool; 0: automatic.", unit="bytes")
     page_size: int = option(0, help="Tokens in a page; 0: 16 on CPU, 256 on CUDA.", minimum=0)
     block_size: int = option(16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1)
     threads: int = option(0, help="Compute threads, at most one per core; 0: one per core.", minimum=0)
@@ -44,7 +39,7 @@ class WorkerConfig:
     kv: str = option("127.0.0.1:0", help="Listener for KV transfers.", unit="address")
     ops: str = option("127.0.0.1:0", help="HTTP listener for live, ready and metrics.", unit="address")
     kv_advertise: str = option(
-        "", help="HOST:PORT at which peers reach the kv listener; empty: its port, at the host routers dial."
+        "", help="Where peers reach the kv listener; empty: its port, at the host routers dial.", unit="address"
     )
     worker_id: str = option("", help="Name of the worker; empty: role, host and a random part.")
     tls_cert: str = option("", help="PEM file with this worker's certificate; TLS needs cert, key and CA.")
@@ -60,30 +55,21 @@ class WorkerConfig:
     fleet_secret: str = option(
         "", help="Secret that authenticates cached blocks, the same in all workers and routers.", secret=True
     )
-    cache_memory: int = option(
-        256 << 20, help="Host memory for cached prefixes, on prefill workers alone.", unit="bytes", minimum=0
-    )
     cache_budget_s: float = option(0.5, help="Seconds that a round trip to Redis may take.", minimum=0.001)
     cache_ttl_s: int = option(24 * 3600, help="Seconds for which Redis keeps a block that nobody asks for.", minimum=1)
     cache_writes: str = option(
         "first", help="Blocks are written to Redis when first seen, when seen again, or never.", choices=CACHE_WRITES
     )
     stall_s: float = option(10.0, help="Seconds without progress after which a busy engine is unhealthy.", minimum=0.01)
-    log_level: str = option("info", help="Least level that is logged.", choices=LOG_LEVELS)
+    log_level: str = option("info", help="Least level that is logged.", choices=LEVELS)
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            try:
-                _check(getattr(self, each.name), each.metadata)
-            except ConfigError as error:
-                raise ConfigError(f"{each.name}: {error}") from None
+        super().__post_init__()
+        # Only workers have what it loads.
+        from baton.kv.prefix import check_url
+
         check_url(self.redis)
-        parse_cpus(self.cpus)
-        if self.kv_advertise:
-            try:
-                parse_address(self.kv_advertise)
-            except ConfigError as error:
-                raise ConfigError(f"kv_advertise: {error}") from None
+        cores.parse_cpus(self.cpus)
 
     @property
     def checkpoint(self) -> str:
@@ -110,14 +96,3 @@ class WorkerConfig:
             block_size=self.block_size,
             threads=self.threads,
         )
-
-
-def _check(value: object, metadata: Mapping[str, Any]) -> None:
-    """Hold a value that did not come through `baton.config.load` against its option's limits."""
-    if metadata["choices"] and value not in metadata["choices"]:
-        raise ConfigError(f"must be one of {', '.join(metadata['choices'])}, got {value!r}")
-    minimum = metadata["minimum"]
-    if minimum is not None and not (isinstance(value, int | float) and minimum <= value < math.inf):
-        raise ConfigError(f"must be a number of at least {minimum}, got {value!r}")
-    if metadata["unit"] == "address":
-        parse_address(str(value))

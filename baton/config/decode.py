@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from baton.config import option
+from baton.config.options import option
+from baton.config.worker import WorkerConfig
 from baton.engine.config import RESIDENT_KV_MEMORY, EngineConfig
 from baton.kv.format import KvCompression
-from baton.worker.config import WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(WorkerConfig):
     """Settings of one decode worker.
 
-    It uses no `cache_memory`: it only writes to the prefix cache in Redis, and reads what its own pages hold. Raises
-    ConfigError naming the field and the value seen.
+    It only writes to the prefix cache in Redis, and reads what its own pages hold. Raises ConfigError naming the field
+    and the value seen.
     """
 
     slots: int = option(32, help="Most sequences in the generation batch.", minimum=1)
@@ -23,13 +23,12 @@ class DecodeConfig(WorkerConfig):
         256, help="New tokens of a choice that a reservation has pages for; beyond them it grows.", minimum=1
     )
     host_kv_memory: int = option(
-        512 << 20, help="Host memory for the KV of sequences paused for want of pages.", unit="bytes", minimum=0
+        512 << 20, help="Host memory for the KV of sequences paused for want of pages.", unit="bytes"
     )
     resident_kv_memory: int = option(
         RESIDENT_KV_MEMORY,
         help="Memory, on CPU, for copies of running sequences' KV that steps read; at most the pool's, 0 for none.",
         unit="bytes",
-        minimum=0,
     )
     convert_kv: bool = option(
         False, help="Accept KV of another element type and convert it; none is then left for later prompts."
@@ -37,7 +36,7 @@ class DecodeConfig(WorkerConfig):
     kv_compression: str = option(
         "none",
         help="Fetch KV in a byte an element and accept the error; none of it is then left for later prompts.",
-        choices=tuple(KvCompression),
+        choices=[each.value for each in KvCompression],
     )
     start_timeout_s: float = option(
         10.0, help="Seconds for which pages are held for a request that is not started.", minimum=0.01

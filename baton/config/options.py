@@ -1,0 +1,171 @@
+"""What a setting is: a field of a frozen dataclass, of which click makes a flag and a variable.
+
+    @dataclass(frozen=True, kw_only=True)
+    class PrefillConfig(Settings):
+        chunk_size: int = option(0, help="Tokens in a chunk.", minimum=0)             --chunk-size, BATON_CHUNK_SIZE
+        kv_memory: int = option(0, help="Memory for KV; 0: automatic.", unit="bytes")
+
+A flag beats the variable, which beats the default. A secret has no flag, since everybody can see command lines. The
+same click types check flags, variables and classes that code constructs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from baton.config.values import format_bytes, parse_address, parse_bytes
+from baton.errors import ConfigError, shown
+
+STYLE = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+"""Context settings of our commands."""
+
+
+class Address(click.ParamType[str]):
+    """HOST:PORT; with `optional` it may be empty."""
+
+    name = "HOST:PORT"
+
+    def __init__(self, *, optional: bool = False) -> None:
+        self.optional = optional
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text itself, once it is known to be an address."""
+        try:
+            if value or not self.optional:
+                parse_address(str(value))
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
+
+
+class Size(click.ParamType[int]):
+    """A size in bytes such as 4GiB."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of bytes."""
+        try:
+            return parse_bytes(str(value))
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _Number(click.FloatRange):
+    """A finite number."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
+
+
+class _Names(click.ParamType[tuple[str, ...]]):
+    """Texts with commas between them."""
+
+    name = "TEXT,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        parts = value if isinstance(value, tuple) else value.split(",")
+        return tuple(part.strip() for part in parts if part.strip())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of the classes of settings. All fields are made by `option`.
+
+    Raises ConfigError naming the field and the value seen.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            try:
+                converted = field.metadata["type"].convert(value, None, None)
+            except click.BadParameter as error:
+                raise ConfigError(f"{field.name}: {error.message}") from None
+            if converted != value:
+                raise ConfigError(f"{field.name}: must be of type {type(field.default).__name__}, got {shown(value)}")
+
+
+def option(
+    default: Any,
+    *,
+    help: str,
+    choices: Sequence[str] = (),
+    unit: str = "",
+    minimum: Any = None,
+    secret: bool = False,
+    shown: bool = True,
+) -> Any:
+    """A field of a class of settings; its type follows from the default.
+
+    `unit` is "" (none), "bytes" ("4GiB") or "address" ("host:port", or empty if the default is). A secret comes from
+    the environment alone, and is in no help and no `repr`; what is not `shown` may hold a secret, and is in no `repr`
+    either.
+    """
+    metadata = {"help": help, "type": _type(default, choices, unit, minimum), "secret": secret}
+    return dataclasses.field(default=default, repr=shown and not secret, metadata=metadata)
+
+
+def _type(default: Any, choices: Sequence[str], unit: str, minimum: Any) -> click.ParamType[Any]:
+    if choices:
+        return click.Choice(choices)
+    if unit:
+        return {"address": Address(optional=not default), "bytes": Size()}[unit]
+    types: dict[type, click.ParamType[Any]] = {
+        str: click.STRING,
+        bool: click.BOOL,
+        int: click.IntRange(min=minimum),
+        float: _Number(min=minimum),
+        tuple: _Names(),
+    }
+    return types[type(default)]
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field: "--chunk-size"."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a field: "BATON_CHUNK_SIZE"."""
+    return "BATON_" + name.upper()
+
+
+def click_option(field: dataclasses.Field[Any], **changes: Any) -> click.Option:
+    """The flag and variable of a field that is no secret; `changes` are for another `default` or `help`."""
+    kind = field.metadata["type"]
+    default = format_bytes(field.default) if isinstance(kind, Size) else field.default  # type: ignore[arg-type]
+    attributes: dict[str, Any] = {
+        "type": kind,
+        "default": default,
+        "help": field.metadata["help"],
+        "envvar": variable_of(field.name),
+        "show_envvar": True,
+        "show_default": default not in ("", ()) and kind is not click.BOOL,
+    }
+    if kind is click.BOOL:
+        attributes |= {"is_flag": False, "flag_value": True}
+    return click.Option([flag_of(field.name)], **attributes | changes)
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn a ConfigError, which begins with the name of a setting, into a usage error of the running command."""
+    try:
+        yield
+    except ConfigError as error:
+        name, _, problem = str(error).partition(": ")
+        context = click.get_current_context()
+        for param in context.command.params:
+            if flag_of(name) in param.opts:
+                raise click.BadParameter(problem, context, param) from None
+        raise click.UsageError(str(error)) from None

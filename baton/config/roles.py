@@ -1,0 +1,59 @@
+"""The settings of each role, and how a process gets them from its flags and variables.
+
+One environment can serve all roles: a variable that belongs to another role is no error, one that belongs to none is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar, cast
+
+import click
+
+from baton.config.decode import DecodeConfig
+from baton.config.options import STYLE, Settings, click_option, usage_errors, variable_of
+from baton.config.prefill import PrefillConfig
+from baton.config.router import RouterConfig
+
+S = TypeVar("S", bound=Settings)
+
+ROLES: dict[str, type[Settings]] = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
+
+_VARIABLES = {variable_of(field.name) for settings in ROLES.values() for field in fields(settings)}
+_CLIENT_VARIABLES = {"BATON_API_KEY"}
+
+
+def check_variables() -> None:
+    """Raise click.UsageError at a variable BATON_* that belongs to no role and to no client."""
+    for variable in os.environ:
+        if variable.startswith("BATON_") and variable not in _VARIABLES | _CLIENT_VARIABLES:
+            raise click.UsageError(f"{variable}: unknown variable")
+
+
+def command(settings: type[S], name: str, run: Callable[[S], Any]) -> click.Command:
+    """A command that has a flag for each setting, and calls `run` with what they say."""
+
+    def start(**values: Any) -> Any:
+        check_variables()
+        with usage_errors():
+            config = settings(**values, **{each: os.environ.get(variable_of(each), "") for each in secrets})
+        return run(config)
+
+    secrets = {field.name: field.metadata["help"] for field in fields(settings) if field.metadata["secret"]}
+    lines = [f"{variable_of(each)}: {text}" for each, text in secrets.items()]
+    return click.Command(
+        name,
+        params=[click_option(field) for field in fields(settings) if field.name not in secrets],
+        callback=start,
+        help=(settings.__doc__ or "").partition("\n")[0],
+        epilog="\n\n".join(["Secrets have no flag, only a variable:", *lines]) if lines else None,
+        context_settings=STYLE,
+    )
+
+
+def load(settings: type[S], argv: Sequence[str]) -> S:
+    """The settings that flags `argv` and this process's variables say; raises click.UsageError."""
+    reader = command(settings, settings.__name__, lambda config: config)
+    return cast(S, reader.main(list(argv), settings.__name__, standalone_mode=False))
