@@ -1,14 +1,9 @@
-"""What the measurements share: a running fleet, and results that say where they come from."""
+"""Where results of this tree go, and what they say of themselves."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +12,6 @@ from baton.bench.provenance import provenance
 RESULTS = Path(__file__).parent / "results"
 RAN = provenance()
 """Read when the measurement is loaded: what is committed while it runs is not what it measures."""
-
-
-@contextlib.contextmanager
-def running_fleet(*flags: str) -> Iterator[dict[str, str]]:
-    """`baton up` with `flags` on a free port; yields addresses: `grpc`, and `prefill-0`, `decode-0` ... (control)."""
-    command = [sys.executable, "-m", "baton", "up", "--grpc", "127.0.0.1:0", *flags]
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-    ):
-        try:
-            line = process.stdout.readline() if process.stdout else ""
-            log.seek(0)
-            said = log.read()
-            if not line.startswith("ready "):
-                raise RuntimeError(f"{' '.join(command)} did not get ready: {said[-2000:]}")
-            workers = dict(re.findall(r"^(\S+) *\| .*listening control=(\S+)", said, re.MULTILINE))
-            yield dict(re.findall(r"(\w+)=(\S+)", line)) | workers
-        finally:
-            process.terminate()
-            process.wait(30)
 
 
 def save(name: str, results: dict[str, Any], part: str = "") -> None:

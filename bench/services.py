@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,6 @@ class Services:
         self._model = model
         self._settings = settings
         self._stack = contextlib.ExitStack()
-        self._pids: dict[str, int] = {}
 
     def __enter__(self) -> Services:
         return self
@@ -58,7 +56,6 @@ class Services:
         """A worker that listens: its model is loaded."""
         flags = _flags({"model": self._model, **self._settings, **settings})
         where = self._stack.enter_context(started(["-m", _MODULES[role], *flags]))
-        self._pids[where["control"]] = int(where["pid"])
         return Worker(where["control"], where["ops"])
 
     def router(self, prefill: Sequence[Worker], decode: Sequence[Worker], **settings: Any) -> str:
@@ -68,17 +65,12 @@ class Services:
         flags = _flags({"model": self._model, **places, **settings})
         where = self._stack.enter_context(started(["-m", "router", *flags]))
         wait_until_serving(where["grpc"])
-        self._pids[where["grpc"]] = int(where["pid"])
         return where["grpc"]
-
-    def pid(self, address: str) -> int:
-        """The process of the worker with this control listener, or of the router at this address."""
-        return self._pids[address]
 
 
 @contextlib.contextmanager
 def started(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """A Python process, its `pid` and what its line "listening ..." tells; it is told to stop at the end."""
+    """A Python process, by what its line "listening ..." tells; it is told to stop at the end."""
     command = bound_to_me([sys.executable, *arguments])
     variables = {**os.environ, "BATON_FLEET_SECRET": SECRET, "BATON_LOG_LEVEL": "warning", **(environ or {})}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
@@ -86,7 +78,7 @@ def started(arguments: Sequence[str], environ: Mapping[str, str] | None = None) 
             line = process.stdout.readline() if process.stdout else ""
             if not line.startswith("listening "):
                 raise RuntimeError(f"{' '.join(arguments)} did not listen")
-            yield {**dict(re.findall(r"(\w+)=(\S+)", line)), "pid": str(process.pid)}
+            yield dict(re.findall(r"(\w+)=(\S+)", line))
         finally:
             process.terminate()
             process.wait(60)
@@ -113,17 +105,6 @@ def counters(ops: Sequence[str], name: str, label: str = "") -> dict[str, float]
                     key = sample.labels.get(label, "")
                     found[key] = found.get(key, 0.0) + sample.value
     return found
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time that all threads of a process have taken so far, to the nanosecond (Linux)."""
-    # The clock's number is that of clock_getcpuclockid(3), which Python does not have.
-    return time.clock_gettime(~pid << 3 | 2)
-
-
-def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What counters have gained, where they have."""
-    return {key: value - before.get(key, 0.0) for key, value in after.items() if value != before.get(key, 0.0)}
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
