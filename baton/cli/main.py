@@ -20,6 +20,7 @@ try:
     from baton.cli.key import key
     from baton.cli.ledger import ledger
     from baton.cli.up import up
+    from baton.config.options import STYLE
 except KeyboardInterrupt:
     # Loading takes long enough for a Ctrl-C to come.
     sys.exit(130)
@@ -42,7 +43,7 @@ class _Commands(click.Group):
             raise click.ClickException(f"{what} can't be written: {error.strerror}") from None
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=_Commands, context_settings=STYLE)
 @click.version_option(package_name="baton", prog_name="baton")
 def main() -> None:
     """Serve large language models with prefill and decode on separate machines."""
