@@ -8,7 +8,7 @@
 
 The pool is asked twice: at the look-up, so that the cache is asked only for the rest, and when pages are allocated,
 which alone counts. What it lost in between is looked up again. Only what is quicker to fetch than to compute is
-loaded (`baton.kv.prefix.worth`). At least one token is always computed: the one whose logits choose the next.
+loaded (`baton.kv.prefix.fetch_cost`). At least one token is always computed: the one whose logits choose the next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.kv.prefix.contract import FetchRate, Hits
-from baton.kv.prefix.worth import Worth
+from baton.kv.prefix.fetch_cost import FetchCostModel
 from baton.telemetry import metrics
 from baton.worker.blocks import Blocks
 from baton.worker.caches import POOL, Caches
@@ -57,7 +57,7 @@ class PrefixLoader:
         self._unit = math.lcm(engine.spec.page_size, self._block)
         self._block_bytes = engine.spec.kv_format.block_bytes
         self._layers = engine.spec.kv_format.layers
-        self._worth = Worth(self._block_bytes, self._block)
+        self._fetch_cost = FetchCostModel(self._block_bytes, self._block)
         self._blocks = Blocks(engine, tiers.cache)
 
     def stop(self) -> None:
@@ -187,7 +187,7 @@ class PrefixLoader:
         have = self._in_pages(job)
         runs = self._runs(job, have)
         if runs or self._cache.stores:
-            decision = self._worth.decide(as_hits(runs), self._rates(), self._prefill_rate(), time.monotonic())
+            decision = self._fetch_cost.decide(as_hits(runs), self._rates(), self._prefill_rate(), time.monotonic())
             metrics.PREFIX_DECISIONS.labels(decision.name).inc()
             _log.debug("%s: of %s after %d blocks: %s", job.task.name, runs, have, decision)
             runs = leading(runs, decision.blocks)

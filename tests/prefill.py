@@ -21,7 +21,7 @@ from baton.config.prefill import PrefillConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import BatonError
 from baton.kv.prefix.contract import Hits
-from baton.kv.prefix.worth import Decision, Worth
+from baton.kv.prefix.fetch_cost import Decision, FetchCostModel
 from baton.pb import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.request import CachePolicy, Handoff, SamplingParams, SequenceState
 from baton.rpc.channel import control_channel, kv_channel
@@ -201,10 +201,10 @@ def decode(engine: FakeEngine, handle: Any, handoff: Handoff, steps: int) -> lis
 def fetch_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetch whatever is found, as if all were slow to compute: the fake engine, and tiny models, are not."""
 
-    def decide(self: Worth, hits: Hits, *_: Any) -> Decision:
+    def decide(self: FetchCostModel, hits: Hits, *_: Any) -> Decision:
         return Decision(hits.blocks, hits.blocks)
 
-    monkeypatch.setattr(Worth, "decide", decide)
+    monkeypatch.setattr(FetchCostModel, "decide", decide)
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:

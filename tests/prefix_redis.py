@@ -10,9 +10,9 @@ from prometheus_client import REGISTRY
 
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.hashing import block_digests, chain_root
-from baton.kv.prefix.breaker import Breaker
 from baton.kv.prefix.record import RecordCodec
 from baton.kv.prefix.redis import RedisLimits, RedisPrefixCache, key_prefix
+from baton.kv.prefix.redis.breaker import Breaker
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=2, block_size=4)
 CODEC = RecordCodec(FORMAT, "secret")
@@ -44,7 +44,7 @@ CLOCK = Clock()
 def open_cache(url: str, **limits: float) -> RedisPrefixCache:
     """A cache whose breakers go by CLOCK."""
     values = {"budget_s": 60.0, "pause_s": 1.0, "longest_pause_s": LONGEST_PAUSE_S} | limits
-    with mock.patch("baton.kv.prefix.redis.Breaker", partial(Breaker, clock=CLOCK)):
+    with mock.patch("baton.kv.prefix.redis.cache.Breaker", partial(Breaker, clock=CLOCK)):
         return RedisPrefixCache(url, FORMAT, "secret", RedisLimits(**values))  # type: ignore[arg-type]
 
 

@@ -26,9 +26,9 @@ from baton.engine.contract import ChunkResult, EngineSpec, KvHandle, PoolStats
 from baton.engine.kv_memory import KvMemory
 from baton.engine.steps import Flight, Row, Step
 from baton.errors import CorruptFrame, EngineError, NoToken, Overloaded
+from baton.kv.cached_blocks import PrefixesChanged
 from baton.kv.format import PartData
 from baton.kv.pool import PageCopy, PageHandle, PagePool
-from baton.kv.published import PrefixesChanged
 from baton.request import SequenceState, TokenInfo, check_token_ids
 
 

@@ -7,7 +7,7 @@
 A handle holds a *lease* on a list of pages. Giving the lease up (`free`, `detach`) takes effect at once for
 the handle, but the pages return to the pool only when the pins on that lease have drained: a late frame or a
 running forward pass never touches pages that have a new owner. Leases share full pages: a fork those of its
-parent, and a handle reserved with a prefix those that were published of it (`baton.kv.published`). So each page
+parent, and a handle reserved with a prefix those that were published of it (`baton.kv.cached_blocks`). So each page
 carries a reference count, and a page that is shared or published is never written. The invariant that `audit`
 checks: each page is free, cached (published, and without owner), or its count equals the leases that list it.
 Cached pages are evicted when pages are wanted and none is free, so whoever waits for pages waits for both; `watch`
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 from baton.engine.contract import PoolStats
 from baton.errors import EngineError, OutOfPages
+from baton.kv.cached_blocks import PrefixesChanged, Published
 from baton.kv.free_pages import FreePages
-from baton.kv.published import PrefixesChanged, Published
 
 DRAINING = " (draining)"
 """Behind an owner's name in the audit when it gave up pages that are still pinned."""

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.kv.prefix.contract import FetchRate
-from baton.kv.prefix.worth import Decision, Worth
+from baton.kv.prefix.fetch_cost import Decision, FetchCostModel
 from baton.pb import admin_pb2, admin_pb2_grpc
 from baton.request import CachePolicy, SamplingParams
 from tests.peers import exporter
@@ -229,7 +229,7 @@ async def test_the_load_tells_what_is_left_after_the_decision(monkeypatch: pytes
         return caches[-1]
 
     monkeypatch.setattr("baton.worker.start.open_prefix_cache", open_cache)
-    monkeypatch.setattr(Worth, "decide", lambda self, hits, *_: Decision(hits.blocks, hits.blocks // 2))
+    monkeypatch.setattr(FetchCostModel, "decide", lambda self, hits, *_: Decision(hits.blocks, hits.blocks // 2))
     async with serving() as client:
         await client.done()
         await flushed(client)

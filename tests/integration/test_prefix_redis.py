@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from baton.kv.format import KvFormat, KvPart
-from baton.kv.prefix.calls import LANES
 from baton.kv.prefix.record import RecordCodec
 from baton.kv.prefix.redis import RedisPrefixCache, key_prefix
 from tests.prefix_redis import (
@@ -262,7 +261,7 @@ async def test_a_lost_store_is_logged_once_and_so_is_its_return(
     server: Server, cache: RedisPrefixCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     def said() -> list[str]:
-        return [record.levelname for record in caplog.records if record.name == "baton.kv.prefix.faults"]
+        return [record.levelname for record in caplog.records if record.name == "baton.kv.prefix.redis.faults"]
 
     caplog.set_level("INFO")
     await cache.check()
@@ -278,21 +277,17 @@ async def test_a_lost_store_is_logged_once_and_so_is_its_return(
     assert said() == ["WARNING", "INFO"]
 
 
-@pytest.mark.parametrize("window", [1, 2, 4])
-async def test_long_chains_take_several_windows_and_connections(
-    server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch, window: int
+async def test_long_chains_are_looked_up_in_parts(
+    server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kv.prefix.redis.LOOKUP_KEYS", 2)
-    monkeypatch.setattr("baton.kv.prefix.exchange.WINDOW_BYTES", window * CODEC.record_bytes)
+    monkeypatch.setattr("baton.kv.prefix.redis.cache.LOOKUP_KEYS", 2)
     await fill(cache)
     assert await hits(cache) == (6, 6)
-    for missing in (5, 3, 0):
-        with server.client() as client:
-            client.delete(KEYS[missing])
-            client.config_resetstat()
-            assert await hits(cache) == (missing, missing)
-            asked = client.info("commandstats")["cmdstat_get"]["calls"]
-            assert asked <= missing + 2 * window * LANES, "no more than was asked for ahead"
+    with server.client() as client:
+        client.delete(KEYS[3])
+        client.config_resetstat()
+        assert await hits(cache) == (3, 3)
+        assert client.info("commandstats")["cmdstat_strlen"]["calls"] == 4, "none behind the part with the first miss"
 
 
 async def test_large_blocks(server: Server) -> None:
@@ -302,6 +297,7 @@ async def test_large_blocks(server: Server) -> None:
     blocks = [os.urandom(kv_format.token_bytes * kv_format.block_size) for _ in digests]
     assert all(cache.put(digest, memoryview(block)) for digest, block in zip(digests, blocks, strict=True))
     await cache.flush()
+    assert (await cache.lookup(digests)).blocks == len(digests)
     got, again = await cache.fetch(digests), await cache.fetch(digests)
     assert [bytes(payload) for payload in got] == blocks, "what was fetched stays while more is"
     assert [bytes(payload) for payload in again] == blocks

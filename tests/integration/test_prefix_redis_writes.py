@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.kv.prefix import PrefixCache, open_prefix_cache
-from baton.kv.prefix.calls import Calls, Part
-from baton.kv.prefix.exchange import Clear, Exchange
 from baton.kv.prefix.redis import RedisLimits, key_prefix
-from baton.kv.prefix.wire import Wire
+from baton.kv.prefix.redis.calls import Calls
+from baton.kv.prefix.redis.nodes import Command, Node
 from tests.prefix_redis import BLOCKS, DIGESTS, FORMAT, KEYS, dropped, faults, fill, found, open_cache
 from tests.redis_server import Server, running
 
@@ -100,24 +99,34 @@ def many(server: Server, keys: int) -> None:
         client.mset({f"{key_prefix(FORMAT)}{number}": "" for number in range(keys)} | {"other": ""})
 
 
+Scanned = Callable[[float], Awaitable[None]]
+"""Told of the budget of each batch of keys that is about to be looked at."""
+
+
+def watch_batches(monkeypatch: pytest.MonkeyPatch, scanned: Scanned) -> None:
+    """Make clearing look at few keys at a time, and tell of each batch."""
+    at = Calls.at
+
+    async def watched(self: Calls, node: Node, lane: str, commands: Sequence[Command], budget_s: float) -> Any:
+        if commands[0][0] == "SCAN":
+            await scanned(budget_s)
+        return await at(self, node, lane, commands, budget_s)
+
+    monkeypatch.setattr(Calls, "at", watched)
+    monkeypatch.setattr("baton.kv.prefix.redis.cache.CLEAR_KEYS", 20)
+
+
 async def test_clearing_takes_as_long_as_it_takes_and_opens_no_breaker(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each batch has the whole time of one."""
-    monkeypatch.setattr(Clear, "_MANY", b"20")
-    run, at, go_on, budgets = Clear.run, Calls.at, threading.Semaphore(0), list[float]()
+    go_on, budgets = asyncio.Semaphore(0), list[float]()
 
-    def held(self: Clear, wire: Wire, indexes: Sequence[int], asking: bool) -> None:
-        assert go_on.acquire(timeout=60)
-        run(self, wire, indexes, asking)
+    async def scanned(budget_s: float) -> None:
+        budgets.append(budget_s)
+        await go_on.acquire()
 
-    async def noted(self: Calls, threads: str, parts: Sequence[Part], exchange: Exchange, budget_s: float) -> None:
-        if isinstance(exchange, Clear):
-            budgets.append(budget_s)
-        await at(self, threads, parts, exchange, budget_s)
-
-    monkeypatch.setattr(Clear, "run", held)
-    monkeypatch.setattr(Calls, "at", noted)
+    watch_batches(monkeypatch, scanned)
     many(server, 1000)
     cache, before, states = open_cache(server.url), faults("timeout"), []
     await fill(cache)
@@ -140,16 +149,13 @@ async def test_clearing_takes_as_long_as_it_takes_and_opens_no_breaker(
 async def test_a_server_that_stops_in_the_middle_is_left_and_the_answer_says_so(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kv.prefix.redis._WRITE_BUDGET_S", 0.0)
-    monkeypatch.setattr(Clear, "_MANY", b"20")
-    run = Clear.run
+    batches = itertools.count()
 
-    def dying(self: Clear, wire: Wire, *args: Any) -> None:
-        if self.batches == 3:
+    async def scanned(_: float) -> None:
+        if next(batches) == 3:
             server.kill()
-        run(self, wire, *args)
 
-    monkeypatch.setattr(Clear, "run", dying)
+    watch_batches(monkeypatch, scanned)
     many(server, 1000)
     cache = open_cache(server.url)
     (tier,) = await cache.clear(shared=True)

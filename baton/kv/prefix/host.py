@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
-from baton.kv.prefix.buffers import Lent
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
 from baton.telemetry import metrics
 
@@ -222,11 +221,11 @@ def is_owned(payload: Payload) -> bool:
     return _buffer(payload) is not None
 
 
-def _buffer(payload: Payload) -> bytes | Lent | None:
+def _buffer(payload: Payload) -> bytes | None:
     if isinstance(payload, bytes):
         return payload
     whole = payload.obj
-    return whole if isinstance(whole, bytes | Lent) and len(whole) * _SLACK <= payload.nbytes * (_SLACK + 1) else None
+    return whole if isinstance(whole, bytes) and len(whole) * _SLACK <= payload.nbytes * (_SLACK + 1) else None
 
 
 def _held_bytes(payload: Payload) -> int:

@@ -10,7 +10,7 @@ from baton.kv.prefix.address import parse_redis_url
 from baton.kv.prefix.contract import PrefixCache
 from baton.kv.prefix.host import HostPrefixCache
 from baton.kv.prefix.memory import NullPrefixCache
-from baton.kv.prefix.sightings import Sightings
+from baton.kv.prefix.write_filter import WriteFilter
 
 if TYPE_CHECKING:
     from baton.kv.prefix.redis import RedisLimits
@@ -47,6 +47,6 @@ def open_prefix_cache(
     from baton.kv.prefix.redis import RedisPrefixCache
     from baton.kv.prefix.tiered import TieredPrefixCache
 
-    sightings = Sightings()
+    sightings = WriteFilter()
     shared = RedisPrefixCache(url, kv_format, fleet_secret, limits, lost=sightings.missed, refused=sightings.refused)
     return TieredPrefixCache(host, shared, writes, sightings=sightings)

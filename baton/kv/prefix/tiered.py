@@ -9,8 +9,8 @@ tiers. A fetch takes each block from where it is, and keeps in host memory what 
     second  if it was seen by an earlier request as well; its KV may come from host memory then
     never   not at all
 
-What was found in the store or given to it is remembered (`baton.kv.prefix.sightings`) until a look-up misses it or the
-store reports that it is lost or was refused, so that nobody copies KV out of the engine for nothing.
+What was found in the store or given to it is remembered (`baton.kv.prefix.write_filter`) until a look-up misses it or
+the store reports that it is lost or was refused, so that nobody copies KV out of the engine for nothing.
 
 Blocks that are used do not go stale in the store. A fetch renews the lives of the blocks that it delivers, never of one
 that was found and then refused. It does so for each fetch from the store. Of the fetches from host memory alone, and of
@@ -27,7 +27,7 @@ from itertools import chain, groupby, repeat
 
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixCache, PrefixesChanged
 from baton.kv.prefix.host import TIER, HostPrefixCache, is_owned, owned
-from baton.kv.prefix.sightings import Seen, Sightings
+from baton.kv.prefix.write_filter import Seen, WriteFilter
 
 TOUCH_SHARE = 1 / 8
 
@@ -45,11 +45,11 @@ class TieredPrefixCache:
         writes: str = "first",
         *,
         touch_share: float = TOUCH_SHARE,
-        sightings: Sightings | None = None,
+        sightings: WriteFilter | None = None,
     ) -> None:
         self._host, self._shared = host, shared
         self._touch_share = touch_share
-        self._sightings = sightings or Sightings()
+        self._sightings = sightings or WriteFilter()
         self._due = {
             "first": (Seen.ONCE, Seen.AGAIN, Seen.REFUSED),
             "second": (Seen.AGAIN, Seen.REFUSED),

@@ -1,6 +1,6 @@
 """The circuit breaker on a clock of our own."""
 
-from baton.kv.prefix.breaker import Breaker
+from baton.kv.prefix.redis.breaker import Breaker
 
 
 class Clock:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits
 from baton.kv.prefix.host import HostPrefixCache
-from baton.kv.prefix.sightings import Seen, Sightings
 from baton.kv.prefix.tiered import TieredPrefixCache
+from baton.kv.prefix.write_filter import Seen, WriteFilter
 
 SIZE = 64
 DIGESTS = [os.urandom(32) for _ in range(10)]
@@ -266,7 +266,7 @@ async def test_hits_keep_the_store_fresh(store: Store, touch_share: float) -> No
 
 @pytest.mark.parametrize("writes", ["first", "second", "never"])
 async def test_a_refused_record_is_written_again_with_all_behind_it(store: Store, writes: str) -> None:
-    sightings = Sightings()
+    sightings = WriteFilter()
     cache = TieredPrefixCache(HostPrefixCache(0), store, writes, sightings=sightings)
     await only_stored(store, *range(6))
     assert (await cache.lookup(DIGESTS[:6])).blocks == 6
@@ -280,7 +280,7 @@ async def test_a_refused_record_is_written_again_with_all_behind_it(store: Store
 
 
 async def test_a_refused_record_is_not_taken_for_stored_until_it_was_read(store: Store) -> None:
-    sightings = Sightings()
+    sightings = WriteFilter()
     cache = TieredPrefixCache(HostPrefixCache(0), store, sightings=sightings)
     await only_stored(store, *range(6))
     await cache.lookup(DIGESTS[:6])
@@ -316,7 +316,7 @@ async def test_rates_of_both(store: Store) -> None:
 
 
 def test_sightings_forget_the_oldest() -> None:
-    sightings = Sightings(most=4)
+    sightings = WriteFilter(most=4)
     assert sightings.sighted(DIGESTS[:2]) == [Seen.ONCE] * 2
     assert sightings.sighted(DIGESTS[1:3]) == [Seen.AGAIN, Seen.ONCE]
     sightings.stored(DIGESTS[3:8])

@@ -29,7 +29,7 @@ class Seen(IntEnum):
 _NEXT = (Seen.ONCE, Seen.AGAIN, Seen.AGAIN, Seen.STORED, Seen.AGAIN)
 
 
-class Sightings:
+class WriteFilter:
     """`Seen` by digest, for the last `most` to 2 × `most` blocks that were noted."""
 
     def __init__(self, most: int = 1 << 16) -> None:

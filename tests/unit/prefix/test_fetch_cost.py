@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.kv.prefix.contract import FetchRate, Hits
-from baton.kv.prefix.worth import TRIAL_EVERY_S, TRIAL_S, Worth
+from baton.kv.prefix.fetch_cost import TRIAL_EVERY_S, TRIAL_S, FetchCostModel
 
 BYTES, TOKENS = 400_000, 16
 QUICK, SLOW = FetchRate(0.001, 2e9), FetchRate(0.005, 20e6)
@@ -19,7 +19,7 @@ speeds = st.floats(1, 1e6)
 
 
 def blocks(hits: Hits, rates: Mapping[str, FetchRate], prefill_rate: float) -> int:
-    return Worth(BYTES, TOKENS).decide(hits, rates, prefill_rate, 0.0).blocks
+    return FetchCostModel(BYTES, TOKENS).decide(hits, rates, prefill_rate, 0.0).blocks
 
 
 def test_a_quick_link_and_a_slow_model_fetch_all() -> None:
@@ -59,38 +59,38 @@ def test_what_is_not_known_is_fetched(prefill_rate: float) -> None:
 
 
 def test_decisions_have_names() -> None:
-    worth, redis = Worth(BYTES, TOKENS), Hits((("host", 3), ("redis", 7)))
-    assert worth.decide(Hits(), {}, 0.0, 0.0).name == "nothing"
-    assert worth.decide(redis, {}, 0.0, 0.0).name == "all"
-    assert worth.decide(redis, {"redis": SLOW}, 1e6, 1.0).name == "part"
-    assert worth.decide(Hits(redis.runs[1:]), {"redis": SLOW}, 1e6, 1.0).name == "none"
-    assert worth.decide(redis, {"redis": SLOW}, 1e6, TRIAL_EVERY_S).name == "trial"
+    model, redis = FetchCostModel(BYTES, TOKENS), Hits((("host", 3), ("redis", 7)))
+    assert model.decide(Hits(), {}, 0.0, 0.0).name == "nothing"
+    assert model.decide(redis, {}, 0.0, 0.0).name == "all"
+    assert model.decide(redis, {"redis": SLOW}, 1e6, 1.0).name == "part"
+    assert model.decide(Hits(redis.runs[1:]), {"redis": SLOW}, 1e6, 1.0).name == "none"
+    assert model.decide(redis, {"redis": SLOW}, 1e6, TRIAL_EVERY_S).name == "trial"
 
 
 def test_what_is_saved_is_the_time_of_computing_less_that_of_fetching() -> None:
-    decision = Worth(BYTES, TOKENS).decide(Hits((("redis", 100),)), {"redis": QUICK}, 1000.0, 0.0)
+    decision = FetchCostModel(BYTES, TOKENS).decide(Hits((("redis", 100),)), {"redis": QUICK}, 1000.0, 0.0)
     assert decision.saves_s == pytest.approx(1.6 - 0.001 - 0.02)
 
 
 def test_a_refused_tier_is_tried_now_and_then_and_comes_back() -> None:
-    worth, hits, slow = Worth(BYTES, TOKENS), Hits((("redis", 256),)), {"redis": SLOW}
-    trials = [now for now in range(100) if worth.decide(hits, slow, 50_000.0, 1000.0 + now).trial]
+    model, hits, slow = FetchCostModel(BYTES, TOKENS), Hits((("redis", 256),)), {"redis": SLOW}
+    trials = [now for now in range(100) if model.decide(hits, slow, 50_000.0, 1000.0 + now).trial]
     assert trials == list(range(int(TRIAL_EVERY_S), 100, int(TRIAL_EVERY_S)))
-    assert worth.decide(hits, {"redis": QUICK}, 1000.0, 1100.0).blocks == 256, "measured anew"
+    assert model.decide(hits, {"redis": QUICK}, 1000.0, 1100.0).blocks == 256, "measured anew"
 
 
 def test_a_fetch_puts_off_the_next_trial() -> None:
-    worth, hits = Worth(BYTES, TOKENS), Hits((("redis", 256),))
-    assert worth.decide(hits, {"redis": QUICK}, 1000.0, 4.0).blocks == 256
-    assert not worth.decide(hits, {"redis": SLOW}, 50_000.0, 5.0).trial
-    assert worth.decide(hits, {"redis": SLOW}, 50_000.0, 9.0).trial
+    model, hits = FetchCostModel(BYTES, TOKENS), Hits((("redis", 256),))
+    assert model.decide(hits, {"redis": QUICK}, 1000.0, 4.0).blocks == 256
+    assert not model.decide(hits, {"redis": SLOW}, 50_000.0, 5.0).trial
+    assert model.decide(hits, {"redis": SLOW}, 50_000.0, 9.0).trial
 
 
 def test_a_trial_is_short_but_fetches_something() -> None:
     def trial(rate: FetchRate, blocks: int = 256) -> int:
-        worth, hits = Worth(BYTES, TOKENS), Hits((("redis", blocks),))
-        worth.decide(hits, {"redis": rate}, 1e9, 0.0)
-        decision = worth.decide(hits, {"redis": rate}, 1e9, TRIAL_EVERY_S)
+        model, hits = FetchCostModel(BYTES, TOKENS), Hits((("redis", blocks),))
+        model.decide(hits, {"redis": rate}, 1e9, 0.0)
+        decision = model.decide(hits, {"redis": rate}, 1e9, TRIAL_EVERY_S)
         assert decision.trial
         return decision.blocks
 
@@ -105,18 +105,18 @@ def test_a_trial_is_short_but_fetches_something() -> None:
 def test_no_other_number_of_leading_blocks_is_quicker(
     hits: Hits, rates: dict[str, FetchRate], prefill_rate: float
 ) -> None:
-    worth = Worth(BYTES, TOKENS)
+    model = FetchCostModel(BYTES, TOKENS)
 
     def seconds(fetched: int) -> float:
-        took = worth.computing_s(hits.blocks - fetched, prefill_rate)
+        took = model.computing_s(hits.blocks - fetched, prefill_rate)
         for tier, blocks in hits.runs:
             taken = min(blocks, fetched)
-            took += worth.fetching_s(taken, rates.get(tier)) if taken else 0.0
+            took += model.fetching_s(taken, rates.get(tier)) if taken else 0.0
             fetched -= taken
         return took
 
     best = min(seconds(n) for n in range(hits.blocks + 1))
-    assert seconds(worth.decide(hits, rates, prefill_rate, 0.0).blocks) <= best * (1 + 1e-9) + 1e-12
+    assert seconds(model.decide(hits, rates, prefill_rate, 0.0).blocks) <= best * (1 + 1e-9) + 1e-12
 
 
 @settings(deadline=None, max_examples=50)
@@ -124,9 +124,9 @@ def test_no_other_number_of_leading_blocks_is_quicker(
 def test_any_sequence_of_requests_fetches_what_was_found_at_most(
     requests: list[tuple[Hits, dict[str, FetchRate], float, float]],
 ) -> None:
-    worth, now = Worth(BYTES, TOKENS), 0.0
+    model, now = FetchCostModel(BYTES, TOKENS), 0.0
     for hits, measured, prefill_rate, passed in requests:
         now += passed
-        decision = worth.decide(hits, measured, prefill_rate, now)
+        decision = model.decide(hits, measured, prefill_rate, now)
         assert decision.found == hits.blocks
         assert int(decision.trial) <= decision.blocks <= hits.blocks

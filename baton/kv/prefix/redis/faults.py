@@ -17,7 +17,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from baton.kv.prefix.breaker import Breaker
+from baton.kv.prefix.redis.breaker import Breaker
 from baton.telemetry import metrics
 
 _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
@@ -30,16 +30,18 @@ _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] 
     ((AskError, TryAgainError), "moved"),
 )
 
-_WHOLE_SERVER = (BusyLoadingError, AuthenticationError, ClusterDownError)
-
 _ARGUMENTS = ", with args beginning with"
 """What a server says of an unknown command before it repeats its words: those of AUTH are user and password."""
+
+_WORDS = {"timeout": "no answer in time"}
 
 _log = logging.getLogger(__name__)
 
 
 def reason(error: Exception) -> str:
     """Metric label of a fault."""
+    if isinstance(error.__context__, ReadOnlyError):
+        error = error.__context__  # redis-py makes it an error of the connection where sentinels name the master
     for kind, name in _REASONS:
         if isinstance(error, kind):
             return name
@@ -48,18 +50,13 @@ def reason(error: Exception) -> str:
     return "connection"
 
 
-def concerns_server(reply: object) -> bool:
-    """Whether a reply says that the server serves nobody now, or not us, whatever the key."""
-    return isinstance(reply, _WHOLE_SERVER)
-
-
 def count(name: str, times: int = 1) -> None:
     """Count misses by the reason `name`."""
     metrics.PREFIX_FAULTS.labels(name).inc(times)
 
 
 class Health:
-    """Whether a server can be had. Its loss and its return are logged, each failed call is counted."""
+    """Whether a server is in reach. Its loss and its return are logged, each failed call is counted."""
 
     def __init__(self, name: str, breaker: Breaker) -> None:
         self.name, self.breaker = name, breaker
@@ -67,18 +64,18 @@ class Health:
 
     @property
     def well(self) -> bool:
-        """Whether the last call came through."""
+        """Whether the last call was answered."""
         return self.breaker.closed
 
     def failed(self, error: Exception) -> None:
         """A call found the server out of reach."""
-        self.trouble = str(error).partition(_ARGUMENTS)[0] or reason(error)
+        self.trouble = str(error).partition(_ARGUMENTS)[0] or _WORDS.get(reason(error), reason(error))
         if self.breaker.closed:
             _log.warning("%s is out of reach, requests go on without it: %s", self.name, self.trouble)
         self.breaker.failed()
         count(reason(error))
 
-    def came_through(self) -> None:
+    def succeeded(self) -> None:
         """A call was answered."""
         if not self.breaker.closed:
             _log.info("%s is back", self.name)

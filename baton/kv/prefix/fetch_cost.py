@@ -47,7 +47,7 @@ class Decision:
         return "all" if self.blocks == self.found else "part" if self.blocks else "none"
 
 
-class Worth:
+class FetchCostModel:
     """The decisions of one worker; `block_bytes` and `block_tokens` are those of a block of its KV format."""
 
     def __init__(self, block_bytes: int, block_tokens: int) -> None:

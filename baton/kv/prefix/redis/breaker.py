@@ -34,7 +34,7 @@ class Breaker:
         return True
 
     def succeeded(self) -> None:
-        """A call came through."""
+        """A call was answered."""
         self._pause_s = 0.0
 
     def failed(self) -> None:

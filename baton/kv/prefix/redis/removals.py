@@ -14,12 +14,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from baton.kv.prefix.wire import pack
+from baton.kv.prefix.redis.nodes import Command
 from baton.telemetry import metrics
 
 MOST = 256
 
-_SCRIPT = b"""
+_SCRIPT = """
 local size = redis.call('STRLEN', KEYS[1])
 local header = ARGV[2]
 if size ~= tonumber(ARGV[1]) or (#header > 0 and redis.call('GETRANGE', KEYS[1], 0, #header - 1) == header) then
@@ -34,12 +34,12 @@ Remove = Callable[[Mapping[bytes, bytes]], Awaitable[Sequence[object]]]
 """Gets headers by digest; returns the replies to their `removal`."""
 
 
-def removal(key: bytes, size: int, header: bytes) -> bytes:
+def removal(key: bytes, size: int, header: bytes) -> Command:
     """The command that deletes the value at `key` if it has not `size` bytes, or begins with `header`, if any.
 
     Its reply is the number of deleted keys.
     """
-    return pack(b"EVAL", _SCRIPT, b"1", key, b"%d" % size, header)
+    return ("EVAL", _SCRIPT, 1, key, size, header)
 
 
 class Removals:

@@ -1,0 +1,381 @@
+"""The prefix cache in Redis or Valkey, shared by all workers of a fleet.
+
+One key a block, `baton:kv:2:<first 8 hex digits of the KV format's digest>:<digest in hex>`, one record a key
+(`baton.kv.prefix.record`), which expires after `ttl_s` without use and is evicted by the server's own policy before.
+It may be one server, a master that sentinels name, or a cluster (`baton.kv.prefix.address`).
+
+A look-up is one round trip to each node concerned, all at once, for each LOOKUP_KEYS blocks: a pipeline of STRLEN,
+which also tells a key of another type or size from a block. A fetch is one round trip as well, a pipeline of GETRANGE:
+of a larger value that somebody has put there since the look-up, no more than a record's size comes. Records are made
+and checked in threads. Writes go through one background task, from a queue bounded in bytes. A record that is refused
+is deleted (`removals`), and written again by the next computation.
+
+Every round trip has a time budget, and one failure opens a node's circuit breaker: a Redis that is slow, full or gone
+costs one budget now and then, and is otherwise a miss. The breaker's opening and closing are logged, not each failure.
+Nothing here raises after construction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import Any, TypeVar
+
+from baton.kv.format import KvFormat
+from baton.kv.prefix.address import parse_redis_url
+from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
+from baton.kv.prefix.record import HEADER_BYTES, BadRecord, RecordCodec
+from baton.kv.prefix.redis.breaker import Breaker
+from baton.kv.prefix.redis.calls import Calls
+from baton.kv.prefix.redis.connect import open_topology
+from baton.kv.prefix.redis.faults import count, reason
+from baton.kv.prefix.redis.nodes import Command, Node
+from baton.kv.prefix.redis.removals import Removals, removal
+from baton.kv.prefix.redis.write_queue import Lost, WriteQueue
+from baton.kv.prefix.throughput import Throughput
+from baton.telemetry import metrics
+
+T = TypeVar("T")
+
+TIER = "redis"
+KEY_PREFIX = "baton:kv:2:"
+LOOKUP_KEYS = 4096
+BATCH_BYTES = 4 << 20
+WINDOW_BYTES = 4 << 20
+LANES = 2
+"""A fetch asks each node for LANES windows at a time: one is received while another one is checked."""
+CLEAR_KEYS = 250
+_SLOWEST_BYTES_PER_S = 100e6
+_WRITE_BUDGET_S = 1.0
+_CLOSE_S = 1.0
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisLimits:
+    """Seconds that a round trip may take beside its payload's time; life of a block; bytes queued.
+
+    A node that failed is tried again after `pause_s`, which doubles with each failure up to `longest_pause_s`.
+    """
+
+    budget_s: float = 0.5
+    ttl_s: int = 24 * 3600
+    queue_bytes: int = 256 << 20
+    pause_s: float = 1.0
+    longest_pause_s: float = 10.0
+
+
+@dataclass(slots=True)
+class _Checked:
+    """Records of some blocks: payloads up to the first that is not usable, and what was wrong there."""
+
+    payloads: list[Payload]
+    gone: Sequence[bytes] = ()
+    refused: bytes | None = None
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Clearing:
+    """The deletion of all our keys at one node: how far it has come, and the first error that it was answered with."""
+
+    node: Node
+    deleted: int = 0
+    done: bool = False
+    refused: Exception | None = None
+
+
+class RedisPrefixCache:
+    """`PrefixCache` over the servers at a URL; raises ConfigError for one that can't be used.
+
+    `lost` gets the blocks that `put` took and that were not stored, and those that a fetch or a touch found to be gone.
+    `refused` gets those whose records are not usable.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        kv_format: KvFormat,
+        fleet_secret: str,
+        limits: RedisLimits | None = None,
+        lost: Lost = lambda _: None,
+        refused: Lost = lambda _: None,
+    ) -> None:
+        self._limits = limits or RedisLimits()
+        self._codec = RecordCodec(kv_format, fleet_secret)
+        self._prefix = key_prefix(kv_format).encode()
+        breaker = partial(Breaker, self._limits.pause_s, self._limits.longest_pause_s)
+        self._topology = open_topology(parse_redis_url(url), self._limits.budget_s, breaker)
+        self._calls = Calls(self._topology, self._limits.budget_s)
+        self._threads = ThreadPoolExecutor(_THREADS, "prefix-records")
+        self._lost, self._refused = lost, refused
+        self._queue = WriteQueue(TIER, self._write, self._limits.queue_bytes, BATCH_BYTES, lost)
+        self._removals = Removals(TIER, self._remove)
+        self._throughput = Throughput()
+        self._hits = self._misses = 0
+        self._touching: asyncio.Task[None] | None = None
+        self._clearing: set[_Clearing] = set()
+        self._closed = False
+
+    @property
+    def stores(self) -> bool:
+        """True."""
+        return True
+
+    async def check(self) -> None:
+        """One round trip to each node."""
+        await self._ask_all([("PING",)])
+
+    async def lookup(self, digests: Sequence[bytes]) -> Hits:
+        """The longest run of leading hits; one round trip for each LOOKUP_KEYS digests."""
+        found = 0
+        for start in range(0, len(digests), LOOKUP_KEYS):
+            sizes = await self._sizes(digests[start : start + LOOKUP_KEYS])
+            found += sum(1 for _ in takewhile(lambda size: size == self._codec.record_bytes, sizes))
+            if found < start + len(sizes):
+                if isinstance(size := sizes[found - start], int) and size > 0:
+                    count("truncated")
+                    self._removals.add({digests[found]: b""})
+                break
+        self._hits += found
+        self._misses += len(digests) - found
+        metrics.PREFIX_BLOCKS.labels(TIER, "hit").inc(found)
+        metrics.PREFIX_BLOCKS.labels(TIER, "miss").inc(len(digests) - found)
+        return Hits(((TIER, found),)) if found else Hits()
+
+    async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
+        """Payloads of the leading digests whose records are there and check out."""
+        keys, started = self._keys(digests), time.monotonic()
+        size, until = self._codec.record_bytes, started + self._budget(len(keys))
+        window = max(1, WINDOW_BYTES * len(self._topology.masters) // size)
+        starts, parts = iter(range(0, len(keys), window)), dict[int, _Checked]()
+
+        async def lane() -> None:
+            for start in starts:
+                wanted = slice(start, start + window)
+                records = await self._records(keys[wanted], until - time.monotonic())
+                parts[start] = await self._in_thread(self._check, digests[wanted], records)
+                if len(parts[start].payloads) < len(records):
+                    deque(starts, 0)  # what comes behind is of no use
+
+        await asyncio.gather(*(lane() for _ in range(LANES)))
+        payloads = self._usable(digests, [parts[start] for start in sorted(parts)])
+        self._throughput.fetched(len(payloads) * size, time.monotonic() - started)
+        metrics.PREFIX_BLOCKS.labels(TIER, "fetched").inc(len(payloads))
+        return payloads
+
+    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+        """All that are not being written already, and whose node is to be had."""
+        return [
+            not self._closed and digest not in self._queue and self._calls.accepts(self._key(digest))
+            for digest in digests
+        ]
+
+    def put(self, digest: bytes, payload: Payload) -> bool:
+        """Queue a block for writing; False if the queue is full or its node is not to be had."""
+        return self._queue.put(digest, payload, not self._closed and self._calls.accepts(self._key(digest)))
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Prolong their lives in the background; dropped if another such call is still under way."""
+        there = [digest for digest in digests[:LOOKUP_KEYS] if digest not in self._queue]
+        if there and not self._closed and (self._touching is None or self._touching.done()):
+            self._touching = asyncio.create_task(self._prolong(there), name="prefix-cache-touch")
+
+    def rates(self) -> Mapping[str, FetchRate]:
+        """Measured over the fetches of this process."""
+        return {TIER: rate} if (rate := self._throughput.rate) else {}
+
+    def watch(self, changed: PrefixesChanged | None) -> None:
+        """Nothing is held in this process."""
+
+    async def stats(self) -> list[CacheTier]:
+        """What the servers say of themselves: blocks are all keys of the database, bytes all memory in use."""
+        blocks = used = most = 0
+        for keys, info in await self._ask_all([("DBSIZE",), ("INFO", "memory")]):
+            blocks += keys if isinstance(keys, int) else 0
+            used += _number(info, "used_memory")
+            most += _number(info, "maxmemory")
+        rate = self._throughput.rate
+        speed = rate.bytes_per_s if rate else 0.0
+        return [CacheTier(TIER, blocks, used, most, self._hits, self._misses, speed, self._state())]
+
+    async def clear(self, *, shared: bool) -> list[CacheTier]:
+        """Delete the blocks of this KV format on all nodes, if `shared`.
+
+        In batches, each with a time budget of its own; a node that fails one is left as it is. `state` says so.
+        """
+        if not shared:
+            return []
+        self._queue.clear()
+        jobs = [_Clearing(node) for node in await self._calls.masters()]
+        self._clearing.update(jobs)
+        try:
+            await asyncio.gather(*map(self._clear, jobs))
+        finally:
+            self._clearing.difference_update(jobs)
+        blocks = sum(job.deleted for job in jobs)
+        refused = next((f"refused: {job.refused}" for job in jobs if job.refused), "")
+        unfinished = "" if all(job.done for job in jobs) else "not all of it"
+        state = "; ".join(filter(None, (unfinished, refused, self._trouble())))
+        return [CacheTier(TIER, blocks, blocks * self._codec.record_bytes, state=state)]
+
+    async def flush(self) -> None:
+        """Wait until the queue is written or dropped, and refused records are removed."""
+        await self._queue.flush()
+        await self._removals.finished()
+
+    async def close(self) -> None:
+        """Write for at most a second more, then drop the rest and disconnect."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._queue.close(_CLOSE_S)
+        if self._touching is not None:
+            self._touching.cancel()
+        await self._removals.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._calls.aclose()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _sizes(self, digests: Sequence[bytes]) -> list[Any]:
+        keys, started = self._keys(digests), time.monotonic()
+        sizes = await self._calls.keyed("look", keys, lambda index: ("STRLEN", keys[index]), self._limits.budget_s)
+        if all(isinstance(size, int) for size in sizes):
+            self._throughput.looked_up(time.monotonic() - started)
+        return sizes
+
+    async def _records(self, keys: Sequence[bytes], budget_s: float) -> list[Any]:
+        # One byte more than a record, to tell a longer value from one.
+        last = self._codec.record_bytes
+        return await self._calls.keyed("fetch", keys, lambda index: ("GETRANGE", keys[index], 0, last), budget_s)
+
+    def _check(self, digests: Sequence[bytes], records: Sequence[Any]) -> _Checked:
+        """Check records in their order; runs in a thread."""
+        checked = _Checked([])
+        for digest, record in zip(digests, records, strict=True):
+            try:
+                # An error was counted already, and no answer is one of the node.
+                payload = self._codec.decode(digest, record) if record and isinstance(record, bytes) else None
+            except BadRecord as error:
+                checked.refused, checked.reason = record[:HEADER_BYTES], error.reason
+                break
+            if payload is None:
+                checked.gone = [name for name, found in zip(digests, records, strict=True) if found == b""]
+                break
+            checked.payloads.append(payload)
+        return checked
+
+    def _usable(self, digests: Sequence[bytes], parts: Sequence[_Checked]) -> list[Payload]:
+        """The payloads up to the first that lacks; tell of those that are gone, or of the first that was refused."""
+        payloads: list[Payload] = []
+        for part in parts:
+            payloads += part.payloads
+            if part.gone:
+                count("evicted")
+                self._lost(part.gone)
+                break
+            if part.refused is not None:
+                count(part.reason)
+                refused = digests[len(payloads)]
+                self._refused([refused])
+                self._removals.add({refused: part.refused})
+                break
+        return payloads
+
+    async def _write(self, blocks: Sequence[tuple[bytes, Payload]]) -> list[bool]:
+        keys = self._keys([digest for digest, _ in blocks])
+        records = await self._in_thread(lambda: [self._codec.encode(digest, payload) for digest, payload in blocks])
+        budget_s = _WRITE_BUDGET_S + self._budget(len(keys))
+        replies = await self._calls.keyed(
+            "write", keys, lambda index: ("SET", keys[index], records[index], "EX", self._limits.ttl_s), budget_s
+        )
+        return [reply is True for reply in replies]
+
+    async def _remove(self, refused: Mapping[bytes, bytes]) -> list[Any]:
+        keys, size, headers = self._keys(list(refused)), self._codec.record_bytes, list(refused.values())
+        return await self._calls.keyed(
+            "write", keys, lambda index: removal(keys[index], size, headers[index]), self._limits.budget_s
+        )
+
+    async def _clear(self, job: _Clearing) -> None:
+        """Delete in batches, until all keys were looked at or a batch fails."""
+        cursor, budget_s = 0, _WRITE_BUDGET_S + self._budget(0)
+        scan = ("MATCH", self._prefix + b"*", "COUNT", CLEAR_KEYS)
+        # The lane of writes: in that of look-ups it would keep them waiting.
+        ask = partial(self._calls.at, job.node, "write", budget_s=budget_s)
+        while not job.done and not job.refused:
+            replies = await ask([("SCAN", cursor, *scan)])
+            if replies is None:
+                return
+            if isinstance(replies[0], Exception):
+                job.refused = replies[0]
+                count(reason(replies[0]))
+                return
+            cursor, keys = replies[0]
+            deleted = await ask([("UNLINK", key) for key in keys]) if keys else []
+            if deleted is None:
+                return
+            job.deleted += sum(reply for reply in deleted if isinstance(reply, int))
+            for error in (reply for reply in deleted if isinstance(reply, Exception)):
+                count(reason(error))
+                job.refused = job.refused or error
+            job.done = cursor == 0
+
+    async def _prolong(self, digests: Sequence[bytes]) -> None:
+        keys, ttl_s = self._keys(digests), self._limits.ttl_s
+        there = await self._calls.keyed(
+            "look", keys, lambda index: ("EXPIRE", keys[index], ttl_s), self._limits.budget_s
+        )
+        self._lost([digest for digest, reply in zip(digests, there, strict=True) if reply is False])
+
+    async def _ask_all(self, commands: Sequence[Command]) -> list[list[Any]]:
+        """The replies of each node that answered."""
+        asked = [self._calls.at(node, "look", commands, self._limits.budget_s) for node in await self._calls.masters()]
+        return [replies for replies in await asyncio.gather(*asked) if replies is not None]
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    def _state(self) -> str:
+        if self._clearing:
+            return f"clearing: {sum(job.deleted for job in self._clearing)} blocks are gone"
+        return self._trouble()
+
+    def _trouble(self) -> str:
+        nodes = self._topology.masters
+        lost = [node.health for node in nodes if not node.health.well]
+        if not self._topology.health.well and not nodes:
+            lost = [self._topology.health]
+        if not lost:
+            return ""
+        if len(nodes) <= 1:
+            return f"out of reach: {lost[0].trouble}"
+        return f"{len(lost)} of {len(nodes)} nodes out of reach: {lost[0].trouble}"
+
+    def _budget(self, records: int) -> float:
+        return self._limits.budget_s + records * self._codec.record_bytes / _SLOWEST_BYTES_PER_S
+
+    def _key(self, digest: bytes) -> bytes:
+        return self._prefix + digest.hex().encode()
+
+    def _keys(self, digests: Sequence[bytes]) -> list[bytes]:
+        return [self._key(digest) for digest in digests]
+
+
+def key_prefix(kv_format: KvFormat) -> str:
+    """What the keys of all blocks of a KV format begin with."""
+    return f"{KEY_PREFIX}{kv_format.digest[:8]}:"
+
+
+def _number(info: object, name: str) -> int:
+    """A field of an INFO reply; 0 if it lacks."""
+    value = info.get(name) if isinstance(info, dict) else 0
+    return value if isinstance(value, int) else 0

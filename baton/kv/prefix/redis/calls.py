@@ -1,0 +1,138 @@
+"""Calls to Redis: one round trip to each node concerned, all at once, within a time budget; faults to misses.
+
+A node that fails is left alone for a while (`Breaker`), and its keys are misses; so is everything while it is not known
+where the nodes are. A cluster that fails in part, or moves slots, is looked at again, at most once a second, so that a
+failover is followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis.exceptions import AskError, ReadOnlyError
+
+from baton.kv.prefix.redis.faults import count, reason
+from baton.kv.prefix.redis.nodes import Command, Node
+from baton.kv.prefix.redis.topology import Topology
+
+_LOOK_AGAIN_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Calls:
+    """Lives on the asyncio loop. To find out where the nodes are may take `budget_s`."""
+
+    def __init__(self, topology: Topology, budget_s: float) -> None:
+        self._topology, self._budget_s = topology, budget_s
+        self._refreshing: asyncio.Task[None] | None = None
+        self._refreshed_at = -float("inf")
+        self._closed = False
+
+    def accepts(self, key: bytes) -> bool:
+        """Whether a write of this key has a chance, as far as is known.
+
+        One that is due as a try is: a decode worker makes no other calls, and would else never come back.
+        """
+        if not self._topology.ready:
+            return self._topology.health.breaker.due
+        node = self._topology.node_of(key)
+        return node is None or node.health.breaker.due
+
+    async def masters(self) -> Sequence[Node]:
+        """All nodes that are known."""
+        await self._is_ready()
+        return self._topology.masters
+
+    async def keyed(
+        self, lane: str, keys: Sequence[bytes], command: Callable[[int], Command], budget_s: float
+    ) -> list[Any]:
+        """`command(i)` for each key i at its node: its reply, an exception about this key, or None if there is none."""
+        until = _now() + budget_s
+        replies: list[Any] = [None] * len(keys)
+        if not keys or not await self._is_ready():
+            return replies
+        places: dict[Node, list[int]] = {}
+        homeless = 0
+        for index, key in enumerate(keys):
+            node = self._topology.node_of(key)
+            if node is None:
+                homeless += 1
+            else:
+                places.setdefault(node, []).append(index)
+
+        async def ask(node: Node, indexes: Sequence[int]) -> None:
+            got = await self.at(node, lane, [command(index) for index in indexes], until - _now())
+            for index, reply in zip(indexes, got or (), strict=False):
+                replies[index] = reply
+
+        async with asyncio.TaskGroup() as group:
+            for node, indexes in places.items():
+                group.create_task(ask(node, indexes))
+        if homeless:
+            count("cluster_down", homeless)
+            self._refresh_soon()
+        await self._learn(places, [reply for reply in replies if isinstance(reply, Exception)])
+        return replies
+
+    async def at(self, node: Node, lane: str, commands: Sequence[Command], budget_s: float) -> list[Any] | None:
+        """Replies of one node; None if it failed, after which the others are looked for again."""
+        if self._closed:
+            return None
+        replies = await node.run(lane, commands, budget_s)
+        if not node.health.well:
+            self._refresh_soon()
+        return replies
+
+    async def aclose(self) -> None:
+        """Disconnect, which ends all waiting."""
+        self._closed = True
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.wait({self._refreshing})
+        await self._topology.aclose()
+
+    async def _learn(self, nodes: dict[Node, list[int]], faults: Sequence[Exception]) -> None:
+        for fault in faults:
+            count(reason(fault))
+        if faults:
+            _log.debug("%d keys of the prefix cache failed, the first: %s", len(faults), faults[0])
+        if any(isinstance(fault, AskError) for fault in faults):  # MovedError is one
+            self._refresh_soon()
+        if any(isinstance(fault, ReadOnlyError) for fault in faults):
+            for node in nodes:
+                await self._topology.demoted(node)
+
+    async def _is_ready(self) -> bool:
+        """Whether it is known where the nodes are; waits for that if nobody has failed to find out just now."""
+        if not self._topology.ready and not self._closed:
+            if not self._is_refreshing() and self._topology.health.breaker.allows():
+                self._refreshing = asyncio.create_task(self._refresh(), name="prefix-cache-topology")
+            if self._refreshing is not None and not self._refreshing.done():
+                await asyncio.wait({self._refreshing})
+        return self._topology.ready and not self._closed
+
+    def _refresh_soon(self) -> None:
+        late = _now() - self._refreshed_at > _LOOK_AGAIN_S
+        if late and not self._is_refreshing() and not self._closed:
+            self._refreshing = asyncio.create_task(self._refresh(), name="prefix-cache-topology")
+
+    def _is_refreshing(self) -> bool:
+        return self._refreshing is not None and not self._refreshing.done()
+
+    async def _refresh(self) -> None:
+        self._refreshed_at = _now()
+        try:
+            async with asyncio.timeout(self._budget_s):
+                await self._topology.refresh()
+        except Exception as error:  # whatever keeps the client from finding its nodes, it is a miss
+            self._topology.health.failed(error)
+        else:
+            self._topology.health.succeeded()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,82 @@
+"""One master: its client of redis-py, its breaker, and how many calls it gets at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from redis.asyncio import Redis
+from redis.exceptions import ClusterDownError, RedisError
+
+from baton.kv.prefix.redis.faults import Health, count
+
+Command: TypeAlias = tuple[Any, ...]
+"""A command and its arguments, as `Redis.execute_command` takes them."""
+
+LANES = {"look": 8, "fetch": 8, "write": 4}
+"""Calls of each kind that one node gets at a time: no kind keeps another one waiting."""
+
+
+class Node:
+    """One master. Its client makes connections as it needs them, one for each call under way."""
+
+    def __init__(self, client: Redis, health: Health) -> None:
+        self.client, self.health = client, health
+        self._lanes = {name: asyncio.Semaphore(most) for name, most in LANES.items()}
+
+    async def run(self, lane: str, commands: Sequence[Command], budget_s: float) -> list[Any] | None:
+        """The replies, in one round trip; errors about single keys are among them.
+
+        None if the node is left alone for now, has no place in the lane, or fails: it refuses all, breaks the
+        connection or exceeds the budget. redis-py closes a connection on which a call is cancelled, so that no late
+        answer is taken for that to another question.
+        """
+        if budget_s <= 0:
+            count("timeout")  # that of what came before
+            return None
+        if not self.health.breaker.allows():
+            return None
+        until = asyncio.get_running_loop().time() + budget_s
+        try:
+            async with asyncio.timeout_at(until):
+                await self._lanes[lane].acquire()
+        except TimeoutError:
+            count("busy")  # that says nothing of the node
+            return None
+        try:
+            async with asyncio.timeout_at(until):
+                replies = await self._ask(commands)
+        except Exception as error:  # whatever a broken connection makes the client raise, it is a miss
+            self.health.failed(error)
+            return None
+        finally:
+            self._lanes[lane].release()
+        self.health.succeeded()
+        return replies
+
+    async def _ask(self, commands: Sequence[Command]) -> list[Any]:
+        async with self.client.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        for reply in replies:
+            if isinstance(reply, ClusterDownError):
+                raise reply  # it is said of a key, and means the node
+        return replies
+
+    async def disconnect_idle(self) -> None:
+        """Close the connections that no call is using."""
+        with suppress(OSError, RedisError):
+            await self.client.connection_pool.disconnect(inuse_connections=False)
+
+    async def aclose(self) -> None:
+        """Close all connections: calls under way fail."""
+        await close(self.client)
+
+
+async def close(client: Redis) -> None:
+    """Close a client's connections, whatever state they are in."""
+    with suppress(OSError, RedisError):
+        await client.aclose()

@@ -1,0 +1,42 @@
+"""Averages in which older samples weigh less. Pure; know no clock."""
+
+from __future__ import annotations
+
+DECAY = 0.8
+
+
+class DecayingRate:
+    """Units per second over recent samples, each weighing DECAY times as much as the one after it.
+
+    It is all units over all seconds, so a sample that took long weighs as much as it took.
+    """
+
+    def __init__(self) -> None:
+        self._units = self._seconds = 0.0
+
+    def add(self, units: float, seconds: float) -> None:
+        """So many units took so long."""
+        self._units = DECAY * self._units + units
+        self._seconds = DECAY * self._seconds + seconds
+
+    @property
+    def value(self) -> float:
+        """Units per second; 0 while unknown."""
+        return self._units / self._seconds if self._seconds > 0 else 0.0
+
+
+class DecayingAverage:
+    """An exponentially weighted mean: each sample moves it by `weight` of the difference; the first is taken as is."""
+
+    def __init__(self, weight: float) -> None:
+        self._weight = weight
+        self._value: float | None = None
+
+    def add(self, sample: float) -> None:
+        """Move the mean towards a sample."""
+        self._value = sample if self._value is None else self._value + self._weight * (sample - self._value)
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 while unknown."""
+        return self._value or 0.0
