@@ -96,7 +96,7 @@ def _leave(status: int) -> NoReturn:
 async def serve(app: Running, role: str) -> int:
     """Run `app` until a signal or its failure; the exit status."""
     listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    with _signals() as stop:
+    with signals() as stop:
         # One task for the app's whole life: what it enters it must also leave.
         living = asyncio.create_task(_live(app, role, stop, listening), name=role)
         await _first(living, listening, stop.first)
@@ -108,7 +108,7 @@ async def serve(app: Running, role: str) -> int:
         return await living
 
 
-class _Signals:
+class Signals:
     """The names of the first signal and of the one after it, once they have come."""
 
     def __init__(self) -> None:
@@ -125,18 +125,19 @@ class _Signals:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[_Signals]:
-    signals, loop = _Signals(), asyncio.get_running_loop()
+def signals() -> Iterator[Signals]:
+    """Have SIGTERM and SIGINT noted, and do nothing else, until the block ends."""
+    found, loop = Signals(), asyncio.get_running_loop()
     for number in _NUMBERS:
-        loop.add_signal_handler(number, signals.came, number.name)
+        loop.add_signal_handler(number, found.came, number.name)
     try:
-        yield signals
+        yield found
     finally:
         for number in _NUMBERS:
             loop.remove_signal_handler(number)
 
 
-async def _live(app: Running, role: str, stop: _Signals, listening: asyncio.Future[None]) -> int:
+async def _live(app: Running, role: str, stop: Signals, listening: asyncio.Future[None]) -> int:
     with contextlib.ExitStack() as stopping:
         async with app as service:
             _settle()
@@ -174,7 +175,7 @@ def _give_up(role: str) -> None:
     os._exit(1)
 
 
-async def _drain(service: App, stop: _Signals) -> None:
+async def _drain(service: App, stop: Signals) -> None:
     """Let the service drain until a second signal comes, or it fails."""
     draining = asyncio.ensure_future(service.drain())
     await _first(draining, stop.again, service.failed)

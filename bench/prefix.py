@@ -175,17 +175,18 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start the fleet, run all rounds, and return the results."""
     page_bytes = (arguments.tokens + SPARE_TOKENS) * FORMAT.token_bytes
     common = {"dtype": "bfloat16", "threads": THREADS, "max_model_len": 2 * arguments.tokens, "stall_s": 60.0}
-    with embedded_valkey(2 << 30) as server, Services(model=arguments.model, redis=server, **common) as services:
-        prefill = services.worker("prefill", kv_memory=page_bytes, chunk_size=512, cache_memory="1GiB")
-        decode = services.worker("decode", slots=2, kv_memory=2 * page_bytes)
-        router = services.router([prefill], [decode], prefill_silence_s=60.0)
-        async with AsyncClient(router) as client:
-            redis = Redis.from_url(server, protocol=2)
-            run = Run(client, [prefill, decode], redis, arguments.tokens, arguments.seed)
-            await run.warm_up()
-            for _ in range(arguments.rounds):
-                await run.round(arguments.repeats)
-        return run.results()
+    async with embedded_valkey(2 << 30) as server:
+        with Services(model=arguments.model, redis=server, **common) as services:
+            prefill = services.worker("prefill", kv_memory=page_bytes, chunk_size=512, cache_memory="1GiB")
+            decode = services.worker("decode", slots=2, kv_memory=2 * page_bytes)
+            router = services.router([prefill], [decode], prefill_silence_s=60.0)
+            async with AsyncClient(router) as client:
+                redis = Redis.from_url(server, protocol=2)
+                run = Run(client, [prefill, decode], redis, arguments.tokens, arguments.seed)
+                await run.warm_up()
+                for _ in range(arguments.rounds):
+                    await run.round(arguments.repeats)
+            return run.results()
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator
@@ -35,6 +36,8 @@ from router.workers.pool import Pool
 _LAST_WORDS_S = 2.0
 """What clients have to take the end of their streams, before these are cut."""
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class App:
@@ -57,6 +60,9 @@ class App:
     async def drain(self) -> None:
         """Refuse new requests and let the running ones finish, for `drain_s` seconds at most."""
         self._health.stop()
+        if running := self._servicer.running:
+            requests = f"{running} request{'s' if running > 1 else ''}"
+            _log.warning("draining %s, up to %g s; press Ctrl-C again to stop now", requests, self._drain_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_s):
                 await self._servicer.drain()

@@ -2,11 +2,11 @@
 
     parent ── holds the port, serves nobody ── router 0, router 1, …      all listen on the port (SO_REUSEPORT), and the
       │                                                                   kernel spreads connections over them
-      ├─ one dies: its streams break, the others go on; it is started again at once, or after RESTART_S if it died early
+      ├─ one dies: its streams break, the others go on; it is started again (see baton.supervisor)
       └─ SIGTERM: all drain, then it ends
 
 Routers need no state of each other, so these are full ones, as separate machines would run them. Each has an ops
-listener: the first at --ops, the others at the ports that follow. A process ends when its parent does.
+listener: the first at --ops, the others at the ports that follow.
 """
 
 from __future__ import annotations
@@ -14,115 +14,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import os
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from baton.config import parse_address
 from baton.errors import ConfigError
-from baton.launcher import bound_to_me
-from baton.process import Running, main
+from baton.process import STOP_S, Running, main
 from baton.rpc.server import check_reach
 from baton.sockets import bind
+from baton.supervisor import Supervisor, addresses
 from baton.telemetry.logs import configure
 from router.app import run
 from router.config import RouterConfig
 
-RESTART_S = 1.0
-STEADY_S = 5.0
-"""Seconds that a router must have listened for its end not to be an early one."""
-
-_STOP_S = 10.0
 _LAST_PORT = 65535
 _OWN = ("processes", "grpc", "ops")
 
-_logger = logging.getLogger(__name__)
 
-
-class _Child:
-    """One router; `flags` are its settings but for `ops`, its address for metrics, which it keeps for good."""
-
-    def __init__(self, number: int, flags: list[str], ops: str) -> None:
-        self.number = number
-        self.ops = ops
-        self._flags = flags
-        self._process: asyncio.subprocess.Process | None = None
-        self._listens_since: float | None = None
-
-    async def start(self) -> None:
-        """Run it until it listens. Raises ConfigError when it ends before; it has said why."""
-        self._listens_since = None
-        command = bound_to_me([sys.executable, "-m", __name__, *self._flags, f"--ops={self.ops}"])
-        # A signal of the terminal goes to the parent alone, which passes it on once.
-        process = self._process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, start_new_session=True
-        )
-        line = (await process.stdout.readline()).decode() if process.stdout else ""
-        if not line.startswith("listening "):
-            raise ConfigError(f"processes: router {self.number} ended with status {await process.wait()}")
-        self.ops = line.rpartition("ops=")[2].strip()
-        self._listens_since = asyncio.get_running_loop().time()
-
-    async def keep(self) -> None:
-        """Start it again whenever it ends, until cancelled."""
-        while True:
-            if self._process is not None:
-                status = await self._process.wait()
-                pid = self._process.pid
-                _logger.error("router %d (pid %d) ended with status %d, and is started again", self.number, pid, status)
-            now = asyncio.get_running_loop().time()
-            if self._listens_since is None or now - self._listens_since < STEADY_S:
-                await asyncio.sleep(RESTART_S)
-            try:
-                await self.start()
-            except ConfigError:
-                # It has said why, and is tried again.
-                pass
-            except OSError as error:
-                _logger.error("router %d can't be started: %s", self.number, error)
-
-    async def stop(self) -> None:
-        """Ask it to drain, or to cut that short, and wait until it has ended."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            await self._process.wait()
-
-    def kill(self) -> None:
-        """End it at once, if it still runs."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-
-
+@dataclass(frozen=True, slots=True)
 class Several:
-    """Routers that share a port; "host:port" as bound."""
+    """Routers that share a port, "host:port" as bound."""
 
-    def __init__(self, address: str, children: list[_Child]) -> None:
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._address = address
-        self._children = children
-        self._keeping = [asyncio.create_task(child.keep(), name=f"router {child.number}") for child in children]
-
-    @property
-    def listening(self) -> str:
-        """The one address for clients, and the ops address of each."""
-        return f"grpc={self._address} ops={','.join(child.ops for child in self._children)}"
+    listening: str
+    """The one address for clients, and the ops address of each."""
+    failed: asyncio.Future[None]
+    """Stays open: a router that dies is started again."""
+    _routers: Supervisor
+    _drain_s: float
 
     async def drain(self) -> None:
         """Have all drain, each for its own `drain_s`, and wait until they have ended."""
-        for task in self._keeping:
-            task.cancel()
-        await asyncio.gather(*self._keeping, return_exceptions=True)
-        await asyncio.gather(*(child.stop() for child in self._children))
+        await self._routers.stop(self._drain_s + STOP_S)
 
 
 @contextlib.asynccontextmanager
 async def several(config: RouterConfig) -> AsyncIterator[Several]:
     """Start `config.processes` routers on one port; the end of the block ends them.
 
-    Raises ConfigError for an address that is refused or taken, for one of --ops that leaves too few ports, and when a
-    router does not start.
+    Raises ConfigError for an address that is refused or taken and for one of --ops that leaves too few ports,
+    Unavailable when a router does not start.
     """
     keys = {"api_keys": config.api_keys}
     check_reach(config.grpc, insecure=config.insecure, tls=bool(config.tls_cert), keys=keys, field="grpc")
@@ -133,27 +65,25 @@ async def several(config: RouterConfig) -> AsyncIterator[Several]:
         held = bind(config.grpc, shared=True)
     except ConfigError as error:
         raise ConfigError(f"grpc: {error}") from None
-    host, port = _host(config.grpc), held.getsockname()[1]
-    address = f"{host}:{port}"
-    flags = [f"--grpc={address}", *_flags(config)]
-    children = [_Child(number, flags, each) for number, each in enumerate(ops)]
+    grpc = f"{_host(config.grpc)}:{held.getsockname()[1]}"
+    command = [sys.executable, "-m", __name__, f"--grpc={grpc}", *_flags(config)]
     with contextlib.closing(held):
-        try:
-            for child in children:
-                await child.start()
-            app = Several(address, children)
-            try:
-                yield app
-            finally:
-                app.failed.cancel()
-                try:
-                    async with asyncio.timeout(_STOP_S):
-                        await app.drain()
-                except TimeoutError:
-                    _logger.error("not all routers have ended within %g s; they are killed", _STOP_S)
-        finally:
-            for child in children:
-                child.kill()
+        async with Supervisor(_relay) as routers:
+            children = [
+                await routers.start(f"router {number}", [*command, f"--ops={each}"]) for number, each in enumerate(ops)
+            ]
+            ops = [addresses(await routers.ready(child))["ops"] for child in children]
+            for child, each in zip(children, ops, strict=True):
+                # Where metrics are told stays the same for good.
+                child.restart_on_death([*command, f"--ops={each}"])
+            failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            yield Several(f"grpc={grpc} ops={','.join(ops)}", failed, routers, config.drain_s)
+
+
+def _relay(_name: str, line: str) -> None:
+    # A line of a router's log names its process.
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _flags(config: RouterConfig) -> list[str]:

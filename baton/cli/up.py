@@ -1,11 +1,14 @@
 """`baton up`: a whole fleet on this machine.
 
-    embedded Valkey ── prefill × N, decode × N ── router ── "ready grpc=…" ── until a signal or the router's death
+    embedded Valkey ── prefill × N, decode × N ── router ── "ready grpc=…" ── a signal ── drain ── stop      status 0
+                                                                     │                      └ again: stop now
+                                                                     └ the router's death: stop              status 1
 
 The services are started as processes with the flags that they have everywhere; `up` learns their addresses
 from the line that each prints when it listens. A death before the ready line ends all; so does the router's. A
 worker that dies later is started again at the same addresses, where the router finds it; so is the Valkey, at any
-time. With --secure they speak mutual TLS and clients need a key (see baton.cli.secure).
+time. They stop in the reverse order: the router first, which lets running requests finish.
+With --secure they speak mutual TLS and clients need a key (see baton.cli.secure).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +32,17 @@ from click.core import ParameterSource
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import bundled, cores
-from baton.cli.fleet import OWN_NAME, Child, Fleet
 from baton.cli.options import DEFAULT_GRPC, Seconds
 from baton.cli.secure import SecureFleet, worker_names
 from baton.config import is_loopback, parse_address
 from baton.config.options import Size, click_option, flag_of
 from baton.config.roles import ROLES, check_variables, load
 from baton.errors import BatonError, ConfigError, ModelError, Unavailable
+from baton.process import STOP_S, Signals, signals
 from baton.rpc.channel import control_channel
 from baton.rpc.tls import Tls
 from baton.sockets import bind
+from baton.supervisor import Supervisor, addresses
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # The server takes a maxmemory of 0 for none, and needs some for itself.
@@ -59,9 +63,15 @@ _OFFERED = (
     "cache_memory",
     "cache_writes",
     "processes",
+    "drain_s",
     "log_level",
 )
 """Settings of the services that `up` has too: each goes, when it is given, to all roles that have it."""
+
+_NEEDED = ("drain_s", "log_level")
+"""Those of them that `up` needs itself."""
+
+_NAME_WIDTH = len("prefill-0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +116,8 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
 
 @click.command(
     params=[
-        *(click_option(_FIELDS[name]) for name in _OFFERED),
+        *(click_option(_FIELDS[name]) for name in _OFFERED if name != "drain_s"),
+        click_option(_FIELDS["drain_s"], help="Seconds that running requests have to finish at Ctrl-C."),
         click_option(_FIELDS["threads"], help="Compute threads of each worker; 0: cores / workers."),
         click_option(_FIELDS["grpc"], default=DEFAULT_GRPC),
         click_option(
@@ -133,6 +144,9 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
 def up(ctx: click.Context, /, **flags: Any) -> None:
     """Run router, prefill and decode on this machine until Ctrl-C.
 
+    At Ctrl-C or SIGTERM the router refuses new requests and lets those that run finish; then all ends with status 0. A
+    second one stops all at once.
+
     A worker that dies is started again at the same addresses, and so is the embedded Valkey; standard error says which
     and why. When the router dies, or a worker before all is ready, everything ends with status 1. Bad flags and
     variables end with status 2.
@@ -142,8 +156,8 @@ def up(ctx: click.Context, /, **flags: Any) -> None:
     """
     offered = {name: flags.pop(name) for name in _OFFERED}
     for name in _OFFERED:
-        # The services know their defaults; of these `up` needs one.
-        if name != "log_level" and ctx.get_parameter_source(name) is ParameterSource.DEFAULT:
+        # The services know their defaults.
+        if name not in _NEEDED and ctx.get_parameter_source(name) is ParameterSource.DEFAULT:
             del offered[name]
     options = _checked(UpOptions(**flags, services=offered))
     sys.exit(run(options))
@@ -152,11 +166,10 @@ def up(ctx: click.Context, /, **flags: Any) -> None:
 def run(options: UpOptions) -> int:
     """Run the fleet on the calling thread, which must be the main one; the exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    logging.basicConfig(level=options.services["log_level"].upper(), format=f"{OWN_NAME:<9} | %(message)s")
+    logging.basicConfig(level=options.services["log_level"].upper(), format=f"{'up':<{_NAME_WIDTH}} | %(message)s")
     try:
         secure = _secure(options)
-        with _prefix_cache(options) as redis:
-            return asyncio.run(_serve(options, redis, secure))
+        return asyncio.run(_serve(options, secure))
     except KeyboardInterrupt:
         return 0
     except BatonError as error:
@@ -263,89 +276,91 @@ def _bad(flag: str, problem: str) -> click.BadParameter:
     return click.BadParameter(problem, param_hint=f"'{flag}'")
 
 
-@contextlib.contextmanager
-def _prefix_cache(options: UpOptions) -> Iterator[str]:
+@contextlib.asynccontextmanager
+async def _prefix_cache(options: UpOptions) -> AsyncIterator[str]:
     if options.redis != "embedded":
         yield options.redis
         return
     from baton.kv.embedded import embedded_valkey
 
-    with embedded_valkey(options.redis_memory) as url:
+    async with embedded_valkey(options.redis_memory) as url:
         yield url
 
 
-async def _serve(options: UpOptions, redis: str, secure: SecureFleet | None) -> int:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    async with Fleet() as fleet:
-        stopped = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(_start(fleet, options, redis, secure))
-        ends: list[asyncio.Future[Any]] = [stopped, fleet.death]
-        try:
-            await asyncio.wait([*ends, starting], return_when=asyncio.FIRST_COMPLETED)
-            if starting.done() and not stopped.done():
-                click.echo(starting.result())
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if stopped.done():
-                return 0
-            raise Unavailable(fleet.death.result())
-        except BatonError as error:
-            click.echo(f"error: {error}", err=True)
-            return 1
-        finally:
-            stopped.cancel()
-            starting.cancel()
-            await asyncio.gather(stopped, starting, return_exceptions=True)
+async def _serve(options: UpOptions, secure: SecureFleet | None) -> int:
+    with signals() as stop:
+        async with (
+            _prefix_cache(options) as redis,
+            Supervisor(_relay) as workers,
+            Supervisor(_relay) as routers,
+        ):
+            environ = _environment(options, redis)
+            starting = asyncio.create_task(_start(workers, routers, options, environ, secure))
+            deaths = (workers.death, routers.death)
+            try:
+                await _first(stop.first, starting, *deaths)
+                if starting.done() and not stop.first.done():
+                    click.echo(starting.result())
+                    await _first(stop.first, *deaths)
+                if not stop.first.done():
+                    raise Unavailable(next(death.result() for death in deaths if death.done()))
+                if starting.done():
+                    await _drain(routers, options.services["drain_s"], stop)
+            finally:
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+    return 0
 
 
-async def _start(fleet: Fleet, options: UpOptions, redis: str, secure: SecureFleet | None) -> str:
-    """Start all; returns the ready line once the router serves, and from then on the workers are kept."""
-    environ = _environment(options, redis)
+async def _drain(routers: Supervisor, drain_s: float, stop: Signals) -> None:
+    """Have the router refuse new requests and finish those that run, which it tells, unless a second signal comes."""
+    draining = asyncio.create_task(routers.stop(drain_s + STOP_S))
+    await _first(draining, stop.again)
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)
+
+
+async def _first(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _relay(name: str, line: str) -> None:
+    """Write one line to the common log."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{name:<{_NAME_WIDTH}} | {line}", file=sys.stderr, flush=True)
+
+
+async def _start(
+    workers: Supervisor, routers: Supervisor, options: UpOptions, environ: dict[str, str], secure: SecureFleet | None
+) -> str:
+    """Start all; returns the ready line once the router serves, and from then on the workers are restarted."""
+
+    def command(role: str, name: str) -> list[str]:
+        return [*COMMANDS[role], *options.flags(role, name, secure)]
+
+    names = {role: worker_names(role, getattr(options, role)) for role in ("prefill", "decode")}
     try:
         async with asyncio.timeout(options.start_timeout):
-            workers = {
-                role: await _start_workers(fleet, role, options, environ, secure) for role in ("prefill", "decode")
+            children = {
+                name: await workers.start(name, [*command(role, name), *_ANYWHERE], environ)
+                for role in names
+                for name in names[role]
             }
-            control = {role: [await worker.address("control") for worker in workers[role]] for role in workers}
-            found = [f"--{role}={','.join(addresses)}" for role, addresses in control.items()]
-            command = [*COMMANDS["router"], *found, *options.flags("router", "router", secure)]
-            router = await fleet.start("router", command, environ)
-            where = await fleet.addresses(router)
+            listeners = {name: addresses(await workers.ready(child)) for name, child in children.items()}
+            found = [f"--{role}={','.join(listeners[name]['control'] for name in names[role])}" for role in names]
+            router = await routers.start("router", [*command("router", "router"), *found], environ)
+            where = addresses(await routers.ready(router))
             await _until_serving(where["grpc"], secure.admin() if secure else None)
     except TimeoutError:
         raise Unavailable(f"not ready after {options.start_timeout:g} s (--start-timeout)") from None
-    for worker in (*workers["prefill"], *workers["decode"]):
-        listen = [f"--{name}={await worker.address(name)}" for name in _LISTENERS]
-        fleet.keep(worker.child, [*worker.command, *listen], environ)
+    for role in names:
+        for name in names[role]:
+            listen = [f"--{listener}={listeners[name][listener]}" for listener in _LISTENERS]
+            children[name].restart_on_death([*command(role, name), *listen])
     return (
         f"ready grpc={where['grpc']} ops={where['ops']} model={options.served_model_name} "
         f"prefill={options.prefill} decode={options.decode}{secure.words() if secure else ''}"
     )
-
-
-@dataclass(frozen=True)
-class _Worker:
-    """A worker, and its command without the flags of listeners."""
-
-    fleet: Fleet
-    child: Child
-    command: list[str]
-
-    async def address(self, name: str) -> str:
-        """Where it listens; raises Unavailable when any child dies first."""
-        return (await self.fleet.addresses(self.child))[name]
-
-
-async def _start_workers(
-    fleet: Fleet, role: str, options: UpOptions, environ: dict[str, str], secure: SecureFleet | None
-) -> list[_Worker]:
-    started = []
-    for name in worker_names(role, getattr(options, role)):
-        command = [*COMMANDS[role], *options.flags(role, name, secure)]
-        started.append(_Worker(fleet, await fleet.start(name, [*command, *_ANYWHERE], environ), command))
-    return started
 
 
 def _environment(options: UpOptions, redis: str) -> dict[str, str]:

@@ -82,6 +82,11 @@ class InferenceServicer:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
+    @property
+    def running(self) -> int:
+        """Calls that a drain would wait for."""
+        return self._running
+
     async def drain(self) -> None:
         """Refuse new requests, and return when the running ones have ended."""
         self._draining = self._stalls.draining = True

@@ -108,7 +108,7 @@ def wait_for(log: Path, pattern: str) -> None:
 
 
 def test_up_generate_kill_and_stop_while_streaming(tmp_path: Path) -> None:
-    with running(tmp_path, "--decode=2", "--log-level=info") as (up, target, log):
+    with running(tmp_path, "--decode=2", "--log-level=info", "--drain-s=3600") as (up, target, log):
         answers(target, tmp_path)
         refuses(target)
         a_killed_decode_worker_is_replaced_in_mid_stream_and_comes_back(up, target, log)
@@ -116,11 +116,14 @@ def test_up_generate_kill_and_stop_while_streaming(tmp_path: Path) -> None:
         names = " ".join(pids.values())
         assert len(pids) == 5
         assert all(name in names for name in ("prefill_svc", "decode_svc", "-m router", "valkey"))
-        with streaming(target) as client:
+        with streaming(target, "--max-tokens=300") as client:
             up.send_signal(signal.SIGTERM)
-            assert up.wait(HANG_S) == 0
-            client.communicate(timeout=HANG_S)
+            _, said = client.communicate(timeout=HANG_S)
+            assert client.returncode == 0, said
+            assert "300" in said, "the stream has come to its end"
+        assert up.wait(HANG_S) == 0
         assert all_gone(pids, 0)
+        assert "draining 1 request, up to 3600 s; press Ctrl-C again to stop now\n" in log.read_text()
         assert up.stdout.read() == ""
         assert re.search(r"^decode-0 +\| ", log.read_text(), re.MULTILINE)
 

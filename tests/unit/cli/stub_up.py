@@ -2,8 +2,8 @@
 
 stub_up.py up …              `baton up`, its services being this script
 stub_up.py service ROLE …    a stub; the variable STUB_<ROLE> says how it behaves:
-    "" serves until SIGTERM · "die" says why and ends with status 3 · "deaf" ignores SIGTERM · "mute" never listens
-    · "parent" has a child of its own that ignores SIGTERM
+    "" serves until SIGTERM · "die" says why and ends with status 3 · "mute" never listens, and ignores SIGTERM
+    · "busy" drains after SIGTERM, until SIGUSR1 or a second SIGTERM
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -33,23 +32,25 @@ def service(role: str) -> None:
     if way == "die":
         print("the checkpoint is damaged", file=sys.stderr, flush=True)
         sys.exit(3)
-    if way == "parent":
-        code = (
-            "import os, signal; signal.signal(15, signal.SIG_IGN); print(f'pid={os.getpid()}', flush=True); "
-            "signal.pause()"
-        )
-        subprocess.Popen([sys.executable, "-c", code])
-    if way in ("deaf", "mute"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if way == "mute":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pause()
-    asyncio.run(serve(role))
+    asyncio.run(serve(role, busy=way == "busy"))
 
 
-async def serve(role: str) -> None:
-    stop = asyncio.Event()
-    if os.environ.get(f"STUB_{role.upper()}") != "deaf":
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+async def serve(role: str, *, busy: bool) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def drain() -> None:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            loop.add_signal_handler(number, end, number.name)
+        print("drains", file=sys.stderr, flush=True)
+
+    def end(why: str) -> None:
+        print(f"stops after {why}", file=sys.stderr, flush=True)
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGTERM, *([drain] if busy else [end, "SIGTERM"]))
     if role != "router":
         print("listening control=127.0.0.1:1 kv=127.0.0.1:2 ops=127.0.0.1:3", flush=True)
         await stop.wait()

@@ -1,0 +1,273 @@
+"""Child processes of this one: their output is relayed, their deaths are noticed, and they end in bounded time.
+
+    start ── ready ── … ── stop:  SIGTERM ── drain_s ── SIGTERM ── KILL_S ── SIGKILL
+      │        │
+      │        │ a child ends unasked
+      │        ├── restart_on_death: the log says how it ended; a pause; its successor ──┐
+      │        └── else `death` is set to the same words: who waits for it stops all     │
+      └──────────────────────────────────────────────────────────────────────────────────┘
+
+A supervisor holds a group of processes that stops as one. Groups that stop one after the other are supervisors in
+nested blocks. A successor starts at once when the child had served for STEADY_S, and the first time; otherwise after a
+pause that doubles with each early end.
+
+Each child leads a session of its own: Ctrl-C in a terminal reaches only the supervisor, and what a child leaves behind
+in its session is killed when the child ends. On Linux the kernel kills the children when the supervisor dies, even by
+SIGKILL (see baton.launcher).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from baton.errors import Unavailable
+from baton.launcher import bound_to_me
+
+CUT_S, KILL_S = 1.0, 2.5
+"""Seconds from SIGTERM to a second one, which cuts a drain short, unless a drain may take longer; then to SIGKILL."""
+
+PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+"""Seconds from a second early end in a row to the successor, and the most to which this doubles."""
+
+STEADY_S = 5.0
+"""Seconds that a child must have been ready for its end not to be an early one."""
+
+LISTENING = "listening "
+"""How the ready line of a service begins: `listening name=address …`, on standard output."""
+
+Relay = Callable[[str, str], None]
+"""Takes the name of a child and one line of its output."""
+
+_LAST_WORDS_S = 0.5
+_CHUNK = 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+def addresses(line: str) -> dict[str, str]:
+    """The listeners of a service, "host:port" by name, from its ready line."""
+    return dict(part.split("=", 1) for part in line.split() if "=" in part)
+
+
+class Child:
+    """A process of a supervisor, and after its death its successor; `Supervisor.start` makes them."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], environ: Mapping[str, str] | None, ready_line: str, relay: Relay
+    ) -> None:
+        self.name = name
+        self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """The ready line of the first process."""
+        self.restarts = False
+        self._command = command
+        self._environ = environ
+        self._ready_line = re.compile(ready_line)
+        self._ready_since: float | None = None
+        self._relay = relay
+        self._process: asyncio.subprocess.Process | None = None
+        self._followers: list[asyncio.Task[None]] = []
+        self._last_lines = ["", ""]
+
+    def restart_on_death(self, command: Sequence[str] | None = None) -> None:
+        """From now on start a successor, with `command` or the same as before, whenever the process ends."""
+        self._command = command or self._command
+        self.restarts = True
+
+    @property
+    def steady(self) -> bool:
+        """Whether the process was ready for STEADY_S: what ended it then is not its start."""
+        now = asyncio.get_running_loop().time()
+        return self._ready_since is not None and now - self._ready_since >= STEADY_S
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if it still runs."""
+        if self._process is not None and self._process.returncode is None:
+            # Process.send_signal may take the exit status away from the loop.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    async def launch(self) -> None:
+        """Start a process, from the thread that lives as long as it may. Raises Unavailable when there can be none."""
+        self._ready_since = None
+        self._last_lines = ["", ""]
+        pipes = [await _Pipe.open(), await _Pipe.open()]
+        self._followers = [
+            asyncio.create_task(self._follow(pipe, number), name=f"output of {self.name}")
+            for number, pipe in enumerate(pipes)
+        ]
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *bound_to_me(self._command),
+                env=self._environ,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=pipes[0].write_end,
+                stderr=pipes[1].write_end,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise Unavailable(f"{self.name} can't be started: {error.strerror}") from None
+        finally:
+            for pipe in pipes:
+                os.close(pipe.write_end)
+
+    async def end(self) -> str:
+        """Wait for the end of the process; how it ended, and its last line."""
+        process = self._process
+        if process is None:
+            return f"{self.name} has not been started"
+        status = await process.wait()
+        # What it has started and left behind is in its session; it also holds the pipes.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        _, late = await asyncio.wait(self._followers, timeout=_LAST_WORDS_S)
+        for follower in late:
+            follower.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        # Errors are on standard error; the two pipes keep no order between them.
+        out, err = self._last_lines
+        return f"{self.name} {_how(status)}; its last line: {err or out or 'none'}"
+
+    async def _follow(self, pipe: _Pipe, number: int) -> None:
+        rest = b""
+        try:
+            while data := await pipe.reader.read(_CHUNK):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._take(line, number)
+            if rest:
+                self._take(rest, number)
+        finally:
+            pipe.transport.close()
+
+    def _take(self, data: bytes, number: int) -> None:
+        line = data.decode("utf-8", "replace").rstrip("\r")
+        if number == 0 and self._ready_since is None and self._ready_line.match(line):
+            self._ready_since = asyncio.get_running_loop().time()
+            if self.ready.done():
+                _log.info("%s is ready again", self.name)
+            else:
+                self.ready.set_result(line)
+            return
+        self._last_lines[number] = line
+        self._relay(self.name, line)
+
+
+class Supervisor:
+    """A group of children that stops as one, at the end of the block at the latest.
+
+    The loop must run in the main thread, or another that lives as long as the children may.
+    """
+
+    def __init__(self, relay: Relay) -> None:
+        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """How the first child that is not restarted has ended, unasked."""
+        self._relay = relay
+        self._lives: dict[Child, asyncio.Task[None]] = {}
+        self._stopping = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(
+        self, name: str, command: Sequence[str], environ: Mapping[str, str] | None = None, ready_line: str = LISTENING
+    ) -> Child:
+        """Start a child; `environ` None: with our own.
+
+        `ready_line` is a regular expression for the begin of the line on standard output that says that it serves.
+        Raises Unavailable when it can't be started.
+        """
+        child = Child(name, command, environ, ready_line, self._relay)
+        await child.launch()
+        self._lives[child] = asyncio.create_task(self._live(child), name=f"life of {name}")
+        return child
+
+    async def ready(self, child: Child) -> str:
+        """The ready line of a child; raises Unavailable when any child dies first."""
+        either: list[asyncio.Future[Any]] = [child.ready, self.death]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not child.ready.done():
+            raise Unavailable(self.death.result())
+        return child.ready.result()
+
+    async def stop(self, drain_s: float = CUT_S) -> None:
+        """End all children, which may drain for `drain_s` seconds; returns when they are gone and their output is read.
+
+        A second call, while the first one drains or after it was cancelled, cuts the drain short.
+        """
+        self._stopping.set()
+        for seconds in (drain_s, KILL_S):
+            self._signal(signal.SIGTERM)
+            if running := [life for life in self._lives.values() if not life.done()]:
+                await asyncio.wait(running, timeout=seconds)
+        self._signal(signal.SIGKILL)
+        await asyncio.gather(*self._lives.values())
+
+    def _signal(self, number: int) -> None:
+        for child, life in self._lives.items():
+            if not life.done():
+                child.signal(number)
+
+    async def _live(self, child: Child) -> None:
+        """Follow a child to its end, and its successors."""
+        words, pause = await child.end(), 0.0
+        while child.restarts and not self._stopping.is_set():
+            if child.steady:
+                pause = 0.0
+            _log.error("%s; it is started again %s", words, f"in {pause:g} s" if pause else "at once")
+            if await self._stops_within(pause):
+                return
+            pause = min(2 * pause, MAX_PAUSE_S) or PAUSE_S
+            try:
+                await child.launch()
+            except Unavailable as error:
+                words = str(error)
+                continue
+            if self._stopping.is_set():
+                child.signal(signal.SIGTERM)
+            words = await child.end()
+        if not (self._stopping.is_set() or self.death.done()):
+            self.death.set_result(words)
+
+    async def _stops_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        return self._stopping.is_set()
+
+
+class _Pipe(NamedTuple):
+    """A pipe of our own: asyncio's take a process for alive as long as a grandchild holds them."""
+
+    reader: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+    write_end: int
+
+    @classmethod
+    async def open(cls) -> _Pipe:
+        reader = asyncio.StreamReader()
+        read_end, write_end = os.pipe()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+        )
+        return cls(reader, transport, write_end)
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
