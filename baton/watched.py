@@ -1,13 +1,13 @@
-"""A file of settings that may be replaced while a process runs: keys of tickets, keys of clients.
+"""Files of settings that may be replaced while a process runs: certificates, keys of tickets, keys of clients.
 
-Its contents are looked at before each use; what can't be used is logged once, and the last good contents stay, so that
+They are looked at before each use; what can't be used is logged once, and the last good contents stay, so that
 neither a slip of an operator nor a half-written file lets anybody in or shuts everybody out.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -19,49 +19,61 @@ _logger = logging.getLogger(__name__)
 
 
 class Watched(Generic[T]):
-    """What `parse` makes of the file at `path`, read again when the file changes; `setting` names it in errors.
+    """What `parse` makes of the contents of some files, read again when one of them changes.
 
-    `parse` raises ConfigError saying what is wrong. Used from one thread.
+    `files` has their paths by the settings that name them; `parse` takes the contents of all, in that order, and raises
+    ConfigError naming setting and path of what is wrong. Used from one thread at a time.
     """
 
-    def __init__(self, path: str, setting: str, parse: Callable[[bytes], T]) -> None:
-        """Read the file; raises ConfigError naming setting and path if it can't be read or used."""
-        self._path = Path(path)
-        self._setting = setting
+    def __init__(self, files: Mapping[str, str], parse: Callable[..., T]) -> None:
+        """Read the files; raises ConfigError naming setting and path if one can't be read or used."""
+        self._files = files
         self._parse = parse
-        try:
-            self._seen: tuple[int, int, int] | None = self._look()
-            self._value = self._read()
-        except OSError as error:
-            raise ConfigError(f"{setting}: {path!r} can't be read: {error.strerror}") from None
+        self._seen = self._look()
+        self._value = self._read()
 
     def value(self) -> T:
-        """The newest contents that could be used."""
-        try:
-            seen = self._look()
-        except OSError as error:
-            # No file at all for a moment is how some tools replace it.
-            if self._seen is not None:
-                self._seen = None
-                _logger.warning("%s: the file is gone, its old contents stay in use: %s", self._setting, error)
-            return self._value
+        """What the newest contents that could be used are."""
+        seen = self._look()
         if seen != self._seen:
             self._seen = seen
             try:
                 self._value = self._read()
-            except (OSError, ConfigError) as error:
-                _logger.error("%s: the new file can't be used, the old one stays in use: %s", self._setting, error)
+            except ConfigError as error:
+                _logger.error("new contents can't be used, the old ones stay in use: %s", error)
             else:
-                _logger.info("%s: the new file is in use", self._setting)
+                _logger.info("%s: the new contents are in use", ", ".join(self._files))
         return self._value
 
-    def _look(self) -> tuple[int, int, int]:
-        found = self._path.stat()
-        return found.st_ino, found.st_mtime_ns, found.st_size
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        return [_state(path) for path in self._files.values()]
 
     def _read(self) -> T:
-        data = self._path.read_bytes()
+        contents = []
+        for setting, path in self._files.items():
+            try:
+                contents.append(Path(path).read_bytes())
+            except OSError as error:
+                raise ConfigError(f"{setting}: {path!r} can't be read: {error.strerror}") from None
+        return self._parse(*contents)
+
+
+def watch_file(path: str, setting: str, parse: Callable[[bytes], T]) -> Watched[T]:
+    """One file alone; the ConfigError of `parse` need only say what is wrong."""
+
+    def named(data: bytes) -> T:
         try:
-            return self._parse(data)
+            return parse(data)
         except ConfigError as error:
-            raise ConfigError(f"{self._setting}: {str(self._path)!r}: {error}") from None
+            raise ConfigError(f"{setting}: {path!r}: {error}") from None
+
+    return Watched({setting: path}, named)
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        # No file at all for a moment is how some tools replace it.
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size

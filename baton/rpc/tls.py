@@ -17,26 +17,21 @@ a new certificate whose key has not been written yet, are logged once, and the o
 from __future__ import annotations
 
 import datetime
-import logging
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
 from baton.errors import ConfigError, PermissionDenied
+from baton.watched import Watched
 
 SETTINGS = ("tls_cert", "tls_key", "tls_ca")
 ROLES = ("router", "prefill", "decode", "admin", "client")
 
 _DOMAIN = ".baton"
 _SCHEME = "baton://"
-
-_logger = logging.getLogger(__name__)
-
-_Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 class TlsSettings(Protocol):
@@ -81,13 +76,14 @@ class Tls:
     def __init__(self, cert: str, key: str, ca: str, role: str = "") -> None:
         """The certificate must be that of `role`, where one is given."""
         self._role = role
-        self._paths = {name: Path(path) for name, path in zip(SETTINGS, (cert, key, ca), strict=True)}
+        self._paths = dict(zip(SETTINGS, (cert, key, ca), strict=True))
         self._lock = threading.Lock()
-        self._signature = self._look()
-        self._identity = self._read()
+        self.principal = ""
+        """Name of this process in its own certificate: its URI name, else the DNS name of its role, else empty."""
+        self._files = Watched(self._paths, self._check)
+        self._identity = self._files.value()
         self._generation = 0
         self.principal = self._identity.principal
-        """Name of this process in its own certificate: its URI name, else the DNS name of its role, else empty."""
 
     @classmethod
     def load(cls, settings: TlsSettings, role: str) -> Tls | None:
@@ -112,8 +108,11 @@ class Tls:
     def identity(self) -> tuple[int, Identity]:
         """The generation and contents to use now."""
         with self._lock:
-            self._refresh()
-            return self._generation, self._identity
+            newest = self._files.value()
+            if newest != self._identity:
+                self._identity = newest
+                self._generation += 1
+            return self._generation, newest
 
     def server_credentials(self, *, require_client: bool) -> grpc.ServerCredentials:
         """Credentials of a listener, up to date at every handshake.
@@ -137,56 +136,24 @@ class Tls:
         _, identity = self.identity()
         return grpc.ssl_channel_credentials(identity.ca, identity.key, identity.cert)
 
-    def _refresh(self) -> None:
-        signature = self._look()
-        if signature == self._signature:
-            return
-        self._signature = signature
-        try:
-            identity = self._read()
-            if identity.principal != self.principal:
-                raise ConfigError(f"tls_cert: is that of {identity.principal!r}, this process is {self.principal!r}")
-        except ConfigError as error:
-            _logger.error("new TLS files can't be used, the old ones stay in use: %s", error)
-            return
-        if identity != self._identity:
-            self._identity = identity
-            self._generation += 1
-            _logger.info("new TLS files are in use")
-
-    def _look(self) -> _Signature:
-        return tuple(_stat(path) for path in self._paths.values())
-
-    def _read(self) -> Identity:
-        contents = []
-        for name in SETTINGS:
-            try:
-                contents.append(self._paths[name].read_bytes())
-            except OSError as error:
-                raise ConfigError(f"{name}: {str(self._paths[name])!r} can't be read: {error.strerror}") from None
-        cert, key, ca = contents
+    def _check(self, cert: bytes, key: bytes, ca: bytes) -> Identity:
         names = _checked(cert, key, ca, self._paths)
         if self._role and role_name(self._role) not in names:
             raise ConfigError(
-                f"tls_cert: {str(self._paths['tls_cert'])!r} must name {role_name(self._role)}, "
+                f"tls_cert: {self._paths['tls_cert']!r} must name {role_name(self._role)}, "
                 f"it names {', '.join(names) or 'nothing'}"
             )
-        return Identity(cert, key, ca, _principal(names))
-
-
-def _stat(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+        principal = _principal(names)
+        if self.principal and principal != self.principal:
+            raise ConfigError(f"tls_cert: is that of {principal!r}, this process is {self.principal!r}")
+        return Identity(cert, key, ca, principal)
 
 
 def _server_configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(identity.key, identity.cert)], identity.ca)
 
 
-def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, Path]) -> list[str]:
+def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, str]) -> list[str]:
     """URI and DNS names in the certificate.
 
     Raises ConfigError naming the setting whose contents are no PEM, or do not match.
@@ -200,18 +167,17 @@ def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, Path]) -> list
         try:
             return parser(data)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise ConfigError(f"{name}: {str(paths[name])!r} holds no {what}: {error}") from None
+            raise ConfigError(f"{name}: {paths[name]!r} holds no {what}: {error}") from None
 
     chain = parse("tls_cert", cert, x509.load_pem_x509_certificates, "PEM certificate")
     private = parse("tls_key", key, lambda data: load_pem_private_key(data, None), "unencrypted PEM private key")
     authorities = parse("tls_ca", ca, x509.load_pem_x509_certificates, "PEM certificate")
     if chain[0].not_valid_after_utc < datetime.datetime.now(datetime.UTC):
-        raise ConfigError(f"tls_cert: {str(paths['tls_cert'])!r} expired at {chain[0].not_valid_after_utc}")
+        raise ConfigError(f"tls_cert: {paths['tls_cert']!r} expired at {chain[0].not_valid_after_utc}")
     if chain[0].public_key() != private.public_key():
-        raise ConfigError(f"tls_key: {str(paths['tls_key'])!r} is not the key of {str(paths['tls_cert'])!r}")
+        raise ConfigError(f"tls_key: {paths['tls_key']!r} is not the key of {paths['tls_cert']!r}")
     if not any(_signed(chain[-1], authority) for authority in authorities):
-        ca_path, path = str(paths["tls_ca"]), str(paths["tls_cert"])
-        raise ConfigError(f"tls_ca: {ca_path!r} does not hold the CA that signed {path!r}")
+        raise ConfigError(f"tls_ca: {paths['tls_ca']!r} does not hold the CA that signed {paths['tls_cert']!r}")
     try:
         names = chain[0].extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

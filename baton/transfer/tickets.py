@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import ConfigError, PermissionDenied, shown
 from baton.pb import kv_pb2
-from baton.watched import Watched
+from baton.watched import watch_file
 
 if TYPE_CHECKING:
     # Loaded with the first key: it takes 0.2 s of the start of a worker that may have none.
@@ -59,7 +59,7 @@ class TicketSigner:
 
     def __init__(self, path: str, *, setting: str = "ticket_key") -> None:
         """Raises ConfigError naming setting and path if the file holds no such key."""
-        self._key = Watched(path, setting, _private)
+        self._key = watch_file(path, setting, _private)
 
     @property
     def key_id(self) -> bytes:
@@ -89,7 +89,7 @@ class TicketVerifier:
         self, path: str, *, setting: str = "ticket_keys", clock: Callable[[], float] = time.time, most: int = MAX_USES
     ) -> None:
         """`clock` tells seconds since the Unix epoch. Raises ConfigError as TicketSigner does."""
-        self._keys = Watched(path, setting, _publics)
+        self._keys = watch_file(path, setting, _publics)
         self._clock = clock
         self._most = most
         self._uses: OrderedDict[bytes, None] = OrderedDict()

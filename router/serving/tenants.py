@@ -26,7 +26,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.admin import ADMIN_SERVICE
 from baton.errors import BatonError, ConfigError, Overloaded, PermissionDenied, Unauthenticated
 from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
-from baton.watched import Watched
+from baton.watched import watch_file
 
 OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 
@@ -66,7 +66,7 @@ class Tenants:
                 raise ConfigError(problem)
             return found
 
-        self._keys = Watched(path, "api_keys", keys) if path else None
+        self._keys = watch_file(path, "api_keys", keys) if path else None
         self._streams: Counter[str] = Counter()
 
     def caller(self, metadata: Metadata) -> Caller:

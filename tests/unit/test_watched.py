@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.watched import Watched
+from baton.watched import Watched, watch_file
 
 
 def number(data: bytes) -> int:
@@ -30,7 +30,7 @@ def test_the_last_good_contents_are_in_use_whatever_becomes_of_the_file(
 ) -> None:
     path = tmp_path / "number"
     path.write_bytes(b"1")
-    watched = Watched(str(path), "the_number", number)
+    watched = watch_file(str(path), "the_number", number)
     replace(path, b"2")
     assert watched.value() == 2
     with caplog.at_level(logging.WARNING):
@@ -39,8 +39,11 @@ def test_the_last_good_contents_are_in_use_whatever_becomes_of_the_file(
         path.unlink()
         assert [watched.value(), watched.value()] == [2, 2]
     spoilt, gone = (record.getMessage() for record in caplog.records)
-    assert spoilt.startswith("the_number: the new file can't be used")
-    assert gone.startswith("the_number: the file is gone")
+    words = "new contents can't be used, the old ones stay in use: the_number: "
+    assert spoilt.startswith(words)
+    assert spoilt.endswith("number': is no number: b'two'")
+    assert gone.startswith(words)
+    assert gone.endswith("number' can't be read: No such file or directory")
     path.write_bytes(b"3")
     assert watched.value() == 3
 
@@ -48,7 +51,17 @@ def test_the_last_good_contents_are_in_use_whatever_becomes_of_the_file(
 def test_a_file_that_can_not_be_used_is_named_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "number"
     with pytest.raises(ConfigError, match=r"^the_number: .*can't be read"):
-        Watched(str(path), "the_number", number)
+        watch_file(str(path), "the_number", number)
     path.write_bytes(b"one")
     with pytest.raises(ConfigError, match=r"^the_number: .*number': is no number: b'one'$"):
-        Watched(str(path), "the_number", number)
+        watch_file(str(path), "the_number", number)
+
+
+def test_several_files_are_read_together(tmp_path: Path) -> None:
+    paths = {name: tmp_path / name for name in ("one", "two")}
+    for path in paths.values():
+        path.write_bytes(b"a")
+    watched = Watched({name: str(path) for name, path in paths.items()}, lambda one, two: one + two)
+    assert watched.value() == b"aa"
+    replace(paths["two"], b"b")
+    assert watched.value() == b"ab"
