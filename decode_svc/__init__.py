@@ -5,7 +5,7 @@ attempts     pure: attempts from reservation to end, and the pages they hold
 reservation  pure: what a reservation takes, and whether it can ever be granted
 admission    pure: how many sequences are taken on
 scheduler    pure: which sequences wait for a slot, run, or are paused, and when one ends
-chain        pure: the names of a sequence's blocks
+block_hasher pure: the names of a sequence's blocks
 ledger       pure: what attempts hold, for the ledger
 loop         the engine thread: resume, admit, make room, step, emit
 service      the asyncio side: sessions, reservations, the reports of the loop

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 
 from baton.errors import Overloaded
+from baton.rates import DecayingAverage
 
 SPAN_S = 10.0
 """Completions count for the rate with a weight that falls to 1/e in this time."""
@@ -47,7 +48,7 @@ class Admission:
         self._slots = slots
         self._began = self._at = now
         self._weight = self._grants = 0.0
-        self._lead_s = 0.0
+        self._lead_s = DecayingAverage(_LEAD_WEIGHT)
         self._owed = False
         self.offered_until = -math.inf
         """Until when forks take only what they are owed."""
@@ -59,7 +60,7 @@ class Admission:
 
     def ready(self, lead_s: float) -> None:
         """A sequence was ready to run `lead_s` seconds after its reservation."""
-        self._lead_s = lead_s if not self._lead_s else self._lead_s + _LEAD_WEIGHT * (lead_s - self._lead_s)
+        self._lead_s.add(lead_s)
 
     def rate(self, now: float) -> float:
         """Completions per second of late."""
@@ -74,7 +75,7 @@ class Admission:
 
     def ahead(self, now: float) -> int:
         """Sequences beyond the slots that will find one in time."""
-        return min(int(self.rate(now) * self._lead_s), self._slots // 4)
+        return min(int(self.rate(now) * self._lead_s.value), self._slots // 4)
 
     def check(self, held: int, now: float) -> None:
         """Raise Overloaded, with a time to retry after, when one more sequence would wait for a slot."""

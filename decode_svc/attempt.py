@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from baton.engine.contract import KvHandle
 from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff
-from decode_svc.chain import Chain
+from decode_svc.block_hasher import RollingBlockHasher
 from decode_svc.messages import AttemptKey, Reserve
 
 
 @dataclass(slots=True)
 class Choice:
-    """A choice that still decodes: its sequence, where that is, and since when; `chain` names what it may publish."""
+    """A choice that still decodes: its sequence, where that is, and since when; `hasher` names what it may publish."""
 
     sequence: int
     handle: KvHandle
-    chain: Chain | None
+    hasher: RollingBlockHasher | None
     since: float
     state: State = State.SLOT_WAIT
 
@@ -29,7 +29,7 @@ class Pending:
     context: KvHandle
     firsts: dict[int, FirstToken]
     handoff: Handoff
-    chain: Chain | None
+    hasher: RollingBlockHasher | None
     fetch_ms: float
     since: float
 

@@ -33,7 +33,7 @@ from baton.errors import EngineError, IncompleteTransfer, OutOfPages
 from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SequenceState, check_token_ids
 from decode_svc.attempt import Attempt, Choice, Pending
-from decode_svc.chain import Chain
+from decode_svc.block_hasher import RollingBlockHasher
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.reservation import Refused, Sizes, pinnable, sizes
 from decode_svc.scheduler import Decoding
@@ -173,10 +173,10 @@ class Attempts:
         """
         self._check(attempt, handoff)
         self._check_pinned(attempt, digests or ())
-        chain = None
+        hasher = None
         if digests is not None and self._publishes(attempt):
             self._engine.publish(attempt.handle, digests)
-            chain = self._chain(attempt, handoff, digests)
+            hasher = self._hasher(attempt, handoff, digests)
         going = [
             first
             for first in handoff.first_tokens
@@ -186,13 +186,13 @@ class Attempts:
             return None
         pending = None
         if further := {first.choice_index: first for first in going[1:]}:
-            pending = Pending(self._context(attempt), further, handoff, chain, fetch_ms, now)
+            pending = Pending(self._context(attempt), further, handoff, hasher, fetch_ms, now)
         if attempt.spare is not None:
             self._engine.free(attempt.spare)
         attempt.life.enter(State.SLOT_WAIT, now)
         if pending is not None:
             attempt.pending, self._pending[attempt] = pending, None
-        return self._sequence(attempt, going[0], attempt.handle, handoff, chain, fetch_ms, now)
+        return self._sequence(attempt, going[0], attempt.handle, handoff, hasher, fetch_ms, now)
 
     def fork_pages(self, attempt: Attempt) -> int:
         """Pages that the attempt's next fork takes."""
@@ -234,7 +234,7 @@ class Attempts:
         if not pending.firsts:
             del self._pending[attempt]
             attempt.pending = None
-        return self._sequence(attempt, first, handle, pending.handoff, pending.chain, pending.fetch_ms, pending.since)
+        return self._sequence(attempt, first, handle, pending.handoff, pending.hasher, pending.fetch_ms, pending.since)
 
     def moved(self, sequence: int, state: State, now: float) -> None:
         """A sequence is in the batch, or paused; ignored for one that was ended meanwhile."""
@@ -313,14 +313,14 @@ class Attempts:
         first: FirstToken,
         handle: KvHandle,
         handoff: Handoff,
-        chain: Chain | None,
+        hasher: RollingBlockHasher | None,
         fetch_ms: float,
         ready_at: float,
     ) -> Decoding:
         """A choice with its KV in place, from now on one of those that decode."""
         output_ids = [*handoff.output_ids, first.token.token_id]
         state = SequenceState(handoff.params, handoff.prompt_ids, tuple(output_ids), first.choice_index)
-        own = chain and chain.forked(first.token.token_id)
+        own = hasher and hasher.fork(first.token.token_id)
         sequence = Decoding(next(self._ids), handle, state, output_ids, fetch_ms, ready_at, attempt.age, own)
         sequence.request_id = attempt.key.request_id
         attempt.choices[first.choice_index] = Choice(sequence.id, handle, own, ready_at)
@@ -339,19 +339,19 @@ class Attempts:
             del self._pending[attempt]
             attempt.pending = None
 
-    def _chain(self, attempt: Attempt, handoff: Handoff, digests: Sequence[bytes]) -> Chain:
-        """The chain of the context, whose full blocks have these names."""
+    def _hasher(self, attempt: Attempt, handoff: Handoff, digests: Sequence[bytes]) -> RollingBlockHasher:
+        """The hasher of the context, whose full blocks have these digests."""
         spec = self._engine.spec
         rest = context_ids(handoff)[len(digests) * spec.kv_format.block_size :]
-        return Chain(spec, attempt.request.cache_salt, digests, rest)
+        return RollingBlockHasher(spec, attempt.request.cache_salt, digests, rest)
 
     def _release(self, attempt: Attempt, choice: Choice) -> None:
         """Free a sequence, and leave what is final of its KV to others; of one that has ended, the engine thread has.
 
         In one go: a step in between would find its last page published.
         """
-        chain = choice.chain if choice.handle.alive else None
-        digests = tuple(chain.digests) if chain is not None else ()
+        hasher = choice.hasher if choice.handle.alive else None
+        digests = tuple(hasher.digests) if hasher is not None else ()
         self._engine.free(choice.handle, digests)
         self._leave(attempt, choice, digests)
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from baton.engine.contract import EngineSpec, KvHandle
 from baton.request import FinishReason, SequenceState, TokenInfo, finish_reason
-from decode_svc.chain import Chain
+from decode_svc.block_hasher import RollingBlockHasher
 from decode_svc.messages import DecodeTimings
 
 RESUME_TOKENS = 64
@@ -38,7 +38,7 @@ class Decoding:
     """One choice with its KV in place; `output_ids` are all tokens chosen so far, times are in seconds.
 
     `age` is that of its attempt, less is older; `held` are the pages that it gave up when it was paused; `unread` the
-    launched steps that it is in and whose tokens are not known. `chain` names its blocks, if they may be published.
+    launched steps that it is in and whose tokens are not known. `hasher` names its blocks, if they may be published.
     """
 
     id: int
@@ -48,7 +48,7 @@ class Decoding:
     fetch_ms: float
     ready_at: float
     age: tuple[int, int] = (0, 0)
-    chain: Chain | None = None
+    hasher: RollingBlockHasher | None = None
     inserted_at: float = 0.0
     held: int = 0
     unread: int = 0
@@ -63,7 +63,7 @@ class Decoding:
     @property
     def digests(self) -> Sequence[bytes]:
         """Names of its blocks whose KV is final; none if they are not to be published."""
-        return self.chain.digests if self.chain is not None else ()
+        return self.hasher.digests if self.hasher is not None else ()
 
     @property
     def rank(self) -> tuple[tuple[int, int], int]:
@@ -193,8 +193,8 @@ class Scheduler:
                 slot_wait_ms=(sequence.inserted_at - sequence.ready_at) * 1e3,
                 first_step_ms=(now - sequence.inserted_at) * 1e3,
             )
-        if sequence.chain is not None:
-            sequence.chain.extend(token.token_id for token in tokens[:taken])
+        if sequence.hasher is not None:
+            sequence.hasher.extend(token.token_id for token in tokens[:taken])
         digests: Sequence[bytes] = ()
         if finish is not None:
             self._leave(sequence)

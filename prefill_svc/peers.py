@@ -9,13 +9,13 @@ from baton.config import parse_address
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import ConfigError, TransferError
 from baton.kv.prefix.contract import FetchRate
+from baton.rates import DecayingRate
 from baton.rpc.tls import Tls
 from baton.transfer.channels import KvChannels
 from baton.transfer.fetcher import fetch_prefix
 from prefill_svc.job import PrefixSource
 
 _SLOWEST_BYTES_PER_S = 100e6
-_DECAY = 0.8
 
 _log = logging.getLogger(__name__)
 
@@ -32,12 +32,13 @@ class Peers:
         self._channels = KvChannels(tls, "decode")
         self._consumer = consumer
         self._budget_s = budget_s
-        self._bytes = self._seconds = 0.0
+        self._bytes_per_s = DecayingRate()
 
     @property
     def rate(self) -> FetchRate | None:
         """What recent fetches took in all; None before the first that succeeded."""
-        return FetchRate(0.0, self._bytes / self._seconds) if self._bytes else None
+        bytes_per_s = self._bytes_per_s.value
+        return FetchRate(0.0, bytes_per_s) if bytes_per_s else None
 
     async def fetch(self, handle: KvHandle, source: PrefixSource, tokens: range, digest: bytes) -> bool:
         """Pull `tokens` of the source's prefix into the handle; False if they did not all arrive.
@@ -68,8 +69,7 @@ class Peers:
         except (TransferError, ConfigError) as error:
             _log.info("%s: the prefix could not be fetched, and is computed: %s", handle.owner, error)
         finally:
-            self._bytes = _DECAY * self._bytes + arrived
-            self._seconds = _DECAY * self._seconds + time.monotonic() - began
+            self._bytes_per_s.add(arrived, time.monotonic() - began)
         return arrived == size
 
     async def close(self) -> None:

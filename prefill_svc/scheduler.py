@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, Overloaded
+from baton.rates import DecayingRate
 
 AGEING = 0.1
 PREPARED_AHEAD = 2
@@ -40,7 +41,6 @@ LEAST_CHUNK_S = 5.0
 UNKNOWN_RATE = 1000.0
 TELLING_TOKENS = 64
 _CHUNK_SIZES = ((512_000, 4_096), (128_000, 8_192), (32_000, 16_384))
-_DECAY = 0.8
 _RETRY_AFTER_S = (0.1, 60.0)
 
 
@@ -59,23 +59,6 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float) -> int:
     rate = rate or UNKNOWN_RATE
     least = max(TELLING_TOKENS, min(LEAST_CHUNK, int(rate * LEAST_CHUNK_S)))
     return min(size, max(least, int(rate * CHUNK_S)))
-
-
-class Rate:
-    """Tokens per second over recent chunks, each weighing DECAY times as much as the one after it."""
-
-    def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """A chunk took so long."""
-        self._tokens = _DECAY * self._tokens + tokens
-        self._seconds = _DECAY * self._seconds + seconds
-
-    @property
-    def value(self) -> float:
-        """Tokens per second; 0 while unknown."""
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
 
 class Stage(enum.Enum):
@@ -119,7 +102,7 @@ class Scheduler:
     spec: EngineSpec
     chunk_size: int
     max_waiting: int
-    rate: Rate = field(default_factory=Rate)
+    rate: DecayingRate = field(default_factory=DecayingRate)
     _prompts: dict[Prompt, None] = field(default_factory=dict)
     _orders: itertools.count[int] = field(default_factory=itertools.count)
 

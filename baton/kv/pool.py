@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from baton.engine.contract import PoolStats
 from baton.errors import EngineError, OutOfPages
-from baton.kv.cached_blocks import PrefixesChanged, Published
+from baton.kv.cached_blocks import CachedBlockIndex, PrefixesChanged
 from baton.kv.free_pages import FreePages
 
 DRAINING = " (draining)"
@@ -103,7 +103,7 @@ class PagePool:
         # Evicted at a time: what was reserved together lies together, and so can the next. Bounded, as it takes time.
         self._evicted = min(pages // 16, 1024) if neighbours else 0
         self._refs = [0] * pages
-        self._published = Published(self._refs, page_size, block_size or page_size)
+        self._block_index = CachedBlockIndex(self._refs, page_size, block_size or page_size)
         self._leases: set[_Lease] = set()
         self._returns = 0
         self._returned: Callable[[], object] | None = None
@@ -133,7 +133,7 @@ class PagePool:
         if tokens < 0 or (most is not None and most < 0):
             raise EngineError(f"{owner}: can't reserve {tokens} tokens, {most} of them cached")
         with self._changing():
-            shared, cut, cached = self._published.find(prefix, tokens if most is None else min(most, tokens))
+            shared, cut, cached = self._block_index.match_prefix(prefix, tokens if most is None else min(most, tokens))
             need = self.pages_for(tokens) - len(shared)
             if copy is None or need > self._available(shared + cut):
                 cut, cached = [], len(shared) * self.page_size
@@ -163,29 +163,29 @@ class PagePool:
         """See `Engine.publish`."""
         with self._changing():
             if handle.alive:
-                self._published.add(handle._lease.pages, digests)
+                self._block_index.insert(handle._lease.pages, digests)
 
     def held(self, digests: Sequence[bytes]) -> int:
         """See `Engine.held`."""
         with self._lock:
-            return self._published.count(digests)
+            return self._block_index.count_tokens(digests)
 
     def drop_cached(self) -> int:
         """See `Engine.drop_cached`."""
         with self._changing():
-            self._free.add(freed := self._published.forget_all())
+            self._free.add(freed := self._block_index.clear())
             return len(freed)
 
     def retract(self, handle: PageHandle) -> None:
         """See `Engine.retract`."""
         with self._changing():
             if handle.alive:
-                self._free.add(self._published.forget(handle._lease.pages))
+                self._free.add(self._block_index.remove(handle._lease.pages))
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
         """See `Engine.watch_prefixes`."""
         with self._lock:
-            self._published.watch(changed)
+            self._block_index.watch(changed)
 
     def extend(self, handle: PageHandle, tokens: int) -> None:
         """Grow the handle to capacity `tokens` at least. Raises OutOfPages, and then changes nothing."""
@@ -270,13 +270,13 @@ class PagePool:
         """Kill the handle; its pages return once unpinned. Leaves `digests` (`Engine.free`) unless it is in `but`."""
         with self._changing():
             if handle.alive:
-                self._published.add(handle._lease.pages, () if handle in but else digests, ends=True)
+                self._block_index.insert(handle._lease.pages, () if handle in but else digests, ends=True)
                 self._give_up(handle._lease)
 
     def free_all(self) -> None:
         """Free every handle, and forget all that was published."""
         with self._changing():
-            self._free.add(self._published.forget_all())
+            self._free.add(self._block_index.clear())
             for lease in [lease for lease in self._leases if lease.held]:
                 self._give_up(lease)
 
@@ -288,7 +288,7 @@ class PagePool:
     def stats(self) -> PoolStats:
         """Count pages."""
         with self._lock:
-            free, cached = len(self._free), self._published.idle_pages
+            free, cached = len(self._free), self._block_index.idle_pages
         return PoolStats(used=self.pages - free - cached, free=free, cached=cached, total=self.pages)
 
     def audit(self) -> dict[str, int]:
@@ -313,11 +313,11 @@ class PagePool:
                 faults.append("a page is twice in the free list")
             for page in range(self.pages):
                 idle = counts[page] == 0
-                cached = idle and self._published.named(page)
+                cached = idle and self._block_index.is_cached(page)
                 if counts[page] != self._refs[page] or (page in free) != (idle and not cached):
                     state = "free" if page in free else "cached" if cached else "not free"
                     faults.append(f"page {page}: count {self._refs[page]}, owners {counts[page]}, {state}")
-            faults += self._published.faults()
+            faults += self._block_index.check_integrity()
         if faults:
             raise EngineError(f"page audit failed: {'; '.join(faults[:20])}; ledger {ledger}")
         return ledger
@@ -328,7 +328,7 @@ class PagePool:
         with self._lock:
             before = self._returns
             yield
-            self._published.tell()
+            self._block_index.notify()
             told = self._returned if self._returns != before else None
         if told is not None:
             told()
@@ -343,13 +343,13 @@ class PagePool:
 
     def _available(self, shared: Sequence[int] = ()) -> int:
         """Pages that can be taken if the cached ones among `shared` can't."""
-        return len(self._free) + self._published.idle_pages - sum(not self._refs[page] for page in shared)
+        return len(self._free) + self._block_index.idle_pages - sum(not self._refs[page] for page in shared)
 
     def _take(self, count: int, before: Sequence[int] = ()) -> list[int]:
         if count > (available := self._available()):
             raise OutOfPages(count, available, self.pages)
         if (missing := count - len(self._free)) > 0:
-            self._free.add(self._published.evict(max(missing, self._evicted) if count > 1 else missing))
+            self._free.add(self._block_index.evict(max(missing, self._evicted) if count > 1 else missing))
         taken = self._free.take(count, before[-1] if before else None)
         for page in taken:
             self._refs[page] = 1
@@ -357,7 +357,7 @@ class PagePool:
 
     def _share(self, pages: Sequence[int]) -> None:
         refs = self._refs
-        self._published.taken([page for page in pages if not refs[page]])
+        self._block_index.acquire([page for page in pages if not refs[page]])
         for page in pages:
             refs[page] += 1
 
@@ -387,10 +387,10 @@ class PagePool:
         for page in lease.pages:
             self._refs[page] -= 1
             self._returns += not self._refs[page]
-        self._free.add(self._published.left(lease.pages))
+        self._free.add(self._block_index.release(lease.pages))
 
     def _private(self, page: int) -> bool:
-        return self._refs[page] == 1 and not self._published.named(page)
+        return self._refs[page] == 1 and not self._block_index.is_cached(page)
 
     def _check_private(self, lease: _Lease, tokens: range) -> None:
         first, last = tokens[0] // self.page_size, tokens[-1] // self.page_size

@@ -66,14 +66,14 @@ class HostPrefixCache:
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest run of leading hits, which are used now."""
         found = sum(1 for _ in takewhile(self._payloads.__contains__, digests))
-        self.used(digests[:found])
-        self.count(found, len(digests) - found)
+        self.mark_used(digests[:found])
+        self.count_lookup(found, len(digests) - found)
         return Hits(((TIER, found),) if found else ())
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         """Payloads up to the first miss."""
         payloads = [self._payloads[digest] for digest in takewhile(self._payloads.__contains__, digests)]
-        self.served(len(payloads))
+        self.count_fetched(len(payloads))
         return payloads
 
     def get(self, digest: bytes) -> Payload | None:
@@ -82,11 +82,11 @@ class HostPrefixCache:
 
     def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Whatever is not held and was no hit nearer by; the chain is used now."""
-        wanted = self.lacks(digests, hits)
-        self.used(digests, wanted)
+        wanted = self.missing(digests, hits)
+        self.mark_used(digests, wanted)
         return wanted
 
-    def lacks(self, digests: Sequence[bytes], hits: int) -> list[bool]:
+    def missing(self, digests: Sequence[bytes], hits: int) -> list[bool]:
         """What `wants` answers, without a use of the chain."""
         return [self.stores and index >= hits and digest not in self for index, digest in enumerate(digests)]
 
@@ -101,13 +101,13 @@ class HostPrefixCache:
         dropped = self._make_room(size, run)
         kept = self._bytes + size <= self._capacity
         if kept:
-            self._payloads[digest] = owned(payload)
+            self._payloads[digest] = own(payload)
             self._bytes += size
             self._place(run, digest)
-        self._tell((digest,) if kept else (), dropped)
+        self._notify((digest,) if kept else (), dropped)
         return kept
 
-    def used(self, digests: Sequence[bytes], follow: Sequence[bool] | None = None) -> None:
+    def mark_used(self, digests: Sequence[bytes], follow: Sequence[bool] | None = None) -> None:
         """Consecutive blocks of a chain are used now; `follow` tells which of those not held will be put (all).
 
         A block to be put that follows another such, or one held, is kept only if that one still is by then.
@@ -130,11 +130,11 @@ class HostPrefixCache:
         if self._places > 2 * len(self._payloads) + _STALE_PLACES:
             self._compact()
 
-    def served(self, blocks: int) -> None:
+    def count_fetched(self, blocks: int) -> None:
         """Note that payloads were handed out."""
         _FETCHED.inc(blocks)
 
-    def count(self, hits: int, misses: int) -> None:
+    def count_lookup(self, hits: int, misses: int) -> None:
         """Note what a look-up found."""
         self._hits += hits
         self._misses += misses
@@ -151,7 +151,7 @@ class HostPrefixCache:
     def watch(self, changed: PrefixesChanged | None) -> None:
         """Tell of each block."""
         self._changed = changed
-        self._tell(tuple(self._payloads), ())
+        self._notify(tuple(self._payloads), ())
 
     async def stats(self) -> list[CacheTier]:
         """The one tier."""
@@ -164,7 +164,7 @@ class HostPrefixCache:
         self._run_of.clear()
         self._runs.clear()
         self._bytes = self._places = 0
-        self._tell((), dropped)
+        self._notify((), dropped)
         return [CacheTier(TIER, len(dropped), size)]
 
     async def flush(self) -> None:
@@ -181,10 +181,10 @@ class HostPrefixCache:
         self._run_of[digest] = run
         self._places += 1
 
-    def _make_room(self, size: int, own: _Run) -> list[bytes]:
-        """Evict until `size` fits, or `own` is the oldest run; returns what went."""
+    def _make_room(self, size: int, keep: _Run) -> list[bytes]:
+        """Evict until `size` fits, or `keep` is the oldest run; returns what went."""
         dropped: list[bytes] = []
-        while self._bytes + size > self._capacity and self._runs and self._runs[0] is not own:
+        while self._bytes + size > self._capacity and self._runs and self._runs[0] is not keep:
             run = self._runs[0]
             if not run.digests:
                 self._runs.popleft()
@@ -206,12 +206,12 @@ class HostPrefixCache:
         self._runs = deque(run for run in self._runs if run.digests)
         self._places = len(self._payloads)
 
-    def _tell(self, stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
+    def _notify(self, stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
         if self._changed is not None and (stored or dropped):
             self._changed(stored, dropped)
 
 
-def owned(payload: Payload) -> Payload:
+def own(payload: Payload) -> Payload:
     """The payload, copied unless it `is_owned`."""
     return payload if is_owned(payload) else bytes(payload)
 

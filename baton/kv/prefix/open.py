@@ -47,6 +47,8 @@ def open_prefix_cache(
     from baton.kv.prefix.redis import RedisPrefixCache
     from baton.kv.prefix.tiered import TieredPrefixCache
 
-    sightings = WriteFilter()
-    shared = RedisPrefixCache(url, kv_format, fleet_secret, limits, lost=sightings.missed, refused=sightings.refused)
-    return TieredPrefixCache(host, shared, writes, sightings=sightings)
+    write_filter = WriteFilter()
+    shared = RedisPrefixCache(
+        url, kv_format, fleet_secret, limits, lost=write_filter.mark_missed, refused=write_filter.mark_refused
+    )
+    return TieredPrefixCache(host, shared, writes, write_filter=write_filter)

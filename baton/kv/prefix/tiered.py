@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, groupby, repeat
 
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixCache, PrefixesChanged
-from baton.kv.prefix.host import TIER, HostPrefixCache, is_owned, owned
-from baton.kv.prefix.write_filter import Seen, WriteFilter
+from baton.kv.prefix.host import TIER, HostPrefixCache, is_owned, own
+from baton.kv.prefix.write_filter import BlockState, WriteFilter
 
 TOUCH_SHARE = 1 / 8
 
@@ -35,7 +35,8 @@ TOUCH_SHARE = 1 / 8
 class TieredPrefixCache:
     """`PrefixCache` over host memory and a shared store, in this order; `writes` is "first", "second" or "never".
 
-    A store that may lose what it was given calls `sightings.missed`, one that checks what it reads `sightings.refused`.
+    A store that may lose what it was given calls `write_filter.mark_missed`, one that checks what it reads calls
+    `write_filter.mark_refused`.
     """
 
     def __init__(
@@ -45,14 +46,14 @@ class TieredPrefixCache:
         writes: str = "first",
         *,
         touch_share: float = TOUCH_SHARE,
-        sightings: WriteFilter | None = None,
+        write_filter: WriteFilter | None = None,
     ) -> None:
         self._host, self._shared = host, shared
         self._touch_share = touch_share
-        self._sightings = sightings or WriteFilter()
+        self._write_filter = write_filter or WriteFilter()
         self._due = {
-            "first": (Seen.ONCE, Seen.AGAIN, Seen.REFUSED),
-            "second": (Seen.AGAIN, Seen.REFUSED),
+            "first": (BlockState.ONCE, BlockState.AGAIN, BlockState.REFUSED),
+            "second": (BlockState.AGAIN, BlockState.REFUSED),
             "never": (),
         }[writes]
 
@@ -71,11 +72,11 @@ class TieredPrefixCache:
         missing = [index for index, here in enumerate(held) if not here]
         asked = [digests[index] for index in missing]
         found = await self._shared.lookup(asked) if asked else Hits()
-        self._sightings.found(asked[: found.blocks])
-        self._sightings.missed(asked[found.blocks :])
+        self._write_filter.mark_found(asked[: found.blocks])
+        self._write_filter.mark_missed(asked[found.blocks :])
         end = missing[found.blocks] if found.blocks < len(missing) else len(digests)
-        self._host.used(digests[:end])
-        self._host.count(end - found.blocks, len(missing))
+        self._host.mark_used(digests[:end])
+        self._host.count_lookup(end - found.blocks, len(missing))
         farther = chain.from_iterable(repeat(tier, blocks) for tier, blocks in found.runs)
         tiers = (TIER if here else next(farther) for here in held[:end])
         return Hits(tuple((tier, sum(1 for _ in run)) for tier, run in groupby(tiers)))
@@ -91,14 +92,14 @@ class TieredPrefixCache:
             if payload is None:
                 break
             payloads.append(payload)
-        self._host.served(len(payloads) - len(fetched))
-        self._sightings.checked(missing[: len(fetched)])
+        self._host.count_fetched(len(payloads) - len(fetched))
+        self._write_filter.mark_checked(missing[: len(fetched)])
         (self._shared.touch if fetched else self.touch)(digests[: len(payloads)])
         return payloads
 
     def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Blocks computed that host memory lacks, and all that the store shall have; host memory gives what it can."""
-        seen = self._sightings.sighted(digests)
+        seen = self._write_filter.observe(digests)
         due = [digest for digest, times in zip(digests, seen, strict=True) if times in self._due]
         absent = {digest for digest, wanted in zip(due, self._shared.wants(due), strict=True) if wanted}
         for digest in due:
@@ -108,18 +109,18 @@ class TieredPrefixCache:
                 if not self._store(digest, payload):
                     absent.clear()  # it would refuse the rest as well, after a copy out of the engine
                     break
-        lacking = self._host.lacks(digests, hits)
+        lacking = self._host.missing(digests, hits)
         wanted = [lacks or digest in absent for lacks, digest in zip(lacking, digests, strict=True)]
-        self._host.used(digests, wanted)
+        self._host.mark_used(digests, wanted)
         return wanted
 
     def put(self, digest: bytes, payload: Payload) -> bool:
         """Keep the block, and store it if it is due; False if neither was done."""
         if self._host.stores:
-            payload = owned(payload)
+            payload = own(payload)
         kept = self._host.put(digest, payload)
-        seen = self._sightings.of(digest) or self._sightings.sighted([digest])[0]
-        return (seen in self._due and self._store(digest, payload)) or kept or seen is Seen.STORED
+        seen = self._write_filter.state(digest) or self._write_filter.observe([digest])[0]
+        return (seen in self._due and self._store(digest, payload)) or kept or seen is BlockState.STORED
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Keep the blocks from going stale in the store, if the call is one of the sample."""
@@ -143,7 +144,7 @@ class TieredPrefixCache:
         near = await self._host.clear(shared=False) if self._host.stores else []
         cleared = [*near, *await self._shared.clear(shared=shared)]
         if shared:
-            self._sightings.clear()  # last, since what was stored meanwhile may be gone as well
+            self._write_filter.clear()  # last, since what was stored meanwhile may be gone as well
         return cleared
 
     async def flush(self) -> None:
@@ -158,7 +159,7 @@ class TieredPrefixCache:
     def _store(self, digest: bytes, payload: Payload) -> bool:
         taken = self._shared.put(digest, payload)
         if taken:
-            self._sightings.note(digest, Seen.STORED)
+            self._write_filter.set(digest, BlockState.STORED)
         return taken
 
     async def _keep(self, digests: Sequence[bytes], payloads: list[Payload]) -> list[Payload]:
@@ -166,7 +167,7 @@ class TieredPrefixCache:
         if not self._host.stores:
             return payloads
         if not all(map(is_owned, payloads)):
-            payloads = await asyncio.to_thread(lambda: [owned(payload) for payload in payloads])
+            payloads = await asyncio.to_thread(lambda: [own(payload) for payload in payloads])
         for digest, payload in zip(digests, payloads, strict=False):
             self._host.put(digest, payload)
         return payloads

@@ -16,7 +16,7 @@ from enum import IntEnum
 NAME_BYTES = 8
 
 
-class Seen(IntEnum):
+class BlockState(IntEnum):
     """How far a block has come."""
 
     NEVER = 0
@@ -26,63 +26,63 @@ class Seen(IntEnum):
     REFUSED = 4
 
 
-_NEXT = (Seen.ONCE, Seen.AGAIN, Seen.AGAIN, Seen.STORED, Seen.AGAIN)
+_NEXT = (BlockState.ONCE, BlockState.AGAIN, BlockState.AGAIN, BlockState.STORED, BlockState.AGAIN)
 
 
 class WriteFilter:
-    """`Seen` by digest, for the last `most` to 2 × `most` blocks that were noted."""
+    """`BlockState` by digest, for the last `most` to 2 × `most` blocks that were set."""
 
     def __init__(self, most: int = 1 << 16) -> None:
         self._most = most
-        self._young: dict[bytes, Seen] = {}
-        self._old: dict[bytes, Seen] = {}
+        self._young: dict[bytes, BlockState] = {}
+        self._old: dict[bytes, BlockState] = {}
 
-    def of(self, digest: bytes) -> Seen:
+    def state(self, digest: bytes) -> BlockState:
         """What is remembered of a block."""
         name = digest[:NAME_BYTES]
-        return self._young.get(name) or self._old.get(name) or Seen.NEVER
+        return self._young.get(name) or self._old.get(name) or BlockState.NEVER
 
-    def note(self, digest: bytes, seen: Seen) -> None:
+    def set(self, digest: bytes, state: BlockState) -> None:
         """Remember it."""
         if len(self._young) >= self._most:
             self._young, self._old = {}, self._young
-        self._young[digest[:NAME_BYTES]] = seen
+        self._young[digest[:NAME_BYTES]] = state
 
-    def sighted(self, digests: Sequence[bytes]) -> list[Seen]:
+    def observe(self, digests: Sequence[bytes]) -> list[BlockState]:
         """Count one sighting of each block of a chain, in its order; returns what they have come to."""
-        seen: list[Seen] = []
+        seen: list[BlockState] = []
         doubted = False
         for digest in digests:
-            before = self.of(digest)
-            doubted = doubted or before is Seen.REFUSED
-            now = Seen.AGAIN if doubted and before is Seen.STORED else _NEXT[before]
-            self.note(digest, now)
+            before = self.state(digest)
+            doubted = doubted or before is BlockState.REFUSED
+            now = BlockState.AGAIN if doubted and before is BlockState.STORED else _NEXT[before]
+            self.set(digest, now)
             seen.append(now)
         return seen
 
-    def stored(self, digests: Iterable[bytes]) -> None:
+    def mark_stored(self, digests: Iterable[bytes]) -> None:
         """They are known to be stored."""
         for digest in digests:
-            self.note(digest, Seen.STORED)
+            self.set(digest, BlockState.STORED)
 
-    def found(self, digests: Iterable[bytes]) -> None:
+    def mark_found(self, digests: Iterable[bytes]) -> None:
         """Something of the right size is stored under their names, which is no news of one that was refused."""
-        self.stored(digest for digest in digests if self.of(digest) is not Seen.REFUSED)
+        self.mark_stored(digest for digest in digests if self.state(digest) is not BlockState.REFUSED)
 
-    def missed(self, digests: Iterable[bytes]) -> None:
+    def mark_missed(self, digests: Iterable[bytes]) -> None:
         """They are not known to be stored any more."""
         for digest in digests:
-            if self.of(digest) in (Seen.STORED, Seen.REFUSED):
-                self.note(digest, Seen.AGAIN)
+            if self.state(digest) in (BlockState.STORED, BlockState.REFUSED):
+                self.set(digest, BlockState.AGAIN)
 
-    def refused(self, digests: Iterable[bytes]) -> None:
-        """What is stored under their names was read and is not these blocks, until `checked`, written or missed."""
+    def mark_refused(self, digests: Iterable[bytes]) -> None:
+        """What is stored under their names was read, and is not these blocks."""
         for digest in digests:
-            self.note(digest, Seen.REFUSED)
+            self.set(digest, BlockState.REFUSED)
 
-    def checked(self, digests: Iterable[bytes]) -> None:
+    def mark_checked(self, digests: Iterable[bytes]) -> None:
         """They were read and are right: of those that were refused, somebody has written good records since."""
-        self.stored(digest for digest in digests if self.of(digest) is Seen.REFUSED)
+        self.mark_stored(digest for digest in digests if self.state(digest) is BlockState.REFUSED)
 
     def clear(self) -> None:
         """Forget all."""

@@ -13,7 +13,7 @@ from baton.engine.contract import KvHandle
 from baton.lifecycle import State
 from baton.request import SamplingParams, SequenceState
 from baton.worker.progress import Progress
-from decode_svc.chain import Chain
+from decode_svc.block_hasher import RollingBlockHasher
 from decode_svc.loop import DecodeLoop, Report
 from decode_svc.messages import FailureKind
 from decode_svc.scheduler import Decoding
@@ -152,8 +152,8 @@ def test_a_preempted_sequence_leaves_what_it_has_for_its_replay() -> None:
     bench = Bench(pages=20, host_tokens=0)
     for number in (1, 2):
         sequence = bench.add(number, [number, 7, 9], 60)
-        chain = Chain(bench.engine.spec, b"", [], sequence.state.prompt_ids)
-        sequence.chain = chain.forked(sequence.output_ids[0])
+        hasher = RollingBlockHasher(bench.engine.spec, b"", [], sequence.state.prompt_ids)
+        sequence.hasher = hasher.fork(sequence.output_ids[0])
     while not bench.failed:
         bench.turn()
     assert bench.failed == {2: FailureKind.PREEMPTED}

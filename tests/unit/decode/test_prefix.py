@@ -58,7 +58,7 @@ class Worker:
             for handle, infos in self.engine.step().result():
                 assert handle is sequence.handle
                 sequence.output_ids += [info.token_id for info in infos]
-                sequence.chain.extend([info.token_id for info in infos])
+                sequence.hasher.extend([info.token_id for info in infos])
 
     def held(self, ids: Sequence[int]) -> int:
         return self.engine.held(digests(self.engine, ids, SALT))
@@ -136,7 +136,7 @@ def test_choices_share_what_was_pinned_and_write_only_their_own_pages() -> None:
     for _ in range(7):
         for (_, (token,)), sequence in zip(worker.engine.step().result(), sequences, strict=True):
             sequence.output_ids.append(token.token_id)
-            sequence.chain.extend([token.token_id])
+            sequence.hasher.extend([token.token_id])
     for choice, each in enumerate(sequences):
         assert each.output_ids == alone(PROMPT, params, choice)
     worker.attempts.end(attempt, 1.0)
@@ -207,7 +207,7 @@ def test_a_policy_says_who_reads_and_who_writes(policy: CachePolicy, first: int,
     (sequence,) = worker.commit(attempt)
     assert worker.held(PROMPT) == first
     assert worker.reserve("b", cache=policy).handle.cached == second
-    assert (sequence.chain is not None) is policy.writes
+    assert (sequence.hasher is not None) is policy.writes
     worker.attempts.end(attempt, 1.0)
     assert bool(worker.left) is policy.writes
 
@@ -230,7 +230,7 @@ def test_a_paused_sequence_leaves_what_it_had_and_a_resumed_one_all() -> None:
     worker.run(sequence, 7)
     worker.engine.pause(sequence.handle)
     ids = [*PROMPT, *sequence.output_ids]
-    worker.engine.publish(sequence.handle, tuple(sequence.chain.digests))
+    worker.engine.publish(sequence.handle, tuple(sequence.hasher.digests))
     assert worker.held(ids) == 8
     worker.engine.resume(sequence.handle)
     worker.attempts.moved(sequence.id, State.DECODING, 1.0)
@@ -246,7 +246,7 @@ def test_while_a_sequence_comes_back_its_pages_are_not_its_kv() -> None:
     (sequence,) = worker.commit(attempt)
     worker.run(sequence, 7)
     worker.engine.pause(sequence.handle)
-    names = tuple(sequence.chain.digests)
+    names = tuple(sequence.hasher.digests)
     assert worker.engine.drop_cached() == 2
     restore = worker.engine._fake_memory.restore
 

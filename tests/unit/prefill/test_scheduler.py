@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, Overloaded
 from baton.kv.format import KvFormat, KvPart
-from prefill_svc.scheduler import PATIENCE_S, PREPARED_AHEAD, Prompt, Rate, Scheduler, Stage, chunk_size
+from prefill_svc.scheduler import PATIENCE_S, PREPARED_AHEAD, Prompt, Scheduler, Stage, chunk_size
 
 FORMAT = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=16)
 
@@ -68,16 +68,6 @@ def test_automatic_chunks_are_never_too_short_to_be_quick_or_to_tell_the_rate() 
     assert chunk_size(10_000, 0, 60.0) == 256
     assert chunk_size(10_000, 0, 20.0) == 100, "256 tokens would take 13 s"
     assert chunk_size(10_000, 0, 0.001) == 64
-
-
-def test_rate_forgets() -> None:
-    rate = Rate()
-    assert rate.value == 0.0
-    rate.add(1_000, 1.0)
-    assert rate.value == 1_000
-    for _ in range(50):
-        rate.add(100, 1.0)
-    assert rate.value == pytest.approx(100, rel=0.01)
 
 
 def compute(s: Scheduler, tokens: int, done: int = 0, overhead: float = 0.05) -> list[int]:

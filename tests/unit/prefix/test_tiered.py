@@ -12,7 +12,7 @@ from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits
 from baton.kv.prefix.host import HostPrefixCache
 from baton.kv.prefix.tiered import TieredPrefixCache
-from baton.kv.prefix.write_filter import Seen, WriteFilter
+from baton.kv.prefix.write_filter import BlockState, WriteFilter
 
 SIZE = 64
 DIGESTS = [os.urandom(32) for _ in range(10)]
@@ -266,34 +266,34 @@ async def test_hits_keep_the_store_fresh(store: Store, touch_share: float) -> No
 
 @pytest.mark.parametrize("writes", ["first", "second", "never"])
 async def test_a_refused_record_is_written_again_with_all_behind_it(store: Store, writes: str) -> None:
-    sightings = WriteFilter()
-    cache = TieredPrefixCache(HostPrefixCache(0), store, writes, sightings=sightings)
+    write_filter = WriteFilter()
+    cache = TieredPrefixCache(HostPrefixCache(0), store, writes, write_filter=write_filter)
     await only_stored(store, *range(6))
     assert (await cache.lookup(DIGESTS[:6])).blocks == 6
     assert request(cache, DIGESTS[:6]) == []
-    sightings.refused(DIGESTS[2:3])
+    write_filter.mark_refused(DIGESTS[2:3])
     del store.blocks[DIGESTS[2]]
     assert request(cache, DIGESTS[:6]) == ([] if writes == "never" else DIGESTS[2:3]), "the store has the others"
     store.blocks.clear()
-    sightings.refused(DIGESTS[2:3])
+    write_filter.mark_refused(DIGESTS[2:3])
     assert request(cache, DIGESTS[:6]) == ([] if writes == "never" else DIGESTS[2:6]), "they are behind it"
 
 
 async def test_a_refused_record_is_not_taken_for_stored_until_it_was_read(store: Store) -> None:
-    sightings = WriteFilter()
-    cache = TieredPrefixCache(HostPrefixCache(0), store, sightings=sightings)
+    write_filter = WriteFilter()
+    cache = TieredPrefixCache(HostPrefixCache(0), store, write_filter=write_filter)
     await only_stored(store, *range(6))
     await cache.lookup(DIGESTS[:6])
     for _ in range(2):
-        sightings.refused(DIGESTS[:1])
+        write_filter.mark_refused(DIGESTS[:1])
         await cache.lookup(DIGESTS[:6])
-        assert sightings.of(DIGESTS[0]) is Seen.REFUSED, "it has the size of a record still"
+        assert write_filter.state(DIGESTS[0]) is BlockState.REFUSED, "it has the size of a record still"
     await cache.fetch(DIGESTS[:6])
-    assert {sightings.of(digest) for digest in DIGESTS[:6]} == {Seen.STORED}, "another worker has mended it"
-    sightings.refused(DIGESTS[:1])
+    assert {write_filter.state(digest) for digest in DIGESTS[:6]} == {BlockState.STORED}, "another worker has mended it"
+    write_filter.mark_refused(DIGESTS[:1])
     store.blocks.clear()
     await cache.lookup(DIGESTS[:6])
-    assert {sightings.of(digest) for digest in DIGESTS[:6]} == {Seen.AGAIN}
+    assert {write_filter.state(digest) for digest in DIGESTS[:6]} == {BlockState.AGAIN}
 
 
 async def test_only_a_sample_is_touched(store: Store) -> None:
@@ -316,16 +316,21 @@ async def test_rates_of_both(store: Store) -> None:
 
 
 def test_sightings_forget_the_oldest() -> None:
-    sightings = WriteFilter(most=4)
-    assert sightings.sighted(DIGESTS[:2]) == [Seen.ONCE] * 2
-    assert sightings.sighted(DIGESTS[1:3]) == [Seen.AGAIN, Seen.ONCE]
-    sightings.stored(DIGESTS[3:8])
-    assert sightings.sighted(DIGESTS[3:8]) == [Seen.STORED] * 5
-    assert sightings.of(DIGESTS[0]) is Seen.NEVER
-    sightings.missed(DIGESTS[6:])
-    assert [sightings.of(digest) for digest in DIGESTS[5:9]] == [Seen.STORED, Seen.AGAIN, Seen.AGAIN, Seen.NEVER]
-    sightings.clear()
-    assert sightings.sighted(DIGESTS[5:6]) == [Seen.ONCE]
+    write_filter = WriteFilter(most=4)
+    assert write_filter.observe(DIGESTS[:2]) == [BlockState.ONCE] * 2
+    assert write_filter.observe(DIGESTS[1:3]) == [BlockState.AGAIN, BlockState.ONCE]
+    write_filter.mark_stored(DIGESTS[3:8])
+    assert write_filter.observe(DIGESTS[3:8]) == [BlockState.STORED] * 5
+    assert write_filter.state(DIGESTS[0]) is BlockState.NEVER
+    write_filter.mark_missed(DIGESTS[6:])
+    assert [write_filter.state(digest) for digest in DIGESTS[5:9]] == [
+        BlockState.STORED,
+        BlockState.AGAIN,
+        BlockState.AGAIN,
+        BlockState.NEVER,
+    ]
+    write_filter.clear()
+    assert write_filter.observe(DIGESTS[5:6]) == [BlockState.ONCE]
 
 
 steps = st.tuples(

@@ -8,7 +8,7 @@ from baton.engine.contract import EngineSpec
 from baton.kv.hashing import block_digests, chain_root
 
 
-class Chain:
+class RollingBlockHasher:
     """Grows with a sequence; `digests` may be read from any thread meanwhile, and only ever gets longer."""
 
     def __init__(self, spec: EngineSpec, salt: bytes, digests: Sequence[bytes], rest: Sequence[int]) -> None:
@@ -18,13 +18,13 @@ class Chain:
         self._parent = self.digests[-1] if digests else chain_root(spec.fingerprint, spec.kv_format.digest, salt)
         self._rest = list(rest)
 
-    def forked(self, token_id: int) -> Chain:
-        """The chain of a choice that goes on with this token."""
-        chain = Chain.__new__(Chain)
-        chain.digests, chain._size, chain._parent = list(self.digests), self._size, self._parent
-        chain._rest = list(self._rest)
-        chain.extend([token_id])
-        return chain
+    def fork(self, token_id: int) -> RollingBlockHasher:
+        """The hasher of a choice that goes on with this token."""
+        hasher = RollingBlockHasher.__new__(RollingBlockHasher)
+        hasher.digests, hasher._size, hasher._parent = list(self.digests), self._size, self._parent
+        hasher._rest = list(self._rest)
+        hasher.extend([token_id])
+        return hasher
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """The sequence has got these tokens. The KV of the last of them is not there: the next step writes it."""

@@ -64,14 +64,14 @@ class Model:
         self.dropped += dropped
 
 
-class PublishedMachine(RuleBasedStateMachine):
+class CachedBlocksMachine(RuleBasedStateMachine):
     """The pool with a memory: what a page holds at an offset is the tokens up to there."""
 
     @initialize(pages=st.integers(4, 30), page_size=st.integers(1, 3), block_size=st.integers(1, 4))
     def make(self, pages: int, page_size: int, block_size: int) -> None:
         self.pool = PagePool(pages, page_size, block_size)
         self.block = block_size
-        self.unit = self.pool._published.unit_tokens
+        self.unit = self.pool._block_index.run_tokens
         self.sequences: list[Sequence_] = []
         self.dead: list[PageHandle] = []
         self.pins: list[tuple[Sequence[int], ExitStack]] = []
@@ -180,11 +180,11 @@ class PublishedMachine(RuleBasedStateMachine):
         shared = [page for unit in self.run(digests)[:whole] for page in unit.pages]
         need, free = self.pool.pages_for(capacity) - len(shared), self.available() - len(set(shared) - owners.keys())
         if need > free:
-            line = list(self.pool._published._line)
+            line = list(self.pool._block_index._lru)
             with pytest.raises(OutOfPages) as refused:
                 self.pool.reserve("x", capacity, digests, most, self.copy)
             assert refused.value.never == (need + len(shared) > self.pool.pages)
-            assert line == list(self.pool._published._line)
+            assert line == list(self.pool._block_index._lru)
             return
         self.number += 1
         self.copied: list[PageCopy] = []
@@ -393,4 +393,4 @@ class PublishedMachine(RuleBasedStateMachine):
         assert not self.model.told
 
 
-TestPublished = machine_test(PublishedMachine, 80, 40)
+TestCachedBlocks = machine_test(CachedBlocksMachine, 80, 40)

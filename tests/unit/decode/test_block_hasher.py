@@ -7,24 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.fake import FakeEngine
-from decode_svc.chain import Chain
+from decode_svc.block_hasher import RollingBlockHasher
 from tests.decoding import digests
 
 ENGINE = FakeEngine(page_size=4, pages=1, block_size=4)
 
 
 @given(st.integers(0, 21), st.lists(st.integers(1, 9), max_size=6), st.binary(max_size=3))
-def test_a_chain_names_all_blocks_but_that_of_the_last_token(context: int, steps: list[int], salt: bytes) -> None:
+def test_it_names_all_blocks_but_that_of_the_last_token(context: int, steps: list[int], salt: bytes) -> None:
     ids = list(range(7, 7 + context))
     names = digests(ENGINE, ids, salt)
-    first = Chain(ENGINE.spec, salt, names, ids[len(names) * 4 :])
-    chain = first.forked(1)
+    first = RollingBlockHasher(ENGINE.spec, salt, names, ids[len(names) * 4 :])
+    hasher = first.fork(1)
     ids.append(1)
     for step in steps:
         tokens = list(range(100, 100 + step))
-        chain.extend(tokens)
+        hasher.extend(tokens)
         ids += tokens
-        assert chain.digests == digests(ENGINE, ids[:-1], salt)
+        assert hasher.digests == digests(ENGINE, ids[:-1], salt)
     assert first.digests == names
 
 
@@ -32,8 +32,8 @@ def test_a_chain_names_all_blocks_but_that_of_the_last_token(context: int, steps
 def test_choices_go_different_ways(context: int) -> None:
     ids = list(range(context))
     names = digests(ENGINE, ids)
-    chain = Chain(ENGINE.spec, b"", names, ids[len(names) * 4 :])
-    one, two = chain.forked(50), chain.forked(60)
+    hasher = RollingBlockHasher(ENGINE.spec, b"", names, ids[len(names) * 4 :])
+    one, two = hasher.fork(50), hasher.fork(60)
     one.extend(range(8))
     two.extend(range(8))
     assert one.digests == digests(ENGINE, [*ids, 50, *range(7)])

@@ -19,26 +19,26 @@ def published(pool: PagePool, owner: str, digests: Sequence[bytes]) -> PageHandl
     return handle
 
 
-@pytest.mark.parametrize("damage", ["name", "idle", "line", "count", "pages", "parent", "both"])
+@pytest.mark.parametrize("damage", ["name", "idle", "lru", "count", "pages", "parent", "both"])
 def test_the_audit_notices_names_that_do_not_agree(damage: str) -> None:
     pool = PagePool(6, 4)
     handle = published(pool, "a/1", CHAIN_A[:3])
     pool.free(handle)
-    known = pool._published
-    unit = known._units[CHAIN_A[1]]
+    known = pool._block_index
+    unit = known._runs[CHAIN_A[1]]
     if damage == "name":
-        del known._units[CHAIN_A[2]]
+        del known._runs[CHAIN_A[2]]
     elif damage == "idle":
         unit.idle = 0
-    elif damage == "line":
-        del known._line[unit]
+    elif damage == "lru":
+        del known._lru[unit]
     elif damage == "count":
         known.idle_pages -= 1
     elif damage == "pages":
-        known._unit_of[unit.pages[0]] = None
+        known._run_of[unit.pages[0]] = None
     elif damage == "parent":
-        known._forget(known._units[CHAIN_A[2]])
-        unit.parent = known._units.pop(CHAIN_A[0])
+        known._remove(known._runs[CHAIN_A[2]])
+        unit.parent = known._runs.pop(CHAIN_A[0])
     else:
         pool._free.add(unit.pages[:1])
     with pytest.raises(EngineError, match="audit failed"):
