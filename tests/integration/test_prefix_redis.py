@@ -77,6 +77,28 @@ async def test_bad_values_are_misses_by_reason(server: Server, cache: RedisPrefi
         assert await hits(cache) == (6, 6)
 
 
+async def test_of_a_longer_value_no_more_comes_than_a_record(server: Server, cache: RedisPrefixCache) -> None:
+    """A writer without the secret may put one there once the look-up is over."""
+    await fill(cache)
+    assert await found(cache) == 6
+    with server.client() as client:
+        client.set(KEYS[1], CODEC.encode(DIGESTS[1], BLOCKS[1]) + bytes(8 << 20))
+        client.config_resetstat()
+        before = faults("truncated")
+        assert len(await cache.fetch(DIGESTS)) == 1
+        assert faults("truncated") == before + 1
+        assert client.info("stats")["total_net_output_bytes"] < 1 << 20
+        await cache.flush()
+        assert not client.exists(KEYS[1])
+
+
+async def test_a_closed_cache_misses(cache: RedisPrefixCache) -> None:
+    await fill(cache)
+    await cache.close()
+    assert await hits(cache) == (0, 0)
+    assert not cache.put(DIGESTS[0], BLOCKS[0])
+
+
 async def test_a_key_of_another_type_is_a_miss(server: Server, cache: RedisPrefixCache) -> None:
     await fill(cache)
     before = faults("wrong_type")

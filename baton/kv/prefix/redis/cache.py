@@ -154,7 +154,7 @@ class RedisPrefixCache:
         """Payloads of the leading digests whose records are there and check out."""
         keys, started = self._keys(digests), time.monotonic()
         size, until = self._codec.record_bytes, started + self._budget(len(keys))
-        window = max(1, WINDOW_BYTES * len(self._topology.masters) // size)
+        window = max(1, WINDOW_BYTES * max(1, len(self._topology.masters)) // size)
         starts, parts = iter(range(0, len(keys), window)), dict[int, _Checked]()
 
         async def lane() -> None:
@@ -243,7 +243,7 @@ class RedisPrefixCache:
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._calls.aclose()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     async def _sizes(self, digests: Sequence[bytes]) -> list[Any]:
         keys, started = self._keys(digests), time.monotonic()
@@ -342,7 +342,11 @@ class RedisPrefixCache:
         return [replies for replies in await asyncio.gather(*asked) if replies is not None]
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        try:
+            done = asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        except RuntimeError:  # closed meanwhile: its threads are gone
+            return work(*args)
+        return await done
 
     def _state(self) -> str:
         if self._clearing:
