@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.bench.roofline import ModelShape
+from baton.model.linear import packs
 
 BUFFER_BYTES = 1 << 29
 """Read by each probe of the bandwidth: so much that it is not the caches' (of which a host's machines share some)."""
@@ -119,7 +120,7 @@ def _product(rows: int, columns: int, outputs: int, dtype: torch.dtype, device: 
 def _linear(weight: Tensor, rows: int) -> Callable[[], Tensor]:
     """The product of `[rows, columns]` with a weight `[outputs, columns]`, packed for oneDNN where that is faster."""
     x = torch.ones(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch._C._has_mkldnn:
+    if weight.dtype != torch.bfloat16 or not packs(weight):
         return lambda: F.linear(x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     pointwise: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise

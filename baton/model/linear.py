@@ -67,7 +67,7 @@ class DenseStorage(Module):
 
         A whole weight that is to be packed is not copied before: until `ready` the storage is a view of the file.
         """
-        if _packs(self.weight) and weight.is_contiguous() and _alike(weight, self.weight):
+        if packs(self.weight) and weight.is_contiguous() and _alike(weight, self.weight):
             self.weight = nn.Parameter(weight, requires_grad=False)
             return
         self.weight[row : row + weight.shape[0]].copy_(weight)
@@ -80,7 +80,7 @@ class DenseStorage(Module):
 
     def ready(self) -> Storage:
         """The storage to compute with, now that all is loaded; this one is then to be dropped."""
-        return PackedStorage(self) if _packs(self.weight) else self
+        return PackedStorage(self) if packs(self.weight) else self
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, columns]` to `[tokens, rows]`."""
@@ -160,7 +160,8 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
-def _packs(weight: Tensor) -> bool:
+def packs(weight: Tensor) -> bool:
+    """Whether this machine's oneDNN has kernels for a linear of the weight's device and dtype."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:

@@ -41,8 +41,8 @@ def test_nothing_is_copied_that_has_its_rows() -> None:
     assert RowPadding().pad(x) is x
 
 
-def storage(dtype: torch.dtype) -> PackedStorage:
-    packed = DenseStorage(64, 32, False, Placement(dtype, torch.device("cpu"))).ready()
+def storage() -> PackedStorage:
+    packed = DenseStorage(64, 32, False, Placement(torch.float32, torch.device("cpu"))).ready()
     assert isinstance(packed, PackedStorage)
     return packed
 
@@ -55,15 +55,14 @@ def test_only_weights_in_tiles_are_measured(monkeypatch: pytest.MonkeyPatch) -> 
         return [1.0, 2.0, 1.0, 2.0]
 
     monkeypatch.setattr(padding, "_seconds", seconds)
-    assert RowPadding.measured([storage(torch.float32)]).rows(20) == 20
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert RowPadding.measured([storage(torch.bfloat16)]).rows(20) == 20
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert RowPadding.measured([storage(torch.float32), *[storage(torch.bfloat16)] * 2]).rows(20) == 48
+    plain, tiled = storage(), storage()
+    assert RowPadding.measured([plain]).rows(20) == 20
+    monkeypatch.setattr(PackedStorage, "tiled", property(lambda self: self is tiled))
+    assert RowPadding.measured([plain, tiled, tiled]).rows(20) == 48
     assert asked == [2]
 
 
 def test_every_number_of_bands_is_timed() -> None:
-    took = padding._seconds([storage(torch.bfloat16)] * 3)
+    took = padding._seconds([storage()] * 3)
     assert len(took) == padding._BANDS
     assert min(took) > 0
