@@ -86,7 +86,12 @@ def test_services_get_what_was_asked_for_and_they_know(started: list[up.UpOption
     result = invoke("--slots=4", "--threads=1", "--cache-memory=2MiB", "--processes=3", **environ)
     assert (result.exit_code, result.stderr, started[0].prefill) == (0, "", 1)
     flags = {role: set(started[0].flags(role, f"{role}-0", None)) for role in ("prefill", "decode", "router")}
-    shared = {f"--model={started[0].services['model']}", "--served-model-name=bundled", "--log-level=info"}
+    shared = {
+        f"--model={started[0].services['model']}",
+        "--served-model-name=bundled",
+        "--log-level=info",
+        "--drain-s=30.0",
+    }
     worker = {*shared, "--threads=1", "--page-size=32"}
     assert flags == {
         "prefill": {*worker, "--worker-id=prefill-0", "--cache-memory=2097152"},
