@@ -23,8 +23,9 @@ WAIT_S = 60.0
 SERVE = "print('listening a=1:2 b=3:4'); print(f'pid={os.getpid()}', file=sys.stderr); signal.pause()"
 FAIL = "print('because', file=sys.stderr); sys.exit(3)"
 DRAIN = (
-    "signal.signal(15, lambda *_: (signal.signal(15, lambda *_: sys.exit(0)), print('drains')));"
-    "print('listening a=1:2'); [signal.pause() for _ in range(2)]"
+    "signal.signal(10, lambda *_: (print('finishes'), sys.exit()));"
+    "signal.signal(15, lambda *_: (signal.signal(15, lambda *_: sys.exit()), print('drains')));"
+    "print('listening a=1:2'); [signal.pause() for _ in range(9)]"
 )
 DEAF = "signal.signal(15, lambda *_: print('ignored')); print('listening a=1:2'); [signal.pause() for _ in range(9)]"
 PARENT = (
@@ -164,16 +165,21 @@ async def test_one_that_can_not_be_started_has_not_served(said: Lines, monkeypat
     assert pauses == ["0.02 s", "0.04 s"]
 
 
-async def test_a_stop_lets_children_drain_and_a_second_one_cuts_that_short(said: Lines) -> None:
-    async with Supervisor(said.add) as group:
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_stop_lets_children_drain_unless_a_second_one_cuts_that_short(said: Lines, cut: bool) -> None:
+    async with asyncio.timeout(WAIT_S), Supervisor(said.add) as group:
         child = await started(group, DRAIN)
         child.restart_on_death()
         draining = asyncio.create_task(group.stop(3600.0))
         await said.until("w: drains")
-        draining.cancel()
-        async with asyncio.timeout(WAIT_S):
+        if cut:
+            draining.cancel()
             await group.stop(3600.0)
-    assert said.lines == ["w: drains"], "what ends at a stop has no successor"
+        else:
+            child.signal(signal.SIGUSR1)
+            await draining
+    # What ends at a stop has no successor.
+    assert said.lines == (["w: drains"] if cut else ["w: drains", "w: finishes"])
 
 
 async def test_whoever_ignores_sigterm_is_killed_after_two(said: Lines, quick: None) -> None:
