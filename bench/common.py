@@ -7,25 +7,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from baton.bench.provenance import provenance
+from baton.bench.results import Provenance, write
 
 RESULTS = Path(__file__).parent / "results"
-RAN = provenance()
-"""Read when the measurement is loaded: what is committed while it runs is not what it measures."""
+RAN = Provenance()
 
 
 def save(name: str, results: dict[str, Any], part: str = "") -> None:
-    """Print the results and write them to bench/results/NAME.json with machine, commit and command.
+    """Print the results and write them to bench/results/NAME.json with machine, commit, stolen time and command.
 
     A `part` is written beside what the file holds already, under that key.
     """
     module = Path(sys.argv[0]).relative_to(Path(__file__).parents[1]).with_suffix("")
     command = " ".join(["python -m", ".".join(module.parts).removesuffix(".__main__"), *sys.argv[1:]])
-    report = {**RAN, "command": command, "results": results}
-    RESULTS.mkdir(exist_ok=True)
+    report = {**RAN.report(), "command": command, "results": results}
     path = RESULTS / f"{name}.json"
     if part:
         report = (json.loads(path.read_text()) if path.exists() else {}) | {part: report}
-    text = json.dumps(report, indent=2)
-    path.write_text(text + "\n")
-    print(text)
+    write(path, report)
+    print(json.dumps(report, indent=2))

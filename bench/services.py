@@ -10,12 +10,10 @@ Settings become flags. All processes end with the block, and with this process.
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +21,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.launcher import bound_to_me
+from baton.bench.children import Child, child
 
 SECRET = "a secret of the bench"
-READY_S = 60.0
+READY_S = STOP_S = 60.0
 _MODULES = {"prefill": "prefill_svc", "decode": "decode_svc"}
 
 
@@ -55,7 +53,7 @@ class Services:
     def worker(self, role: str, **settings: Any) -> Worker:
         """A worker that listens: its model is loaded."""
         flags = _flags({"model": self._model, **self._settings, **settings})
-        where = self._stack.enter_context(started(["-m", _MODULES[role], *flags]))
+        where = self._stack.enter_context(started(["-m", _MODULES[role], *flags])).listening()
         return Worker(where["control"], where["ops"])
 
     def router(self, prefill: Sequence[Worker], decode: Sequence[Worker], **settings: Any) -> str:
@@ -63,25 +61,15 @@ class Services:
         workers = {role: [each.control for each in them] for role, them in (("prefill", prefill), ("decode", decode))}
         places = {role: ",".join(addresses) for role, addresses in workers.items()}
         flags = _flags({"model": self._model, **places, **settings})
-        where = self._stack.enter_context(started(["-m", "router", *flags]))
+        where = self._stack.enter_context(started(["-m", "router", *flags])).listening()
         wait_until_serving(where["grpc"])
         return where["grpc"]
 
 
-@contextlib.contextmanager
-def started(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """A Python process, by what its line "listening ..." tells; it is told to stop at the end."""
-    command = bound_to_me([sys.executable, *arguments])
-    variables = {**os.environ, "BATON_FLEET_SECRET": SECRET, "BATON_LOG_LEVEL": "warning", **(environ or {})}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
-        try:
-            line = process.stdout.readline() if process.stdout else ""
-            if not line.startswith("listening "):
-                raise RuntimeError(f"{' '.join(arguments)} did not listen")
-            yield dict(re.findall(r"(\w+)=(\S+)", line))
-        finally:
-            process.terminate()
-            process.wait(60)
+def started(arguments: Sequence[str]) -> AbstractContextManager[Child]:
+    """A Python process of the fleet; it is told to stop at the end of the block."""
+    variables = {"BATON_FLEET_SECRET": SECRET, "BATON_LOG_LEVEL": "warning"}
+    return child([sys.executable, *arguments], environ=variables, grace_s=STOP_S)
 
 
 def wait_until_serving(address: str) -> None:

@@ -14,8 +14,6 @@ import argparse
 import os
 import re
 import signal
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,8 +21,12 @@ from typing import Any
 
 import psutil
 
+from baton.bench.children import Child, child
+from baton.bench.machine import cpu_s
+from baton.bench.pairing import medians
 from bench.common import save
 
+STEADY_S, STOP_S = 6.0, 60.0
 HERE = Path(__file__).parents[1]
 LISTENERS = [f"--{name}=127.0.0.1:0" for name in ("control", "kv", "ops")]
 PARTS = """
@@ -58,60 +60,45 @@ def main() -> None:
         for _ in range(options.runs):
             for name, tree in trees.items():
                 seen[name].append(parts(tree, model) | listen(tree, model) | restart(tree, model))
-        results[Path(given).name] = {
-            name: {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0]}
-            for name, runs in seen.items()
-        }
+        results[Path(given).name] = {name: medians(runs, digits=2) for name, runs in seen.items()}
     save("start", {"runs": options.runs, "models": results})
 
 
 def parts(tree: Path, model: str) -> dict[str, float]:
     """Seconds of a start, by part."""
-    command = [sys.executable, "-c", PARTS, model]
-    text = subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout
-    return dict(zip(("import_torch", "import_rest", "load"), map(float, text.split()), strict=True))
+    with child([sys.executable, "-c", PARTS, model], name="the start in parts", cwd=tree) as process:
+        seconds = map(float, process.finish().split())
+    return dict(zip(("import_torch", "import_rest", "load"), seconds, strict=True))
 
 
 def listen(tree: Path, model: str) -> dict[str, float]:
     """Seconds from the command to the line that says where it listens, and CPU seconds until then."""
     command = [sys.executable, "-m", "decode_svc", f"--model={model}", "--redis=none", "--threads=1", *LISTENERS]
     began = time.perf_counter()
-    with subprocess.Popen(command, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
-        line = worker.stdout.readline() if worker.stdout else ""
-        took = time.perf_counter() - began
-        used = sum(psutil.Process(worker.pid).cpu_times()[:2])
-        worker.terminate()
-    if not line:
-        raise RuntimeError(f"{' '.join(command)} did not listen")
-    return {"listens": took, "listens_cpu": used}
+    with child(command, cwd=tree, grace_s=STOP_S) as worker:
+        worker.listening()
+        return {"listens": time.perf_counter() - began, "listens_cpu": cpu_s(worker.pid)}
 
 
 def restart(tree: Path, model: str) -> dict[str, float]:
     """Seconds from the death of one decode worker of two until the router has joined its successor."""
     command = [sys.executable, "-m", "baton", "up", f"--model={model}", "--decode=2", "--redis=none", "--threads=1"]
-    environ = {**os.environ, "PYTHONPATH": str(tree)}
-    with subprocess.Popen(
-        [*command, "--grpc=127.0.0.1:0"],
-        cwd=tree,
-        env=environ,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as up:
-        joined, killed = 0, 0.0
-        for line in up.stderr or ():
-            joined += bool(re.match(r"router +\| .* joined", line))
-            if joined == 3 and not killed:
-                # Steady, as most workers are that die.
-                time.sleep(6)
-                killed = time.perf_counter()
-                found = psutil.Process(up.pid).children(recursive=True)
-                os.kill(next(each.pid for each in found if "--worker-id=decode-0" in each.cmdline()), signal.SIGKILL)
-            if joined == 4:
-                took = time.perf_counter() - killed
-                up.terminate()
-                return {"rejoins": took}
-    raise RuntimeError(f"{' '.join(command)} ended")
+    command += ["--grpc=127.0.0.1:0"]
+    with child(command, cwd=tree, environ={"PYTHONPATH": str(tree)}, grace_s=STOP_S, both=True) as up:
+        until_joined(up, 3)
+        # Steady, as most workers are that die.
+        time.sleep(STEADY_S)
+        killed = time.perf_counter()
+        found = psutil.Process(up.pid).children(recursive=True)
+        os.kill(next(each.pid for each in found if "--worker-id=decode-0" in each.cmdline()), signal.SIGKILL)
+        until_joined(up, 1)
+        return {"rejoins": time.perf_counter() - killed}
+
+
+def until_joined(up: Child, workers: int) -> None:
+    """Read what `baton up` says until so many workers have joined its router."""
+    while workers:
+        workers -= bool(re.match(r"router +\| .* joined", up.line()))
 
 
 if __name__ == "__main__":

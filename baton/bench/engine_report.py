@@ -8,21 +8,19 @@ mean of the bandwidth before and after. Of all rounds the median is told.
 from __future__ import annotations
 
 import gc
-import os
-import re
+import itertools
 import statistics
-import time
 from collections.abc import Callable, Generator, Iterator
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from baton.bench.engine import WARM_STEPS, EngineRuns, Plan, engine_for
+from baton.bench.machine import memory_bytes, process_age_s
 from baton.bench.overhead import step_overhead
+from baton.bench.pairing import between
 from baton.bench.probes import Probes
-from baton.bench.provenance import provenance
+from baton.bench.results import Provenance
 from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops
 from baton.engine.config import EngineConfig
 from baton.kv.format import DTYPE_BYTES, KvFormat
@@ -43,13 +41,14 @@ def measure(config: EngineConfig, plan: Plan, tell: Tell) -> Generator[dict[str,
     """
     tell("loading")
     engine = engine_for(plan, config)
-    loaded = process_age()
+    loaded = process_age_s()
     device = _device(config.device)
     runs = EngineRuns(engine, plan.chunk_size)
     runs.prefill(min(_FIRST_TOKENS, plan.longest))
-    startup = {"loaded_s": loaded, "first_token_s": process_age()}
+    startup = {"loaded_s": loaded, "first_token_s": process_age_s()}
+    provenance = Provenance()
     gc.collect()
-    memory = {"steady_bytes": _status("VmRSS"), "peak_bytes": _status("VmHWM")}
+    memory = {"steady_bytes": memory_bytes("VmRSS"), "peak_bytes": memory_bytes("VmHWM")}
     dtype = engine.spec.kv_format.parts[0].dtype
     about = {
         "model": config.model,
@@ -61,15 +60,15 @@ def measure(config: EngineConfig, plan: Plan, tell: Tell) -> Generator[dict[str,
         "rounds": plan.rounds,
         "steps": plan.steps,
     }
-    report: dict[str, Any] = {**provenance(), "engine": about, "startup": startup, "memory": memory}
+    report: dict[str, Any] = {"engine": about, "startup": startup, "memory": memory}
     report |= {"prefill": [], "decode": []}
     try:
-        yield report
+        yield {**provenance.report(), **report}
         shape = ModelShape.of(ModelConfig.from_pretrained(resolve(config.model)))
         probes = Probes(shape, getattr(torch, dtype), device)
         for kind, row in _Rates(runs, probes, shape, plan, engine.spec.kv_format, tell).rows():
             report[kind].append(row)
-            yield report
+            yield {**provenance.report(), **report}
     finally:
         engine.close()
     if report["decode"] and device.type == "cpu":
@@ -77,7 +76,7 @@ def measure(config: EngineConfig, plan: Plan, tell: Tell) -> Generator[dict[str,
         batch, context = min(OVERHEAD_BATCH, max(plan.batches)), plan.contexts[0]
         found = step_overhead(resolve(config.model), batch, context, OVERHEAD_STEPS, dtype)
         report["overhead"] = {"batch": batch, "context": context, **found}
-        yield report
+        yield {**provenance.report(), **report}
 
 
 class _Rates:
@@ -147,34 +146,11 @@ class _Rates:
 
 def _interleaved(rounds: int, run: Callable[[], float], probe: Callable[[], float]) -> tuple[list[float], list[float]]:
     """What each run took, and the mean of the probes before and after it."""
-    took, peaks = [], [probe()]
-    for _ in range(rounds):
-        took.append(run())
-        peaks.append(probe())
-    return took, [(before + after) / 2 for before, after in pairwise(peaks)]
+    found = list(between(itertools.repeat(run, rounds), probe))
+    return [took for took, *_ in found], [(before + after) / 2 for _, before, after in found]
 
 
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
-
-
-def process_age() -> float | None:
-    """Seconds since this process began, to a hundredth; None where Linux's /proc is not."""
-    try:
-        stat = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    # Fields are counted from behind the name, which may hold spaces: the 22nd is the start, in ticks since the boot.
-    ticks = int(stat.rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _status(name: str) -> int | None:
-    """A size in bytes from /proc/self/status: VmRSS now, VmHWM at most."""
-    try:
-        found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None

@@ -14,31 +14,24 @@ The two follow each other, so a step's overhead is their sum.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from baton.bench import tiny
-from baton.errors import Unavailable
-from baton.launcher import bound_to_me
+from baton.bench.children import child
 
 _TIMEOUT_S = 300.0
-_WORDS = 1000
 
 
 def step_overhead(model: Path, batch: int, context: int, steps: int, dtype: str) -> dict[str, float]:
     """`dispatch_ms` and `outside_forward_ms` of the checkpoint at `model`, medians over `steps` steps of `batch`.
 
-    Raises Unavailable with what the process said if it fails.
+    Raises ChildFailed with what the process said if it fails.
     """
     with tempfile.TemporaryDirectory(prefix="baton-tiny-") as folder:
         tiny.write(model, Path(folder))
         flags = [f"--batch={batch}", f"--context={context}", f"--steps={steps}", f"--dtype={dtype}"]
-        command = bound_to_me([sys.executable, "-m", "decode_svc.overhead", folder, *flags])
-        # A group of its own: a terminal's Ctrl-C is for the command, which ends it.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, process_group=0)
-    if done.returncode:
-        raise Unavailable(f"the step overhead can't be measured: {done.stderr[-_WORDS:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        with child([sys.executable, "-m", "decode_svc.overhead", folder, *flags], name="the step overhead") as process:
+            found: dict[str, float] = json.loads(process.finish(_TIMEOUT_S).splitlines()[-1])
     return found

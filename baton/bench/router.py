@@ -21,25 +21,24 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from baton import bundled
-from baton.bench.children import piped
-from baton.bench.provenance import provenance
+from baton.bench.children import Child, child, pinned
+from baton.bench.machine import CPU_TICK_S, cpu_s
+from baton.bench.pairing import medians
+from baton.bench.results import Provenance
 from baton.bench.router_workers import TOKENS, token_of
+from baton.bench.stats import shares
 from baton.errors import Unavailable
 
 _SETTLE_S = 0.5
 _MAX_TOKENS = 1 << 19
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Say = Callable[[str], None]
 
@@ -85,18 +84,18 @@ def measure(bench: RouterBench, say: Say = lambda what: None) -> Generator[dict[
     Raises Unavailable when a process does not start, or next to nothing came in the time.
     """
     cores = sorted(os.sched_getaffinity(0))
+    provenance = Provenance()
     about = {
-        **provenance(),
         "pinned": {"router": cores[:-1] or cores, "workers_and_clients": cores[-1:]},
         "step_ms": bench.step_ms,
         "processes": bench.processes,
     }
     rounds: list[dict[str, Any]] = []
-    with _pinned(set(cores[-1:])):
+    with pinned(cores[-1:]):
         while len(rounds) < bench.rounds:
             say(f"round {len(rounds) + 1} of {bench.rounds}")
             rounds.append(_round(bench, cores))
-            yield {**about, "rounds": len(rounds), **_medians(rounds)}
+            yield {**provenance.report(), **about, "rounds": len(rounds), **medians(rounds)}
 
 
 def _round(bench: RouterBench, cores: Sequence[int]) -> dict[str, Any]:
@@ -130,24 +129,14 @@ def _round(bench: RouterBench, cores: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each number, wherever it stands."""
-    found: dict[str, Any] = {}
-    for name, value in rounds[0].items():
-        values = [each[name] for each in rounds]
-        found[name] = _medians(values) if isinstance(value, dict) else round(statistics.median(values), 3)
-    return found
-
-
 def _through(bench: RouterBench, cores: Sequence[int], streams: int, *, slow: int = 0) -> _Run:
     model = f"--model={bundled.path()}"
-    with _workers(bench.step_ms) as (where, workers), contextlib.ExitStack() as stack:
+    with _workers(bench.step_ms) as (where, workers):
         flags = [model, f"--prefill={where['prefill']}", f"--decode={where['decode']}", "--log-level=error"]
         flags += [f"--prefill-limit={streams}"] + ([f"--processes={bench.processes}"] if bench.processes > 1 else [])
-        with _pinned(set(cores[:-1] or cores)):
-            router = stack.enter_context(_started(["-m", "router", *flags]))
-        addresses = _listening(router)
-        return _count(bench, [addresses["grpc"]], streams, slow, workers, router.pid)
+        command = [sys.executable, "-m", "router", *flags]
+        with child(command, name="the router", cores=cores[:-1] or cores) as router:
+            return _count(bench, [router.listening()["grpc"]], streams, slow, workers, router.pid)
 
 
 def _direct(bench: RouterBench, streams: int) -> _Run:
@@ -155,20 +144,18 @@ def _direct(bench: RouterBench, streams: int) -> _Run:
         return _count(bench, [where["decode"]], streams, 0, workers, workers.pid)
 
 
-def _count(
-    bench: RouterBench, targets: Sequence[str], streams: int, slow: int, workers: subprocess.Popen[str], pid: int
-) -> _Run:
+def _count(bench: RouterBench, targets: Sequence[str], streams: int, slow: int, workers: Child, pid: int) -> _Run:
     """Run clients for the bench's time; `pid` is the process whose CPU time counts."""
     numbers = [f"--streams={streams}", f"--slow={slow}", f"--max-tokens={_MAX_TOKENS}"]
-    with _started(["-m", "baton.bench.router_clients", *targets, *numbers]) as clients:
-        if _line(clients) != "streaming\n":
-            raise Unavailable("the clients did not get their tokens")
+    command = [sys.executable, "-m", "baton.bench.router_clients", *targets, *numbers]
+    with child(command, name="the clients") as clients:
+        clients.line()
         time.sleep(_SETTLE_S)
-        begin, before = time.monotonic_ns(), _cpu_s(pid)
+        begin, before = time.monotonic_ns(), cpu_s(pid)
         time.sleep(bench.seconds)
-        end, after = time.monotonic_ns(), _cpu_s(pid)
-        came = json.loads(_rest(clients))
-    steps = json.loads(_rest(workers))
+        end, after = time.monotonic_ns(), cpu_s(pid)
+        came = json.loads(clients.finish())
+    steps = json.loads(workers.finish())
     return _Run(
         steps=steps,
         streams=came["streams"],
@@ -180,56 +167,10 @@ def _count(
 
 
 @contextlib.contextmanager
-def _workers(step_ms: float) -> Iterator[tuple[dict[str, str], subprocess.Popen[str]]]:
-    with _started(["-m", "baton.bench.router_workers", f"--step-ms={step_ms}"]) as process:
-        yield _listening(process), process
-
-
-@contextlib.contextmanager
-def _started(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    with piped([sys.executable, *arguments]) as process:
-        try:
-            yield process
-        finally:
-            # It holds nothing, and would only have its say about the others' end.
-            process.kill()
-
-
-@contextlib.contextmanager
-def _pinned(cores: set[int]) -> Iterator[None]:
-    """Processes that are started in the block, and this thread, run on `cores` alone."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def _listening(process: subprocess.Popen[str]) -> dict[str, str]:
-    line = _line(process)
-    if not line.startswith("listening "):
-        raise Unavailable(f"{process.args!r} does not listen")
-    return dict(re.findall(r"(\w+)=(\S+)", line))
-
-
-def _line(process: subprocess.Popen[str]) -> str:
-    return process.stdout.readline() if process.stdout else ""
-
-
-def _rest(process: subprocess.Popen[str]) -> str:
-    said, _ = process.communicate()
-    return said
-
-
-def _cpu_s(pid: int) -> float:
-    """CPU seconds of a process and of its children that live."""
-    tasks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    total = 0.0
-    for each in (str(pid), *tasks):
-        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-    return total
+def _workers(step_ms: float) -> Iterator[tuple[dict[str, str], Child]]:
+    command = [sys.executable, "-m", "baton.bench.router_workers", f"--step-ms={step_ms}"]
+    with child(command, name="the workers") as process:
+        yield process.listening(), process
 
 
 def _step_of(token: int, latest: int) -> int:
@@ -276,12 +217,11 @@ def _messages(run: _Run) -> int:
 
 def _per_cpu_s(run: _Run) -> float:
     # Less than a tick is told as none.
-    return _tokens(run) / max(run.cpu_s, 1 / _TICKS_PER_S)
+    return _tokens(run) / max(run.cpu_s, CPU_TICK_S)
 
 
 def _shares(values: Sequence[float]) -> dict[str, float]:
-    """Percentiles by nearest rank. Raises Unavailable if there are no values: the run was too short for the machine."""
+    """Percentiles. Raises Unavailable if there are no values: the run was too short for the machine."""
     if not values:
         raise Unavailable("too few tokens came to tell anything: measure for more seconds")
-    ordered = sorted(values)
-    return {f"p{share}": ordered[-(-share * len(ordered) // 100) - 1] for share in (50, 90, 99, 100)}
+    return shares(values)

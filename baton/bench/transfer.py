@@ -10,15 +10,16 @@ shape, with what was sent.
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
 import statistics
-import subprocess
 import sys
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-from baton.bench.children import piped
+from baton.bench.children import Child, child
+from baton.bench.pairing import between, medians
 from baton.bench.transfer_ends import SHAPES, Answer
 from baton.errors import EngineError
 
@@ -27,44 +28,17 @@ TOKENS = 4096
 _GB = 1e9
 
 
-class End:
-    """One of the two processes."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.told = self._answer()
-
-    def ask(self, do: str, **arguments: Any) -> Answer:
-        """Send a command, and wait until it has been done."""
-        if self._process.stdin is not None:
-            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Answer:
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        if not line:
-            raise EngineError("an end of the transfer bench has failed")
-        answer: Answer = json.loads(line)
-        return answer
-
-
-@contextlib.contextmanager
-def _started(role: str, shape: str, tokens: int, streams: int) -> Iterator[End]:
+def _started(role: str, shape: str, tokens: int, streams: int) -> AbstractContextManager[Child]:
     command = [sys.executable, "-m", "baton.bench.transfer_ends", role, shape, str(tokens), str(streams)]
-    with piped(command) as process:
-        try:
-            yield End(process)
-        finally:
-            # It holds nothing, and one whose peer has failed may wait for it.
-            process.kill()
+    return child(command, name=f"the {role} of the transfer bench")
 
 
 class Pair:
     """A producer and a consumer of one shape."""
 
-    def __init__(self, producer: End, consumer: End, size: int) -> None:
+    def __init__(self, producer: Child, consumer: Child, size: int) -> None:
         self._producer, self._consumer, self._size = producer, consumer, size
+        self._listens, _ = producer.answer()["ready"], consumer.answer()
         self._fetches = 0
 
     def fetch(self, streams: int) -> Answer:
@@ -72,12 +46,12 @@ class Pair:
         self._fetches += 1
         ids = [f"{self._fetches}/{stream}" for stream in range(streams)]
         before = self._producer.ask("open", ids=ids)["cpu"]
-        return self._moved(streams, before, "fetch", {"kv": self._producer.told["kv"], "ids": ids})
+        return self._moved(streams, before, "fetch", {"kv": self._listens["kv"], "ids": ids})
 
     def raw(self, streams: int) -> Answer:
         """As many bytes over as many connections."""
         before = self._producer.ask("raw", streams=streams, size=self._size)["cpu"]
-        arguments = {"port": self._producer.told["raw"], "streams": streams, "size": self._size}
+        arguments = {"port": self._listens["raw"], "streams": streams, "size": self._size}
         return self._moved(streams, before, "raw", arguments)
 
     def check(self) -> None:
@@ -105,7 +79,7 @@ def measure(
 ) -> Generator[dict[str, Any], None, None]:
     """Medians by shape and number of streams, and the ratio of FetchKv's rate to raw TCP's: all so far, at each repeat.
 
-    Raises EngineError if a process fails or what arrives is not what was sent.
+    Raises ChildFailed if a process fails, EngineError if what arrives is not what was sent.
     """
     found: dict[str, Any] = {}
     for shape in shapes:
@@ -125,28 +99,18 @@ def measure(
 
 def _compared(pair: Pair, streams: int, repeats: int) -> Iterator[dict[str, Any]]:
     """What is known after each repeat."""
-    raws, fetches = [pair.raw(streams)], []
-    for _ in range(repeats):
-        fetched = pair.fetch(streams)
-        raws.append(pair.raw(streams))
-        fetches.append(fetched)
-        yield _ratios(fetches, raws)
+    turns = []
+    for turn in between(itertools.repeat(partial(pair.fetch, streams), repeats), partial(pair.raw, streams)):
+        turns.append(turn)
+        yield _ratios(turns)
 
 
-def _ratios(fetches: Sequence[Answer], raws: Sequence[Answer]) -> dict[str, Any]:
+def _ratios(turns: Sequence[tuple[Answer, Answer, Answer]]) -> dict[str, Any]:
     """Medians, and each fetch against the raw TCP before and after it."""
-    rates = [raw["gb_per_s"] for raw in raws]
-    ratios = [
-        2 * fetch["gb_per_s"] / (before + after)
-        for fetch, before, after in zip(fetches, rates, rates[1:], strict=False)
-    ]
+    ratios = [2 * fetch["gb_per_s"] / (before["gb_per_s"] + after["gb_per_s"]) for fetch, before, after in turns]
     return {
-        "fetch_kv": _medians(fetches),
-        "raw_tcp": _medians(raws),
+        "fetch_kv": medians([fetch for fetch, *_ in turns]),
+        "raw_tcp": medians([turns[0][1], *(after for *_, after in turns)]),
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
     }
-
-
-def _medians(runs: Sequence[Answer]) -> dict[str, float]:
-    return {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}

@@ -3,7 +3,8 @@
     python -m baton.bench.transfer_ends producer SHAPE TOKENS STREAMS       exports KV, and sends raw bytes over TCP
     python -m baton.bench.transfer_ends consumer SHAPE TOKENS STREAMS       fetches it, and receives those
 
-Commands come as JSON lines on standard input and are answered in order on standard output; its end ends the process.
+Commands come as lines of JSON, `{"fetch": {...}}`, on standard input, and are answered in order on standard output; the
+first line says `{"ready": {...}}`. The end of the input ends the process.
 SHAPE is one of `SHAPES`; each of STREAMS sequences has TOKENS tokens, in pages scattered over the pool.
 """
 
@@ -230,10 +231,10 @@ class Consumer(_End):
 async def _serve(end: Producer | Consumer) -> None:
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
-        print(json.dumps(await end.start(stack)), flush=True)
+        print(json.dumps({"ready": await end.start(stack)}), flush=True)
         while line := await loop.run_in_executor(None, sys.stdin.readline):
-            command = json.loads(line)
-            answer = await end.commands[command.pop("do")](**command)
+            ((command, arguments),) = json.loads(line).items()
+            answer = await end.commands[command](**arguments)
             print(json.dumps(answer | {"cpu": time.process_time()}), flush=True)
 
 

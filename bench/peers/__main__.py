@@ -12,20 +12,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from baton.bench.children import ChildFailed, pinned
 from baton.bench.roofline import ModelShape
 from baton.model.config import ModelConfig
 from bench.common import RESULTS, save
 from bench.peers import fleet, interference, products, rates, report
 from bench.peers.places import Places, from_environment
-from bench.peers.process import Absent, RunnerError, runner
 from bench.peers.rates import Asked
+from bench.peers.runner import Absent, runner
 
 PARTS = ("products", "decode", "prefill", "fleet", "interference")
 CORES = {0, 1}
@@ -46,7 +46,7 @@ def engines(places: Places, peers: tuple[str, ...]) -> Iterator[dict[str, Asked]
             tell(f"starting {peer}")
             try:
                 started[peer] = stack.enter_context(runner(peer, places.command(peer)))
-            except RunnerError as error:
+            except ChildFailed as error:
                 tell(f"{peer} does not start: {error}")
                 started[peer] = Absent(str(error))
         yield started
@@ -80,14 +80,14 @@ def main() -> None:
     arguments.only = arguments.only.split(",")
     if unknown := set(arguments.only) - set(PARTS):
         parser.error(f"--only: unknown part {min(unknown)!r}")
-    os.sched_setaffinity(0, CORES)
     # Servers have processes that outlive a parent which is killed: SIGTERM, as `timeout` sends it, must end them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     name = "peers-quick" if arguments.quick else "peers"
-    for part, results in measure(arguments, from_environment()):
-        save(name, results, part)
-        text = report.markdown(json.loads((RESULTS / f"{name}.json").read_text()))
-        (RESULTS / f"{name}.md").write_text(text)
+    with pinned(CORES):
+        for part, results in measure(arguments, from_environment()):
+            save(name, results, part)
+            text = report.markdown(json.loads((RESULTS / f"{name}.json").read_text()))
+            (RESULTS / f"{name}.md").write_text(text)
     print((RESULTS / f"{name}.md").read_text())
 
 

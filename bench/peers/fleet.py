@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
-from bench.peers.entries import Entry, attempt, failures, median, ratio, turned, values
+from baton.bench.children import child
+from baton.bench.pairing import Entry, attempt, failures, median, ratio, turned, values
 from bench.peers.places import Places
 from bench.peers.rates import Asked
-from bench.peers.servers import Vllm, vllm_server
+from bench.peers.servers import VLLM_NAME, vllm_server
 from bench.services import Services
 
 IN_TOKENS, OUT_TOKENS = 256, 64
@@ -33,7 +32,6 @@ CONCURRENCY = {8: 40, 32: 96}
 QUICK = {2: 4}
 PINNED = {"prefill": {"cpus": "0", "threads": 1}, "decode": {"cpus": "1", "threads": 1}}
 VOCABULARY = 100000
-VLLM_FLAGS = ("--no-enable-prefix-caching",)
 TARGET_S = 600
 _LATENCIES = {"ttft_p99_ms": ("ttft_ms", "p99"), "itl_p99_ms": ("itl_ms", "p99")}
 
@@ -64,10 +62,8 @@ def load(target: str, concurrency: int, requests: int, seed: int, model: str = "
     command += ["--concurrency", str(concurrency), "--requests", str(requests), "--warmup", "2"]
     command += ["--input-tokens", str(IN_TOKENS), "--output-tokens", str(OUT_TOKENS)]
     command += ["--vocab-size", str(VOCABULARY), *(["--model", model] if model else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TARGET_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
-    report: dict[str, Any] = json.loads(done.stdout)
+    with child(command, name="the load generator") as generator:
+        report: dict[str, Any] = json.loads(generator.finish(TARGET_S))
     return report
 
 
@@ -95,7 +91,7 @@ def measure(places: Places, engine: Asked, rounds: int, quick: bool, tell: Calla
     with contextlib.ExitStack() as stack:
         targets = {
             "baton": lambda: (f"grpc://{stack.enter_context(baton_fleet(places))}", ""),
-            "vllm": lambda: (f"http://{stack.enter_context(_vllm(places)).address}/v1/completions", "m"),
+            "vllm": lambda: (stack.enter_context(vllm_server(places)), VLLM_NAME),
         }
         started = {server: attempt(lambda start=start: {"target": start()}) for server, start in targets.items()}  # type: ignore[misc]
         for number in range(rounds):
@@ -143,7 +139,3 @@ def summary(turns: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
         "failed": failures(turns),
         "rounds": {name: list(entries) for name, entries in turns.items()},
     }
-
-
-def _vllm(places: Places) -> AbstractContextManager[Vllm]:
-    return vllm_server(str(places.vllm), str(places.model), flags=VLLM_FLAGS)

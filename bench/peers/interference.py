@@ -12,21 +12,22 @@ import asyncio
 import contextlib
 import itertools
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.bench.children import Child
+from baton.bench.load.connect import connected
 from baton.bench.load.outcome import Outcome
-from baton.bench.load.targets import Place, Target, connected
+from baton.bench.load.targets import Place, Target
 from baton.bench.load.workload import Job
+from baton.bench.pairing import Entry, attempt, failures, medians, spread, turned, values
 from baton.bench.stats import percentile
-from bench.peers.entries import Entry, attempt, failures, spread, turned, values
-from bench.peers.fleet import VLLM_FLAGS, VOCABULARY, baton_fleet
+from bench.peers.fleet import VOCABULARY, baton_fleet
 from bench.peers.places import Places
-from bench.peers.process import Runner, runner
-from bench.peers.servers import vllm_server
+from bench.peers.runner import runner
+from bench.peers.servers import VLLM_NAME, vllm_server
 
 STREAM_TOKENS = 4000
 """More than any stream gets to: the streams are cancelled in the end."""
@@ -104,7 +105,7 @@ def measure(places: Places, rounds: int, quick: bool, tell: Callable[[str], obje
     with contextlib.ExitStack() as stack:
         start: dict[str, Callable[[], Watch]] = {
             "baton": lambda: _served(f"grpc://{stack.enter_context(baton_fleet(places))}", "", load),
-            "vllm": lambda: _served(_vllm(stack, places), "m", load),
+            "vllm": lambda: _served(stack.enter_context(vllm_server(places)), VLLM_NAME, load),
             "llama": lambda: _played(stack.enter_context(runner("llama", places.command("llama"))), load),
         }
         started = {peer: attempt(lambda make=make: {"watch": make()}) for peer, make in start.items()}  # type: ignore[misc]
@@ -123,7 +124,7 @@ def summary(turns: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
     lost = failures(turns)
     return {
         peer: {
-            **{kind: _medians(values(entries, kind)) for kind in ("alone", "loaded")},
+            **{kind: medians(found) if (found := values(entries, kind)) else None for kind in ("alone", "loaded")},
             "ratio": spread(values(entries, "ratio")),
             "failed": lost.get(peer),
             "rounds": list(entries),
@@ -140,24 +141,13 @@ def _served(url: str, model: str, load: Load) -> Watch:
     return lambda: asyncio.run(watched(Place(url, model=model), load))
 
 
-def _vllm(stack: contextlib.ExitStack, places: Places) -> str:
-    server = stack.enter_context(vllm_server(str(places.vllm), str(places.model), flags=VLLM_FLAGS))
-    return f"http://{server.address}/v1/completions"
-
-
-def _played(llama: Runner, load: Load) -> Watch:
+def _played(llama: Child, load: Load) -> Watch:
     streams = {"streams": load.streams, "context": load.context, "tokens": load.tokens}
     return lambda: llama.ask("interference", **streams, alone=load.llama_alone_steps, prompts=load.llama_prompts)
 
 
 def _figures_of(watch: Watch) -> Callable[[], dict[str, Any]]:
     return lambda: figures(watch())
-
-
-def _medians(found: Sequence[Any]) -> dict[str, float] | None:
-    if not found:
-        return None
-    return {name: statistics.median(each[name] for each in found) for name in found[0]}
 
 
 async def watched(place: Place, load: Load, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:

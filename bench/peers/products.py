@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.peers.entries import spread
+from baton.bench.pairing import spread
 from bench.peers.places import Places
-from bench.peers.process import runner
+from bench.peers.runner import runner
 
 ROWS = (1, 8, 32, 512)
 REPEATS = 12

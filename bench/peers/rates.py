@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from baton.bench.pairing import Entry, attempt, failures, median, ratio, spread, turned
 from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
-from bench.peers.entries import Entry, attempt, failures, median, ratio, spread, turned
 
 PEERS = ("baton", "vllm", "llama", "transformers")
 SLOW = ("llama", "transformers")
@@ -24,7 +24,7 @@ Case = dict[str, int]
 
 
 class Asked(Protocol):
-    """A runner, as `bench.peers.process.Runner`."""
+    """A runner, as `baton.bench.children.Child`."""
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         """The answer to a command."""

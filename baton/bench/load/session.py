@@ -12,14 +12,14 @@ from typing import Any
 from rich.console import Console
 
 from baton.bench.interrupts import at_interrupt
-from baton.bench.load.arrivals import poisson
+from baton.bench.load.connect import connected
 from baton.bench.load.lengths import Lengths, lengths
 from baton.bench.load.prompt_file import Line, asked, beyond, other_texts
 from baton.bench.load.report import Objectives, report
 from baton.bench.load.runner import Plan, Run
 from baton.bench.load.show import bar
-from baton.bench.load.targets import PROBE, TEXT_PROBE, Place, Target, connected, is_grpc, reached
-from baton.bench.load.workload import Job, Prompts, Shared, drawn, traced
+from baton.bench.load.targets import PROBE, TEXT_PROBE, Place, Target, is_grpc, reached
+from baton.bench.load.workload import Job, Prompts, Shared, drawn, poisson, traced
 from baton.bench.traces import Arrival
 from baton.errors import ConfigError
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -71,17 +70,6 @@ def is_grpc(url: str) -> bool:
             raise ValueError("chat takes no token ids; name the server's /v1/completions")
         return False
     raise ValueError(f"must be grpc://HOST:PORT or http://HOST:PORT/v1/completions, got {url!r}")
-
-
-def connected(place: Place) -> AbstractAsyncContextManager[Target]:
-    """A target as a context that ends its connections. Raises ConfigError, naming a setting that can't be used."""
-    if is_grpc(place.url):
-        from baton.bench.load.grpc_target import GrpcTarget
-
-        return GrpcTarget(place)
-    from baton.bench.load.http_target import http_target
-
-    return http_target(place)
 
 
 async def reached(target: Target, wait_s: float, timeout_s: float, probe: Job = PROBE) -> None:

@@ -1,4 +1,4 @@
-"""The requests of a run: prompts of random token ids, drawn from a seed.
+"""The requests of a run: prompts of random token ids, drawn from a seed, and when they are due.
 
 Prompts of the same workload and seed are the same whatever server they go to and however they arrive: arrivals,
 lengths and ids have a source of their own each. A server with a prefix cache knows them when a run is repeated; another
@@ -62,6 +62,23 @@ class Prompts:
 
     def _named(self, name: str, tokens: int) -> list[int]:
         return random.Random(f"{self._seed}/{name}").choices(self._vocabulary, k=tokens)
+
+
+def poisson(rate: float, draw: random.Random) -> Iterator[float]:
+    """Times of a Poisson process of `rate` requests per second, without end; the first comes after a gap too."""
+    at_s = 0.0
+    while True:
+        at_s += draw.expovariate(rate)
+        yield at_s
+
+
+def replayed(arrivals: Iterable[Arrival], speed: float) -> list[Arrival]:
+    """The requests of a trace by time, the first at 0, with all gaps divided by `speed`."""
+    ordered = sorted(arrivals, key=lambda each: each.at_s)
+    begin = ordered[0].at_s if ordered else 0.0
+    return [
+        Arrival((each.at_s - begin) / speed, each.input_tokens, each.output_tokens, each.blocks) for each in ordered
+    ]
 
 
 def drawn(

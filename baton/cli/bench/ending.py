@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +17,14 @@ def deliver(report: dict[str, Any] | None, file: Path | None, show: Callable[[di
 
     Raises KeyboardInterrupt if nothing was complete.
     """
+    from baton.bench.results import write
+
     if report is None:
         raise KeyboardInterrupt
     failure = None
     if file is not None:
         try:
-            file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            write(file, report)
         except OSError as error:
             failure = click.ClickException(f"{str(file)!r} can't be written: {error.strerror}")
     # Shown also when it can't be written: else a long measurement would be lost.

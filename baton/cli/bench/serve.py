@@ -282,7 +282,7 @@ def _loads(flags: dict[str, Any]) -> list[Load]:
 
 
 def _arrivals(trace: Path | None, speed: float) -> Any:
-    from baton.bench.load.arrivals import replayed
+    from baton.bench.load.workload import replayed
     from baton.bench.traces import TraceError, read
 
     if trace is None:

@@ -30,18 +30,18 @@ def transfer(tokens: int, streams: tuple[int, ...], repeats: int, file: Path | N
     No model is needed: the KV has the shapes of known ones, and random content. Ctrl-C reports what is complete.
     """
     from baton.bench.interrupts import last_report
-    from baton.bench.provenance import provenance
+    from baton.bench.results import Provenance
     from baton.errors import BatonError
 
     try:
         with extra_installed("worker"):
             from baton.bench.transfer import measure
 
-            about = provenance()
+            about = Provenance()
             found = last_report(measure(streams=streams, tokens=tokens, repeats=repeats))
     except BatonError as error:
         raise click.ClickException(str(error)) from None
-    deliver(None if found is None else {**about, **found}, file, _print)
+    deliver(None if found is None else {**about.report(), **found}, file, _print)
 
 
 def _print(found: dict[str, Any]) -> None:

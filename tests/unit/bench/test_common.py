@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench import provenance
+from baton.bench import results
 from bench import common
 
 
@@ -17,9 +17,10 @@ def test_results_name_the_commit_that_was_measured_and_not_a_later_one(
 ) -> None:
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", [str(Path(common.__file__).with_name("overload.py")), "--seconds", "1"])
-    monkeypatch.setattr(provenance, "commit", lambda: "a later one")
+    monkeypatch.setattr(results, "commit", lambda: "a later one")
     common.save("found", {"p99": 1})
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["commit"] == common.RAN["commit"] != "a later one"
+    assert found["commit"] == common.RAN.report()["commit"] != "a later one"
+    assert found["stolen_s"] >= 0
     assert found["command"] == "python -m bench.overload --seconds 1"
     assert found["results"] == {"p99": 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -154,38 +153,8 @@ def test_the_command_prints_tables_and_writes_report_and_picture(
     assert "<svg" in (tmp_path / "roofline.svg").read_text()
 
 
-def test_ctrl_c_reports_the_rows_that_are_complete(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_report, "Probes", partial(Probes, **SMALL))
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
-    prefill = EngineRuns.prefill
-
-    def interrupted(runs: EngineRuns, tokens: int) -> float:
-        if tokens == 40:
-            signal.raise_signal(signal.SIGTERM)
-        return prefill(runs, tokens)
-
-    monkeypatch.setattr(EngineRuns, "prefill", interrupted)
-    files = [f"--json={tmp_path / 'report.json'}", f"--plot={tmp_path / 'roofline.svg'}"]
-    sizes = ["--prefill=16,40", "--batch=1", "--context=20", "--steps=3", "--rounds=1"]
-    result = CliRunner().invoke(main, ["bench", "engine", str(checkpoint), *sizes, *files])
-    assert result.exit_code == 130, result.output
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["interrupted"]
-    assert [row["tokens"] for row in report["prefill"]] == [16]
-    assert report["decode"] == []
-    assert "16" in result.stdout
-    # It would lack a roof.
-    assert not (tmp_path / "roofline.svg").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [(["--batch=1,x"], "'x'"), (["--prefill=0"], "'0'"), (["--prefill=", "--plot=a.png"], "both prefill and decode")],
-)
-def test_bad_flags_are_refused_by_value(flags: list[str], said: str) -> None:
-    result = CliRunner().invoke(main, ["bench", "engine", "anything", *flags])
+@pytest.mark.parametrize(("flag", "said"), [("--batch=1,x", "'x'"), ("--prefill=0", "'0'")])
+def test_bad_flags_are_refused_by_value(flag: str, said: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "engine", "anything", flag])
     assert result.exit_code == 2
     assert said in result.output

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.load.arrivals import poisson, replayed
 from baton.bench.load.lengths import lengths
-from baton.bench.load.workload import Prompts, Shared, drawn, traced
+from baton.bench.load.workload import Prompts, Shared, drawn, poisson, replayed, traced
 from baton.bench.traces import MOONCAKE_BLOCK, Arrival
 
 

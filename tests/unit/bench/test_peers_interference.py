@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from baton.bench.children import ChildFailed
 from baton.bench.load.outcome import Outcome
-from baton.bench.load.targets import Place
 from baton.bench.load.workload import Job
 from bench.peers import interference, report
 from bench.peers.places import Places
-from bench.peers.process import RunnerError
 
 ABOUT = {
     "machine": {"processor": "a processor", "cores": 2, "memory_gib": 24},
@@ -70,19 +68,6 @@ async def test_streams_are_watched_alone_and_under_prompts() -> None:
     assert figures["alone"]["gaps"] > 0
 
 
-async def test_a_server_that_never_answers_a_prompt_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mute(Disturbed):
-        async def send(self, job: Job, outcome: Outcome) -> None:
-            if job.output_tokens == interference.ANSWER_TOKENS:
-                await asyncio.Event().wait()
-            await super().send(job, outcome)
-
-    monkeypatch.setattr(interference, "WATCH_S", 0.2)
-    monkeypatch.setattr(interference, "connected", lambda place: contextlib.nullcontext(Mute()))
-    with pytest.raises(TimeoutError):
-        await interference.watched(Place("grpc://a:1"), interference.Load(alone_s=0.01))
-
-
 async def test_a_stream_that_ends_early_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interference, "STREAM_TOKENS", 3)
     with pytest.raises(RuntimeError, match="ended before"):
@@ -103,19 +88,13 @@ def test_rhythms_take_turns_and_failures_stay(monkeypatch: pytest.MonkeyPatch) -
 
         return once
 
-    watches = {"b:1": watch("baton", 1.0, 1.5, 1.2), "http://a:1/v1/completions": watch("vllm", 40.0, -1.0, 50.0)}
+    watches = {"b:1": watch("baton", 1.0, 1.5, 1.2), "http://a:1": watch("vllm", 40.0, -1.0, 50.0)}
 
-    @contextlib.contextmanager
-    def server(*arguments: Any, **flags: Any) -> Iterator[Any]:
-        yield "b:1"
+    def no_runner(*arguments: Any) -> Any:
+        raise ChildFailed("no library")
 
-    @contextlib.contextmanager
-    def no_runner(*arguments: Any) -> Iterator[Any]:
-        raise RunnerError("no library")
-        yield
-
-    monkeypatch.setattr(interference, "baton_fleet", server)
-    monkeypatch.setattr(interference, "_vllm", lambda stack, places: "http://a:1/v1/completions")
+    monkeypatch.setattr(interference, "baton_fleet", lambda places: contextlib.nullcontext("b:1"))
+    monkeypatch.setattr(interference, "vllm_server", lambda places: contextlib.nullcontext("http://a:1"))
     monkeypatch.setattr(interference, "_served", lambda url, model, load: watches[url.removeprefix("grpc://")])
     monkeypatch.setattr(interference, "runner", no_runner)
     found = interference.measure(Places.of({}), 3, True, lambda _: None)

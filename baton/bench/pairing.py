@@ -1,18 +1,36 @@
-"""What one peer did in one turn, and what all turns say of two peers.
+"""What is compared is measured in turns: runs between probes, peers round by round, and what all turns say.
 
-A turn's entry has figures, or `{"error": words}` where the peer failed, or is None where it was not asked. The machine
-changes its state within minutes, so a ratio is always of one turn, and is told as the median of all turns with the
-least and the most of them.
+The state of a machine changes within minutes, so a ratio is always of one turn, and is told as the median of all turns
+with the least and the most of them. A turn's entry has figures, or `{"error": words}` where what was measured failed,
+or is None where it was not asked.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 Entry = dict[str, Any] | None
 _WORDS = 300
+
+Run = TypeVar("Run")
+Probe = TypeVar("Probe")
+
+
+def between(runs: Iterable[Callable[[], Run]], probe: Callable[[], Probe]) -> Iterator[tuple[Run, Probe, Probe]]:
+    """What each run gives, with the probe before it and the one after it, which is the next one's before."""
+    before = probe()
+    for run in runs:
+        found, after = run(), probe()
+        yield found, before, after
+        before = after
+
+
+def turned(names: Sequence[str], number: int) -> list[str]:
+    """The order of round `number`: who was first is last in the next."""
+    turn = number % len(names)
+    return [*names[turn:], *names[:turn]]
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -63,7 +81,11 @@ def _both(ours: Sequence[Entry], theirs: Sequence[Entry], name: str) -> list[tup
     return [(mine[0], other[0]) for mine, other in pairs if mine and other]
 
 
-def turned(peers: Sequence[str], number: int) -> list[str]:
-    """The order of a round: who was first is last in the next."""
-    turn = number % len(peers)
-    return [*peers[turn:], *peers[:turn]]
+def medians(rounds: Sequence[Mapping[str, Any]], digits: int = 3) -> dict[str, Any]:
+    """The median of each number of all rounds, wherever it stands in them."""
+    found: dict[str, Any] = {}
+    for name, value in rounds[0].items():
+        values = [each[name] for each in rounds]
+        nested = isinstance(value, Mapping)
+        found[name] = medians(values, digits) if nested else round(statistics.median(values), digits)
+    return found
