@@ -17,7 +17,6 @@ import torch
 
 from baton.bench.engine import WARM_STEPS, EngineRuns, Plan, engine_for
 from baton.bench.machine import memory_bytes, process_age_s
-from baton.bench.overhead import step_overhead
 from baton.bench.pairing import between
 from baton.bench.probes import Probes
 from baton.bench.results import Provenance
@@ -27,7 +26,6 @@ from baton.kv.format import DTYPE_BYTES, KvFormat
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 
-OVERHEAD_BATCH, OVERHEAD_STEPS = 32, 32
 _FIRST_TOKENS = 16
 
 Tell = Callable[[str], object]
@@ -71,12 +69,6 @@ def measure(config: EngineConfig, plan: Plan, tell: Tell) -> Generator[dict[str,
             yield {**provenance.report(), **report}
     finally:
         engine.close()
-    if report["decode"] and device.type == "cpu":
-        tell("step overhead")
-        batch, context = min(OVERHEAD_BATCH, max(plan.batches)), plan.contexts[0]
-        found = step_overhead(resolve(config.model), batch, context, OVERHEAD_STEPS, dtype)
-        report["overhead"] = {"batch": batch, "context": context, **found}
-        yield {**provenance.report(), **report}
 
 
 class _Rates:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -99,26 +98,6 @@ async def test_hits_that_no_server_tells_are_null(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "a").read_text())
     assert (found["input_tokens"], found["cached_tokens"], found["cached_share"]) == (5, None, None)
     assert "cached" not in out
-
-
-async def test_an_open_loop_keeps_to_its_cap(tmp_path: Path) -> None:
-    async def slow(body: dict[str, Any]) -> AsyncIterator[bytes]:
-        await asyncio.sleep(0.05)
-        async for piece in behaviour.with_ids(body):
-            yield piece
-
-    async with openai_server(slow) as server:
-        flags = ["--rate=1000", "--max-concurrency=2", "--requests=8", "--input-tokens=4", "--output-tokens=2"]
-        status, out, err = await command("serve", server.url, *flags, f"--json={tmp_path / 'a'}")
-    assert status == 0, err
-    found = json.loads((tmp_path / "a").read_text())
-    assert (found["requests"]["finished"], server.most_open) == (8, 2)
-    assert found["workload"]["max_concurrency"] == 2
-    # The last two wait for three times two others, each of which takes 50 ms; eight are due after about 8 ms.
-    assert found["cap_wait_ms"]["max"] > 100
-    assert found["cap_wait_ms"]["max"] > found["lateness_ms"]["max"]
-    assert "1000 requests/s, 2 at a time at most" in out
-    assert "wait for the cap" in out
 
 
 HTTP = "http://a/v1/completions"

@@ -161,10 +161,6 @@ def _print(report: dict[str, Any]) -> None:
 
 def _facts(report: dict[str, Any]) -> str:
     facts = []
-    if overhead := report.get("overhead"):
-        dispatch, outside = overhead["dispatch_ms"], overhead["outside_forward_ms"]
-        at = f"a step of {overhead['batch']}"
-        facts.append(f"beside arithmetic, {at}: dispatch {dispatch:.2f} ms, outside the forward pass {outside:.2f} ms")
     if (seconds := report["startup"]["first_token_s"]) is not None:
         facts.append(f"start to first token: {seconds:.1f} s")
     memory = report["memory"]

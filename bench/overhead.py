@@ -1,14 +1,18 @@
-"""What a decode step costs beside its forward pass, with the worker's own loop, service and messages around it.
+"""What a decode step costs beside its arithmetic, with the worker's own loop, service and messages, without a profiler.
 
-    python -m decode_svc.overhead CHECKPOINT [--batch 32] [--context 128] [--steps 32] [--dtype D] [--threads 1]
+    python -m bench.overhead CHECKPOINT [--batch 32] [--context 128] [--steps 32] [--dtype D]
 
-A batch decodes on an engine of CHECKPOINT, as in a worker: engine thread, scheduler, reports to the asyncio loop, a
-message a step for the router, serialised, all in one interpreter. No KV is fetched, and no socket is written to.
-Between the end of one forward pass and the begin of the next lie logits and sampling, tokens read back, the turn of
-the loop, and whatever the asyncio side takes the interpreter for. Given a checkpoint of next to no width
-(`baton.bench.tiny`), arithmetic has no part in it, and the forward pass is what its dispatch costs: the CPU time of the
-thread that computes. Prints `{"dispatch_ms": median, "outside_forward_ms": median}`. CPU only: elsewhere a forward pass
-is over later than its call.
+A batch decodes on one thread, as in a worker: engine thread, scheduler, reports to the asyncio loop, a message a step
+for the router, serialised, all in one interpreter. No KV is fetched, and no socket is written to. The engine has the
+layers and operators of CHECKPOINT, and tensors of next to nothing, so that arithmetic has no part in it:
+
+    dispatch_ms          CPU time of the forward pass: Python, torch's dispatcher, and what kernels take whatever their
+                         size. An upper bound of what dispatch adds to a step.
+    outside_forward_ms   from the end of a forward pass to the begin of the next: logits and sampling at that width,
+                         tokens read back, the loop's turn, messages made and serialised.
+
+The two follow each other, so a step's overhead is their sum. CPU only: elsewhere a forward pass is over later than its
+call. Writes bench/results/overhead.json.
 """
 
 from __future__ import annotations
@@ -17,25 +21,47 @@ import argparse
 import asyncio
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from baton.config.decode import DecodeConfig
 from baton.engine.factory import build
 from baton.engine.torch_engine import TorchEngine
+from baton.model.checkpoint import resolve
+from baton.model.config import ModelConfig
+from baton.model.decoder import Decoder
+from baton.model.layers import Parallel
+from baton.model.linear import Placement
 from baton.request import CachePolicy, FirstToken, Handoff, SamplingParams, TokenInfo
 from baton.transfer.exports import Exports
 from baton.worker.start import prefix_cache
 from baton.worker.status import WorkerRole, new_identity
 from baton.worker.thread import EngineThread
+from bench.common import save
 from decode_svc.messages import AttemptKey, Reserve, Start
 from decode_svc.service import DecodeService
 from decode_svc.servicer import down_to_proto
 
 _WARM_STEPS = 4
 _TOKEN = 1
+WIDTH, VOCABULARY = 8, 1024
+_SIZES = {
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": WIDTH,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 
 
 class Passes:
@@ -64,6 +90,19 @@ class Passes:
             "dispatch_ms": 1e3 * statistics.median(self.cpu_s[_WARM_STEPS:]),
             "outside_forward_ms": 1e3 * statistics.median(between),
         }
+
+
+def write_tiny(model: Path, directory: Path) -> Path:
+    """Write to `directory` what `model` is but for its sizes: hidden size 8, one head, 1,024 ids, random weights."""
+    raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(raw | _SIZES), encoding="utf-8")
+    config = ModelConfig.from_pretrained(directory)
+    decoder = Decoder(config, Placement(torch.float32, torch.device("cpu")), Parallel())
+    draw = torch.Generator().manual_seed(0)
+    slots = [*decoder.checkpoint_tensors(), *(() if config.tie_word_embeddings else (decoder.head_tensor(),))]
+    tensors = {slot.name: torch.randn(slot.shape, generator=draw).bfloat16() for slot in slots}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 async def measure(config: DecodeConfig, batch: int, context: int, steps: int) -> dict[str, float]:
@@ -106,27 +145,34 @@ async def measure(config: DecodeConfig, batch: int, context: int, steps: int) ->
     return passes.summary()
 
 
+def overhead(model: Path, batch: int, context: int, steps: int, dtype: str = "auto") -> dict[str, float]:
+    """`dispatch_ms` and `outside_forward_ms` of the checkpoint at `model`, medians over `steps` steps of `batch`."""
+    longest = context + _WARM_STEPS + steps + batch + 1
+    with tempfile.TemporaryDirectory(prefix="baton-tiny-") as folder:
+        config = DecodeConfig(
+            model=str(write_tiny(model, Path(folder))),
+            served_model_name="m",
+            device="cpu",
+            dtype=dtype,
+            threads=1,
+            slots=batch,
+            max_model_len=longest,
+            kv_memory=256 << 20,
+            reserve_tokens=longest,
+        )
+        return asyncio.run(measure(config, batch, context, steps))
+
+
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    for name, default in (("batch", 32), ("context", 128), ("steps", 32), ("threads", 1)):
+    for name, default in (("batch", 32), ("context", 128), ("steps", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="auto")
     given = parser.parse_args()
-    longest = given.context + _WARM_STEPS + given.steps + given.batch + 1
-    config = DecodeConfig(
-        model=given.model,
-        served_model_name="m",
-        device="cpu",
-        dtype=given.dtype,
-        threads=given.threads,
-        slots=given.batch,
-        max_model_len=longest,
-        kv_memory=256 << 20,
-        reserve_tokens=longest,
-    )
-    print(json.dumps(asyncio.run(measure(config, given.batch, given.context, given.steps))), flush=True)
+    found = overhead(resolve(given.model), given.batch, given.context, given.steps, given.dtype)
+    save("overhead", {**vars(given), **found})
 
 
 if __name__ == "__main__":
