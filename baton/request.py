@@ -108,6 +108,11 @@ class SamplingParams:
         """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether the next token depends on which tokens came before it, beside their KV."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     def check_model(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
         """Raise InvalidRequest if a token id lies outside the vocabulary, more are allowed than it has, or none can
         be chosen, because `min_tokens` bans all that are allowed."""

@@ -28,7 +28,9 @@ import torch
 
 from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops
 from baton.engine.contract import EngineSpec, KvHandle
-from baton.engine.torch_engine import TorchEngine
+from baton.engine.core import EngineCore
+from baton.engine.executor import InProcessExecutor
+from baton.engine.model_runner import ModelRunner
 from baton.engine.torch_memory import dtype_name
 from baton.kv.format import KvFormat, KvPart
 from baton.model.config import ModelConfig
@@ -110,7 +112,7 @@ class Bench:
         self.model = random_model(self.config, device)
         self.weight_bytes = self.shape.step_weights * self.model.dtype.itemsize
 
-    def engine(self, steps_ahead: int = 1, graphs: bool = True) -> TorchEngine:
+    def engine(self, steps_ahead: int = 1, graphs: bool = True) -> EngineCore:
         """An engine with pages for the largest batch, or the longest prompt."""
         plan = self.plan
         room = plan.context + plan.steps * (3 + plan.repeats)
@@ -128,10 +130,10 @@ class Bench:
             slots=max(plan.batches),
             steps_ahead=steps_ahead,
         )
-        engine = TorchEngine(self.model, self.model.new_kv_cache(pages + 1, plan.page_size), spec, 0)
+        runner = ModelRunner(self.model, self.model.new_kv_cache(pages + 1, plan.page_size), spec)
         if not graphs:
-            engine._graphs = None
-        return engine
+            runner._graphs = None
+        return EngineCore(spec, InProcessExecutor(runner), 0)
 
     def wait(self) -> None:
         """Until the device has done all."""
@@ -164,7 +166,7 @@ class Bench:
             "bytes_per_s": max(read, copy),
         }
 
-    def prefill(self, engine: TorchEngine, tokens: int, peaks: dict[str, float]) -> dict[str, float]:
+    def prefill(self, engine: EngineCore, tokens: int, peaks: dict[str, float]) -> dict[str, float]:
         """One prompt in one chunk, first token included."""
         ids = [index % self.config.vocab_size for index in range(tokens)]
         handle = engine.reserve("prefill", tokens)
@@ -176,7 +178,7 @@ class Bench:
         flops = prefill_flops(self.shape, tokens)
         return {"ms": took * 1e3, "tokens_per_s": tokens / took, "mfu": flops / took / peaks["flops"]}
 
-    def decode(self, engine: TorchEngine, batch: int, peaks: dict[str, float]) -> dict[str, float]:
+    def decode(self, engine: EngineCore, batch: int, peaks: dict[str, float]) -> dict[str, float]:
         """Steps of a batch at the plan's context, read one behind as the decode loop does."""
         with running(engine, batch, self.plan) as turn:
             took = self.seconds(lambda: turn(self.plan.steps)) / self.plan.steps
@@ -191,7 +193,7 @@ class Bench:
             "mfu": decode_flops(self.shape, batch, context) / took / peaks["flops"],
         }
 
-    def overlap(self, engine: TorchEngine, batch: int) -> dict[str, float]:
+    def overlap(self, engine: EngineCore, batch: int) -> dict[str, float]:
         """The step's time while another thread copies KV out of pages and into others, over its time alone."""
         stop = threading.Event()
         with running(engine, batch, self.plan) as turn:
@@ -205,7 +207,7 @@ class Bench:
             rate = copied.result() / 1e9
         return {"step_ms": alone * 1e3, "beside_ms": beside * 1e3, "ratio": beside / alone, "gb_per_s_each_way": rate}
 
-    def _copy(self, engine: TorchEngine, stop: threading.Event) -> float:
+    def _copy(self, engine: EngineCore, stop: threading.Event) -> float:
         """Copy KV out of pages and into others until told to stop: bytes a second."""
         tokens, heads, copied = min(self.plan.context, 1024), range(self.config.num_kv_heads), 0
         source, target = (engine.reserve(name, tokens) for name in ("source", "target"))
@@ -262,7 +264,7 @@ def random_model(config: ModelConfig, device: torch.device) -> LoadedModel:
 
 
 @contextlib.contextmanager
-def running(engine: TorchEngine, batch: int, plan: Plan) -> Iterator[Callable[[int], None]]:
+def running(engine: EngineCore, batch: int, plan: Plan) -> Iterator[Callable[[int], None]]:
     """`batch` sequences of the plan's context, whose KV is what the pages hold; yields what makes steps of them."""
     params = SamplingParams(temperature=0.0)
     prompt = [3 + index % 64 for index in range(plan.context)]

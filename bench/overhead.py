@@ -23,7 +23,6 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,10 @@ import torch
 from safetensors.torch import save_file
 
 from baton.config.decode import DecodeConfig
+from baton.engine.core import EngineCore
+from baton.engine.executor import InProcessExecutor, OnLayer
 from baton.engine.factory import build
-from baton.engine.torch_engine import TorchEngine
+from baton.engine.plan import ForwardPlan
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
@@ -67,20 +68,22 @@ _SIZES = {
 class Passes:
     """When forward passes of a whole batch began and ended."""
 
-    def __init__(self, engine: TorchEngine, batch: int) -> None:
+    def __init__(self, engine: EngineCore, batch: int) -> None:
         self.times: list[tuple[float, float]] = []
         self.cpu_s: list[float] = []
-        forward = engine._forward
+        assert isinstance(engine.executor, InProcessExecutor)
+        runner = engine.executor.runner
+        forward = runner.forward
 
-        def timed(rows: Sequence[Any]) -> Any:
+        def timed(plan: ForwardPlan, on_layer: OnLayer | None) -> Any:
             began, cpu = time.perf_counter(), time.thread_time()
-            hidden = forward(rows)
-            if len(rows) == batch:
+            hidden = forward(plan, on_layer)
+            if len(plan.steps) == batch:
                 self.cpu_s.append(time.thread_time() - cpu)
                 self.times.append((began, time.perf_counter()))
             return hidden
 
-        engine._forward = timed  # type: ignore[method-assign]
+        runner.forward = timed  # type: ignore[method-assign]
 
     def summary(self) -> dict[str, float]:
         """Medians in milliseconds, without those that warm up."""

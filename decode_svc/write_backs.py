@@ -116,7 +116,7 @@ class WriteBacks:
         if not self._crowded():
             # What is evicted in between would be replaced by empty pages.
             with contextlib.suppress(OutOfPages):
-                handle = self._engine.reserve(work.owner, self._engine.held(work.digests), work.digests)
+                handle = self._engine.reserve(work.owner, self._engine.match_prefix(work.digests), work.digests)
                 if self._pinned_blocks(handle) > work.first:
                     return handle
                 self._engine.free(handle)

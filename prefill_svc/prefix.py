@@ -71,7 +71,7 @@ class PrefixLoader:
             return
         job.digests = await self._blocks.names(job.ids, task.cache_salt)
         if task.reads:
-            job.searched_from = self._engine.held(job.digests[: self._useful(job)]) // self._block
+            job.searched_from = self._engine.match_prefix(job.digests[: self._useful(job)]) // self._block
             await self._search(job)
 
     def expected_at_look_up(self, job: Job) -> int:

@@ -105,7 +105,7 @@ class LoggingEngine(FakeEngine):
 
     def step(self) -> StepHandle:
         """Log, wait, fail or step."""
-        self.steps.append(sorted(row.handle.owner for row in self._rows if row.handle.alive))
+        self.steps.append(sorted(each.handle.owner for each in self.batch))
         self.entered.release()
         if not self.gate.wait(60):
             raise EngineError("the test never opened the gate")

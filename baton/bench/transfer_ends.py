@@ -27,9 +27,12 @@ from typing import Any
 import torch
 
 from baton.engine.contract import EngineSpec
-from baton.engine.paged import PagedEngine
+from baton.engine.core import EngineCore
+from baton.engine.executor import OnLayer
+from baton.engine.plan import ForwardPlan, PlanResult
 from baton.engine.process import prepare
 from baton.engine.torch_memory import TorchMemory
+from baton.errors import EngineError
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.pool import PageHandle
 from baton.model.attention import KvCache
@@ -67,7 +70,18 @@ class Shape:
 SHAPES = {"qwen2.5-0.5b": Shape(24, 2, 64), "llama-3.1-8b, 8 of 32 layers": Shape(8, 8, 128)}
 
 
-class Pages(PagedEngine):
+@dataclass(frozen=True, slots=True)
+class _NoModel:
+    """An executor of pages alone."""
+
+    memory: TorchMemory
+
+    def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
+        """Nothing is computed here."""
+        raise EngineError("this engine has no model")
+
+
+class Pages(EngineCore):
     """A pool that KV is read from and written to; nothing is computed."""
 
     def __init__(self, shape: Shape, tokens: int, streams: int) -> None:
@@ -84,7 +98,8 @@ class Pages(PagedEngine):
         )
         self.kv = kv
         kv_format = KvFormat(parts, shape.layers, PAGE)
-        super().__init__(EngineSpec("", kv_format, 1, tokens, frozenset(), PAGE, pages, 1), TorchMemory(kv), 0)
+        spec = EngineSpec("", kv_format, 1, tokens, frozenset(), PAGE, pages, 1)
+        super().__init__(spec, _NoModel(TorchMemory(kv)), 0)
 
     def scattered(self, streams: int, tokens: int) -> list[PageHandle]:
         """A handle a stream; their pages lie in no order, as in a pool that has long been used."""
@@ -93,8 +108,6 @@ class Pages(PagedEngine):
         for single in singles:
             self.free(single)
         return [self.reserve(str(stream), tokens) for stream in range(streams)]
-
-    _prefill = _launch = _undone = _joined = _left = None  # type: ignore[assignment]
 
 
 class _End:

@@ -6,18 +6,19 @@
 
 A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
 count equals the handles that list it. `prefill_chunk`, `insert`, `step`, its `result`, `pause` and `resume` may be
-called from the one engine thread; `reserve`, `publish`, `held`, `drop_cached`, `extend`, `fork`, `read_kv`, `write_kv`,
-`read_blocks`, `write_blocks`, `free` and whatever only looks from any. `free` may come at any time: the handle is dead
-at once for every later call, and its pages return to the pool when the reads, writes and forward passes in flight on
-them have drained. `watch_pages` tells of each return, so that nobody who waits for pages has to ask again and again.
+called from the one engine thread; `reserve`, `publish`, `match_prefix`, `drop_cached`, `extend`, `fork`, `read_kv`,
+`write_kv`, `read_blocks`, `write_blocks`, `free` and whatever only looks from any. `free` may come at any time: the
+handle is dead at once for every later call, and its pages return to the pool when the reads, writes and forward passes
+in flight on them have drained. `watch_pages` tells of each return, so that nobody who waits for pages has to ask again
+and again.
 
 A step may be launched while `spec.steps_ahead` others are unread: it takes each sequence's last token from where the
 step before left it. So a sequence that ends with an unread step is in the next one too. It has to have room there, its
 token there is dropped with the freed handle, and its pages return when that step has been read. Tokens are the same
 as without steps ahead. Where a step depends on all tokens before it (penalties), `step` waits for them first.
 
-Implementations: `baton.engine.torch_engine` (the model) and `baton.engine.fake` (tokens computable by hand); one
-contract suite runs over both.
+Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or over tokens computable by hand
+(`baton.engine.fake`); one contract suite runs over both.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Protocol
 
 from baton.errors import NoToken
 from baton.kv.format import KvFormat, PartData
+from baton.kv.pool import PoolStats
 from baton.request import SequenceState, TokenInfo
 
 
@@ -75,16 +77,6 @@ class KvHandle(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Pages of an engine: `used + free + cached == total`."""
-
-    used: int
-    free: int
-    cached: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkResult:
     """What a chunk yielded.
 
@@ -117,13 +109,15 @@ class Engine(Protocol):
     def spec(self) -> EngineSpec:
         """What does not change."""
 
-    def reserve(self, owner: str, tokens: int, prefix: Sequence[bytes] = (), most: int | None = None) -> KvHandle:
+    def reserve(
+        self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
+    ) -> KvHandle:
         """Take pages for `tokens` tokens; raises OutOfPages and takes nothing if they are not there.
 
         `prefix` are digests of leading full blocks (`baton.kv.hashing`). The longest run of them that was published
         and not evicted since is in the new handle from the start, of which `handle.cached` tells the tokens: at most
-        `most` (all by default). Full units of pages are shared and can't be written; of the last one, whose beginning
-        alone is wanted, there is a copy, so that what follows the cached tokens can be written.
+        `max_cached_tokens` (all by default). Full units of pages are shared and can't be written; of the last one,
+        whose beginning alone is wanted, there is a copy, so that what follows the cached tokens can be written.
         """
 
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
@@ -134,7 +128,7 @@ class Engine(Protocol):
         used first, and the end of a chain before its beginning. Idempotent; a dead handle is ignored.
         """
 
-    def held(self, digests: Sequence[bytes]) -> int:
+    def match_prefix(self, digests: Sequence[bytes]) -> int:
         """Tokens of the leading blocks that `reserve` would find now."""
 
     def watch_prefixes(self, changed: Callable[[Sequence[bytes], Sequence[bytes]], object] | None) -> None:

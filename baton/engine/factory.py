@@ -10,7 +10,9 @@ import torch
 from baton.engine import host_memory, huge_pages
 from baton.engine.config import CPU_PAGE_SIZE, CUDA_PAGE_SIZE, EngineConfig
 from baton.engine.contract import EngineSpec
-from baton.engine.torch_engine import TorchEngine
+from baton.engine.core import EngineCore
+from baton.engine.executor import InProcessExecutor
+from baton.engine.model_runner import ModelRunner
 from baton.engine.torch_memory import DTYPES, dtype_name
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, KvPart
@@ -28,7 +30,7 @@ _WAITING_SEQUENCES = 8
 """Beside those in slots: transfers waiting for a slot, exports not yet pulled."""
 
 
-def build(config: EngineConfig, steps_ahead: int | None = None) -> TorchEngine:
+def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     """Load the model and allocate the pool; takes seconds to minutes, so not on an event loop.
 
     `steps_ahead` is that of the spec, 1 on CUDA and 0 on CPU by default: a CPU has done a step when it was launched.
@@ -65,7 +67,8 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> TorchEngine:
     # On CUDA a page more, which the rows of a graph write to that no sequence has.
     kv = model.new_kv_cache(pages + int(device.type == "cuda"), page_size, kv_dtype)
     # Copies of what the pages hold need not be larger.
-    engine = TorchEngine(model, kv, spec, config.host_kv_memory, min(config.resident_kv_memory, pages * kv.page_bytes))
+    runner = ModelRunner(model, kv, spec, min(config.resident_kv_memory, pages * kv.page_bytes))
+    engine = EngineCore(spec, InProcessExecutor(runner), config.host_kv_memory)
     memory = huge_pages.resident()
     _log.info(
         "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "

@@ -28,13 +28,14 @@ import math
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from baton.engine.contract import ChunkResult, EngineSpec
-from baton.engine.paged import PagedEngine
-from baton.engine.steps import Row
+from baton.engine.core import EngineCore
+from baton.engine.executor import InProcessExecutor, OnLayer
+from baton.engine.plan import Chunk, ForwardPlan, PlanResult
 from baton.errors import EngineError, NoToken
 from baton.kv.format import DTYPE_BYTES, KvFormat, KvPart, PartData
 from baton.request import SamplingParams, SequenceState, TokenInfo
@@ -112,7 +113,7 @@ class _Layout:
         return b"".join([numbers[(digit + shift) % BASE] for shift in self._shifts for digit in digits])
 
 
-class _FakeMemory:
+class FakeMemory:
     """Pages as byte arrays; see `baton.engine.kv_memory.KvMemory`."""
 
     def __init__(self, layout: _Layout, pages: int) -> None:
@@ -207,13 +208,128 @@ class _FakeMemory:
         self.put(pages, 0, saved)
 
 
-class FakeEngine(PagedEngine):
+@dataclass(slots=True)
+class _FakeSlot:
+    """What a device would have of a sequence: all its token ids, and the KV that they imply."""
+
+    state: SequenceState
+    pages: list[int]
+    ids: list[int]
+    implied: bytearray
+
+
+class FakeRunner:
+    """The model's part of the fake engine; see `baton.engine.executor.Runner`. Times are FakeEngine's."""
+
+    def __init__(self, spec: EngineSpec, step_time: float, chunk_time: float, delay: Callable[[float], object]) -> None:
+        self._spec = spec
+        self._layout = _Layout(spec.kv_format, spec.page_size)
+        self.memory = FakeMemory(self._layout, spec.pages)
+        self._slots: dict[int, _FakeSlot] = {}
+        self._step_time, self._chunk_time, self._delay = step_time, chunk_time, delay
+
+    def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> None:
+        """See Runner."""
+        self._update(plan)
+        for chunk in plan.chunks:
+            self._compute(chunk, on_layer)
+        for step in plan.steps:
+            slot = self._slots[step.slot]
+            last = self._layout.token(slot.ids[-1], step.position)
+            self.memory.put(slot.pages, step.position, last)
+            slot.implied[step.position * self._layout.token_bytes :] = last
+
+    def sample(self, plan: ForwardPlan, forwarded: None, masks: Mapping[int, bytes]) -> Callable[[], PlanResult]:
+        """See Runner; takes no masks."""
+        chunks = tuple(self._sample_chunk(chunk) for chunk in plan.chunks)
+        steps = tuple(self._sample_step(self._slots[step.slot]) for step in plan.steps)
+
+        def wait() -> PlanResult:
+            if self._step_time and steps:
+                self._delay(self._step_time)
+            return PlanResult(chunks, steps)
+
+        return wait
+
+    def _update(self, plan: ForwardPlan) -> None:
+        if plan.reset:
+            self._slots = {}
+        for number in plan.left:
+            del self._slots[number]
+        for join in plan.joined:
+            ids = [*join.state.prompt_ids, *join.state.output_ids]
+            self._slots[join.slot] = _FakeSlot(join.state, list(join.pages), ids, bytearray(self._imply(ids[:-1])))
+        for growth in plan.grew:
+            self._slots[growth.slot].pages += growth.pages
+
+    def _compute(self, chunk: Chunk, on_layer: OnLayer | None) -> None:
+        states = b"".join(self._layout.token(token, p) for p, token in enumerate(chunk.token_ids, chunk.start))
+        layers = self._spec.kv_format.layers
+        for layer in range(layers):
+            if self._chunk_time:
+                self._delay(self._chunk_time / layers)
+            self.memory.put(chunk.pages, chunk.start, states, layer)
+            if on_layer is not None:
+                on_layer(layer)
+        if chunk.prompt_logprobs is not None and on_layer is not None:
+            on_layer(layers - 1)
+
+    def _sample_chunk(self, chunk: Chunk) -> ChunkResult:
+        tokens = []
+        for state in chunk.sample:
+            ids = [*state.prompt_ids, *state.output_ids]
+            implied = self._imply(ids[: chunk.start + len(chunk.token_ids)])
+            tokens.append(self._choose(state, ids, chunk.pages, implied, decoding=False))
+        prompt = [self._info(token, PROMPT_LOGPROB, chunk.prompt_logprobs) for token in chunk.successors]
+        return ChunkResult(tuple(tokens), tuple(prompt))
+
+    def _sample_step(self, slot: _FakeSlot) -> tuple[TokenInfo, ...] | str:
+        try:
+            info = self._choose(slot.state, slot.ids, slot.pages, slot.implied, decoding=True)
+        except NoToken as error:
+            slot.ids.append(0)
+            return str(error)
+        slot.ids.append(info.token_id)
+        return (info,)
+
+    def _imply(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self._layout.token(token, position) for position, token in enumerate(ids))
+
+    def _choose(
+        self,
+        state: SequenceState,
+        ids: Sequence[int],
+        pages: Sequence[int],
+        implied: bytes | bytearray,
+        decoding: bool,
+    ) -> TokenInfo:
+        vocab = self._spec.vocab_size
+        stage = 2 if decoding or state.output_ids else 1
+        token = next_token(ids, stage, state.params, state.choice_index, vocab)
+        seen = self.memory.get(pages, len(implied) // self._layout.token_bytes)
+        if seen != implied:
+            if not all(map(math.isfinite, decode(seen, self._spec.kv_format.parts[0].dtype))):
+                raise NoToken("logits are not finite")
+            token = (token + 1 + zlib.crc32(seen) % (vocab - 1)) % vocab
+        logprob = DECODE_LOGPROB if decoding else PREFILL_LOGPROB
+        return self._info(token, logprob, state.params.logprobs)
+
+    def _info(self, token: int, logprob: float, alternatives: int | None) -> TokenInfo:
+        if alternatives is None:
+            return TokenInfo(token)
+        top = tuple(((token + i) % self._spec.vocab_size, logprob - i) for i in range(alternatives))
+        return TokenInfo(token, logprob, top)
+
+
+class FakeEngine(EngineCore):
     """See the module's text.
 
     `steps_ahead` is that of the spec. `step_time` and `chunk_time` are seconds that a step and a chunk take, spent
     through `delay`: the step's when its result is waited for, the chunk's in equal shares before each layer's
     `on_layer`. Tests pass a `delay` of their own to stop the engine at a chosen point.
     """
+
+    memory: FakeMemory
 
     def __init__(
         self,
@@ -243,106 +359,7 @@ class FakeEngine(PagedEngine):
         spec = EngineSpec(
             fingerprint, kv_format, vocab_size, max_model_len, eos_token_ids, page_size, pages, slots, steps_ahead
         )
-        self._layout = _Layout(kv_format, page_size)
-        self._fake_memory = _FakeMemory(self._layout, pages)
-        # What the device would have of each row: ids with those that are unread, and the KV that they imply.
-        self._ids: list[list[int]] = []
-        self._implied: list[bytearray] = []
-        self._step_time, self._chunk_time, self._delay = step_time, chunk_time, delay
-        super().__init__(spec, self._fake_memory, host_kv_memory)
-
-    def _prefill(
-        self,
-        pages: Sequence[int],
-        token_ids: Sequence[int],
-        start: int,
-        end: int,
-        on_layer: Callable[[int], None],
-        sample: Sequence[SequenceState],
-        prompt_logprobs: int | None,
-    ) -> ChunkResult:
-        states = b"".join(self._layout.token(token_ids[p], p) for p in range(start, end))
-        for layer in range(self.spec.kv_format.layers):
-            if self._chunk_time:
-                self._delay(self._chunk_time / self.spec.kv_format.layers)
-            self._fake_memory.put(pages, start, states, layer)
-            on_layer(layer)
-        implied = self._imply(token_ids[:end]) if sample else b""
-        tokens = [
-            self._choose(state, [*state.prompt_ids, *state.output_ids], pages, implied, decoding=False)
-            for state in sample
-        ]
-        prompt: tuple[TokenInfo, ...] = ()
-        if prompt_logprobs is not None:
-            successors = token_ids[start + 1 : end + 1]
-            prompt = tuple(self._info(token, PROMPT_LOGPROB, prompt_logprobs) for token in successors)
-            on_layer(self.spec.kv_format.layers - 1)
-        return ChunkResult(tuple(tokens), prompt)
-
-    def _launch(self, rows: Sequence[Row]) -> Callable[[], Sequence[TokenInfo | NoToken]]:
-        infos: list[TokenInfo | NoToken] = []
-        for row, ids, implied in zip(rows, self._ids, self._implied, strict=True):
-            last = self._layout.token(ids[-1], row.position)
-            self._fake_memory.put(row.handle.pages, row.position, last)
-            implied[row.position * self._layout.token_bytes :] = last
-            try:
-                info = self._choose(row.state, ids, row.handle.pages, implied, decoding=True)
-            except NoToken as error:
-                infos.append(NoToken(f"{row.handle.owner}: {error}"))
-                ids.append(0)
-            else:
-                infos.append(info)
-                ids.append(info.token_id)
-
-        def wait() -> Sequence[TokenInfo | NoToken]:
-            if self._step_time:
-                self._delay(self._step_time)
-            return infos
-
-        return wait
-
-    def _undone(self) -> None:
-        self._ids, self._implied = [], []
-        for row in self._rows:
-            self._joined(row)
-
-    def _joined(self, row: Row) -> None:
-        ids = [*row.state.prompt_ids, *row.output_ids]
-        self._ids.append(ids)
-        self._implied.append(bytearray(self._imply(ids[:-1])))
-
-    def _left(self, index: int) -> None:
-        ids, implied = self._ids.pop(), self._implied.pop()
-        if index < len(self._ids):
-            self._ids[index], self._implied[index] = ids, implied
-
-    def _imply(self, ids: Sequence[int]) -> bytes:
-        return b"".join(self._layout.token(token, position) for position, token in enumerate(ids))
-
-    def _choose(
-        self,
-        state: SequenceState,
-        ids: Sequence[int],
-        pages: Sequence[int],
-        implied: bytes | bytearray,
-        decoding: bool,
-    ) -> TokenInfo:
-        vocab = self.spec.vocab_size
-        stage = 2 if decoding or state.output_ids else 1
-        token = next_token(ids, stage, state.params, state.choice_index, vocab)
-        seen = self._fake_memory.get(pages, len(implied) // self._layout.token_bytes)
-        if seen != implied:
-            if not all(map(math.isfinite, decode(seen, self.spec.kv_format.parts[0].dtype))):
-                raise NoToken("logits are not finite")
-            token = (token + 1 + zlib.crc32(seen) % (vocab - 1)) % vocab
-        logprob = DECODE_LOGPROB if decoding else PREFILL_LOGPROB
-        return self._info(token, logprob, state.params.logprobs)
-
-    def _info(self, token: int, logprob: float, alternatives: int | None) -> TokenInfo:
-        if alternatives is None:
-            return TokenInfo(token)
-        top = tuple(((token + i) % self.spec.vocab_size, logprob - i) for i in range(alternatives))
-        return TokenInfo(token, logprob, top)
+        super().__init__(spec, InProcessExecutor(FakeRunner(spec, step_time, chunk_time, delay)), host_kv_memory)
 
 
 def encode(numbers: Sequence[float], dtype: str) -> bytes:

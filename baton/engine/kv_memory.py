@@ -1,4 +1,4 @@
-"""The memory behind an engine's pages, as `baton.engine.paged` uses it."""
+"""The memory behind an engine's pages, as `baton.engine.core` uses it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a step reads of each row, in tensors on the device that live as long as the engine.
+"""What a step reads of each row, in tensors on the device that live as long as the ModelRunner.
 
 Rows `[0, n)` are the batch. The others are at position 0 of a page that nobody owns: a step over more rows than
 the batch has (`baton.engine.cuda_graphs`) writes there and attends to one token. Each step leaves its tokens and the
-next positions where the next step looks for them, so that it needs no word from the host; page tables grow by the
-pages that a handle has gained.
+next positions where the next step looks for them, so that it needs no word from the host but the pages that a
+sequence has gained.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.steps import Row
 from baton.model.attention import AttentionBatch, ResidentKv
 from baton.model.upload import upload
 
@@ -41,18 +40,22 @@ class StepInputs:
         self._filled: list[int] = []
         self._owners: list[Hashable] = []
 
-    def width(self, rows: Sequence[Row]) -> int:
-        """Pages that the longest of `rows` needs in this step."""
-        return max(row.position for row in rows) // self.page_size + 1
-
-    def add(self, row: Row) -> None:
-        """`row` is the last one now."""
-        index = len(self._filled)
-        last = row.output_ids[-1] if row.output_ids else row.state.prompt_ids[-1]
-        entry = upload([last, row.position], torch.int64, self._device)
-        self.ids[index], self.positions[index] = entry[0], entry[1]
+    def add(self, token_id: int, position: int, pages: Sequence[int]) -> None:
+        """A new last row: its newest token, where that is in its sequence, and the sequence's pages."""
+        row = len(self._filled)
+        entry = upload([token_id, position], torch.int64, self._device)
+        self.ids[row], self.positions[row] = entry[0], entry[1]
         self._filled.append(0)
-        self._owners.append(row.handle)
+        self._owners.append(object())
+        self.extend(row, pages)
+
+    def extend(self, row: int, pages: Sequence[int]) -> None:
+        """`pages` follow those of the row. A handle may have more than the model's length needs."""
+        begin = self._filled[row]
+        end = min(begin + len(pages), self.tables.shape[1])
+        if end > begin:
+            self.tables[row, begin:end] = upload(pages[: end - begin], torch.int32, self._device)
+            self._filled[row] = end
 
     def remove(self, index: int) -> None:
         """Row `index` left, and the last one takes its place."""
@@ -72,15 +75,6 @@ class StepInputs:
             self._resident.clear()
         while self._filled:
             self.remove(len(self._filled) - 1)
-
-    def fill(self, rows: Sequence[Row]) -> None:
-        """Enter pages that handles have gained."""
-        for index, row in enumerate(rows):
-            filled, pages = self._filled[index], row.handle.pages
-            held = min(len(pages), self.tables.shape[1])
-            if held > filled:
-                self.tables[index, filled:held] = upload(pages[filled:held], torch.int32, self._device)
-                self._filled[index] = held
 
     def batch(self, contexts: Sequence[int], width: int) -> AttentionBatch:
         """The first rows as attention sees them; `contexts` count the new token, and need `width` pages at most."""

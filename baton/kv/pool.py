@@ -24,13 +24,22 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from baton.engine.contract import PoolStats
 from baton.errors import EngineError, OutOfPages
 from baton.kv.cached_blocks import CachedBlockIndex, PrefixesChanged
 from baton.kv.free_pages import FreePages
 
 DRAINING = " (draining)"
 """Behind an owner's name in the audit when it gave up pages that are still pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Pages of a pool: `used + free + cached == total`."""
+
+    used: int
+    free: int
+    cached: int
+    total: int
 
 
 @dataclass(eq=False, slots=True)
@@ -122,25 +131,27 @@ class PagePool:
         owner: str,
         tokens: int,
         prefix: Sequence[bytes] = (),
-        most: int | None = None,
+        max_cached_tokens: int | None = None,
         copy: Callable[[PageCopy], object] | None = None,
     ) -> PageHandle:
         """A handle of capacity `tokens` at least. Raises OutOfPages, and then takes nothing.
 
-        It has the longest run of published blocks that begins the chain `prefix`, up to `most` tokens: whole units in
-        shared pages, the rest by calls of `copy`, without any lock held, if there is one and a page to spare for it.
+        It has the longest run of published blocks that begins the chain `prefix`, up to `max_cached_tokens`: whole
+        units in shared pages, the rest by calls of `copy`, without any lock held, if there is one and a page to spare
+        for it.
         """
-        if tokens < 0 or (most is not None and most < 0):
-            raise EngineError(f"{owner}: can't reserve {tokens} tokens, {most} of them cached")
+        most = tokens if max_cached_tokens is None else min(max_cached_tokens, tokens)
+        if most < 0:
+            raise EngineError(f"{owner}: can't reserve {tokens} tokens, {max_cached_tokens} of them cached")
         with self._changing():
-            shared, cut, cached = self._block_index.match_prefix(prefix, tokens if most is None else min(most, tokens))
+            shared, cut, cached = self._block_index.match_prefix(prefix, most)
             need = self.pages_for(tokens) - len(shared)
             if copy is None or need > self._available(shared + cut):
                 cut, cached = [], len(shared) * self.page_size
             if need > (available := self._available(shared)):
                 raise OutOfPages(need + len(shared), available + len(shared), self.pages)
             self._share(shared + cut)
-            own = self._take(need, shared)
+            own = self._allocate(need, shared)
             handle = self._handle(owner, shared + own, cached)
             if not cut or copy is None:
                 return handle
@@ -165,8 +176,8 @@ class PagePool:
             if handle.alive:
                 self._block_index.insert(handle._lease.pages, digests)
 
-    def held(self, digests: Sequence[bytes]) -> int:
-        """See `Engine.held`."""
+    def match_prefix(self, digests: Sequence[bytes]) -> int:
+        """See `Engine.match_prefix`."""
         with self._lock:
             return self._block_index.count_tokens(digests)
 
@@ -192,7 +203,7 @@ class PagePool:
         with self._changing():
             self._check_alive(handle)
             pages = handle._lease.pages
-            pages += self._take(max(0, self.pages_for(tokens) - len(pages)), pages)
+            pages += self._allocate(max(0, self.pages_for(tokens) - len(pages)), pages)
 
     def fork(
         self, handle: PageHandle, owner: str, shared_tokens: int, tokens: int, spare: PageHandle | None = None
@@ -210,7 +221,7 @@ class PagePool:
             full, rest = divmod(shared_tokens, self.page_size)
             need = self.pages_for(tokens) - full
             shared = handle._lease.pages[:full]
-            own = self._take(need, shared) if spare is None else self._convert(spare, need)
+            own = self._allocate(need, shared) if spare is None else self._convert(spare, need)
             self._share(shared)
             copy = PageCopy(handle._lease.pages[full], own[0], rest) if rest else None
             return self._handle(owner, shared + own), copy
@@ -345,7 +356,7 @@ class PagePool:
         """Pages that can be taken if the cached ones among `shared` can't."""
         return len(self._free) + self._block_index.idle_pages - sum(not self._refs[page] for page in shared)
 
-    def _take(self, count: int, before: Sequence[int] = ()) -> list[int]:
+    def _allocate(self, count: int, before: Sequence[int] = ()) -> list[int]:
         if count > (available := self._available()):
             raise OutOfPages(count, available, self.pages)
         if (missing := count - len(self._free)) > 0:
@@ -367,7 +378,7 @@ class PagePool:
         lease = spare._lease
         if lease.pins or any(not self._private(page) for page in lease.pages):
             raise EngineError(f"{lease.owner}: its pages are in use, a fork can't have them")
-        more = self._take(max(0, count - len(lease.pages)), lease.pages)
+        more = self._allocate(max(0, count - len(lease.pages)), lease.pages)
         kept, lease.pages = lease.pages[:count], lease.pages[count:]
         self._give_up(lease)
         return kept + more

@@ -16,17 +16,12 @@ import torch
 from torch import Tensor
 
 from baton.model.upload import upload, upload_ints
-from baton.request import SamplingParams, SequenceState
+from baton.request import SequenceState
 
 _NARROWEST = 256
 _WIDER = 4
 _SLAB = 1 << 13
 """Elements of a slab, unless a single entry has more."""
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether any penalty is not neutral."""
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 class _Slab:

@@ -21,12 +21,11 @@ class Sampled:
     On CUDA tokens and checks travel in one copy, log-probabilities in a second where some are asked for.
     """
 
-    def __init__(self, tokens: Tensor, checks: Sequence[Tensor], names: Sequence[str]) -> None:
-        """`checks`: bool `[B]` each, where False means: not finite, and no token allowed. `names` are for errors."""
+    def __init__(self, tokens: Tensor, checks: Sequence[Tensor]) -> None:
+        """`checks`: bool `[B]` each, where False means: not finite, and no token allowed."""
         good = checks[0] if len(checks) == 1 else torch.stack(list(checks)).all(0)
         # The next step looks it up, before it is known here that the row has failed.
         self.tokens = tokens * good
-        self._names = names
         self._found = download(torch.stack([self.tokens, *checks]))
         self._rows: Sequence[int] = ()
         self._scores: Scores | None = None
@@ -40,7 +39,7 @@ class Sampled:
         self._there = _mark(self.tokens.device)
 
     def read(self) -> list[TokenInfo | NoToken]:
-        """Wait for the device; an error that names the row in the place of each whose checks failed."""
+        """Wait for the device; an error in the place of each row whose checks failed."""
         if self._there is not None:
             self._there.synchronize()
         tokens, *checks = self._found.tolist()
@@ -52,7 +51,7 @@ class Sampled:
         for problem, check in reversed(list(zip(_PROBLEMS, checks, strict=False))):
             for row, good in enumerate(check):
                 if not good:
-                    infos[row] = NoToken(f"{self._names[row]}: {problem}")
+                    infos[row] = NoToken(problem)
         return infos
 
 

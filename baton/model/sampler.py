@@ -37,7 +37,7 @@ from baton.model.blocks import Blocks
 from baton.model.edits import BatchEdits, RowEdits, edits_of
 from baton.model.gumbel import Draws, Race, scores_of
 from baton.model.noise import noise_key
-from baton.model.penalties import Entry, Penalised, PenaltyTable, has_penalties, penalise
+from baton.model.penalties import Entry, Penalised, PenaltyTable, penalise
 from baton.model.sampled import Sampled
 from baton.model.upload import upload, upload_ints
 from baton.request import SamplingParams, SequenceState, TokenInfo
@@ -62,7 +62,6 @@ _COLDEST = torch.finfo(torch.float32).tiny
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    name: str
     state: SequenceState
     outputs: int
     edits: RowEdits
@@ -119,11 +118,11 @@ class SamplerBatch:
         self._table = PenaltyTable(device)
         self._plan: _Plan | None = None
 
-    def add(self, name: str, state: SequenceState) -> None:
-        """A new last row; `name` is for error messages."""
-        entry = self._table.add(state) if has_penalties(state.params) else None
+    def add(self, state: SequenceState) -> None:
+        """A new last row."""
+        entry = self._table.add(state) if state.params.penalizes else None
         edits = edits_of(state.params, self._eos, self._vocab_size, self._device, self._denied(state.params))
-        self._rows.append(_Row(name, state, len(state.output_ids), edits, entry))
+        self._rows.append(_Row(state, len(state.output_ids), edits, entry))
         self._plan = None
 
     def remove(self, index: int) -> None:
@@ -161,7 +160,7 @@ class SamplerBatch:
         blocks = Blocks(logits)
         if plan.edits.forbids or mask is not None:
             checks.append(blocks.maxima.amax(-1) > -math.inf)
-        sampled = Sampled(self._choose(blocks, plan), checks, [row.name for row in self._rows])
+        sampled = Sampled(self._choose(blocks, plan), checks)
         if raw is not None:
             wanted = [self._rows[i].params.logprobs or 0 for i in plan.reported]
             sampled.report(plan.reported, raw, wanted)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from baton.engine.core import EngineCore
 from baton.engine.fake import FakeEngine
-from baton.engine.paged import PagedEngine
 from tests.contract.engines import Rig
 
 SIZES = {"page_size": 16, "pages": 64, "slots": 6, "host_kv_memory": 1 << 22, "max_model_len": 512}
@@ -23,12 +23,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2"))
 
 
-def make_fake(**sizes: Any) -> PagedEngine:
+def make_fake(**sizes: Any) -> EngineCore:
     """A fake engine of the contract's usual sizes."""
     return FakeEngine(**{**SIZES, **sizes})
 
 
-def make_torch(checkpoint: Path, steps_ahead: int = 0, **sizes: Any) -> PagedEngine:
+def make_torch(checkpoint: Path, steps_ahead: int = 0, **sizes: Any) -> EngineCore:
     """A torch engine on CPU of the contract's usual sizes; one thread, as its matrices are tiny."""
     from baton.engine.config import EngineConfig
     from baton.engine.factory import build

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.engine.contract import Engine, KvHandle
-from baton.engine.paged import PagedEngine
+from baton.engine.core import EngineCore
+from baton.engine.plan import PlanResult
 from baton.kv.format import PartData
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
@@ -30,12 +31,12 @@ class Rig:
     """`make(page_size=, pages=, slots=, host_kv_memory=, kv_dtype=, max_model_len=)`; `vocab` bounds prompt ids."""
 
     name: str
-    make: Callable[..., PagedEngine]
+    make: Callable[..., EngineCore]
     vocab: int
     exact: bool
     made: list[Engine] = field(default_factory=list)
 
-    def engine(self, **sizes: Any) -> PagedEngine:
+    def engine(self, **sizes: Any) -> EngineCore:
         """A new engine, audited and closed by the fixture."""
         engine = self.make(**sizes)
         self.made.append(engine)
@@ -129,6 +130,15 @@ def payload_of(engine: Engine, handle: KvHandle, blocks: Sequence[range]) -> byt
         for layer in range(kv_format.layers)
         for part in engine.read_kv(handle, layer, tokens, range(kv_format.heads))
     )
+
+
+class ExecutorStub:
+    """Stands before an engine's executor: `launch` is what the test gives, which may call `next`."""
+
+    def __init__(self, engine: EngineCore, launch: Callable[..., Callable[[], PlanResult]]) -> None:
+        self.next, self.launch = engine.executor, launch
+        self.memory = engine.memory
+        engine.executor = self
 
 
 def spoil(engine: Engine, handle: KvHandle, token: int) -> None:

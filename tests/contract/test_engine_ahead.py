@@ -10,7 +10,7 @@ import pytest
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError
 from baton.request import SamplingParams, SequenceState
-from tests.contract.engines import MIXED, Rig, generate, prefill, start, state, step
+from tests.contract.engines import MIXED, ExecutorStub, Rig, generate, prefill, start, state, step
 
 # Four tokens far above all others take turns by what was counted: a step that missed one would take another turn.
 IN_TURNS = SamplingParams(
@@ -68,15 +68,14 @@ def test_a_step_is_launched_before_the_last_one_is_read(rig: Rig, ahead: Callabl
     engine = ahead()
     handle, _ = start(engine, "a/1", state(rig.prompt(10)))
     waits: list[int] = []
-    launch = engine._launch
+    launched: list[int] = []
 
-    def counted(rows: Any) -> Any:
-        wait, number = launch(rows), len(launched)
+    def counted(*plan: Any) -> Any:
+        wait, number = stub.next.launch(*plan), len(launched)
         launched.append(number)
         return lambda: (waits.append(number), wait())[1]
 
-    launched: list[int] = []
-    engine._launch = counted
+    stub = ExecutorStub(engine, counted)
     first, second = engine.step(), engine.step()
     assert (launched, waits) == ([0, 1], [])
     # More than were agreed upon: the oldest is read first.
@@ -171,18 +170,17 @@ def test_a_step_that_fails_when_it_is_read_undoes_the_later_ones(rig: Rig, ahead
     expected = [generate(rig.engine(), one, 6) for one in wanted]
     running = [start(engine, f"a/{i}", one) for i, one in enumerate(wanted)]
     tokens = step(engine)
-    launch = engine._launch
 
-    def failing(rows: Any) -> Any:
-        launch(rows)
+    def failing(*plan: Any) -> Any:
+        stub.next.launch(*plan)
 
         def wait() -> Any:
             raise EngineError("not finite")
 
-        engine._launch = launch
+        engine.executor = stub.next
         return wait
 
-    engine._launch = failing
+    stub = ExecutorStub(engine, failing)
     failed, undone = engine.step(), engine.step()
     with pytest.raises(EngineError, match="not finite"):
         failed.result()

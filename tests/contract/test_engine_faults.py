@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.contract import Engine, KvHandle
-from baton.engine.paged import PagedEngine
+from baton.engine.core import EngineCore
 from baton.errors import NoToken
 from baton.request import SequenceState
 from tests.contract.engines import MIXED, Rig, generate, ignore, prefill, spoil, start, state, step
@@ -52,7 +52,7 @@ def test_a_sequence_without_a_token_fails_alone(rig: Rig, ahead: int) -> None:
 
 
 def test_the_next_owner_of_its_pages_sees_nothing_of_it(rig: Rig) -> None:
-    engine: PagedEngine = rig.engine(pages=4, slots=2)
+    engine: EngineCore = rig.engine(pages=4, slots=2)
     bad = spoiled(engine, "bad/1", state(rig.prompt(20, seed=9)))
     ((_, found),) = engine.step().result()
     assert isinstance(found, NoToken)
@@ -84,7 +84,7 @@ def test_what_is_retracted_is_not_found_and_other_prefixes_are(rig: Rig) -> None
     assert (bad.cached, mate.cached) == (32, 48)
     engine.retract(bad)
     engine.retract(bad)
-    assert (engine.held(names), engine.held(others)) == (0, 48)
+    assert (engine.match_prefix(names), engine.match_prefix(others)) == (0, 48)
     engine.free(bad)
     engine.retract(bad)
     engine.free(mate)

@@ -13,7 +13,7 @@ import pytest
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import CorruptFrame, EngineError, InvalidRequest, OutOfPages
 from baton.kv.format import PartData
-from tests.contract.engines import MIXED, Rig, generate, ignore, prefill, start, state, step, whole_kv
+from tests.contract.engines import MIXED, ExecutorStub, Rig, generate, ignore, prefill, start, state, step, whole_kv
 
 
 def test_reserve_takes_whole_pages_or_nothing(rig: Rig) -> None:
@@ -101,29 +101,46 @@ def test_a_handle_is_inserted_once(rig: Rig) -> None:
         engine.insert(small, state(rig.prompt(18), outputs=[1]))
 
 
-def test_a_sequence_that_can_not_join_leaves_the_batch_as_it_was(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = rig.engine()
-    expected = generate(engine, state(rig.prompt(10)), 4)
+class FailingRestore:
+    """An engine's memory that can not restore."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+
+    def restore(self, *args: Any) -> None:
+        raise MemoryError("no room")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+
+def test_a_launch_or_resume_that_fails_leaves_the_batch_as_it_was(rig: Rig) -> None:
+    engine: Any = rig.engine()
+    expected = generate(engine, state(rig.prompt(10)), 5)
     handle, outputs = start(engine, "a/1", state(rig.prompt(10)))
-    paused, late = start(engine, "b/1", state(rig.prompt(12)))[0], engine.reserve("c/1", 20)
+    paused, late = start(engine, "b/1", state(rig.prompt(12)))
     engine.pause(paused)
-
-    def fail(_row: Any) -> None:
-        raise MemoryError("no room for a row")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_joined", fail)
-        with pytest.raises(MemoryError):
-            engine.insert(late, state(rig.prompt(12), outputs=[1]))
-        with pytest.raises(MemoryError):
-            engine.resume(paused)
+    memory, engine.memory = engine.memory, FailingRestore(engine.memory)
+    with pytest.raises(MemoryError):
+        engine.resume(paused)
+    engine.memory = memory
     outputs.append(step(engine)[handle])
     engine.resume(paused)
+
+    def fail(*_plan: Any) -> Any:
+        raise EngineError("no room for a row")
+
+    stub = ExecutorStub(engine, fail)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no room for a row"):
+            engine.step()
+    engine.executor = stub.next
     tokens = step(engine)
-    assert set(tokens) == {handle, paused}
     outputs.append(tokens[handle])
+    assert [*late, tokens[paused]] == generate(rig.engine(), state(rig.prompt(12)), 2)
     engine.free(paused)
-    outputs.append(step(engine)[handle])
+    for _ in range(2):
+        outputs.append(step(engine)[handle])
     assert outputs == expected
 
 
@@ -160,20 +177,19 @@ def test_a_result_read_late_leaves_out_what_was_freed(rig: Rig) -> None:
     assert [handle for handle, _ in pending.result()] == [second]
 
 
-def test_free_in_the_midst_of_a_step_waits_for_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_in_the_midst_of_a_step_waits_for_it(rig: Rig) -> None:
     engine = rig.engine()
     handle, _ = start(engine, "a/1", state(rig.prompt(10)))
     other, _ = start(engine, "b/1", state(rig.prompt(10)))
-    launch = engine._launch
     seen = []
 
-    def freed_meanwhile(rows: Any) -> Any:
+    def freed_meanwhile(*plan: Any) -> Any:
         engine.free(handle)
         assert not handle.alive
         seen.append(engine.audit())
-        return launch(rows)
+        return stub.next.launch(*plan)
 
-    monkeypatch.setattr(engine, "_launch", freed_meanwhile)
+    stub = ExecutorStub(engine, freed_meanwhile)
     assert set(step(engine)) == {other}
     assert seen == [{"a/1 (draining)": 4, "b/1": 4}]
     assert engine.audit() == {"b/1": 4}
@@ -183,9 +199,9 @@ class GatedMemory:
     """An engine's memory whose reads and writes wait inside for the test."""
 
     def __init__(self, engine: Any) -> None:
-        self._memory = engine._memory
+        self._memory = engine.memory
         self.entered, self.go_on = threading.Event(), threading.Event()
-        engine._memory = self
+        engine.memory = self
 
     def read(self, *args: Any) -> Any:
         self.entered.set()

@@ -66,7 +66,7 @@ def test_output_with_a_prefix_equals_the_output_without(rig: Rig, sizes: dict[st
     engine = rig.engine(**sizes, pages=96)
     leave(engine, prompt)
     full = whole(engine, 110, sizes)
-    assert full == engine.held(digests(engine, prompt))
+    assert full == engine.match_prefix(digests(engine, prompt))
     for most in (0, 1, 15, 40, 64, 77, full - 1, full, 109):
         for one, first, outputs in zip(wanted, exact, expected, strict=True):
             handle = engine.reserve("again", 130, digests(engine, prompt), most)
@@ -115,8 +115,8 @@ def test_a_prompt_that_goes_on_differently_finds_the_blocks_in_common(rig: Rig, 
         engine.free(handle)
         engine.step()
         # What they have in common is as it was, and both go on from it.
-        assert engine.held(digests(engine, first)) == whole(engine, 110, sizes)
-        assert engine.held(digests(engine, prompt)) == whole(engine, 110, sizes)
+        assert engine.match_prefix(digests(engine, first)) == whole(engine, 110, sizes)
+        assert engine.match_prefix(digests(engine, prompt)) == whole(engine, 110, sizes)
 
 
 def test_pages_are_shared_with_a_sequence_that_still_runs(rig: Rig) -> None:
@@ -179,15 +179,15 @@ def test_pages_are_evicted_least_recently_used_and_from_the_end_of_the_chain(rig
     assert (stats.used, stats.free, stats.cached) == (0, 4, 8)
     engine.free(engine.reserve("touch", 16, names[:1]))
     taken = engine.reserve("x/1", 16 * 6)
-    assert (engine.held(names), engine.held(others)) == (32, 64)
+    assert (engine.match_prefix(names), engine.match_prefix(others)) == (32, 64)
     more = engine.reserve("x/2", 16 * 3)
-    assert (engine.held(names), engine.held(others)) == (16, 32)
+    assert (engine.match_prefix(names), engine.match_prefix(others)) == (16, 32)
     with pytest.raises(OutOfPages, match="4 pages, 3 of 12"):
         engine.reserve("x/3", 64)
     # What it finds it does not evict.
     last = engine.reserve("x/4", 48, others)
     assert last.cached == 32
-    assert (engine.held(names), engine.held(others)) == (0, 32)
+    assert (engine.match_prefix(names), engine.match_prefix(others)) == (0, 32)
     engine.free(taken)
     engine.free(more)
 
@@ -202,7 +202,7 @@ def test_a_reservation_that_fails_changes_nothing(rig: Rig) -> None:
     blocker = engine.reserve("x/1", 48)
     with pytest.raises(OutOfPages, match="6 pages, 5 of 8"):
         engine.reserve("y/1", 96, names)
-    assert engine.held(names) == 64
+    assert engine.match_prefix(names) == 64
     assert engine.audit() == {"x/1": 3}
     fits = engine.reserve("y/1", 80, names)
     assert (fits.cached, fits.capacity) == (64, 80)
@@ -214,7 +214,7 @@ def test_a_reservation_that_fails_changes_nothing(rig: Rig) -> None:
     engine.free(cut)
     tight = engine.reserve("z/2", 80, names, 63)
     assert tight.cached == 48
-    assert engine.held(names) == 48
+    assert engine.match_prefix(names) == 48
     engine.free(blocker)
 
 
@@ -266,7 +266,7 @@ def test_a_paused_sequence_leaves_its_published_pages_cached(rig: Rig) -> None:
     assert (stats.used, stats.free, stats.cached) == (0, 7, 3)
     # Nothing of it can be published while it has no pages.
     engine.publish(handle, digests(engine, rig.prompt(50, seed=3)))
-    assert engine.held(names) == 48
+    assert engine.match_prefix(names) == 48
     other = engine.reserve("b/1", 60, names, 49)
     assert other.cached == 48
     engine.resume(handle)
@@ -278,7 +278,7 @@ def test_a_paused_sequence_leaves_its_published_pages_cached(rig: Rig) -> None:
     assert engine.stats().cached == 3
     assert engine.drop_cached() == 3
     engine.publish(handle, names)
-    assert engine.held(names) == 48
+    assert engine.match_prefix(names) == 48
     outputs += [step(engine)[handle] for _ in range(2)]
     assert outputs == expected
 
@@ -320,7 +320,7 @@ def test_the_source_of_a_copy_can_not_be_evicted_under_it(rig: Rig, monkeypatch:
     engine: Any = rig.engine(page_size=16, pages=6)
     prompt = rig.prompt(16)
     leave(engine, prompt)
-    names, seen, memory = digests(engine, prompt), [], engine._memory
+    names, seen, memory = digests(engine, prompt), [], engine.memory
     source = engine.reserve("source", 16, names)
     expected = whole_kv(engine, source, 15)
     engine.free(source)
@@ -332,12 +332,12 @@ def test_the_source_of_a_copy_can_not_be_evicted_under_it(rig: Rig, monkeypatch:
             engine.reserve("greedy", 64)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_memory", ActsWhileCopying(memory, meanwhile))
+        patch.setattr(engine, "memory", ActsWhileCopying(memory, meanwhile))
         handle = engine.reserve("a/1", 32, names, 15)
     assert seen == [0, {"a/1": 2, "a/1 (draining)": 1}]
     assert handle.cached == 15
     assert whole_kv(engine, handle, 15) == expected
-    assert engine.held(names) == 0
+    assert engine.match_prefix(names) == 0
     leave(engine, prompt)
 
     def fail() -> None:
@@ -345,7 +345,7 @@ def test_the_source_of_a_copy_can_not_be_evicted_under_it(rig: Rig, monkeypatch:
 
     before = engine.stats()
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_memory", ActsWhileCopying(memory, fail))
+        patch.setattr(engine, "memory", ActsWhileCopying(memory, fail))
         with pytest.raises(MemoryError):
             engine.reserve("c/1", 32, names, 15)
     assert engine.stats() == before

@@ -9,7 +9,7 @@ import pytest
 from baton.engine.contract import KvHandle
 from baton.errors import EngineError, OutOfPages
 from baton.request import SamplingParams
-from tests.contract.engines import Rig, generate, prefill, start, state, step, whole_kv
+from tests.contract.engines import ExecutorStub, Rig, generate, prefill, start, state, step, whole_kv
 
 
 def test_a_fork_takes_over_the_pages_of_its_spare_and_nobody_gets_in_between(rig: Rig) -> None:
@@ -68,14 +68,13 @@ def test_every_return_of_pages_is_told_once_they_can_be_had(rig: Rig, monkeypatc
     step(engine)
     engine.pause(other)
     assert seen == [13]
-    launch = engine._launch
 
-    def freed_meanwhile(rows: Any) -> Any:
+    def freed_meanwhile(*plan: Any) -> Any:
         engine.free(handle)
         assert seen == [13]
-        return launch(rows)
+        return stub.next.launch(*plan)
 
-    monkeypatch.setattr(engine, "_launch", freed_meanwhile)
+    stub = ExecutorStub(engine, freed_meanwhile)
     step(engine)
     assert seen == [13, 16]
     engine.reserve("c/1", 20)
@@ -96,10 +95,10 @@ def test_host_memory_is_told_by_owner_and_audited(rig: Rig) -> None:
     engine.pause(other)
     size = engine.spec.kv_format.token_bytes
     assert engine.host_kv() == {"a/1": 20 * size, "b/1": 9 * size}
-    engine._host_free += 1
+    engine._kv._host_free += 1
     with pytest.raises(EngineError, match=rf"host memory audit failed: {29 * size} bytes are held.*'a/1': {20 * size}"):
         engine.audit()
-    engine._host_free -= 1
+    engine._kv._host_free -= 1
     engine.resume(handle)
     engine.free(other)
     assert engine.host_kv() == {}
@@ -110,7 +109,7 @@ class FreesWhileSaving:
     """An engine's memory during whose `save` the handle is freed."""
 
     def __init__(self, engine: Any, handle: KvHandle) -> None:
-        self._engine, self._handle, self._memory = engine, handle, engine._memory
+        self._engine, self._handle, self._memory = engine, handle, engine.memory
 
     def save(self, *args: Any) -> Any:
         self._engine.free(self._handle)
@@ -124,7 +123,7 @@ def test_free_in_the_midst_of_a_pause_leaves_nothing_behind(rig: Rig) -> None:
     engine: Any = rig.engine()
     handle, _ = start(engine, "a/1", state(rig.prompt(20)))
     other, _ = start(engine, "b/1", state(rig.prompt(9)))
-    engine._memory = FreesWhileSaving(engine, handle)
+    engine.memory = FreesWhileSaving(engine, handle)
     engine.pause(handle)
     assert engine.host_kv() == {}
     assert set(engine.audit()) == {"b/1"}

@@ -75,7 +75,7 @@ class Streams:
         """The handoff and the pages' content after a pull of mangled streams; None if it was refused."""
         handle = self.engine.reserve("decode", TOKENS)
         for page in handle.pages:
-            memory = self.engine._fake_memory._pages[page]
+            memory = self.engine.memory._pages[page]
             memory[:] = b"\xee" * len(memory)
         try:
             work = pull(_Source(self.of, mangle), self.engine, handle, BOX, length=TOKENS, timeout_s=20)

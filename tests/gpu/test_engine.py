@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from baton.engine.config import EngineConfig
+from baton.engine.core import EngineCore
 from baton.engine.factory import build
-from baton.engine.torch_engine import TorchEngine
 from baton.model.attention import flash_backend
 from tests.checkpoints import make_checkpoint
 from tests.contract.conftest import SIZES
@@ -48,7 +48,7 @@ def rig(checkpoint: Path) -> Iterator[Rig]:
         assert engine.stats().free == engine.stats().total
 
 
-def make(checkpoint: Path, **sizes: Any) -> TorchEngine:
+def make(checkpoint: Path, **sizes: Any) -> EngineCore:
     """An engine of the contract's sizes, or those given."""
     chosen = {**SIZES, "kv_dtype": "float32", **sizes}
     probe = build(EngineConfig(str(checkpoint), device="cpu", kv_memory=1 << 22, kv_dtype=chosen["kv_dtype"]))
@@ -57,7 +57,7 @@ def make(checkpoint: Path, **sizes: Any) -> TorchEngine:
     return build(EngineConfig(str(checkpoint), device="cuda", kv_memory=kv_memory, **chosen), ahead)
 
 
-def made_for_flash(tmp_path: Path, **sizes: Any) -> TorchEngine:
+def made_for_flash(tmp_path: Path, **sizes: Any) -> EngineCore:
     """bfloat16, pages of 256, heads of 64, contexts of 1,024."""
     path = make_checkpoint("llama", tmp_path, head_dim=64)
     fitting = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "page_size": 256, "pages": 24, "max_model_len": 1024}
@@ -68,9 +68,11 @@ def made_for_flash(tmp_path: Path, **sizes: Any) -> TorchEngine:
 def test_graphs_yield_the_tokens_of_eager_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, eager = made_for_flash(tmp_path), made_for_flash(tmp_path)
+    engine: Any = made_for_flash(tmp_path)
+    eager: Any = made_for_flash(tmp_path)
     # Eager steps of the graphs' shapes, or the kernels' choices would show in the last bits of bfloat16.
-    monkeypatch.setattr(eager._graphs, "_capture", lambda rows, width: None)
+    graphs = engine.executor.runner._graphs
+    monkeypatch.setattr(eager.executor.runner._graphs, "_capture", lambda rows, width: None)
     prompts = [[(i + position) % 256 for position in range(20 + 90 * i)] for i in range(len(MIXED))]
     wanted = [state(prompt, params) for prompt, params in zip(prompts, MIXED, strict=True)]
     found: dict[str, list[list[int]]] = {}
@@ -84,8 +86,7 @@ def test_graphs_yield_the_tokens_of_eager_steps(
                 if turn == 9:
                     each.free(running[1][0])
             found[name] = [outputs for _, outputs in running]
-    assert engine._graphs is not None
-    if engine._graphs.rows:
+    if graphs.rows:
         assert "captured the decode graph of 8 rows" in caplog.text
         assert "captured the decode graph of 4 rows" in caplog.text
     assert found["graphs"] == found["eager"]

@@ -125,7 +125,7 @@ def check_left(engine: Engine, cache: MemoryPrefixCache, tries: Iterable[Try]) -
         for name, payload in zip(digests(engine, ids, salt), payloads(engine, ids), strict=True)
     }
     assert {name: bytes(payload) for name, payload in cache.blocks.items()}.items() <= truth.items()
-    assert not any(engine.held(digests(engine, ids, salt)) for ids, salt in chains if salt)
+    assert not any(engine.match_prefix(digests(engine, ids, salt)) for ids, salt in chains if salt)
 
 
 def payloads(engine: Engine, ids: Sequence[int]) -> list[bytes]:
@@ -146,7 +146,7 @@ def check_pool(engine: Engine, chains: Sequence[tuple[Sequence[int], bytes]]) ->
     """Whatever the pool holds of these (ids, salt) is the KV of these ids."""
     for ids, salt in chains:
         names = digests(engine, ids, salt)
-        handle = engine.reserve("check", engine.held(names), names)
+        handle = engine.reserve("check", engine.match_prefix(names), names)
         found = held_payloads(engine, handle, handle.cached // engine.spec.kv_format.block_size)
         engine.free(handle)
         assert found == payloads(engine, ids)[: len(found)]
@@ -194,5 +194,5 @@ class PausingEngine(LoggingEngine):
         self.paused: list[tuple[str, list[str]]] = []
 
     def pause(self, handle: KvHandle) -> None:
-        self.paused.append((handle.owner, [row.handle.owner for row in self._rows if row.handle.alive]))
+        self.paused.append((handle.owner, [each.handle.owner for each in self.batch]))
         super().pause(handle)

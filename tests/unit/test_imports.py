@@ -22,6 +22,8 @@ PURE = (
     "baton.config",
     "baton.config.roles",
     "baton.engine.contract",
+    "baton.engine.kv_manager",
+    "baton.engine.plan",
     "baton.errors",
     "baton.kv.format",
     "baton.kv.hashing",

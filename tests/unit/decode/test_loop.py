@@ -132,10 +132,10 @@ def test_a_step_that_raises_fails_its_batch_and_no_other() -> None:
     names, idle = digests(turns.engine, range(32)), turns.engine.reserve("idle", 32)
     turns.engine.publish(idle, names)
     turns.engine.free(idle)
-    assert turns.engine.held(names) == 32
+    assert turns.engine.match_prefix(names) == 32
     turns.engine.fail_next = "out of memory"
     report = turns.turn()
-    assert turns.engine.held(names) == 0
+    assert turns.engine.match_prefix(names) == 0
     assert report.failures == [Lost(each, FailureKind.ENGINE, "EngineError: out of memory") for each in (1, 2)]
     assert set(turns.engine.audit()) == {"s3"}
     turns.until_finished(3)
@@ -159,7 +159,7 @@ def test_a_sequence_without_a_token_fails_alone_and_its_mates_get_theirs() -> No
     turns.until_finished(1, 3)
     for number in (1, 3):
         assert turns.tokens[number] == alone([number, 5, 6], greedy(4))
-    assert turns.engine.held(names) == 32, "what others have cached stays"
+    assert turns.engine.match_prefix(names) == 32, "what others have cached stays"
     assert turns.engine.audit() == {}
 
 

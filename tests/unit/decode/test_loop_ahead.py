@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-
-import pytest
+from typing import Any
 
 from baton.errors import EngineError
 from baton.request import FinishReason
 from decode_svc.loop import Lost, Report
 from decode_svc.messages import FailureKind
+from tests.contract.engines import ExecutorStub
 from tests.decoding import alone, greedy
 from tests.unit.decode.test_loop import Turns
 
@@ -115,22 +115,21 @@ def test_a_step_that_cant_be_launched_comes_after_the_one_in_flight() -> None:
     assert turns.engine.audit() == {}
 
 
-def test_a_step_that_fails_when_it_is_read_fails_its_batch_and_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_when_it_is_read_fails_its_batch_and_the_next_one() -> None:
     turns = Ahead(slots=2)
     for number in (1, 2, 3):
         turns.add(number, [number], 4)
-    launch = turns.engine._launch
 
-    def failing(rows: object) -> object:
-        launch(rows)  # type: ignore[arg-type]
-        monkeypatch.undo()
+    def failing(*plan: Any) -> Any:
+        stub.next.launch(*plan)
+        turns.engine.executor = stub.next
 
-        def wait() -> object:
+        def wait() -> Any:
             raise EngineError("not finite")
 
         return wait
 
-    monkeypatch.setattr(turns.engine, "_launch", failing)
+    stub = ExecutorStub(turns.engine, failing)
     assert turns.turn().failures == []
     report = turns.turn()
     assert report.failures == [Lost(each, FailureKind.ENGINE, "EngineError: not finite") for each in (1, 2)]

@@ -158,7 +158,7 @@ def test_a_preempted_sequence_leaves_what_it_has_for_its_replay() -> None:
         bench.turn()
     assert bench.failed == {2: FailureKind.PREEMPTED}
     # At once, before the other one wants the pages.
-    assert bench.engine.held(digests(bench.engine, [2, 7, 9, *bench.tokens[2]])) == 32
+    assert bench.engine.match_prefix(digests(bench.engine, [2, 7, 9, *bench.tokens[2]])) == 32
     bench.turn_until_over()
     bench.check()
 
@@ -266,7 +266,7 @@ def test_what_is_paused_sleeps_until_pages_return_from_elsewhere() -> None:
     turns = len(bench.reports)
     assert bench.progress.stalled() == 0
     # Pages with a copy in flight return after the free, and nobody else says a word.
-    with bench.engine._pool.pinned(taken):  # type: ignore[arg-type]
+    with bench.engine._kv.pool.pinned(taken):  # type: ignore[arg-type]
         bench.engine.free(taken)
         assert bench.engine.stats().free == 6
         assert len(bench.reports) == turns

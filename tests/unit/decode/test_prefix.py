@@ -61,7 +61,7 @@ class Worker:
                 sequence.hasher.extend([info.token_id for info in infos])
 
     def held(self, ids: Sequence[int]) -> int:
-        return self.engine.held(digests(self.engine, ids, SALT))
+        return self.engine.match_prefix(digests(self.engine, ids, SALT))
 
     def check(self) -> None:
         """Nobody holds anything, and what is left in the pool is what it is named."""
@@ -248,17 +248,17 @@ def test_while_a_sequence_comes_back_its_pages_are_not_its_kv() -> None:
     worker.engine.pause(sequence.handle)
     names = tuple(sequence.hasher.digests)
     assert worker.engine.drop_cached() == 2
-    restore = worker.engine._fake_memory.restore
+    restore = worker.engine.memory.restore
 
     def interrupted(pages: Sequence[int], saved: Any) -> None:
         worker.engine.publish(sequence.handle, names)
-        assert worker.engine.held(names) == 0
+        assert worker.engine.match_prefix(names) == 0
         restore(pages, saved)
 
-    worker.engine._fake_memory.restore = interrupted  # type: ignore[method-assign]
+    worker.engine.memory.restore = interrupted  # type: ignore[method-assign]
     worker.engine.resume(sequence.handle)
     worker.engine.publish(sequence.handle, names)
-    assert worker.engine.held(names) == 16
+    assert worker.engine.match_prefix(names) == 16
     worker.attempts.end(attempt, 1.0)
     worker.check()
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import torch_engine
+from baton.engine import model_runner
 from baton.engine.contract import EngineSpec
+from baton.engine.core import EngineCore
 from baton.engine.cuda_graphs import padded
-from baton.engine.torch_engine import TorchEngine
+from baton.engine.executor import InProcessExecutor
+from baton.engine.model_runner import ModelRunner
 from baton.kv.format import KvFormat, KvPart
 from baton.model import decoder
 from baton.model.attention.flash_backend import FlashKernels
@@ -25,7 +27,7 @@ __all__ = ["cuda"]
 
 PROMPTS = [[(7 * i + position) % 256 for position in range(5 + 11 * i)] for i in range(len(MIXED))]
 WANTED = [state(prompt, params) for prompt, params in zip(PROMPTS, MIXED, strict=True)]
-Make = Callable[[], TorchEngine]
+Make = Callable[[], EngineCore]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 @pytest.fixture
 def make(model: LoadedModel, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Engines with graphs and a step ahead."""
-    for module in (torch_engine, decoder):
+    for module in (model_runner, decoder):
         monkeypatch.setattr(module, "select", lambda *_: FLASH)
     parts = tuple(KvPart(name, "float32", (model.config.num_kv_heads, model.config.head_dim)) for name in ("k", "v"))
     spec = EngineSpec(
@@ -52,10 +54,10 @@ def make(model: LoadedModel, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Mak
         slots=6,
         steps_ahead=1,
     )
-    return lambda: TorchEngine(model, model.new_kv_cache(61, 16), spec, 0)
+    return lambda: EngineCore(spec, InProcessExecutor(ModelRunner(model, model.new_kv_cache(61, 16), spec)), 0)
 
 
-def batch(engine: TorchEngine) -> list[list[int]]:
+def batch(engine: EngineCore) -> list[list[int]]:
     """Outputs of sequences of which one leaves and the last one joins while steps are in flight."""
     running = [start(engine, f"{i}", one) for i, one in enumerate(WANTED[:-1])]
     unread: list[Any] = []
@@ -77,8 +79,8 @@ def batch(engine: TorchEngine) -> list[list[int]]:
     return [outputs for _, outputs in running]
 
 
-def expected(engine: TorchEngine, found: list[list[int]]) -> list[list[int]]:
-    engine._graphs = None
+def expected(engine: EngineCore, found: list[list[int]]) -> list[list[int]]:
+    engine.executor.runner._graphs = None  # type: ignore[attr-defined]
     return [generate(engine, one, len(outputs)) for one, outputs in zip(WANTED, found, strict=True)]
 
 
@@ -115,7 +117,7 @@ def test_a_step_that_makes_the_host_wait_is_never_captured(
         return FLASH._kernels.with_kvcache(*args, **kwargs)
 
     slow = type(FLASH)(FlashKernels(waiting, FLASH._kernels.varlen))
-    for module in (torch_engine, decoder):
+    for module in (model_runner, decoder):
         monkeypatch.setattr(module, "select", lambda *_: slow)
     engine = make()
     found = batch(engine)

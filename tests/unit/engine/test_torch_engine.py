@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import factory, torch_engine
+from baton.engine import factory, model_runner
 from baton.engine.config import EngineConfig
+from baton.engine.core import EngineCore
+from baton.engine.executor import InProcessExecutor
 from baton.engine.factory import build
 from baton.errors import ConfigError, EngineError
 from baton.request import SamplingParams
@@ -27,9 +29,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
-def engine_of(checkpoint: Path, **fields: Any) -> torch_engine.TorchEngine:
+def engine_of(checkpoint: Path, **fields: Any) -> EngineCore:
     defaults = {"device": "cpu", "slots": 4, "kv_memory": 8 << 20, "threads": 1}
     return build(EngineConfig(str(checkpoint), **{**defaults, **fields}))
+
+
+def runner_of(engine: EngineCore) -> Any:
+    assert isinstance(engine.executor, InProcessExecutor)
+    return engine.executor.runner
 
 
 def test_the_spec_tells_what_was_built(checkpoint: Path) -> None:
@@ -113,7 +120,7 @@ def test_greedy_equals_transformers(checkpoint: Path) -> None:
 
 def test_log_probabilities_equal_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Seven rows of logits at a time.
-    monkeypatch.setattr(torch_engine, "_LOGITS_AT_ONCE", 7 * 264)
+    monkeypatch.setattr(model_runner, "_LOGITS_AT_ONCE", 7 * 264)
     engine = engine_of(checkpoint)
     prompt = list(range(50, 80))
     with torch.inference_mode():
@@ -139,7 +146,7 @@ def test_not_a_number_in_a_prompt_is_an_error(checkpoint: Path) -> None:
     prompt = list(range(40))
     handle = engine.reserve("a/1", 40)
     engine.prefill_chunk(handle, prompt, 0, 16, on_layer=ignore)
-    engine._kv.parts["v"][:, handle.pages[0]] = math.nan
+    runner_of(engine)._kv.parts["v"][:, handle.pages[0]] = math.nan
     with pytest.raises(EngineError, match="not finite"):
         engine.prefill_chunk(handle, prompt, 16, 40, on_layer=ignore, sample=[state(prompt)])
     with pytest.raises(EngineError, match="not finite"):
@@ -154,7 +161,7 @@ def test_what_the_model_raises_becomes_an_engine_error(checkpoint: Path, monkeyp
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._decoder, "forward", fail)
+        patch.setattr(runner_of(engine)._decoder, "forward", fail)
         with pytest.raises(EngineError, match="RuntimeError: out of memory"):
             engine.step()
         with pytest.raises(EngineError, match="out of memory"):
@@ -185,7 +192,7 @@ def test_a_step_that_failed_between_layers_runs_again(
         if turn == 2:
             running.append(start(engine, "a/2", wanted[2]))
         with monkeypatch.context() as patch:
-            patch.setattr(engine._decoder.layers[layer].attention, "attend", fail)
+            patch.setattr(runner_of(engine)._decoder.layers[layer].attention, "attend", fail)
             for _ in range(turn % 3):
                 with pytest.raises(EngineError, match="out of memory"):
                     engine.step()
@@ -197,7 +204,7 @@ def test_a_step_that_failed_between_layers_runs_again(
 
 def test_copies_of_running_sequences_follow_the_batch_within_their_memory(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, resident_kv_memory=200 * 1152)
-    resident = engine._inputs._resident
+    resident = runner_of(engine)._inputs._resident
     assert resident is not None
     running = [start(engine, f"a/{i}", state(list(range(50 + i)))) for i in range(4)]
     step(engine)
@@ -211,7 +218,7 @@ def test_copies_of_running_sequences_follow_the_batch_within_their_memory(checkp
     step(engine)
     # One alone is read where it lies.
     assert resident.allocated == 0
-    assert engine_of(checkpoint, resident_kv_memory=0)._inputs._resident is None
+    assert engine_of(checkpoint, resident_kv_memory=0).executor.runner._inputs._resident is None
 
 
 def test_read_bytes_are_canonical(checkpoint: Path) -> None:
@@ -219,7 +226,7 @@ def test_read_bytes_are_canonical(checkpoint: Path) -> None:
     prompt = list(range(30))
     handle = engine.reserve("a/1", 30)
     prefill(engine, handle, state(prompt))
-    cache = engine._kv.parts["v"][2]
+    cache = runner_of(engine)._kv.parts["v"][2]
     expected = cache[list(handle.pages)].flatten(0, 1)[5:21, 1:2].contiguous()
     part = engine.read_kv(handle, 2, range(5, 21), range(1, 2))[1]
     assert (part.name, part.dtype, part.shape) == ("v", "float32", (16, 1, 24))
@@ -240,7 +247,7 @@ def test_an_attention_backend_that_can_not_be_loaded_fails_the_build(
     def fail(*_args: Any) -> None:
         raise ImportError("undefined symbol")
 
-    monkeypatch.setattr(torch_engine, "select", fail)
+    monkeypatch.setattr(model_runner, "select", fail)
     with pytest.raises(ImportError, match="undefined symbol"):
         engine_of(checkpoint)
 

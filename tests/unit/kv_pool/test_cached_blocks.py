@@ -50,14 +50,14 @@ def test_digests_that_are_no_chain_lead_nowhere() -> None:
     for owner, chain in (("a/1", CHAIN_A), ("b/1", CHAIN_B)):
         pool.free(published(pool, owner, chain))
     mixed = [*CHAIN_A[:2], *CHAIN_B[2:]]
-    assert pool.held(mixed) == 8
-    assert pool.held(CHAIN_B[1:]) == 0
+    assert pool.match_prefix(mixed) == 8
+    assert pool.match_prefix(CHAIN_B[1:]) == 0
     assert pool.reserve("c/1", 24, mixed).cached == 8
     other = pool.reserve("d/1", 24)
     pool.publish(other, [*CHAIN_A[:1], *CHAIN_B])
     pool.publish(other, CHAIN_B[1:])
     pool.audit()
-    assert pool.held([*CHAIN_A[:1], *CHAIN_B]) == 4
+    assert pool.match_prefix([*CHAIN_A[:1], *CHAIN_B]) == 4
 
 
 def test_to_publish_what_is_new_costs_no_more_for_a_long_chain() -> None:
@@ -73,15 +73,15 @@ def test_to_publish_what_is_new_costs_no_more_for_a_long_chain() -> None:
     pool.extend(handle, 4004)
     asked.clear()
     pool.publish(handle, chain)
-    assert pool.held(chain[-1:]) == 0
+    assert pool.match_prefix(chain[-1:]) == 0
     assert len(asked) < 30
-    assert pool.held(chain) == 4004
+    assert pool.match_prefix(chain) == 4004
 
 
 def test_what_a_sequence_leaves_of_its_last_page_is_copied_and_never_taken_for_a_whole_one() -> None:
     pool, copied = PagePool(8, 16, 4), list[PageCopy]()
     pool.free(pool.reserve("a/1", 24), CHAIN_A)
-    assert (pool.stats().cached, pool.held(CHAIN_A), pool.held(CHAIN_A[:5])) == (2, 24, 20)
+    assert (pool.stats().cached, pool.match_prefix(CHAIN_A), pool.match_prefix(CHAIN_A[:5])) == (2, 24, 20)
     handle = pool.reserve("b/1", 40, CHAIN_A, copy=copied.append)
     assert (handle.cached, [copy.tokens for copy in copied]) == (24, [8])
     assert copied[0].target == handle.pages[1]
@@ -90,7 +90,7 @@ def test_what_a_sequence_leaves_of_its_last_page_is_copied_and_never_taken_for_a
     # Named so that its last block stands where that of a whole unit does, or beyond its end.
     other = CHAIN_B[:4]
     for digests in ([*CHAIN_A[:4], *other[:3], CHAIN_A[5]], [*CHAIN_A[:4], *other[:2], CHAIN_A[5]]):
-        assert pool.held(digests) == 16
+        assert pool.match_prefix(digests) == 16
     pool.free(handle, [*CHAIN_A, *CHAIN_B])
     pool.audit()
 
@@ -104,7 +104,7 @@ def test_a_name_goes_with_the_beginning_of_its_chain_and_may_be_given_again() ->
     pool.free(first)
     taken = pool.reserve("c/1", 12)
     assert told.pop() == ([], CHAIN_A[:2])
-    assert pool.held(CHAIN_A) == 0
+    assert pool.match_prefix(CHAIN_A) == 0
     pool.publish(second, CHAIN_A[:2])
     assert told.pop() == (CHAIN_A[:2], [])
     assert list(pool.reserve("d/1", 8, CHAIN_A).pages) == list(second.pages)
@@ -118,7 +118,7 @@ def test_dropping_forgets_names_in_use_too_and_the_pages_return_with_their_owner
     pool.free(published(pool, "c/1", CHAIN_B[:1]))
     assert pool.stats().cached == 1
     assert pool.drop_cached() == 1
-    assert pool.held(CHAIN_A) == pool.held(CHAIN_B) == 0
+    assert pool.match_prefix(CHAIN_A) == pool.match_prefix(CHAIN_B) == 0
     assert pool.audit() == {"a/1": 2, "b/1": 3}
     with pytest.raises(EngineError, match="shared or published"), pool.pinned(second, range(4)):
         pass
@@ -127,7 +127,7 @@ def test_dropping_forgets_names_in_use_too_and_the_pages_return_with_their_owner
     assert pool.stats().cached == 0
     pool.publish(second, CHAIN_A[:2])
     pool.free(second)
-    assert (pool.stats().cached, pool.held(CHAIN_A)) == (2, 8)
+    assert (pool.stats().cached, pool.match_prefix(CHAIN_A)) == (2, 8)
 
 
 def test_pages_that_drain_become_cached_and_are_told_of() -> None:
@@ -161,7 +161,7 @@ def test_a_chain_is_used_as_a_whole_also_where_its_pages_are_of_two_owners() -> 
     stats = pool.stats()
     assert (stats.used, stats.free, stats.cached) == (0, 3, 5)
     taken = pool.reserve("d/1", 16)
-    assert (pool.held(CHAIN_A), pool.held(CHAIN_B)) == (16, 0)
+    assert (pool.match_prefix(CHAIN_A), pool.match_prefix(CHAIN_B)) == (16, 0)
     for held in (12, 8, 4, 0):
         pool.extend(taken, taken.capacity + 4)
-        assert pool.held(CHAIN_A) == held
+        assert pool.match_prefix(CHAIN_A) == held

@@ -66,7 +66,7 @@ class Count(TorchDispatchMode):
 def batch_of(rows: Sequence[tuple[int, SamplingParams]]) -> SamplerBatch:
     batch = SamplerBatch(VOCAB, EOS, CPU)
     for number, params in rows:
-        batch.add(f"row {number}", SequenceState(params, _PROMPT, [3, 4], number))
+        batch.add(SequenceState(params, _PROMPT, [3, 4], number))
     return batch
 
 
@@ -75,7 +75,7 @@ def counted(batch: SamplerBatch, numbers: Sequence[int], joins: SamplingParams |
     logits = _LOGITS[list(numbers)]
     with Count() as count:
         if joins is not None:
-            batch.add("new", SequenceState(joins, _PROMPT, [], len(numbers)))
+            batch.add(SequenceState(joins, _PROMPT, [], len(numbers)))
         batch.sample(logits)
     return count.touched, count.ordered
 
@@ -134,7 +134,7 @@ def test_many_tokens_with_penalties_are_counted_for_their_row_alone() -> None:
     penalties = SamplingParams(temperature=0.0, repetition_penalty=1.2)
     batch = batch_of([(number, penalties) for number in range(BATCH - 1)])
     before, _ = counted(batch, range(BATCH - 1))
-    batch.add("long", SequenceState(penalties, range(VOCAB), [], 0))
+    batch.add(SequenceState(penalties, range(VOCAB), [], 0))
     batch.sample(_LOGITS.clone())
     after, _ = counted(batch, range(BATCH))
     assert after - before <= 40 * VOCAB

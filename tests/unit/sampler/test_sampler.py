@@ -15,7 +15,7 @@ from baton.errors import NoToken
 from baton.model import sampler
 from baton.model.blocks import Blocks
 from baton.model.gumbel import Draws
-from baton.model.penalties import PenaltyTable, has_penalties
+from baton.model.penalties import PenaltyTable
 from baton.model.sampled import token_infos
 from baton.model.sampler import WINDOW, SamplerBatch
 from baton.request import MIN_REPETITION_PENALTY, SamplingParams, SequenceState, TokenInfo
@@ -88,8 +88,8 @@ def plain(logits: Tensor, state: SequenceState, mask: Tensor | None = None) -> i
 
 def batch_of(states: list[SequenceState], vocab: int) -> SamplerBatch:
     batch = SamplerBatch(vocab, EOS, CPU)
-    for i, state in enumerate(states):
-        batch.add(f"row {i}", state)
+    for state in states:
+        batch.add(state)
     return batch
 
 
@@ -170,7 +170,7 @@ def test_running_state_equals_the_rebuilt_one_while_rows_come_and_go() -> None:
         while waiting and len(running) < 12 and chooser.random() < 0.6:
             state = waiting.pop()
             running.append(replace(state, output_ids=list(state.output_ids)))
-            batch.add(f"row {len(waiting)}", state)
+            batch.add(state)
         if running and chooser.random() < 0.25:
             gone = chooser.randrange(len(running))
             batch.remove(gone)
@@ -216,9 +216,9 @@ def test_penalty_counts_grow_to_what_a_rebuild_counts() -> None:
 
 
 def test_only_real_penalties_are_tracked() -> None:
-    assert not has_penalties(SamplingParams())
+    assert not SamplingParams().penalizes
     for field, value in (("repetition_penalty", 1.1), ("presence_penalty", -0.1), ("frequency_penalty", 0.1)):
-        assert has_penalties(SamplingParams(**{field: value}))
+        assert SamplingParams(**{field: value}).penalizes
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -258,11 +258,11 @@ def test_rows_without_an_allowed_token_fail_alone() -> None:
     mask[1, 3] = False
     logits = some_logits(2, 10)
     found = batch.sample(logits.clone(), mask)
-    assert faults(found) == {1: "row 1: no token is allowed"}
+    assert faults(found) == {1: "no token is allowed"}
     assert found[0] == TokenInfo(int(logits[0].argmax()))
     only_eos = SamplingParams(temperature=0.0, min_tokens=3, allowed_token_ids=(2,))
     found = batch_of([SequenceState(only_eos, [1], [])], 10).sample(some_logits(1, 10))
-    assert faults(found) == {0: "row 0: no token is allowed"}
+    assert faults(found) == {0: "no token is allowed"}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -276,7 +276,7 @@ def test_rows_that_are_not_finite_fail_alone(value: float, params: SamplingParam
         bad[0], bad[2] = logits[0], logits[2]
         sampled = batch_of(states, 300).launch(bad)
         found = sampled.read()
-        assert faults(found) == {1: "row 1: logits are not finite"}
+        assert faults(found) == {1: "logits are not finite"}
         assert (found[0], found[2]) == (good[0], good[2])
         # The next step looks it up.
         assert 0 <= int(sampled.tokens[1]) < 300

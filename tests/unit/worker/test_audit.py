@@ -66,32 +66,30 @@ async def test_a_name_that_is_used_again_while_the_ledger_is_taken_is_no_violati
 
 
 async def test_pages_given_up_in_a_copy_are_listed_as_draining() -> None:
-    class Slow(FakeEngine):
-        come, go = threading.Event(), threading.Event()
+    come, go = threading.Event(), threading.Event()
 
-        def _prefill(self, *args, **kwargs):
-            self.come.set()
-            self.go.wait(60)
-            return super()._prefill(*args, **kwargs)
+    def delay(_seconds: float) -> None:
+        come.set()
+        go.wait(60)
 
-    engine = Slow(pages=8)
+    engine = FakeEngine(pages=8, chunk_time=1.0, delay=delay)
     handle = engine.reserve("a/0", 20)
     chunk = asyncio.create_task(
         asyncio.to_thread(engine.prefill_chunk, handle, range(20), 0, 20, on_layer=lambda layer: None)
     )
-    await asyncio.to_thread(engine.come.wait, 60)
+    await asyncio.to_thread(come.wait, 60)
     engine.free(handle)
     ledger = await take_ledger(IDENTITY, engine, list)
     assert ledger.entries == (LedgerEntry("a/0", "draining", "ended", 2, 2 * 16 * 64),)
     assert ledger.violation == ""
-    engine.go.set()
+    go.set()
     await chunk
     assert (await take_ledger(IDENTITY, engine, list)).entries == ()
 
 
 async def test_what_the_pool_finds_is_told_with_the_ledger() -> None:
     engine = FakeEngine(pages=8)
-    engine._pool._free.take(1)
+    engine._kv.pool._free.take(1)
     ledger = await take_ledger(IDENTITY, engine, lambda: [entry("a/0", 2)])
     assert "page 0: count 0, owners 0, not free" in ledger.violation
     assert describe(ledger).splitlines()[1] == "  a/0 kv decoding: 2 pages, 0 bytes, 0.0 s"

@@ -1,0 +1,256 @@
+"""The Engine: what services ask, turned into bookkeeping (KvManager) and plans (Executor).
+
+    services ──▶ EngineCore ──▶ KvManager    pages, handles, cached blocks, slots, pausing
+                     │ ForwardPlan
+                     ▼
+                 Executor ──▶ ModelRunner
+
+It checks what comes in at the contract's edge (`baton.engine.contract`), pins the pages of whatever is under way, and
+keeps the steps in flight. `baton.engine.factory` makes it over a model, `baton.engine.fake` over tokens computed by
+hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from baton.engine.checks import check_blocks, check_parts, check_range
+from baton.engine.contract import ChunkResult, EngineSpec, KvHandle
+from baton.engine.executor import Executor
+from baton.engine.inflight import InflightSteps, LaunchedStep
+from baton.engine.kv_manager import KvManager, RunningSequence
+from baton.engine.plan import Chunk, ForwardPlan, PlanResult
+from baton.errors import CorruptFrame, EngineError, NoToken
+from baton.kv.cached_blocks import PrefixesChanged
+from baton.kv.format import PartData
+from baton.kv.pool import PageCopy, PageHandle, PoolStats
+from baton.request import SequenceState, check_token_ids
+
+
+class EngineCore:
+    """See the module's text. `executor` and `memory` are what it runs on."""
+
+    def __init__(self, spec: EngineSpec, executor: Executor, host_kv_memory: int) -> None:
+        self.executor = executor
+        self.memory = executor.memory
+        self._spec = spec
+        self._kv = KvManager(spec, host_kv_memory)
+        self._inflight = InflightSteps()
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What does not change."""
+        return self._spec
+
+    @property
+    def batch(self) -> list[RunningSequence]:
+        """The sequences that have slots and are alive; for the engine thread."""
+        return self._kv.batch
+
+    def reserve(
+        self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
+    ) -> PageHandle:
+        """See `Engine.reserve`."""
+        return self._kv.pool.reserve(owner, tokens, prefix, max_cached_tokens, self._copy)
+
+    def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
+        """See `Engine.publish`. A paused sequence publishes nothing, until `resume` has put back all of its KV."""
+        self._kv.publish(_own(handle), digests)
+
+    def match_prefix(self, digests: Sequence[bytes]) -> int:
+        """See `Engine.match_prefix`."""
+        return self._kv.pool.match_prefix(digests)
+
+    def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
+        """See `Engine.watch_prefixes`."""
+        self._kv.pool.watch_prefixes(changed)
+
+    def drop_cached(self) -> int:
+        """See `Engine.drop_cached`."""
+        return self._kv.pool.drop_cached()
+
+    def retract(self, handle: KvHandle) -> None:
+        """See `Engine.retract`."""
+        self._kv.pool.retract(_own(handle))
+
+    def extend(self, handle: KvHandle, tokens: int) -> None:
+        """See `Engine.extend`."""
+        self._kv.pool.extend(_own(handle), tokens)
+
+    def fork(
+        self, handle: KvHandle, owner: str, shared_tokens: int, tokens: int, spare: KvHandle | None = None
+    ) -> PageHandle:
+        """See `Engine.fork`."""
+        parent, donor = _own(handle), None if spare is None else _own(spare)
+        with self._kv.pool.pinned(parent):
+            child, copy = self._kv.pool.fork(parent, owner, shared_tokens, tokens, donor)
+            if copy is not None:
+                try:
+                    self._copy(copy)
+                except BaseException:
+                    self._kv.pool.free(child)
+                    raise
+        return child
+
+    def prefill_chunk(
+        self,
+        handle: KvHandle,
+        token_ids: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        on_layer: Callable[[int], None],
+        sample: Sequence[SequenceState] = (),
+        prompt_logprobs: int | None = None,
+    ) -> ChunkResult:
+        """See `Engine.prefill_chunk`. Raises InvalidRequest for a token id outside the vocabulary."""
+        if not 0 <= start < end <= min(len(token_ids), self._spec.max_model_len):
+            raise EngineError(
+                f"{handle.owner}: chunk [{start}, {end}) of {len(token_ids)} tokens, "
+                f"max_model_len is {self._spec.max_model_len}"
+            )
+        check_token_ids("token_ids", token_ids[start : end + 1], self._spec.vocab_size, start)
+        with self._kv.pool.pinned(_own(handle), writes=range(start, end)) as pages:
+            chunk = Chunk(
+                tuple(token_ids[start:end]),
+                start,
+                tuple(pages[: self._spec.pages_for(end)]),
+                tuple(sample),
+                prompt_logprobs,
+                () if prompt_logprobs is None else tuple(token_ids[start + 1 : end + 1]),
+            )
+            (result,) = self.executor.launch(ForwardPlan(chunks=(chunk,)), on_layer)().chunks
+            return result
+
+    def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
+        """See `Engine.read_kv`. Raises InvalidRequest for a range that the handle does not have."""
+        own, kv_format = _own(handle), self._spec.kv_format
+        with self._kv.pool.pinned(own) as pages:
+            check_range("layer", range(layer, layer + 1), kv_format.layers)
+            check_range("tokens", tokens, len(pages) * self._spec.page_size)
+            check_range("heads", heads, kv_format.heads)
+            return self.memory.read(pages, layer, tokens, heads)
+
+    def write_kv(
+        self, handle: KvHandle, layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
+    ) -> None:
+        """See `Engine.write_kv`. Raises CorruptFrame for parts or ranges that don't fit the format or the handle."""
+        count = check_parts(self._spec.kv_format, layer, head_start, parts)
+        with self._written(handle, range(token_start, token_start + count)) as pages:
+            self.memory.write(pages, layer, token_start, head_start, parts)
+
+    def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
+        """See `Engine.read_blocks`. Raises InvalidRequest for blocks that the handle does not have."""
+        size = self._spec.kv_format.block_size
+        with self._kv.pool.pinned(_own(handle)) as pages:
+            tokens = range(token_start, token_start + count * size)
+            check_range("tokens", tokens, len(pages) * self._spec.page_size)
+            return self.memory.read_blocks(pages, token_start, size, count)
+
+    def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
+        """See `Engine.write_blocks`. Raises CorruptFrame for payloads that don't fit the format or the handle."""
+        count = check_blocks(self._spec.kv_format, payloads)
+        with self._written(handle, range(token_start, token_start + count)) as pages:
+            self.memory.write_blocks(pages, token_start, self._spec.kv_format.block_size, payloads)
+
+    def insert(self, handle: KvHandle, state: SequenceState) -> None:
+        """See `Engine.insert`."""
+        self._kv.insert(_own(handle), state)
+
+    def step(self) -> LaunchedStep:
+        """See `Engine.step`. Raises EngineError naming a sequence without room; then no sequence has moved."""
+        ahead = self._spec.steps_ahead
+        self._read(0 if self._kv.must_read_first else ahead)
+        with ExitStack() as pins:
+            batch = pins.enter_context(self._kv.pinned_batch())
+            wait = self._launch(self._kv.plan_step(batch)) if batch else PlanResult
+            step = LaunchedStep(batch, wait, pins.pop_all(), self._read_up_to)
+        self._inflight.add(step)
+        if not ahead:
+            self._read(0)
+        return step
+
+    def pause(self, handle: KvHandle) -> None:
+        """See `Engine.pause`."""
+        own = _own(handle)
+        self._read(0)
+        with self._kv.pool.pinned(own) as pages:
+            sequence, size = self._kv.check_pause(own)
+            saved = self.memory.save(pages, sequence.position)
+            self._kv.pause(sequence, saved, size)
+
+    def resume(self, handle: KvHandle) -> None:
+        """See `Engine.resume`."""
+        own = _own(handle)
+        saved = self._kv.begin_resume(own)
+        with self._kv.pool.pinned(own) as pages:
+            self.memory.restore(pages, saved)
+        self._kv.end_resume(own)
+
+    def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
+        """See `Engine.free`. A paused sequence leaves nothing, until `resume` has put back all of its KV."""
+        self._kv.free(_own(handle), digests)
+
+    def stats(self) -> PoolStats:
+        """See `Engine.stats`."""
+        return self._kv.pool.stats()
+
+    def host_kv(self) -> dict[str, int]:
+        """See `Engine.host_kv`."""
+        return self._kv.host_kv()
+
+    def watch_pages(self, returned: Callable[[], object] | None) -> None:
+        """See `Engine.watch_pages`."""
+        self._kv.pool.watch(returned)
+
+    def audit(self) -> dict[str, int]:
+        """See `Engine.audit`."""
+        return self._kv.audit()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._inflight.undo(EngineError("the engine was closed"))
+        self._kv.forget_plans()
+        self._kv.free_all()
+
+    @contextmanager
+    def _written(self, handle: KvHandle, tokens: range) -> Iterator[Sequence[int]]:
+        """The handle's pages, pinned to write `tokens`; raises CorruptFrame if it does not have them all."""
+        own = _own(handle)
+        if tokens.start < 0 or (own.alive and tokens.stop > own.capacity):
+            raise CorruptFrame(f"tokens {tokens} of {own.owner}, which holds {own.capacity}")
+        with self._kv.pool.pinned(own, writes=tokens) as pages:
+            yield pages
+
+    def _copy(self, copy: PageCopy) -> None:
+        self.memory.copy_page(copy.source, copy.target, copy.tokens)
+
+    def _launch(self, plan: ForwardPlan) -> Callable[[], PlanResult]:
+        try:
+            return self.executor.launch(plan)
+        except BaseException:
+            self._kv.forget_plans()
+            raise
+
+    def _read(self, keep: int) -> None:
+        """Read the oldest steps, until `keep` are in flight; if one raises, it and the later ones are undone."""
+        while len(self._inflight) > keep:
+            try:
+                step = self._inflight.complete()
+            except BaseException:
+                self._kv.forget_plans()
+                raise
+            for sequence, found in step.found:
+                if isinstance(found, NoToken):
+                    self._kv.remove(sequence)
+
+    def _read_up_to(self, step: LaunchedStep) -> None:
+        while step in self._inflight:
+            self._read(len(self._inflight) - 1)
+
+
+def _own(handle: KvHandle) -> PageHandle:
+    if not isinstance(handle, PageHandle):
+        raise EngineError(f"{handle.owner}: the handle is of another engine")
+    return handle

@@ -1,0 +1,246 @@
+"""One rank: its model, its KV memory, and what it was told of each slot. It knows no request.
+
+A slot's sequence has a row of the tensors that steps read (`baton.engine.step_inputs`) and a row of the sampler; both
+are dense, and change only where the batch did. A step's position in each sequence is that of its newest token, whose KV
+it computes. On CUDA a step is queued whole, its tokens' copy to the host included, and others may be queued behind it;
+on CPU it is over when it was launched.
+
+A plan is one chunk, or a step of all slots that are taken: other mixtures are refused, until attention and sampling
+take rows of several kinds at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.engine.contract import ChunkResult, EngineSpec
+from baton.engine.cuda_graphs import DecodeGraphs, padded
+from baton.engine.cuda_memory import CudaMemory
+from baton.engine.executor import OnLayer
+from baton.engine.kv_memory import KvMemory
+from baton.engine.plan import Chunk, ForwardPlan, PlanResult, Step
+from baton.engine.step_inputs import StepInputs
+from baton.engine.torch_memory import TorchMemory
+from baton.errors import EngineError, NoToken
+from baton.model.attention import AttentionBatch, KvCache, ResidentKv, select
+from baton.model.attention.flash_backend import FlashAttention
+from baton.model.load import LoadedModel
+from baton.model.sampled import token_infos
+from baton.model.sampler import SamplerBatch
+from baton.model.upload import upload
+from baton.request import SequenceState, TokenInfo
+
+_LOGITS_AT_ONCE = 1 << 24
+"""Elements of the logits computed together for prompt log-probabilities: 64 MiB of float32."""
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """A slot that is taken; `row` is its row now, -1 once it was left."""
+
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """Hidden states before the final norm: `[1, hidden]` after a chunk, `[rows, hidden]` after a step."""
+
+    hidden: Tensor
+    prompt_logprobs: tuple[TokenInfo, ...] = ()
+
+
+class ModelRunner:
+    """See the module's text and `baton.engine.executor.Runner`; made by `baton.engine.factory.build`."""
+
+    def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec, resident_kv_memory: int = 0) -> None:
+        self._cuda = CudaMemory(kv) if model.device.type == "cuda" else None
+        self._memory: KvMemory = self._cuda or TorchMemory(kv)
+        self._spec = spec
+        self._decoder = model.decoder
+        self._device = model.device
+        self._kv = kv
+        # A backend that can't be loaded fails now, not in the first request.
+        backend = select(model.device, model.dtype, kv.dtype, kv.page_size, kv.head_dim)
+        # A sequence that has reached its length may be in one more step.
+        width = spec.pages_for(spec.max_model_len + spec.steps_ahead)
+        graphs = spec.slots > 0 and isinstance(backend, FlashAttention)
+        rows = padded(spec.slots) if graphs else max(1, spec.slots)
+        resident = ResidentKv(kv, resident_kv_memory) if resident_kv_memory and self._cuda is None else None
+        scratch = min(spec.pages, kv.num_pages - 1)
+        self._inputs = StepInputs(rows, width, spec.page_size, scratch, model.device, resident)
+        self._graphs = DecodeGraphs(self._run, self._inputs) if graphs else None
+        self._slots: dict[int, _Slot] = {}
+        self._rows: list[_Slot] = []
+        self._sampler = self._new_sampler()
+
+    @property
+    def memory(self) -> KvMemory:
+        """See Runner."""
+        return self._memory
+
+    def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _Forwarded:
+        """See Runner. Raises EngineError for a mixture that it does not take."""
+        if len(plan.chunks) + bool(plan.steps) != 1:
+            chunks, steps = len(plan.chunks), len(plan.steps)
+            raise EngineError(f"a plan must be one chunk or a step of the batch, got {chunks} chunks and {steps} steps")
+        with self._drained_on_error():
+            self._update(plan)
+            if plan.chunks:
+                return self._forward_chunk(plan.chunks[0], on_layer)
+            return _Forwarded(self._forward_step(plan.steps))
+
+    def sample(self, plan: ForwardPlan, forwarded: _Forwarded, masks: Mapping[int, bytes]) -> Callable[[], PlanResult]:
+        """See Runner. Raises NoToken where logits after a chunk are not finite."""
+        with self._drained_on_error():
+            if plan.chunks:
+                return self._sample_chunk(plan.chunks[0], forwarded)
+            return self._sample_step(plan.steps, forwarded.hidden, masks)
+
+    def _update(self, plan: ForwardPlan) -> None:
+        """Take what has changed since the last plan."""
+        if plan.reset:
+            for slot in self._rows:
+                slot.row = -1
+            self._slots, self._rows = {}, []
+            self._inputs.clear()
+            self._sampler = self._new_sampler()
+        for number in plan.left:
+            self._remove(self._slots.pop(number))
+        for join in plan.joined:
+            self._sampler.add(join.state)
+            last = join.state.output_ids[-1] if join.state.output_ids else join.state.prompt_ids[-1]
+            self._inputs.add(last, join.state.length - 1, join.pages)
+            self._slots[join.slot] = slot = _Slot(len(self._rows))
+            self._rows.append(slot)
+        for growth in plan.grew:
+            self._inputs.extend(self._slots[growth.slot].row, growth.pages)
+
+    def _remove(self, slot: _Slot) -> None:
+        """The last row takes its place."""
+        row, last = slot.row, self._rows.pop()
+        if last is not slot:
+            self._rows[row], last.row = last, row
+        slot.row = -1
+        self._inputs.remove(row)
+        self._sampler.remove(row)
+
+    def _forward_chunk(self, chunk: Chunk, on_layer: OnLayer | None) -> _Forwarded:
+        count = len(chunk.token_ids)
+        table = upload([chunk.pages], torch.int32, self._device)
+        batch = AttentionBatch.build([count], [chunk.start + count], table, self._spec.page_size)
+
+        def finished(layer: int) -> None:
+            if self._cuda is not None:
+                self._cuda.produced(layer)
+            if on_layer is not None:
+                on_layer(layer)
+
+        scored = chunk.prompt_logprobs is not None
+        ids = upload(chunk.token_ids, torch.int64, self._device)
+        wanted = None if scored else int(bool(chunk.sample))
+        hidden = self._decoder.forward(ids, batch.positions, batch, self._kv, finished, wanted)
+        infos = self._score(hidden, chunk, finished) if scored else ()
+        return _Forwarded(hidden[-1:], infos)
+
+    def _forward_step(self, steps: Sequence[Step]) -> Tensor:
+        """Hidden states `[n, hidden]` of the rows' newest tokens."""
+        contexts = [0] * len(self._rows)
+        for step in steps:
+            if step.slot not in self._slots:
+                raise EngineError(f"slot {step.slot} is in a step, but has no sequence")
+            contexts[self._slots[step.slot].row] = step.position + 1
+        if not all(contexts):
+            raise EngineError(f"a step must be one of all {len(contexts)} slots that are taken, got {len(steps)}")
+        width = (max(contexts) - 1) // self._spec.page_size + 1
+        if self._graphs is not None and len(contexts) <= self._graphs.rows:
+            return self._graphs.run(len(contexts), width)
+        return self._run(contexts, width)
+
+    def _run(self, contexts: Sequence[int], width: int) -> Tensor:
+        """Hidden states of the first rows; `contexts` as in `StepInputs.batch`."""
+        batch = self._inputs.batch(contexts, width)
+        return self._decoder.forward(self._inputs.ids[: len(contexts)], batch.positions, batch, self._kv)
+
+    def _sample_step(
+        self, steps: Sequence[Step], hidden: Tensor, masks: Mapping[int, bytes]
+    ) -> Callable[[], PlanResult]:
+        slots = [self._slots[step.slot] for step in steps]
+        rows = [slot.row for slot in slots]
+        mask = self._unpack(masks) if masks else None
+        sampler = self._sampler
+        sampled = sampler.launch(self._decoder.logits(hidden), mask)
+        with torch.inference_mode():
+            self._inputs.advance(sampled.tokens)
+        sampler.advance()
+
+        def wait() -> PlanResult:
+            infos = sampled.read()
+            found = [infos[row] for row in rows]
+            if sampler.counts:
+                # Penalties count tokens, on tables that the host lays out. A slot may have moved or left meanwhile.
+                tokens = [(slot.row, info) for slot, info in zip(slots, found, strict=True) if slot.row >= 0]
+                sampler.count([(row, info.token_id) for row, info in tokens if isinstance(info, TokenInfo)])
+            return PlanResult(steps=tuple(str(each) if isinstance(each, NoToken) else (each,) for each in found))
+
+        return wait
+
+    def _unpack(self, masks: Mapping[int, bytes]) -> Tensor:
+        """Packed bits of some slots as bool `[rows, vocab]`, true where a token is allowed."""
+        allowed = torch.ones(len(self._rows), self._spec.vocab_size, dtype=torch.bool, device=self._device)
+        for number, packed in masks.items():
+            bits = upload(list(packed), torch.uint8, self._device)[:, None] >> torch.arange(8, device=self._device)
+            allowed[self._slots[number].row] = bits.bitwise_and_(1).flatten()[: self._spec.vocab_size].bool()
+        return allowed
+
+    def _sample_chunk(self, chunk: Chunk, forwarded: _Forwarded) -> Callable[[], PlanResult]:
+        tokens = self._sample_first(forwarded.hidden, chunk.sample) if chunk.sample else ()
+        result = PlanResult(chunks=(ChunkResult(tokens, forwarded.prompt_logprobs),))
+
+        def wait() -> PlanResult:
+            # Afterwards its pages may go to other owners.
+            if self._cuda is not None:
+                self._cuda.drain()
+            return result
+
+        return wait
+
+    def _sample_first(self, hidden: Tensor, states: Sequence[SequenceState]) -> tuple[TokenInfo, ...]:
+        sampler = self._new_sampler()
+        for state in states:
+            sampler.add(state)
+        logits = self._decoder.logits(hidden)
+        tokens = []
+        for state, found in zip(states, sampler.sample(logits.repeat(len(states), 1)), strict=True):
+            if isinstance(found, NoToken):
+                raise NoToken(f"choice {state.choice_index}: {found}")
+            tokens.append(found)
+        return tuple(tokens)
+
+    def _score(self, hidden: Tensor, chunk: Chunk, on_layer: OnLayer) -> tuple[TokenInfo, ...]:
+        """Each successor's log-probability, some rows of logits at a time; `on_layer` is called after each part."""
+        rows = max(1, _LOGITS_AT_ONCE // self._spec.vocab_size)
+        infos: list[TokenInfo] = []
+        for low in range(0, len(chunk.successors), rows):
+            part = chunk.successors[low : low + rows]
+            logits = self._decoder.logits(hidden[low : low + len(part)])
+            infos += token_infos(logits, part, [chunk.prompt_logprobs or 0] * len(part))
+            on_layer(self._spec.kv_format.layers - 1)
+        return tuple(infos)
+
+    @contextmanager
+    def _drained_on_error(self) -> Iterator[None]:
+        """If this raises, wait for a CUDA device: afterwards pages may go to other owners."""
+        try:
+            yield
+        except BaseException:
+            if self._cuda is not None:
+                self._cuda.drain()
+            raise
+
+    def _new_sampler(self) -> SamplerBatch:
+        return SamplerBatch(self._spec.vocab_size, self._spec.eos_token_ids, self._device)

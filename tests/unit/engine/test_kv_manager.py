@@ -1,0 +1,165 @@
+"""Slots, pausing, and what plans tell of them; no tensor anywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.contract import EngineSpec
+from baton.engine.kv_manager import KvManager, RunningSequence
+from baton.engine.plan import ForwardPlan, Growth, Step
+from baton.errors import EngineError, OutOfPages, Overloaded
+from baton.kv.format import KvFormat, KvPart
+from baton.kv.pool import PageHandle
+from baton.request import SamplingParams, SequenceState
+
+KV_FORMAT = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=4)
+HOST = 10 * KV_FORMAT.token_bytes
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+def kv() -> KvManager:
+    """Pages of 4 tokens, three slots, host memory for ten tokens."""
+    return KvManager(EngineSpec("f", KV_FORMAT, 100, 32, frozenset(), page_size=4, pages=12, slots=3), HOST)
+
+
+def join(kv: KvManager, owner: str, tokens: int, params: SamplingParams = GREEDY) -> PageHandle:
+    handle = kv.pool.reserve(owner, tokens)
+    kv.insert(handle, SequenceState(params, list(range(tokens))))
+    return handle
+
+
+def plan(kv: KvManager) -> ForwardPlan:
+    with kv.pinned_batch() as batch:
+        return kv.plan_step(batch)
+
+
+def grow(kv: KvManager) -> list[RunningSequence]:
+    """Each sequence of the batch got a token."""
+    for sequence in kv.batch:
+        sequence.output_ids.append(7)
+        kv.pool.extend(sequence.handle, sequence.state.length)
+    return kv.batch
+
+
+def pause(kv: KvManager, handle: PageHandle) -> None:
+    sequence, size = kv.check_pause(handle)
+    kv.pause(sequence, "saved", size)
+
+
+def slots(found: ForwardPlan) -> tuple[list[int], list[int], list[int]]:
+    return [each.slot for each in found.joined], list(found.left), [each.slot for each in found.steps]
+
+
+def test_a_plan_tells_what_has_changed_since_the_one_before(kv: KvManager) -> None:
+    first, second = join(kv, "a", 3), join(kv, "b", 4)
+    told = plan(kv)
+    assert slots(told) == ([0, 1], [], [0, 1])
+    assert [(each.pages, list(each.state.prompt_ids)) for each in told.joined] == [
+        (tuple(first.pages), [0, 1, 2]),
+        (tuple(second.pages), [0, 1, 2, 3]),
+    ]
+    assert told.steps == (Step(0, 2), Step(1, 3))
+    grow(kv)
+    told = plan(kv)
+    assert (slots(told), told.reset) == (([], [], [0, 1]), False)
+    assert told.grew == (Growth(1, (second.pages[1],)),)
+    kv.free(first, ())
+    third = join(kv, "c", 2)
+    told = plan(kv)
+    assert slots(told) == ([0], [0], [1, 0]), "the free slot is taken again, once it was left"
+    kv.free(third, ())
+    assert slots(plan(kv)) == ([], [0], [1])
+
+
+def test_a_sequence_that_no_plan_told_of_leaves_without_a_word(kv: KvManager) -> None:
+    kv.free(join(kv, "a", 3), ())
+    join(kv, "b", 3)
+    assert slots(plan(kv)) == ([0], [], [0])
+
+
+def test_after_a_failed_plan_the_next_one_fills_every_slot_again(kv: KvManager) -> None:
+    first, _ = join(kv, "a", 3), join(kv, "b", 4)
+    plan(kv)
+    grow(kv)
+    kv.free(first, ())
+    plan(kv)
+    kv.forget_plans()
+    assert kv.must_read_first
+    told = plan(kv)
+    assert (told.reset, slots(told), told.grew) == (True, ([1], [], [1]), ())
+    assert list(told.joined[0].state.output_ids) == [7]
+    assert not plan(kv).reset
+    assert not kv.must_read_first
+
+
+def test_a_sequence_with_penalties_is_never_launched_ahead(kv: KvManager) -> None:
+    join(kv, "a", 3)
+    assert not kv.must_read_first
+    penalised = join(kv, "b", 3, SamplingParams(temperature=0.0, presence_penalty=0.5))
+    assert kv.must_read_first
+    kv.free(penalised, ())
+    plan(kv)
+    assert not kv.must_read_first
+
+
+def test_slots_and_lengths_are_checked_before_anything_changes(kv: KvManager) -> None:
+    for owner in "abc":
+        join(kv, owner, 3)
+    waiting = kv.pool.reserve("d", 4)
+    with pytest.raises(Overloaded, match="all 3 slots"):
+        kv.insert(waiting, SequenceState(GREEDY, [1, 2]))
+    with pytest.raises(EngineError, match="d: 6 tokens in pages for 4"):
+        kv.insert(waiting, SequenceState(GREEDY, [1] * 6))
+    long = kv.pool.reserve("e", 32)
+    with pytest.raises(EngineError, match="max_model_len is 32"):
+        kv.insert(long, SequenceState(GREEDY, [1] * 32))
+    assert slots(plan(kv))[0] == [0, 1, 2]
+    # The step of a sequence without room is refused, and nobody's was planned.
+    for _ in range(2):
+        for sequence in kv.batch:
+            sequence.output_ids.append(7)
+    with pytest.raises(EngineError, match="lies beyond"), kv.pinned_batch():
+        pytest.fail("it has no room")
+
+
+def test_pausing_gives_pages_and_slot_back_and_takes_host_memory(kv: KvManager) -> None:
+    first, second = join(kv, "a", 9), join(kv, "b", 4)
+    plan(kv)
+    pause(kv, first)
+    assert kv.host_kv() == {"a": 8 * KV_FORMAT.token_bytes}
+    assert kv.audit() == {"a": 0, "b": 1}
+    with pytest.raises(Overloaded, match="of host_kv_memory"):
+        pause(kv, second)
+    with pytest.raises(EngineError, match="is not running"):
+        pause(kv, first)
+    assert slots(plan(kv)) == ([], [0], [1])
+    full = kv.pool.reserve("full", 4 * kv.pool.stats().free)
+    with pytest.raises(OutOfPages):
+        kv.begin_resume(first)
+    kv.free(full, ())
+    assert kv.begin_resume(first) == "saved"
+    kv.end_resume(first)
+    assert kv.host_kv() == {}
+    assert kv.audit() == {"a": 3, "b": 1}
+    assert slots(plan(kv)) == ([0], [], [1, 0])
+
+
+def test_what_is_paused_publishes_nothing_and_is_forgotten_when_freed(kv: KvManager) -> None:
+    handle = join(kv, "a", 9)
+    names = [b"1" * 32, b"2" * 32]
+    pause(kv, handle)
+    kv.begin_resume(handle)
+    kv.publish(handle, names)
+    assert kv.pool.match_prefix(names) == 0
+    kv.free(handle, names)
+    assert (kv.pool.match_prefix(names), kv.host_kv(), kv.audit()) == (0, {}, {})
+    kv.end_resume(handle)
+    assert kv.batch == []
+
+
+def test_the_audit_finds_host_memory_that_nobody_has(kv: KvManager) -> None:
+    pause(kv, join(kv, "a", 4))
+    kv._host_free -= 1
+    with pytest.raises(EngineError, match="host memory audit failed: 24 bytes are held and 55 free of 80"):
+        kv.audit()

@@ -1,0 +1,132 @@
+"""Plans are all that a ModelRunner is given: sent as JSON, they make another one choose the same tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.contract import EngineSpec
+from baton.engine.core import EngineCore
+from baton.engine.executor import InProcessExecutor
+from baton.engine.model_runner import ModelRunner
+from baton.engine.plan import Chunk, ForwardPlan, Growth, Join, PlanResult, Step
+from baton.errors import EngineError
+from baton.kv.format import KvFormat, KvPart
+from baton.model.load import LoadedModel, load_model
+from baton.request import SamplingParams, SequenceState
+from tests.checkpoints import make_checkpoint
+from tests.contract.engines import MIXED, ExecutorStub, start, state
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    torch.set_num_threads(1)
+    return load_model(make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2")), dtype=torch.float32)
+
+
+@pytest.fixture
+def spec(model: LoadedModel) -> EngineSpec:
+    parts = tuple(KvPart(name, "float32", (model.config.num_kv_heads, model.config.head_dim)) for name in ("k", "v"))
+    return EngineSpec(
+        fingerprint="",
+        kv_format=KvFormat(parts, model.config.num_layers, 16),
+        vocab_size=model.config.vocab_size,
+        max_model_len=256,
+        eos_token_ids=frozenset(),
+        page_size=16,
+        pages=60,
+        slots=6,
+    )
+
+
+@pytest.fixture
+def runner(model: LoadedModel, spec: EngineSpec) -> Callable[[], ModelRunner]:
+    return lambda: ModelRunner(model, model.new_kv_cache(60, 16), spec)
+
+
+def state_of(data: dict[str, Any]) -> SequenceState:
+    params = {key: tuple(map(tuple, v)) if key == "logit_bias" else v for key, v in data["params"].items()}
+    return SequenceState(SamplingParams(**params), data["prompt_ids"], data["output_ids"], data["choice_index"])
+
+
+def plan_of(text: str) -> ForwardPlan:
+    """A plan from JSON."""
+    data = json.loads(text)
+    return ForwardPlan(
+        data["reset"],
+        tuple(data["left"]),
+        tuple(Join(each["slot"], tuple(each["pages"]), state_of(each["state"])) for each in data["joined"]),
+        tuple(Growth(each["slot"], tuple(each["pages"])) for each in data["grew"]),
+        tuple(Chunk(**{**each, "sample": tuple(map(state_of, each["sample"]))}) for each in data["chunks"]),
+        tuple(Step(**each) for each in data["steps"]),
+    )
+
+
+def test_another_runner_chooses_the_same_tokens_from_the_same_plans(
+    runner: Callable[[], ModelRunner], spec: EngineSpec
+) -> None:
+    """Sequences join, grow, leave and fail meanwhile; the second runner is told nothing but the plans."""
+    engine, second = EngineCore(spec, InProcessExecutor(runner()), 0), InProcessExecutor(runner())
+    results: list[tuple[PlanResult, PlanResult]] = []
+    kinds = set()
+
+    def both(plan: ForwardPlan, on_layer: Any = None) -> Callable[[], PlanResult]:
+        sent = json.dumps(asdict(plan))
+        kinds.update(key for key, value in json.loads(sent).items() if value)
+        first = stub.next.launch(plan, on_layer)()
+        results.append((first, second.launch(plan_of(sent))()))
+        if len(results) == 9:
+            raise EngineError("lost on its way")
+        return lambda: first
+
+    stub = ExecutorStub(engine, both)
+    wanted = [state([(7 * i + p) % 256 for p in range(9 + 4 * i)], params) for i, params in enumerate(MIXED)]
+    running = [start(engine, f"{i}", one, 1)[0] for i, one in enumerate(wanted[:4])]
+    for turn in range(24):
+        if turn == 8:
+            engine.free(running[1])
+            running.append(start(engine, "4", wanted[4], 1)[0])
+        for each in engine.batch:
+            engine.extend(each.handle, each.state.length)
+        try:
+            engine.step()
+        except EngineError:
+            assert turn == 4
+    assert kinds == {"reset", "left", "joined", "grew", "chunks", "steps"}
+    assert all(first == other for first, other in results)
+    assert sum(len(first.steps) for first, _ in results) > 90
+
+
+def test_a_mixture_that_the_runner_does_not_take_is_refused(runner: Callable[[], ModelRunner]) -> None:
+    executor = InProcessExecutor(runner())
+    chunk, join = Chunk((1, 2), 0, (0,)), Join(0, (1,), SequenceState(MIXED[0], [1, 2]))
+    with pytest.raises(EngineError, match="got 1 chunks and 1 steps"):
+        executor.launch(ForwardPlan(joined=(join,), chunks=(chunk,), steps=(Step(0, 1),)))
+    with pytest.raises(EngineError, match="got 2 chunks and 0 steps"):
+        executor.launch(ForwardPlan(chunks=(chunk, chunk)))
+    with pytest.raises(EngineError, match="slot 3 is in a step, but has no sequence"):
+        executor.launch(ForwardPlan(joined=(join,), steps=(Step(0, 1), Step(3, 1))))
+    other = Join(1, (2,), SequenceState(MIXED[0], [1, 2]))
+    with pytest.raises(EngineError, match="one of all 2 slots that are taken, got 1"):
+        executor.launch(ForwardPlan(reset=True, joined=(join, other), steps=(Step(1, 1),)))
+
+
+def test_a_mask_bounds_what_a_slot_may_choose(runner: Callable[[], ModelRunner], spec: EngineSpec) -> None:
+    allowed = {0: {9}, 2: {3, 200}}
+    rank = runner()
+    joined = tuple(Join(slot, (slot,), SequenceState(MIXED[0], [5, 6, 7])) for slot in range(3))
+    plan = ForwardPlan(joined=joined, steps=tuple(Step(slot, 2) for slot in range(3)))
+    masks = {
+        slot: sum(1 << token for token in tokens).to_bytes(-(-spec.vocab_size // 8), "little")
+        for slot, tokens in allowed.items()
+    }
+    found = rank.sample(plan, rank.forward(plan), masks)().steps
+    chosen = [tokens[0].token_id for tokens in found if not isinstance(tokens, str)]
+    assert chosen[0] == 9
+    assert chosen[2] in allowed[2]
+    assert chosen[1] not in allowed[0] | allowed[2]
