@@ -43,6 +43,21 @@ async def test_the_master_is_used_and_a_failover_is_followed(service: tuple[Serv
     await cache.close()
 
 
+async def test_a_sentinel_that_does_not_answer_takes_no_time(service: tuple[Server, Server, Server]) -> None:
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1") as silent:
+        port = silent.sockets[0].getsockname()[1]
+        cache = open_cache(f"redis+sentinel://127.0.0.1:{port},127.0.0.1:{service[2].port}/{SERVICE}")
+        before = faults("timeout")
+        await fill(cache)
+        assert await hits(cache) == (6, 6)
+        assert faults("timeout") == before
+        await cache.close()
+
+
 async def test_a_master_that_refuses_a_write_is_left(service: tuple[Server, Server, Server]) -> None:
     master, replica, sentinel = service
     cache = open_cache(f"redis+sentinel://127.0.0.1:{sentinel.port}/{SERVICE}?client_name=cache")

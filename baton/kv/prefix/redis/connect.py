@@ -17,7 +17,7 @@ from baton.kv.prefix.address import RedisAddress
 from baton.kv.prefix.redis.breaker import Breaker
 from baton.kv.prefix.redis.topology import Address, Cluster, OneMaster, Topology, first_answer
 
-_READ_BYTES = 1 << 20
+_READ_BYTES = 256 << 10
 """Bytes that are handed to the parser at a time, if as many are there."""
 
 
