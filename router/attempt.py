@@ -24,9 +24,11 @@ from typing import Protocol
 from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound, SourceUnreachable
 from baton.lifecycle import Lifecycle, State
 from baton.telemetry.metrics import PLACED_TOKENS, WASTED_PREFILL_TOKENS
+from baton.transfer.remote import PrefixSource, RemoteExport
+from baton.worker.messages import Output
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.events import Blame, Cause, Event, Failed, Output, Prefilled
+from router.events import Blame, Cause, Event, Failed, Prefilled
 from router.output.processor import Emission
 from router.placement.chains import Chains
 from router.placement.demand import Demand
@@ -35,7 +37,7 @@ from router.request import Request
 from router.retries import Avoided, History
 from router.serving.threads import Threads
 from router.workers.abandon import Abandoner
-from router.workers.prefill import LARGE_REQUEST, LOSS_GRACE_S, PrefillMessage, PrefixSource, message, prefill
+from router.workers.prefill import LARGE_REQUEST, LOSS_GRACE_S, PrefillMessage, message, prefill
 from router.workers.reservation import Application, Place
 
 _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
@@ -189,7 +191,7 @@ class Attempt:
             return None
         transfer_id, peer = secrets.token_hex(16), place.peer
         ticket = self._ticket(transfer_id, peer.incarnation, place.seat.consumer)
-        return PrefixSource(peer.kv_address, peer.incarnation, transfer_id, ticket, place.pinned_tokens)
+        return PrefixSource(RemoteExport(transfer_id, peer.incarnation, peer.shards, ticket), place.pinned_tokens)
 
     def _ticket(self, transfer_id: str, incarnation: str, consumer: str) -> bytes:
         """What lets `consumer` fetch KV until the deadline; empty where the fleet has no keys."""
@@ -246,13 +248,11 @@ class Attempt:
         if place.decode is None:
             self._ends.update(self._choices)
             return
+        ticket = self._ticket(transfer_id, place.seat.incarnation, place.consumer)
         place.decode.start(
-            transfer_id=transfer_id,
-            source=place.seat.kv_address,
-            incarnation=place.seat.incarnation,
+            source=RemoteExport(transfer_id, place.seat.incarnation, place.seat.shards, ticket),
             deadline_ms=math.ceil(1e3 * (self._remaining() or 0.0)),
-            ticket=self._ticket(transfer_id, place.seat.incarnation, place.consumer),
-            prefix_transfer_id=source.transfer_id if source else "",
+            prefix_transfer_id=source.export.transfer_id if source else "",
         )
 
     async def _follow(self, place: Place) -> None:

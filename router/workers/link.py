@@ -29,7 +29,7 @@ from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole, Worker
 from router.events import Blame, Cause, Deliver, Failed
 from router.placement.chains import Form
 from router.placement.fleet import RECENT_S, DecodeView, Fading, PrefillView
-from router.workers.discovery import complete
+from router.workers.discovery import addressed
 from router.workers.losses import Loss, Losses
 from router.workers.session import DecodeSession, Ending
 
@@ -380,7 +380,7 @@ class Seat:
         self.tokens = tokens
         self.cached_tokens = cached_tokens
         """Of the tokens, those that the worker was thought to hold when it was chosen."""
-        self.kv_address = complete(identity.shards[0].kv_address, link.address)
+        self.shards = addressed(identity.shards, link.address)
         """Where decode workers reach the worker's KV."""
         self.incarnation = identity.incarnation
         self.consumer = _consumer(identity)

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 
-from baton.kv.format import KvFormat
+from baton.kv.format import WIRE_VERSION, KvFormat
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole
@@ -237,6 +237,7 @@ class Pool:
         """What keeps the worker from joining."""
         pairs: list[tuple[str, str, str, str]] = [
             ("role", identity.role.value, link.role.value, f"--{link.role.value}, which lists it"),
+            ("wire version", str(identity.kv_format.version), str(WIRE_VERSION), "this router"),
             ("model", identity.model, self._model_name, "this router"),
             ("tokenizer digest", identity.tokenizer_digest, self._tokenizer_digest, "this router"),
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 
 import grpc
@@ -17,11 +16,13 @@ from baton.rpc.convert import (
     cache_policy_to_proto,
     cached_from_proto,
     first_token_from_proto,
+    prefix_source_to_proto,
     sampling_to_proto,
     token_from_proto,
 )
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.silence import Silence
+from baton.transfer.remote import PrefixSource
 from router.events import Blame, Cause, Deliver, Failed, Prefilled
 from router.serving.threads import Run
 from router.workers.link import Seat
@@ -37,17 +38,6 @@ LARGE_REQUEST = 16_384
 
 
 PrefillMessage = prefill_pb2.PrefillRequest
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixSource:
-    """A decode worker that exports the leading `tokens` of the prompt under a transfer id; `ticket` may be empty."""
-
-    address: str
-    incarnation: str
-    transfer_id: str
-    ticket: bytes
-    tokens: int
 
 
 def message(
@@ -94,7 +84,7 @@ async def prefill(
     link = seat.link
     request.transfer_id = transfer_id
     if source is not None:
-        request.prefix_source.CopyFrom(prefill_pb2.PrefixSource(**asdict(source)))
+        request.prefix_source.CopyFrom(prefix_source_to_proto(source))
     call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=timeout)
     done = False
     silence = Silence(silence_s, call.cancel)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from baton.config.router import RouterConfig
 from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
+from baton.worker.messages import Reserved
 from router.dispatcher import Dispatcher
 from router.placement.demand import Demand
 from router.placement.fleet import DecodeView, Fleet, PrefillView
@@ -17,7 +18,6 @@ from router.placement.prefix_directory import Whereabouts
 from router.retries import Avoided
 from router.workers.pool import Pool
 from router.workers.reservation import Application, Place
-from router.workers.session import Reserved
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 GRANTED, FULL = Reserved(True, "", False), Reserved(False, "full", False)
