@@ -36,10 +36,9 @@ from baton.bench.traces import Arrival
 from baton.kv.format import KvFormat, KvPart
 from bench import traces
 from bench.common import save
-from router.placement.demand import NO_HITS, Choice, Demand, Hits
-from router.placement.fleet import RECENT_S, DecodeView, Fading, Fleet, PrefillView
-from router.placement.policy import choose
-from router.placement.prefix_index import NAME_BYTES, PrefixIndex
+from router.placement.fleet import RECENT_S, DecayingSum, DecodeView, FleetView, PrefillView
+from router.placement.policy import PlacementQuery, Selection, select_workers
+from router.placement.prefix_index import NAME_BYTES, NO_MATCH, PrefixIndex
 
 LOAD = 0.8
 PROMPT_S = 3.0
@@ -123,12 +122,12 @@ class Decode(Worker):
 class Router:
     """The router's policy with its fleet and indexes, and what it has sent to whom."""
 
-    def __init__(self, block: int, place: Callable[[Router, Demand], Choice], *, affinity: bool) -> None:
-        self.fleet = Fleet()
+    def __init__(self, block: int, place: Callable[[Router, PlacementQuery], Selection], *, affinity: bool) -> None:
+        self.fleet = FleetView()
         self.indexes = {Prefill: PrefixIndex(), Decode: PrefixIndex()}
         self._block, self._place, self._affinity = block, place, affinity
         self.own: dict[str, tuple[int, int, int]] = {}
-        self.recent: dict[str, Fading] = {}
+        self.recent: dict[str, DecayingSum] = {}
         self.numbers = itertools.count()
         self.wall_us: list[float] = []
         self.cpu_us: list[float] = []
@@ -136,18 +135,17 @@ class Router:
     @cached_property
     def names(self) -> tuple[list[str], list[str]]:
         """All prefill and all decode workers, which stay the same."""
-        return [view.name for view in self.fleet.prefill], [view.name for view in self.fleet.decode]
+        return list(self.fleet.prefill), list(self.fleet.decode)
 
-    def decide(self, job: Job, now: float) -> Choice:
+    def decide(self, job: Job, now: float) -> Selection:
         """Where the job goes."""
         wall, cpu = time.perf_counter(), time.thread_time()
-        held: Hits = NO_HITS
-        pinnable: Hits = NO_HITS
+        held = pinnable = NO_MATCH
         if self._affinity:
-            held = self.indexes[Prefill].find(job.chain, self._block, now)
-            pinnable = self.indexes[Decode].find(job.chain, self._block, now)
+            held = self.indexes[Prefill].match(job.chain, self._block, now)
+            pinnable = self.indexes[Decode].match(job.chain, self._block, now)
         tokens = job.arrival.input_tokens
-        choice = self._place(self, Demand(tokens, held=held, pinnable=pinnable, number=next(self.numbers)))
+        choice = self._place(self, PlacementQuery(tokens, prefill_match=held, decode_match=pinnable))
         self.cpu_us.append(1e6 * (time.thread_time() - cpu))
         self.wall_us.append(1e6 * (time.perf_counter() - wall))
         job.rest = tokens - min(held.tokens(choice.prefill), tokens)
@@ -158,7 +156,7 @@ class Router:
     def hear(self, worker: Prefill | Decode, stored: list[bytes], dropped: list[bytes], now: float) -> None:
         """Take a worker's news."""
         if self._affinity:
-            self.indexes[type(worker)].told(worker.name, reset=False, stored=stored, dropped=dropped)
+            self.indexes[type(worker)].update(worker.name, reset=False, stored=stored, dropped=dropped)
         self.see(worker, now)
 
     def see(self, worker: Prefill | Decode, now: float) -> None:
@@ -177,7 +175,7 @@ class Router:
                 own_requests=requests,
                 own_tokens=tokens,
                 dispatched=sent,
-                recent_tokens=self.recent[worker.name].at(now) if worker.name in self.recent else 0.0,
+                recent_tokens=self.recent[worker.name].value(now) if worker.name in self.recent else 0.0,
             )
         )
 
@@ -186,7 +184,7 @@ class Router:
         requests, pending, sent = self.own.get(worker.name, (0, 0, 0))
         self.own[worker.name] = requests + count, pending + count * tokens, sent + (count > 0)
         if count > 0:
-            self.recent.setdefault(worker.name, Fading(RECENT_S)).add(tokens, now)
+            self.recent.setdefault(worker.name, DecayingSum(RECENT_S)).add(tokens, now)
         self.see(worker, now)
 
 
@@ -291,30 +289,31 @@ class Simulation:
             router.hear(worker, stored, dropped, self.now)
 
 
-def affine(router: Router, demand: Demand) -> Choice:
+def affine(router: Router, query: PlacementQuery) -> Selection:
     """The router's own policy; without hits, the least loaded."""
-    choice = choose(router.fleet, demand, prefill_limit=10**9)
+    choice = select_workers(router.fleet, query, prefill_limit=10**9)
     if choice is None:
         raise RuntimeError("a fleet without limits has a place for everybody")
     return choice
 
 
-def at_random(router: Router, demand: Demand) -> Choice:
+def at_random(router: Router, query: PlacementQuery) -> Selection:
     """Any two workers."""
     prefills, decodes = router.names
-    return Choice(_RANDOM.choice(prefills), (_RANDOM.choice(decodes),))
+    return Selection(_RANDOM.choice(prefills), (_RANDOM.choice(decodes),))
 
 
-def in_turn(router: Router, demand: Demand) -> Choice:
+def in_turn(router: Router, query: PlacementQuery) -> Selection:
     """One after the other."""
     prefills, decodes = router.names
-    return Choice(prefills[demand.number % len(prefills)], (decodes[demand.number % len(decodes)],))
+    number = next(router.numbers)
+    return Selection(prefills[number % len(prefills)], (decodes[number % len(decodes)],))
 
 
 _RANDOM = random.Random(1)
 
 
-POLICIES: dict[str, tuple[Callable[[Router, Demand], Choice], bool]] = {
+POLICIES: dict[str, tuple[Callable[[Router, PlacementQuery], Selection], bool]] = {
     "affinity": (affine, True),
     "least loaded": (affine, False),
     "round-robin": (in_turn, False),

@@ -253,11 +253,12 @@ class PrefillWorker:
 
     def _commit(self, job: Job, result: ChunkResult) -> PrefillDone:
         """Hand the KV over, with the first token of each choice."""
-        handoff, done = finished(job, result.tokens, self._engine.spec.eos_token_ids)
+        now = time.monotonic()
+        handoff, done = finished(job, result.tokens, self._engine.spec.eos_token_ids, now)
         if job.export is not None:
             job.export.commit(handoff)
             if not job.export.ended:
-                job.life.enter(State.HELD, time.monotonic())
+                job.life.enter(State.HELD, now)
         return done
 
     async def _keep(self, job: Job) -> None:

@@ -26,11 +26,12 @@ from baton.tokenizer import Tokenizer
 from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher
 from router.pipeline import Pipeline
-from router.serving.servicer import SERVICE, InferenceServicer
-from router.serving.stalls import Stalls
-from router.serving.tenants import Guard, Tenants
+from router.serving.front_door import FrontDoor
+from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
+from router.serving.stalls import StallGuard
+from router.serving.tenants import Tenants
 from router.serving.threads import Threads
-from router.serving.validator import Intake, Model, largest_message
+from router.serving.validator import Model, RequestValidator, largest_message
 from router.workers.pool import Pool
 
 _LAST_WORDS_S = 2.0
@@ -46,7 +47,7 @@ class App:
     address: str
     ops_address: str
     pool: Pool
-    _servicer: InferenceServicer
+    _door: FrontDoor
     _health: _Health
     _drain_s: float
     failed: asyncio.Future[None]
@@ -60,12 +61,12 @@ class App:
     async def drain(self) -> None:
         """Refuse new requests and let the running ones finish, for `drain_s` seconds at most."""
         self._health.stop()
-        if running := self._servicer.running:
+        if running := self._door.running:
             requests = f"{running} request{'s' if running > 1 else ''}"
             _log.warning("draining %s, up to %g s; press Ctrl-C again to stop now", requests, self._drain_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_s):
-                await self._servicer.drain()
+                await self._door.drain()
 
 
 @contextlib.asynccontextmanager
@@ -93,19 +94,20 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
         return min([*lengths, config.max_model_len or max(lengths)])
 
     threads = Threads(config.line_capacity)
-    intake = Intake(model, max_model_len, threads, partial(request_salt, config.fleet_secret), lambda: pool.capacity)
+    salt = partial(request_salt, config.fleet_secret)
+    validator = RequestValidator(model, max_model_len, threads, salt, lambda: pool.capacity)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
         await stack.enter_async_context(pool.running())
         dispatcher = Dispatcher(pool, config)
         stack.callback(dispatcher.close)
-        pipeline = Pipeline(dispatcher, config, threads, router_id=router_id, signer=signer)
-        stalls = Stalls(config.client_stall_s)
+        pipeline = Pipeline(pool, dispatcher, config, threads, router_id=router_id, signer=signer)
+        stalls = StallGuard(config.client_stall_s)
         await stack.enter_async_context(stalls.watched())
-        servicer = InferenceServicer(model, intake, pool, dispatcher, pipeline, tenants, stalls)
+        door = FrontDoor(model, validator, pool, dispatcher, pipeline, tenants, stalls)
 
         def add(server: grpc.aio.Server) -> None:
-            servicer.add_to_server(server)
+            InferenceServicer(door).add_to_server(server)
             add_admin(server, Sources(router_id, "router", pipeline.ledger, pool.prefixes.tiers))
 
         listener = await stack.enter_async_context(
@@ -120,7 +122,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
                 keys=keys,
                 streams=max(MAX_STREAMS, 2 * config.line_capacity),
                 message_bytes=largest_message(min(longest, config.max_model_len or longest), model.vocab_size),
-                guards=[Guard(tenants)],
+                guards=[ApiKeyGuard(tenants)],
                 shared=shared,
             )
         )
@@ -128,16 +130,16 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
         ops = await stack.enter_async_context(serve_ops(config.ops, ready=lambda: health.serving))
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.callback(failed.cancel)
-        stack.push_async_callback(_stop, pipeline, servicer)
-        yield App(listener.address, ops.address, pool, servicer, health, config.drain_s, failed)
+        stack.push_async_callback(_stop, pipeline, door)
+        yield App(listener.address, ops.address, pool, door, health, config.drain_s, failed)
 
 
-async def _stop(pipeline: Pipeline, servicer: InferenceServicer) -> None:
+async def _stop(pipeline: Pipeline, door: FrontDoor) -> None:
     """End what a drain has left running, tell its clients why, and wait until nothing is left of it."""
     pipeline.stop()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LAST_WORDS_S):
-            await servicer.drain()
+            await door.drain()
     await pipeline.finish()
 
 
@@ -150,7 +152,7 @@ class _Health:
         self._stopped = False
         self.serving = False
         """Whether requests succeed now."""
-        pool.on_news(self._report)
+        pool.subscribe(self._report)
         self._report()
 
     def stop(self) -> None:

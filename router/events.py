@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from baton.request import CachedTokens, FirstToken, TokenInfo
-from baton.worker.messages import Output
-from router.workers.losses import Loss
+from baton.request import CachedTokens, FinishReason, FirstToken, TokenInfo
+from router.workers.losses import WorkerLoss
 
 
 class Blame(enum.Enum):
@@ -39,6 +38,14 @@ class Cause(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeTimings:
+    """Durations on decode's clock, in milliseconds: Start to commit, commit to slot."""
+
+    fetch_ms: float
+    slot_wait_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     """Prefill is done; `prompt_tokens` carry prompt log-probabilities, if they were asked for.
 
@@ -51,6 +58,20 @@ class Prefilled:
     cached: CachedTokens = field(default_factory=CachedTokens)
 
 
+@dataclass(slots=True)
+class Output:
+    """Tokens of one choice; `output_index` is that of the first, `finish` belongs to the last.
+
+    One is made for every token, and a frozen one would take three times as long.
+    """
+
+    choice_index: int
+    output_index: int
+    tokens: tuple[TokenInfo, ...]
+    finish: FinishReason | None = None
+    timings: DecodeTimings | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The attempt can't go on."""
@@ -58,7 +79,7 @@ class Failed:
     error: BatonError
     blame: Blame
     cause: Cause = Cause.FAULT
-    loss: Loss | None = None
+    loss: WorkerLoss | None = None
     """The lost connection, if the request is one of its suspects."""
 
 

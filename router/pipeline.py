@@ -17,20 +17,20 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
+from baton.config.router import RouterConfig
 from baton.errors import BatonError, DeadlineExceeded, EngineError, Unavailable
 from baton.ledger import Ledger
 from baton.telemetry.metrics import ATTEMPTS_FAILED, REPLAYS, RETRIES_REFUSED
-from router.attempt import Attempt, AttemptFailed, Means, Signer, Work
-from router.config import RouterConfig
+from router.attempt import Attempt, AttemptDeps, AttemptFailed, RequestState, Signer
 from router.dispatcher import Dispatcher
 from router.events import Cause, Failed
-from router.output.processor import Emission
-from router.placement.chains import Chains
-from router.registry import Registry
+from router.output.processor import OutputProcessor
+from router.placement.block_hasher import BlockHasher
 from router.request import Request
 from router.retries import History, RetryBudget
 from router.serving.threads import Threads
-from router.workers.abandon import Abandoner
+from router.workers.pool import Pool
+from router.workers.prefill import Abandoner
 
 VERDICT_S = 15.0
 """How long a worker that may have been killed by a request is waited for, before it is taken for dead."""
@@ -56,6 +56,7 @@ class Pipeline:
 
     def __init__(
         self,
+        pool: Pool,
         dispatcher: Dispatcher,
         config: RouterConfig,
         threads: Threads,
@@ -63,49 +64,53 @@ class Pipeline:
         router_id: str = "router",
         signer: Signer | None = None,
     ) -> None:
-        self._registry = Registry(router_id)
+        self._router_id = router_id
         self._abandoner = Abandoner()
-        self._means = Means(dispatcher, config, self._registry, self._abandoner, signer, threads)
+        self._deps = AttemptDeps(pool, dispatcher, config, self._abandoner, signer, threads)
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._budget = RetryBudget(self._loop.time())
-        self._running: dict[asyncio.Task[Any], Emission] = {}
+        self._running: dict[asyncio.Task[Any], OutputProcessor] = {}
+        self._attempts: dict[Attempt, None] = {}
+        """Those that hold, or wait for, anything; none means that nothing is left of anybody."""
         self._stopped = False
 
-    async def run(self, request: Request, emission: Emission) -> None:
-        """Serve a request to its end; what it yields goes to the emission's outbox, and so does the error."""
+    async def run(self, request: Request, output: OutputProcessor) -> None:
+        """Serve a request to its end; what it yields goes to the output queue, and so does the error."""
         if request.deadline is None:
             request = replace(request, deadline=request.arrived + self._config.request_timeout_s)
-        self._budget.accepted()
+        self._budget.record_request()
         task = asyncio.current_task()
         if task is not None:
-            self._running[task] = emission
+            self._running[task] = output
         try:
             if self._stopped:
                 # It was still being tokenized when the others were ended.
                 raise Unavailable(_STOPPED)
-            run = self._means.threads.of(request.tenant)
-            chains = Chains(request.prompt_ids, request.salt, run) if request.reads_cache else None
-            await self._serve(Work(request, emission, chains), range(request.params.n), History(), 0.0)
-            emission.close()
+            run = self._deps.threads.of(request.tenant)
+            hasher = BlockHasher(request.prompt_ids, request.salt, run) if request.reads_cache else None
+            await self._serve(RequestState(request, output, hasher), range(request.params.n), History(), 0.0)
+            output.close()
         except BatonError as error:
-            emission.outbox.fail(error)
+            output.queue.fail(error)
         except Exception as error:
             _logger.exception("request %s failed", request.id)
-            emission.outbox.fail(error)
+            output.queue.fail(error)
         finally:
             if task is not None:
                 del self._running[task]
 
     async def ledger(self) -> Ledger:
-        """Every attempt that lives."""
-        return self._registry.ledger(self._loop.time())
+        """Every attempt that lives, from its birth until all that it held was given back."""
+        now = self._loop.time()
+        entries = tuple(attempt.ledger_entry(now) for attempt in self._attempts)
+        return Ledger(self._router_id, "router", entries=entries)
 
     def stop(self) -> None:
         """End what still runs, and begin nothing any more; clients are told that the router is gone."""
         self._stopped = True
-        for task, emission in self._running.items():
-            emission.outbox.fail(Unavailable(_STOPPED))
+        for task, output in self._running.items():
+            output.queue.fail(Unavailable(_STOPPED))
             task.cancel()
 
     async def finish(self) -> None:
@@ -113,36 +118,43 @@ class Pipeline:
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._abandoner.finish()
 
-    async def _serve(self, work: Work, choices: Iterable[int], history: History, delay_s: float) -> None:
+    async def _serve(self, state: RequestState, choices: Iterable[int], history: History, delay_s: float) -> None:
         """Make attempts until the choices have ended; raises the last failure when there may be no more."""
-        emission = work.emission
-        while choices := emission.unfinished(choices):
-            if len(choices) > 1 and any(emission.output_ids(choice) for choice in choices):
-                await _all(self._serve(work, (choice,), history.fork(), delay_s) for choice in choices)
+        output = state.output
+        while choices := output.unfinished(choices):
+            if len(choices) > 1 and any(output.output_ids(choice) for choice in choices):
+                await _all(self._serve(state, (choice,), history.fork(), delay_s) for choice in choices)
                 return
-            before = emission.emitted(choices)
+            before = output.emitted(choices)
             try:
-                await Attempt(self._means, work, choices, history).run(delay_s)
+                await self._attempt(Attempt(self._deps, state, choices, history), delay_s)
             except AttemptFailed as attempt:
-                if (tokens := emission.emitted(choices) - before) > 0:
-                    history.progressed(tokens // len(choices))
-                await self._judge(work.request, history, attempt)
-                delay_s = self._retry(work.request, history, attempt)
+                if (tokens := output.emitted(choices) - before) > 0:
+                    history.record_progress(tokens // len(choices))
+                await self._judge(state.request, history, attempt)
+                delay_s = self._retry(state.request, history, attempt)
+
+    async def _attempt(self, attempt: Attempt, delay_s: float) -> None:
+        self._attempts[attempt] = None
+        try:
+            await attempt.run(delay_s)
+        finally:
+            del self._attempts[attempt]
 
     async def _judge(self, request: Request, history: History, attempt: AttemptFailed) -> None:
         """Raise EngineError if the request is what kills workers, once it is seen or must be presumed that one died."""
-        loss, losses = attempt.failed.loss, self._means.dispatcher.losses
+        loss, losses = attempt.failed.loss, self._deps.pool.losses
         if loss is None:
             return
-        history.lost(loss, alone=attempt.alone)
-        if not history.guilty(losses.others(history.losses)):
+        history.record_loss(loss, alone=attempt.alone)
+        if not history.is_guilty(losses.count_others(history.losses)):
             return
         settled, until = asyncio.Event(), self._loop.time() + VERDICT_S
         loss.on_settled(settled.set)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until if request.deadline is None else min(until, request.deadline)):
                 await settled.wait()
-        if history.guilty(losses.others(history.losses)):
+        if history.is_guilty(losses.count_others(history.losses)):
             deaths = sum(loss.death for loss in history.losses)
             message = f"the request was present at {deaths} worker deaths, at the last one alone"
             _logger.warning("request %s ends: %s: %s", request.id, message, attempt.failed.error)
@@ -156,7 +168,7 @@ class Pipeline:
             raise DeadlineExceeded(f"the request's deadline passed; the last attempt failed: {failed.error}")
 
         def charge() -> bool:
-            granted = self._budget.take(now, culprit=attempt.culprit, first=history.faults == 1)
+            granted = self._budget.charge(now, culprit=attempt.culprit, first=history.faults == 1)
             RETRIES_REFUSED.inc(not granted)
             return granted
 

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from baton.config import parse_address
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.process import STOP_S, Running, main
 from baton.rpc.server import check_reach
@@ -27,7 +28,6 @@ from baton.sockets import bind
 from baton.supervisor import Supervisor, addresses
 from baton.telemetry.logs import configure
 from router.app import run
-from router.config import RouterConfig
 
 _LAST_PORT = 65535
 _OWN = ("processes", "grpc", "ops")

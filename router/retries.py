@@ -21,8 +21,9 @@ from dataclasses import dataclass, field, replace
 
 from baton.errors import Overloaded
 from router.events import Cause, Failed
+from router.placement.fleet import DecodeView, PrefillView
 from router.workers.breaker import SAME_EVENT_S
-from router.workers.losses import Loss
+from router.workers.losses import WorkerLoss
 
 MOST_ATTEMPTS = 16
 DEATHS_UNTIL_ALONE = 2
@@ -47,11 +48,11 @@ class RetryBudget:
         self._filled = now
         self._last: dict[str, float] = {}
 
-    def accepted(self) -> None:
+    def record_request(self) -> None:
         """A request came: a share of a retry more."""
         self._tokens = min(self._tokens + self._share, self._most)
 
-    def take(self, now: float, *, culprit: str = "", first: bool = False) -> bool:
+    def charge(self, now: float, *, culprit: str = "", first: bool = False) -> bool:
         """Whether a fault may be followed by a retry, which is then charged.
 
         One event may fail all that a worker runs: of faults of one `culprit` within SAME_EVENT_S one is charged,
@@ -71,16 +72,16 @@ class RetryBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class Avoided:
+class AvoidedWorker:
     """An incarnation of a worker that failed a request; `loss` is the lost connection, if it was one."""
 
     worker: str
     incarnation: str
-    loss: Loss | None = None
+    loss: WorkerLoss | None = None
 
-    def holds(self, incarnation: str) -> bool:
+    def applies(self, view: PrefillView | DecodeView) -> bool:
         """Whether the incarnation that is at the address now is to be avoided."""
-        return self.incarnation == incarnation and (self.loss is None or self.loss.death)
+        return self.incarnation == view.incarnation and (self.loss is None or self.loss.death)
 
 
 @dataclass(slots=True)
@@ -91,27 +92,27 @@ class History:
     attempts: int = 0
     faults: int = 0
     refusals: int = 0
-    avoid: frozenset[Avoided] = frozenset()
+    avoid: frozenset[AvoidedWorker] = frozenset()
     avoid_pairs: frozenset[tuple[str, str]] = frozenset()
-    losses: list[Loss] = field(default_factory=list)
+    losses: list[WorkerLoss] = field(default_factory=list)
     """Lost connections of which it is a suspect."""
-    losses_alone: list[Loss] = field(default_factory=list)
+    losses_alone: list[WorkerLoss] = field(default_factory=list)
     """Those of them at which nothing else was there."""
 
     @property
-    def alone(self) -> bool:
+    def must_run_alone(self) -> bool:
         """Whether the next attempt must run where nothing else does, for all that is known now of its losses."""
         shares = [loss.share for loss in self.losses if loss.death]
         return len(shares) >= DEATHS_UNTIL_ALONE and sum(shares) >= 1 - _ROUNDING
 
-    def lost(self, loss: Loss, *, alone: bool) -> None:
+    def record_loss(self, loss: WorkerLoss, *, alone: bool) -> None:
         """It is a suspect of a loss; `alone` when no other request of this router was there."""
         if loss not in self.losses:
             self.losses.append(loss)
             if alone and not loss.shared:
                 self.losses_alone.append(loss)
 
-    def passed(self) -> None:
+    def clear_losses(self) -> None:
         """Decode has computed a token of the latest attempt: whatever killed workers before, it was not this request.
 
         One that kills does so at its next token, since a new attempt begins where the last one ended.
@@ -119,7 +120,7 @@ class History:
         self.losses.clear()
         self.losses_alone.clear()
 
-    def guilty(self, others: int) -> bool:
+    def is_guilty(self, others: int) -> bool:
         """Whether it has killed a worker that it had for itself, when so many others died without it meanwhile."""
         return sum(loss.death for loss in self.losses_alone) > min(others, MOST_EXCUSED)
 
@@ -127,7 +128,7 @@ class History:
         """The history of one of the choices from here on; numbers stay common, since they name attempts."""
         return replace(self, losses=self.losses.copy(), losses_alone=self.losses_alone.copy())
 
-    def progressed(self, tokens: int) -> None:
+    def record_progress(self, tokens: int) -> None:
         """The latest attempt brought so many tokens of each choice.
 
         A few tokens forgive no faults: a request at which every step raises soon after its begin must end.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router.placement.prefix_index import Found
+from router.placement.prefix_index import PrefixMatch
 
 
-def hits(by_worker: Mapping[str, int]) -> Found:
+def hits(by_worker: Mapping[str, int]) -> PrefixMatch:
     """What an index finds where workers hold so many leading tokens."""
     numbers = sorted({tokens for tokens in by_worker.values() if tokens}, reverse=True)
-    return Found([(least, [name for name, held in by_worker.items() if held >= least]) for least in numbers])
+    return PrefixMatch([(least, [name for name, held in by_worker.items() if held >= least]) for least in numbers])

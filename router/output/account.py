@@ -2,8 +2,8 @@
 
     arrival ──line── dispatch ──prefill── first token ──transfer── ──slot wait── ──decode── end
 
-The parts add up to the total exactly. Decode begins to fetch when prefill is dispatched, so of its fetch only what
-outlasts prefill is transfer; and decode is the rest, so that whatever a clock can't see is in some part.
+The parts add up to the total exactly. Decode begins to fetch when prefill is dispatched, so only the part of the
+fetch that comes after prefill counts as transfer. Decode is the rest, so that no time is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.request import Timings
-from baton.worker.messages import DecodeTimings
+from router.events import DecodeTimings
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Account:
             self.dispatched = now
 
     def on_decode(self, timings: DecodeTimings) -> None:
-        """Decode told its share."""
+        """Decode has reported its share."""
         if self.decode is None:
             self.decode = timings
 

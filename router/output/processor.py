@@ -1,9 +1,9 @@
-"""From tokens, in whatever order they come, to what the client is told.
+"""From tokens, in whatever order they come, to what the client is sent.
 
 Each choice emits its tokens in the order of their output index and drops those it has had, so that token 2 may
 arrive before token 1, and a new attempt may repeat what an old one said. Text comes from an incremental detokenizer
-through a stop matcher. What is new gathers in the outbox until the client's stream takes it, so a slow client costs
-its own max_tokens of memory and holds back nobody.
+through a stop matcher. What is new gathers in the output queue until the client's stream takes it, so a slow client
+costs its own max_tokens of memory and holds back nobody.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from baton.request import CachedTokens, FinishReason, FirstToken, TokenInfo, Usage
 from baton.telemetry.metrics import ITL, TTFT
-from baton.worker.messages import Output
-from router.events import Prefilled
+from router.events import Output, Prefilled
 from router.output.account import Account
-from router.output.queue import Outbox
+from router.output.queue import OutputQueue
 from router.output.stops import StopMatcher
 from router.request import Request
 
@@ -23,12 +22,12 @@ from router.request import Request
 class _Choice:
     """One choice from its first token to its finish."""
 
-    def __init__(self, index: int, request: Request, outbox: Outbox) -> None:
+    def __init__(self, index: int, request: Request, queue: OutputQueue) -> None:
         self.index = index
         self.output_ids: list[int] = []
         self.finish: FinishReason | None = None
         self._params = request.params
-        self._outbox = outbox
+        self._queue = queue
         self._early: dict[int, tuple[TokenInfo, FinishReason | None]] = {}
         self._detokenizer = request.detokenizer()
         self._matcher = StopMatcher(request.stops, include_stop=request.params.include_stop_in_output)
@@ -66,20 +65,20 @@ class _Choice:
             text += self._matcher.flush()
         self.finish = finish
         stop_token_id = token.token_id if by_token else None
-        self._outbox.add(self.index, token, text, finish, stop_string=self._matcher.found, stop_token_id=stop_token_id)
+        self._queue.add(self.index, token, text, finish, stop_string=self._matcher.found, stop_token_id=stop_token_id)
 
 
-class Emission:
-    """All choices of a request, and its outbox."""
+class OutputProcessor:
+    """All choices of a request, and the queue of what its client has not been sent."""
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
-        self.outbox = Outbox()
+        self.queue = OutputQueue()
         self.account = Account(request.arrived)
         self._prompt_tokens = len(request.prompt_ids)
         self._cached_tokens: int | None = None
         self._cached = CachedTokens()
         self._clock = clock
-        self._choices = [_Choice(index, request, self.outbox) for index in range(request.params.n)]
+        self._choices = [_Choice(index, request, self.queue) for index in range(request.params.n)]
 
     def unfinished(self, choices: Iterable[int]) -> tuple[int, ...]:
         """Those of `choices` that have not ended."""
@@ -98,16 +97,16 @@ class Emission:
         for index in choices:
             self._choices[index].forget_early()
 
-    def first_tokens(self, event: Prefilled) -> None:
+    def add_first_tokens(self, event: Prefilled) -> None:
         """Emit what prefill sampled, each at the end of its choice."""
         if self._cached_tokens is None:
             self._cached_tokens, self._cached = event.cached_tokens, event.cached
             if event.prompt_tokens:
-                self.outbox.report(event.prompt_tokens)
+                self.queue.report(event.prompt_tokens)
         for first in event.first_tokens:
             self._first(first)
 
-    def output(self, event: Output) -> bool:
+    def add(self, event: Output) -> bool:
         """Emit what decode sampled; whether the choice goes on."""
         if event.timings is not None:
             self.account.on_decode(event.timings)
@@ -118,7 +117,7 @@ class Emission:
         """The request is served."""
         completion = self.emitted(range(len(self._choices)))
         usage = Usage(self._prompt_tokens, self._cached_tokens or 0, completion, self._cached)
-        self.outbox.close(usage, self.account.timings(self._clock()))
+        self.queue.close(usage, self.account.timings(self._clock()))
 
     def _first(self, first: FirstToken) -> None:
         index = len(self._choices[first.choice_index].output_ids)

@@ -1,6 +1,6 @@
 """What a client has not been sent yet, cut into messages that any client can receive.
 
-    add ──▶ [News] [News] [News, still filling] ──▶ take: one News at a time, oldest first, each at most MESSAGE_BYTES
+    add ──▶ [Update] [Update] [Update, still filling] ──▶ take: one at a time, oldest first, each at most MESSAGE_BYTES
 
 A client that reads slowly lets much gather here. As one message it could be larger than the client accepts (gRPC's
 default is 4 MiB), and the answer would be lost. So what gathers is cut as it comes: text, tokens and finish of a choice
@@ -47,7 +47,7 @@ class Delta:
 
 
 @dataclass(slots=True)
-class News:
+class Update:
     """What is new about a request, at most one message; usage and timings come with the last."""
 
     deltas: dict[int, Delta] = field(default_factory=dict)
@@ -58,11 +58,11 @@ class News:
     """Most bytes that deltas and prompt tokens may take on the wire."""
 
 
-class Outbox:
-    """Gathers news until it is taken; one producer, one consumer."""
+class OutputQueue:
+    """Gathers update until it is taken; one producer, one consumer."""
 
     def __init__(self) -> None:
-        self._waiting: deque[News] = deque()
+        self._waiting: deque[Update] = deque()
         self._report: Sequence[TokenInfo] = ()
         self._reported = 0
         """Leading tokens of the report that were taken."""
@@ -107,8 +107,8 @@ class Outbox:
         self._error = error
         self._wake()
 
-    async def take(self) -> News:
-        """Wait for news and take one message of it; raises the error that ended the request when nothing is left."""
+    async def take(self) -> Update:
+        """Wait for update and take one message of it; raises the error that ended the request when nothing is left."""
         while not (self._waiting or self._report):
             if self._error is not None:
                 raise self._error
@@ -116,7 +116,7 @@ class Outbox:
             await self._taker
         return self._take_report() if self._report else self._waiting.popleft()
 
-    def _take_report(self) -> News:
+    def _take_report(self) -> Update:
         """As much of the report as a message holds."""
         report, start, size = self._report, self._reported, 0
         end = start
@@ -125,31 +125,31 @@ class Outbox:
             end += 1
         self._reported = end
         if end < len(report):
-            return News(prompt_tokens=report[start:end])
+            return Update(prompt_tokens=report[start:end])
         self._report = ()
         fits = bool(self._waiting) and self._waiting[0].size + size <= _ROOM
-        news = self._waiting.popleft() if fits else News()
-        news.prompt_tokens = report[start:end]
-        return news
+        update = self._waiting.popleft() if fits else Update()
+        update.prompt_tokens = report[start:end]
+        return update
 
     def _delta(self, choice: int, size: int) -> Delta:
         """What of the last message is about a choice, with room for `size` bytes more."""
-        news = self._last(size + _DELTA_BYTES)
-        found = news.deltas.get(choice)
+        update = self._last(size + _DELTA_BYTES)
+        found = update.deltas.get(choice)
         if found is None:
-            found = news.deltas[choice] = Delta(choice)
+            found = update.deltas[choice] = Delta(choice)
             size += _DELTA_BYTES
-        news.size += size
+        update.size += size
         return found
 
-    def _last(self, size: int) -> News:
+    def _last(self, size: int) -> Update:
         """The last message if it has room for `size` bytes more, or a new one."""
         if self._waiting and self._waiting[-1].size + size <= _ROOM:
             return self._waiting[-1]
-        news = News()
-        self._waiting.append(news)
+        update = Update()
+        self._waiting.append(update)
         self._wake()
-        return news
+        return update
 
     def _wake(self) -> None:
         if self._taker is not None and not self._taker.done():

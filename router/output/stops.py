@@ -75,7 +75,7 @@ class StopMatcher:
         self._stops = stops
         self._include_stop = include_stop
         self._node = 0
-        self._held = ""
+        self._pending = ""
         self.found: str | None = None
         """The stop string that ended the text."""
 
@@ -86,21 +86,21 @@ class StopMatcher:
         """
         if self.found is not None:
             return ""
-        if not self._held and self._stops.misses(piece):
+        if not self._pending and self._stops.misses(piece):
             self._node = 0
             return piece
-        text = self._held + piece
-        for end, char in enumerate(piece, start=len(self._held) + 1):
+        text = self._pending + piece
+        for end, char in enumerate(piece, start=len(self._pending) + 1):
             self._node = self._stops.advance(self._node, char)
             if counts and (length := self._stops.match[self._node]):
                 self.found = text[end - length : end]
-                self._held = ""
+                self._pending = ""
                 return text[: end if self._include_stop else end - length]
         hold = self._stops.hold[self._node]
-        self._held = text[len(text) - hold :]
+        self._pending = text[len(text) - hold :]
         return text[: len(text) - hold]
 
     def flush(self) -> str:
         """Return what was held back; the text ends here."""
-        held, self._held = self._held, ""
-        return held
+        text, self._pending = self._pending, ""
+        return text

@@ -1,7 +1,7 @@
-"""Which workers of a role hold which prefix blocks: what they tell, and what this router has sent there. Pure.
+"""Which workers of a role hold which prefix blocks: what they report, and what this router has sent there. Pure.
 
-    dispatched ── expected ── told by the worker ── known ── dropped by it, or the worker is lost
-                     └── not told within EXPECTED_S: forgotten
+    dispatched ── expected ── reported by the worker ── known ── dropped by it, or the worker is lost
+                     └── not reported within EXPECTED_S: forgotten
 
 A block goes by its name, the first 8 bytes of its digest. A digest stands for all tokens before it, and pools evict the
 end of a chain before its beginning, so a worker that holds a block is taken to hold those before it. Who holds the most
@@ -9,12 +9,8 @@ of a chain is therefore found by search and not by walking along it, and no work
 
 Memory is bounded: when more than `most` blocks are known, only every second name counts from then on, then every
 fourth, and so on, by bits of the name itself, so that the same ones are left out for all workers. Chains are then known
-to within a few blocks, and all of them equally well.
-
-It stays so when fewer blocks are held again. A name that was left out is not here any more, and a search over names of
-which some chains lack some would take these for short; so all workers would have to tell all that they hold, as they do
-when a router starts, for half of `granularity` blocks a prompt that placement reckons with and workers find anyway.
-Starting the router anew is the same, and `baton cache stats` shows where it would help.
+to within a few blocks, and all of them equally well. It stays so when fewer blocks are held again, since the names that
+were left out are not here any more; a router that is started again learns all names anew.
 """
 
 from __future__ import annotations
@@ -22,12 +18,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 NAME_BYTES = 8
 
 EXPECTED_S = 30.0
-"""How long blocks count as held by the worker that computes them, without a word of it."""
+"""How long blocks count as held by the worker that computes them, without a report of it."""
 
 MOST_BLOCKS = 2**20
 """Each takes about 200 bytes for each worker that holds it."""
@@ -40,6 +37,29 @@ Level = tuple[int, Collection[str]]
 """Leading tokens, and all workers that hold at least these."""
 
 
+@dataclass(frozen=True)
+class PrefixMatch:
+    """Which workers hold leading tokens of a prompt; valid until the index changes."""
+
+    levels: Sequence[Level]
+    """The most tokens first, and of each number all holders, among which are those of more."""
+
+    @cached_property
+    def by_worker(self) -> dict[str, int]:
+        """Leading tokens by the workers that hold some."""
+        tokens: dict[str, int] = {}
+        for count, holders in reversed(self.levels):
+            tokens.update(dict.fromkeys(holders, count))
+        return tokens
+
+    def tokens(self, worker: str) -> int:
+        """Leading tokens that the worker holds."""
+        return next((count for count, holders in self.levels if worker in holders), 0)
+
+
+NO_MATCH = PrefixMatch(())
+
+
 class PrefixIndex:
     """Blocks by worker; times are seconds on the caller's clock."""
 
@@ -48,8 +68,8 @@ class PrefixIndex:
         self._blocks: dict[bytes, tuple[str, ...] | set[str]] = {}
         self._alone: dict[str, tuple[str, ...]] = {}
         """By worker: the holders of a block that nobody else has."""
-        self._held: dict[str, dict[bytes, float | None]] = {}
-        """By worker: when a block stops being expected, or None once the worker has told of it."""
+        self._by_worker: dict[str, dict[bytes, float | None]] = {}
+        """By worker: when a block stops being expected, or None once the worker has reported it."""
         self._expected: deque[tuple[float, str, list[bytes]]] = deque()
         self._size = 0
         self._mask = 0
@@ -65,37 +85,37 @@ class PrefixIndex:
         """One in so many blocks is known."""
         return self._mask + 1
 
-    def told(self, worker: str, *, reset: bool, stored: Collection[bytes], dropped: Collection[bytes]) -> None:
-        """Take a worker's news, in names of NAME_BYTES; a block that is in both was dropped after it was stored."""
-        held = self._held.setdefault(worker, {})
+    def update(self, worker: str, *, reset: bool, stored: Collection[bytes], dropped: Collection[bytes]) -> None:
+        """Take a worker's report, in names of NAME_BYTES; a block that is in both was dropped after it was stored."""
+        blocks = self._by_worker.setdefault(worker, {})
         if reset:
-            self._drop(worker, [name for name, until in held.items() if until is None])
+            self._drop(worker, [name for name, until in blocks.items() if until is None])
         for name in stored:
             if not name[0] & self._mask:
-                self._store(worker, held, name, None)
+                self._store(worker, blocks, name, None)
         self._drop(worker, dropped)
         self._bound()
 
     def expect(self, worker: str, digests: Sequence[bytes], now: float, first: int = 0) -> None:
         """A worker was sent a prompt of these blocks, and will soon hold those from `first` on as well."""
         self._expire(now)
-        held, until, mask = self._held.setdefault(worker, {}), now + EXPECTED_S, self._mask
+        blocks, until, mask = self._by_worker.setdefault(worker, {}), now + EXPECTED_S, self._mask
         names = [digest[:NAME_BYTES] for digest in islice(digests, first, None) if not digest[0] & mask]
-        expected = [name for name in names if held.get(name, now) is not None]
+        expected = [name for name in names if blocks.get(name, now) is not None]
         for name in expected:
-            self._store(worker, held, name, until)
+            self._store(worker, blocks, name, until)
         if expected:
             self._expected.append((until, worker, expected))
         self._bound()
 
     def forget(self, worker: str) -> None:
         """The worker is lost, and all that it held."""
-        self._drop(worker, list(self._held.get(worker, ())))
-        self._held.pop(worker, None)
+        self._drop(worker, list(self._by_worker.get(worker, ())))
+        self._by_worker.pop(worker, None)
         self._alone.pop(worker, None)
         self._coarser.discard(worker)
 
-    def find(self, digests: Sequence[bytes], block_size: int, now: float) -> Found:
+    def match(self, digests: Sequence[bytes], block_size: int, now: float) -> PrefixMatch:
         """Who holds how much of a chain of blocks of so many tokens."""
         self._expire(now)
         positions: Sequence[int] = range(len(digests))
@@ -109,7 +129,7 @@ class PrefixIndex:
             levels.append(((positions[reach - 1] + 1) * block_size, holders))
             known = len(holders)
             reach = self._reach(digests, reach - 1, known)
-        return Found(levels)
+        return PrefixMatch(levels)
 
     def _reach(self, digests: Sequence[bytes], end: int, more_than: int) -> int:
         """How many of the first `end` blocks more than so many workers hold: steps that double, then halves."""
@@ -128,8 +148,8 @@ class PrefixIndex:
                 high = middle
         return low
 
-    def _store(self, worker: str, held: dict[bytes, float | None], name: bytes, until: float | None) -> None:
-        if name not in held:
+    def _store(self, worker: str, blocks: dict[bytes, float | None], name: bytes, until: float | None) -> None:
+        if name not in blocks:
             self._size += 1
             holders = self._blocks.get(name)
             if holders is None:
@@ -138,14 +158,14 @@ class PrefixIndex:
                 holders.add(worker)
             else:
                 self._blocks[name] = {worker, *holders}
-        held[name] = until
+        blocks[name] = until
 
     def _drop(self, worker: str, names: Collection[bytes]) -> None:
-        held = self._held.get(worker, {})
+        blocks = self._by_worker.get(worker, {})
         for name in names:
-            if name not in held:
+            if name not in blocks:
                 continue
-            del held[name]
+            del blocks[name]
             self._size -= 1
             holders = self._blocks[name]
             if isinstance(holders, set):
@@ -159,29 +179,14 @@ class PrefixIndex:
     def _expire(self, now: float) -> None:
         while self._expected and self._expected[0][0] <= now:
             until, worker, names = self._expected.popleft()
-            held = self._held.get(worker, {})
-            self._drop(worker, [name for name in names if held.get(name) == until])
+            blocks = self._by_worker.get(worker, {})
+            self._drop(worker, [name for name in names if blocks.get(name) == until])
 
     def _bound(self) -> None:
         """Leave out half of the names when there are too many; one worker's at a time, so that no call takes long."""
         if self._size > self._most and not self._coarser and self._mask.bit_length() < _COARSEST:
             self._mask = 2 * self._mask + 1
-            self._coarser = set(self._held)
+            self._coarser = set(self._by_worker)
         if self._coarser:
             worker = self._coarser.pop()
-            self._drop(worker, [name for name in self._held[worker] if name[0] & self._mask])
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Who holds leading tokens of a chain; valid until the index changes."""
-
-    levels: list[Level]
-    """The most tokens first, and of each number all holders, among which are those of more."""
-
-    def tokens(self, worker: str) -> int:
-        """Leading tokens that the worker holds."""
-        for tokens, holders in self.levels:
-            if worker in holders:
-                return tokens
-        return 0
+            self._drop(worker, [name for name in self._by_worker[worker] if name[0] & self._mask])

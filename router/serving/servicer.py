@@ -1,4 +1,7 @@
-"""The public API of a router: validates through the intake, runs the pipeline, translates.
+"""The public API over gRPC: checks keys, and translates between messages and the front door.
+
+`ApiKeyGuard` stands before every method of the listener, so that a new one can't be forgotten: all but health and
+reflection need a key, and those of Admin an admin's. Who has none is refused before the message is received.
 
 Tokenize and Detokenize are unary for clients, and streams of one message for the server: the handler of a unary method
 ends before gRPC sends its answer, so nothing would bound the answers that clients do not read.
@@ -7,54 +10,40 @@ ends before gRPC sends its answer, so nothing would bound the answers that clien
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
 
 import grpc
-from google.protobuf.message import Message
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
 
-from baton.errors import BatonError, Unavailable
+from baton.admin import ADMIN_SERVICE
+from baton.errors import BatonError, PermissionDenied
 from baton.pb import inference_pb2
-from baton.rpc.convert import add_token, finish_to_proto, timings_to_proto, usage_to_proto
+from baton.rpc.convert import (
+    add_token,
+    cache_policy_from_proto,
+    finish_to_proto,
+    sampling_from_proto,
+    timings_to_proto,
+    usage_to_proto,
+)
 from baton.rpc.errors import begin, write
-from baton.telemetry.metrics import REQUESTS
-from router.dispatcher import Dispatcher
-from router.output.processor import Emission
-from router.output.queue import Delta, News, Outbox
-from router.pipeline import Pipeline
-from router.request import Request
-from router.serving.stalls import Stalls, Stream
-from router.serving.tenants import Caller, Tenants
-from router.serving.validator import Intake, Model
-from router.workers.pool import Pool
+from router.output.queue import Delta, Update
+from router.serving.front_door import FrontDoor
+from router.serving.tenants import HEADER, Tenants
+from router.serving.validator import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
 
 SERVICE = "baton.v1.Inference"
+OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
 class InferenceServicer:
-    """Serves clients."""
+    """Serves gRPC clients."""
 
-    def __init__(
-        self,
-        model: Model,
-        intake: Intake,
-        pool: Pool,
-        dispatcher: Dispatcher,
-        pipeline: Pipeline,
-        tenants: Tenants,
-        stalls: Stalls,
-    ) -> None:
-        self._model = model
-        self._intake = intake
-        self._pool = pool
-        self._dispatcher = dispatcher
-        self._pipeline = pipeline
-        self._tenants = tenants
-        self._stalls = stalls
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._draining = False
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Register the service."""
@@ -82,118 +71,138 @@ class InferenceServicer:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
-    @property
-    def running(self) -> int:
-        """Calls that a drain would wait for."""
-        return self._running
-
-    async def drain(self) -> None:
-        """Refuse new requests, and return when the running ones have ended."""
-        self._draining = self._stalls.draining = True
-        await self._idle.wait()
-
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Generate(self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Stream the completion of one prompt."""
-        status = "CANCELLED"
-        try:
-            async with self._accepted(request, context) as (accepted, outbox, stream):
-                news = await outbox.take()
-                await begin(context)
-                while news.usage is None:
-                    await stream.write(write(context, _response(accepted.id, news)))
-                    news = await outbox.take()
-                await stream.write(write(context, _response(accepted.id, news)))
-            status = "OK"
-        except BatonError as error:
-            status = error.grpc_status
-            raise
-        except Exception:
-            status = "INTERNAL"
-            raise
-        finally:
-            REQUESTS.labels(status).inc()
+        remaining, caller = context.time_remaining(), self._door.authenticate(_metadata(context))
+        deadline = None if remaining is None else asyncio.get_running_loop().time() + remaining
+        async with self._door.generate(generate_request(message), caller, deadline) as (request_id, updates):
+            begun = False
+            async for update in updates:
+                if not begun:
+                    await begin(context)
+                    begun = True
+                await write(context, _response(request_id, update))
 
-    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Tokenize(self, message: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext) -> None:
         """Turn a text or a chat into token ids."""
-        with self._admitted(context) as caller:
-            token_ids = await self._intake.tokenize(request, caller.tenant)
-            await self._answer(context, inference_pb2.TokenizeResponse(token_ids=token_ids))
+        caller, prompt = self._door.authenticate(_metadata(context)), tokenize_prompt(message)
+        async with self._door.tokenize(prompt, caller, model=message.model, size=message.ByteSize()) as answers:
+            async for token_ids in answers:
+                await begin(context)
+                await write(context, inference_pb2.TokenizeResponse(token_ids=token_ids))
 
-    async def Detokenize(self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Detokenize(self, message: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext) -> None:
         """Turn token ids into text."""
-        with self._admitted(context) as caller:
-            text = await self._intake.detokenize(request, caller.tenant)
-            await self._answer(context, inference_pb2.DetokenizeResponse(text=text))
+        caller = self._door.authenticate(_metadata(context))
+        skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+        async with self._door.detokenize(
+            message.token_ids, caller, skip_special_tokens=skip, model=message.model, size=message.ByteSize()
+        ) as answers:
+            async for text in answers:
+                await begin(context)
+                await write(context, inference_pb2.DetokenizeResponse(text=text))
 
     async def GetModel(
-        self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext
+        self, message: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.GetModelResponse:
         """Describe the served model; the fingerprint is empty while no worker is there."""
-        self._intake.check_model(request.model)
-        tokenizer, identities = self._model.tokenizer, self._pool.identities
+        model = self._door.model(message.model)
         return inference_pb2.GetModelResponse(
-            name=self._model.name,
-            max_model_len=self._intake.max_model_len(),
-            vocab_size=self._model.vocab_size,
-            eos_token_ids=self._model.eos_token_ids,
-            has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
-            fingerprint=identities[0].fingerprint if identities else "",
+            name=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            has_chat_template=model.has_chat_template,
+            fingerprint=model.fingerprint,
         )
 
-    async def _answer(self, context: grpc.aio.ServicerContext, response: Message) -> None:
-        """Send the only message of a call, and return when the client has taken it."""
-        await begin(context)
-        async with self._stalls.stream(lambda: True) as stream:
-            await stream.write(write(context, response))
 
-    @contextlib.contextmanager
-    def _admitted(self, context: grpc.aio.ServicerContext) -> Iterator[Caller]:
-        """A call that counts as one of its tenant's streams, and that a drain waits for."""
-        caller = self._tenants.caller(context.invocation_metadata() or ())
-        if self._draining:
-            raise Unavailable("the router is draining")
-        self._running += 1
-        self._idle.clear()
+class ApiKeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without the key that their method needs; stands behind what turns errors into statuses."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        """The handler of the call, or one that refuses it."""
+        handler = await continuation(details)
+        service = details.method.rpartition("/")[0].lstrip("/")
+        if handler is None or service in OPEN_SERVICES:
+            return handler
         try:
-            with self._tenants.stream(caller):
-                yield caller
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
-
-    @contextlib.asynccontextmanager
-    async def _accepted(
-        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[tuple[Request, Outbox, Stream]]:
-        """A request being served, from its checks until its client has all or is gone."""
-        now = asyncio.get_running_loop().time
-        arrived, remaining = now(), context.time_remaining()
-        with self._admitted(context) as caller:
-            self._intake.check_model(message.model)
-            self._dispatcher.check(caller.tenant, decodes=message.sampling.max_tokens != 1)
-            deadline = None if remaining is None else arrived + remaining
-            request = await self._intake.request(message, arrived=arrived, deadline=deadline, tenant=caller.tenant)
-            emission = Emission(request, now)
-            serving = asyncio.create_task(self._pipeline.run(request, emission), name=f"request {request.id}")
-            try:
-                async with self._stalls.stream(serving.done) as stream:
-                    yield request, emission.outbox, stream
-            finally:
-                serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
+            caller = self._tenants.caller(_authorization(details.invocation_metadata))
+            if service == ADMIN_SERVICE and not caller.admin:
+                raise PermissionDenied(f"{service}: needs an admin's API key")
+        except BatonError as error:
+            return _refusal(error)
+        return handler
 
 
-def _response(request_id: str, news: News) -> inference_pb2.GenerateResponse:
+def _refusal(error: BatonError) -> Any:
+    async def refuse(requests: Any, context: Any) -> None:
+        raise error
+
+    # Of whatever kind the method is, on the wire it is a stream, of which nothing need be received to refuse it.
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def generate_request(message: inference_pb2.GenerateRequest) -> GenerateRequest:
+    """What the message asks for; none of its repeated fields is read."""
+    sampling = message.sampling
+    prompt: Prompt | None = None
+    match message.WhichOneof("prompt"):
+        case "text":
+            prompt = TextPrompt(message.text)
+        case "chat":
+            prompt = _chat(message.chat)
+        case "token_ids":
+            prompt = TokenPrompt(message.token_ids.ids)
+    return GenerateRequest(
+        prompt=prompt,
+        make_params=partial(sampling_from_proto, sampling),
+        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        allowed_tokens=len(sampling.allowed_token_ids),
+        model=message.model,
+        cache=cache_policy_from_proto(message.cache),
+        cache_salt=message.cache_salt,
+        size=message.ByteSize(),
+    )
+
+
+def tokenize_prompt(message: inference_pb2.TokenizeRequest) -> TextPrompt | ChatPrompt | None:
+    """What is to be tokenized."""
+    match message.WhichOneof("input"):
+        case "text":
+            special = message.add_special_tokens if message.HasField("add_special_tokens") else True
+            return TextPrompt(message.text, add_special_tokens=special)
+        case "chat":
+            return _chat(message.chat)
+    return None
+
+
+def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
+    prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    return ChatPrompt(chat.messages, add_generation_prompt=prompted)
+
+
+def _metadata(context: grpc.aio.ServicerContext) -> list[str]:
+    return _authorization(context.invocation_metadata() or ())
+
+
+def _authorization(metadata: Sequence[tuple[str, str | bytes]]) -> list[str]:
+    return [str(value) for name, value in metadata if name == HEADER]
+
+
+def _response(request_id: str, update: Update) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(request_id=request_id)
-    for delta in news.deltas.values():
+    for delta in update.deltas.values():
         _add_delta(response, delta)
-    for token in news.prompt_tokens:
+    for token in update.prompt_tokens:
         add_token(response.prompt_tokens, token)
-    if news.usage is not None:
-        response.usage.CopyFrom(usage_to_proto(news.usage))
-    if news.timings is not None:
-        response.timings.CopyFrom(timings_to_proto(news.timings))
+    if update.usage is not None:
+        response.usage.CopyFrom(usage_to_proto(update.usage))
+    if update.timings is not None:
+        response.timings.CopyFrom(timings_to_proto(update.timings))
     return response
 
 

@@ -1,8 +1,9 @@
-"""Ends calls whose clients take nothing.
+"""Ends streams whose clients take nothing.
 
-gRPC lets a handler write until the client's flow-control window is full, and then the write waits until the client
-reads. Keepalive does not help: a client that reads nothing still answers pings. So each write has a bound. It is short
-while the router drains and the request is generated: only the client could then hold up the end of the process.
+A front end writes until the client's flow-control window is full, and then the write waits until the client reads.
+Keepalive does not help: a client that reads nothing still answers pings. So each item has a bound, from when the front
+end has it until it asks for the next one. It is short while the router drains and the request is generated: only the
+client could then hold up the end of the process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Generic, TypeVar
 
 from baton.errors import DeadlineExceeded
 from baton.telemetry.metrics import CLIENTS_STALLED
@@ -20,42 +22,61 @@ DRAIN_LIMIT_S = 5.0
 _TICK_S = 1.0
 _LATE_S = 0.5
 
+T = TypeVar("T")
+
 _logger = logging.getLogger(__name__)
 
 
-class Stream:
-    """One client's stream; `generated` tells whether all of its output is there."""
+class ClientStream(Generic[T]):
+    """What one client is sent, item by item; asking for an item tells that the client has taken the one before.
 
-    def __init__(self, stalls: Stalls, generated: Callable[[], bool], ending: asyncio.Timeout) -> None:
-        self._stalls = stalls
+    `take` makes the items and raises StopAsyncIteration after the last; `generated` tells whether all output is there.
+    """
+
+    def __init__(
+        self,
+        guard: StallGuard,
+        take: Callable[[], Awaitable[T]],
+        generated: Callable[[], bool],
+        ending: asyncio.Timeout,
+    ) -> None:
+        self._guard = guard
+        self._take = take
         self.generated = generated
         self.ending = ending
 
-    async def write(self, written: Awaitable[None]) -> None:
-        """Wait until the client has taken a message."""
-        self._stalls.writing[self] = self._stalls.now()
-        try:
-            await written
-        finally:
-            self._stalls.writing.pop(self, None)
+    def __aiter__(self) -> ClientStream[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        self._guard.writing.pop(self, None)
+        item = await self._take()
+        self._guard.writing[self] = self._guard.now()
+        return item
 
 
-class Stalls:
-    """Watches all writes to clients; a write may take `limit_s` seconds."""
+class StallGuard:
+    """Watches all streams to clients, which may take `limit_s` seconds for each item."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.draining = False
-        self.writing: dict[Stream, float] = {}
+        self.writing: dict[ClientStream[Any], float] = {}
         """Streams that wait for their clients, the longest first, and since when."""
         self.now = asyncio.get_running_loop().time
 
     @contextlib.asynccontextmanager
-    async def stream(self, generated: Callable[[], bool]) -> AsyncIterator[Stream]:
+    async def stream(
+        self, take: Callable[[], Awaitable[T]], generated: Callable[[], bool]
+    ) -> AsyncIterator[ClientStream[T]]:
         """A stream, which is ended by DeadlineExceeded when its client takes nothing for too long."""
         try:
             async with asyncio.timeout(None) as ending:
-                yield Stream(self, generated, ending)
+                stream = ClientStream(self, take, generated, ending)
+                try:
+                    yield stream
+                finally:
+                    self.writing.pop(stream, None)
         except TimeoutError:
             if not ending.expired():
                 raise
@@ -67,7 +88,7 @@ class Stalls:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Judge the writes until the block ends."""
+        """Judge the streams until the block ends."""
         watching = asyncio.create_task(self._watch(), name="client stalls")
         try:
             yield
@@ -87,7 +108,7 @@ class Stalls:
             for stream in self._overdue(now):
                 self._end(stream, now)
 
-    def _end(self, stream: Stream, now: float) -> None:
+    def _end(self, stream: ClientStream[Any], now: float) -> None:
         # A stream is ended once: its write may take a while to notice, and a timeout that has fired can't be set again.
         del self.writing[stream]
         try:
@@ -95,7 +116,7 @@ class Stalls:
         except Exception:
             _logger.exception("a stream whose client takes nothing could not be ended")
 
-    def _overdue(self, now: float) -> list[Stream]:
+    def _overdue(self, now: float) -> list[ClientStream[Any]]:
         short_s = min(self.limit_s, DRAIN_LIMIT_S)
         found = []
         for stream, since in self.writing.items():

@@ -1,13 +1,11 @@
 """Who calls: API keys, the tenants they stand for, and how many streams a tenant may have at a time.
 
-    metadata  authorization: Bearer KEY ──▶ Caller (tenant, its limit, whether an admin) or UNAUTHENTICATED
+    authorization: Bearer KEY ──▶ Caller (tenant, its limit, whether an admin) or Unauthenticated
 
-`Guard` stands before every method of the listener, so that a new one can't be forgotten: all but health and reflection
-need a key, and those of Admin an admin's. Who has none is refused before the message is received. Without a file of
-keys everybody is the one tenant "".
+Without a file of keys everybody is the one tenant "".
 
-A tenant is a queue of the waiting line, a salt of the prefix cache, and a number of open streams. Tokenize and
-Detokenize count as streams too. GetModel does not: it takes no longer than a refusal.
+A tenant has a queue of its own, a salt of the prefix cache, and a number of open streams. Tokenize and Detokenize count
+as streams too. GetModel does not: it takes no longer than a refusal.
 """
 
 from __future__ import annotations
@@ -15,26 +13,16 @@ from __future__ import annotations
 import contextlib
 import hmac
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
-from grpc_health.v1 import health
-from grpc_reflection.v1alpha import reflection
-
-from baton.admin import ADMIN_SERVICE
-from baton.errors import BatonError, ConfigError, Overloaded, PermissionDenied, Unauthenticated
+from baton.errors import ConfigError, Overloaded, Unauthenticated
 from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
 from baton.watched import watch_file
 
-OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
-
-_HEADER = "authorization"
+HEADER = "authorization"
 _SCHEME = "bearer"
 _RETRY_S = 1.0
-
-Metadata = Sequence[tuple[str, str | bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +57,11 @@ class Tenants:
         self._keys = watch_file(path, "api_keys", keys) if path else None
         self._streams: Counter[str] = Counter()
 
-    def caller(self, metadata: Metadata) -> Caller:
-        """Whose key is in the metadata. Raises Unauthenticated."""
+    def caller(self, authorization: Sequence[str]) -> Caller:
+        """Whose key the values of the header have. Raises Unauthenticated."""
         if self._keys is None:
             return ANYBODY
-        seen = digest(_key(metadata))
+        seen = digest(_key(authorization))
         found: ApiKey | None = None
         for key in self._keys.value():
             # All are looked at, so that the time taken does not tell which one it was.
@@ -99,41 +87,11 @@ class Tenants:
                 del self._streams[tenant]
 
 
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without the key that their method needs; stands behind what turns errors into statuses."""
-
-    def __init__(self, tenants: Tenants) -> None:
-        self._tenants = tenants
-
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        """The handler of the call, or one that refuses it."""
-        handler = await continuation(details)
-        service = details.method.rpartition("/")[0].lstrip("/")
-        if handler is None or service in OPEN_SERVICES:
-            return handler
-        try:
-            caller = self._tenants.caller(details.invocation_metadata)
-            if service == ADMIN_SERVICE and not caller.admin:
-                raise PermissionDenied(f"{service}: needs an admin's API key")
-        except BatonError as error:
-            return _refusal(error)
-        return handler
-
-
-def _refusal(error: BatonError) -> Any:
-    async def refuse(requests: Any, context: Any) -> None:
-        raise error
-
-    # Of whatever kind the method is, on the wire it is a stream, of which nothing need be received to refuse it.
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _key(metadata: Metadata) -> str:
-    values = [value for name, value in metadata if name == _HEADER]
-    if not values:
-        raise Unauthenticated(f"an API key is needed, as metadata {_HEADER}: Bearer KEY")
-    scheme, _, key = str(values[0]).partition(" ")
+def _key(authorization: Sequence[str]) -> str:
+    if not authorization:
+        raise Unauthenticated(f"an API key is needed, as metadata {HEADER}: Bearer KEY")
+    scheme, _, key = authorization[0].partition(" ")
     key = key.strip()
-    if len(values) > 1 or scheme.lower() != _SCHEME or not 0 < len(key) <= MAX_KEY_LENGTH:
-        raise Unauthenticated(f"the metadata {_HEADER} must be one Bearer KEY of at most {MAX_KEY_LENGTH} characters")
+    if len(authorization) > 1 or scheme.lower() != _SCHEME or not 0 < len(key) <= MAX_KEY_LENGTH:
+        raise Unauthenticated(f"the metadata {HEADER} must be one Bearer KEY of at most {MAX_KEY_LENGTH} characters")
     return key

@@ -2,9 +2,10 @@
 
 They are the router's own. asyncio's default threads also resolve host names, which must not wait behind texts.
 
-    run ──▶ a queue for each tenant ──▶ turns ──▶ 2 to 4 threads, of which one tenant may use all but one
+    run ──▶ a queue for each tenant, which take turns ──▶ 2 to 4 threads, of which one tenant may use all but one
 
-Work that has begun can't be stopped, so a tenant whose client left still occupies its threads until it has ended.
+So another tenant's first piece of work starts at once beside one flood, and beside several after at most one piece of
+each. Work that has begun can't be stopped: a tenant whose client left still occupies its threads until it has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from baton.cores import usable
 from baton.errors import Overloaded
-from router.serving.turns import Turns
+from router.placement.queue import FairQueue
 
 _LEAST, _MOST = 2, 4
 _RETRY_S = 1.0
@@ -30,7 +31,7 @@ WAITING_BYTES = 64 << 20
 T = TypeVar("T")
 
 
-class Run(Protocol):
+class RunOnThread(Protocol):
     """Runs a function on a thread for one tenant."""
 
     def __call__(self, function: Callable[[], T], /) -> Awaitable[T]:
@@ -38,7 +39,8 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Work:
+class _Job:
+    tenant: str
     function: Callable[[], Any]
     size: int
     result: asyncio.Future[Any]
@@ -49,24 +51,27 @@ class Threads:
 
     def __init__(self, capacity: int, count: int | None = None) -> None:
         """`capacity` is how many requests of one tenant may wait, `count` the number of threads."""
-        count = max(_LEAST, min(usable(), _MOST)) if count is None else count
+        self._count = max(_LEAST, min(usable(), _MOST)) if count is None else count
+        self._most = max(1, self._count - 1)
+        """Threads that one tenant may use at a time."""
         self._capacity = capacity
-        self._turns: Turns[_Work] = Turns(count)
+        self._queue: FairQueue[_Job] = FairQueue()
+        self._in_use: Counter[str] = Counter()
         self._waiting_bytes: Counter[str] = Counter()
-        self._executor = ThreadPoolExecutor(count, "router")
+        self._executor = ThreadPoolExecutor(self._count, "router")
         self._running: set[asyncio.Future[Any]] = set()
         self._loop = asyncio.get_running_loop()
 
     def check(self, tenant: str, size: int) -> None:
         """Raise Overloaded if a new request of the tenant, of `size` bytes, may not wait."""
-        if (waiting := self._turns.waiting(tenant)) >= self._capacity:
-            problem = f"{waiting} requests wait to be tokenized, {self._capacity} may"
+        if (count := self._queue.waiting(tenant)) >= self._capacity:
+            problem = f"{count} requests wait to be tokenized, {self._capacity} may"
             raise Overloaded(f"line_capacity: {problem}; try again later", _RETRY_S)
-        if (held := self._waiting_bytes[tenant]) and held + size > WAITING_BYTES:
-            problem = f"requests of {held} bytes wait to be tokenized, and {size} more exceed {WAITING_BYTES}"
+        if (waiting := self._waiting_bytes[tenant]) and waiting + size > WAITING_BYTES:
+            problem = f"requests of {waiting} bytes wait to be tokenized, and {size} more exceed {WAITING_BYTES}"
             raise Overloaded(f"waiting_bytes: {problem}; try again later", _RETRY_S)
 
-    def of(self, tenant: str) -> Run:
+    def of(self, tenant: str) -> RunOnThread:
         """The threads as one tenant uses them."""
         return partial(self.run, tenant)
 
@@ -76,47 +81,56 @@ class Threads:
         `size` is how many bytes are held for it alone while it waits.
         """
         result: asyncio.Future[T] = self._loop.create_future()
-        work = _Work(function, size, result)
-        self._turns.push(tenant, work)
+        job = _Job(tenant, function, size, result)
+        self._queue.append(job, tenant)
         self._waiting_bytes[tenant] += size
         self._begin()
         try:
             return await result
         finally:
-            if self._turns.remove(tenant, work):
-                self._waits_no_more(tenant, work)
+            if self._queue.remove(job):
+                self._subtract_bytes(job)
 
     def close(self) -> None:
-        """Begin nothing more; what runs ends by itself, and nobody is told."""
+        """Begin nothing more; what runs ends by itself, and its result is dropped."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for running in self._running:
             running.cancel()
 
     def _begin(self) -> None:
-        while (found := self._turns.begin()) is not None:
-            tenant, work = found
-            self._waits_no_more(tenant, work)
-            running = self._loop.run_in_executor(self._executor, work.function)
+        while (job := self._next()) is not None:
+            self._queue.pop(job)
+            self._subtract_bytes(job)
+            self._in_use[job.tenant] += 1
+            running = self._loop.run_in_executor(self._executor, job.function)
             self._running.add(running)
-            running.add_done_callback(partial(self._end, tenant, work))
+            running.add_done_callback(partial(self._end, job))
 
-    def _waits_no_more(self, tenant: str, work: _Work) -> None:
-        self._waiting_bytes[tenant] -= work.size
-        if not self._waiting_bytes[tenant]:
-            del self._waiting_bytes[tenant]
+    def _next(self) -> _Job | None:
+        """The job that is to begin now, if a thread is free for one."""
+        if self._in_use.total() >= self._count:
+            return None
+        return next((job for job in self._queue.heads() if self._in_use[job.tenant] < self._most), None)
 
-    def _end(self, tenant: str, work: _Work, running: asyncio.Future[Any]) -> None:
+    def _subtract_bytes(self, job: _Job) -> None:
+        self._waiting_bytes[job.tenant] -= job.size
+        if not self._waiting_bytes[job.tenant]:
+            del self._waiting_bytes[job.tenant]
+
+    def _end(self, job: _Job, running: asyncio.Future[Any]) -> None:
         self._running.discard(running)
         if running.cancelled():
-            work.result.cancel()
+            job.result.cancel()
             return
         error = running.exception()
-        if work.result.done():
+        if job.result.done():
             # Nobody waits for it any more.
             pass
         elif error is not None:
-            work.result.set_exception(error)
+            job.result.set_exception(error)
         else:
-            work.result.set_result(running.result())
-        self._turns.end(tenant)
+            job.result.set_result(running.result())
+        self._in_use[job.tenant] -= 1
+        if not self._in_use[job.tenant]:
+            del self._in_use[job.tenant]
         self._begin()

@@ -1,8 +1,8 @@
-"""From the client's message to a request that can be served, or to the reason why it can't.
+"""From what a client asks for to a request that can be served, or to the reason why it can't.
 
 Checks go from cheap to costly, and every refusal names the field and the value seen. The number of elements of a
 field is checked before any of them is read. Small requests are converted and tokenized at once; larger ones on a
-thread, when it is their tenant's turn.
+thread, when it is their tenant's turn. Nothing here knows how the request came: front ends make a `GenerateRequest`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from baton.errors import InvalidRequest, NotFound, shown
-from baton.pb import inference_pb2
-from baton.request import MAX_CACHE_SALT_BYTES, SamplingParams, check_count
+from baton.request import MAX_CACHE_SALT_BYTES, CachePolicy, SamplingParams, check_count
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
-from baton.rpc.convert import cache_policy_from_proto, check_counts, sampling_from_proto, token_ids_from_proto
+from baton.rpc.convert import token_ids_from_proto
 from baton.tokenizer import Tokenizer
 from router.output.stops import StopStrings
 from router.request import NoText, Request
@@ -55,7 +54,58 @@ class Model:
     tokenizer: Tokenizer | None
 
 
-class Intake:
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt as text."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt as token ids, which nobody has looked at yet."""
+
+    token_ids: Sequence[int]
+
+
+class ChatMessage(Protocol):
+    """One message of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A prompt as a chat, for the model's template; nobody has looked at its messages yet."""
+
+    messages: Sequence[ChatMessage]
+    add_generation_prompt: bool = True
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """What a client asks for, as a front end hands it in; nothing of it is checked yet.
+
+    `make_params` makes the sampling parameters for a vocabulary of a given size, or raises InvalidRequest; of
+    `allowed_tokens` there are so many that it may take long. `size` is what the request takes in memory, in bytes.
+    """
+
+    prompt: Prompt | None
+    make_params: Callable[[int], SamplingParams]
+    max_tokens: int | None = None
+    allowed_tokens: int = 0
+    model: str = ""
+    cache: CachePolicy = CachePolicy.READ_WRITE
+    cache_salt: str = ""
+    size: int = 0
+
+
+class RequestValidator:
     """Checks and tokenizes; `max_model_len` tells the most tokens of prompt and output together.
 
     `capacity` tells how many of them a decode worker's memory can hold, 0 while that is unknown: a request without
@@ -81,23 +131,16 @@ class Intake:
         if name and name != self._model.name:
             raise NotFound(f"model: {shown(name)} is not served; {self._model.name!r} is")
 
-    async def request(
-        self,
-        message: inference_pb2.GenerateRequest,
-        *,
-        arrived: float,
-        deadline: float | None,
-        tenant: str = "",
+    async def validate(
+        self, request: GenerateRequest, *, arrived: float, deadline: float | None, tenant: str = ""
     ) -> Request:
         """The request, with seed and max_tokens set. Raises InvalidRequest or NotFound."""
-        self.check_model(message.model)
-        cache = cache_policy_from_proto(message.cache)
-        if (size := len(message.cache_salt.encode())) > MAX_CACHE_SALT_BYTES:
+        self.check_model(request.model)
+        if (size := len(request.cache_salt.encode())) > MAX_CACHE_SALT_BYTES:
             raise InvalidRequest("cache_salt", f"may have at most {MAX_CACHE_SALT_BYTES} bytes", size)
-        check_counts(message.sampling, self._model.vocab_size)
-        self._check_counts(message)
-        params = await self._params(message.sampling, tenant)
-        field, prompt_ids = await self._prompt(message, tenant)
+        self._check_counts(request.prompt)
+        params = await self._params(request, tenant)
+        field, prompt_ids = await self._prompt(request, tenant)
         limit, count = self.max_model_len(), len(prompt_ids)
         fits = min(limit, self._capacity() or limit)
         if params.max_tokens is None and fits <= count < limit:
@@ -122,8 +165,8 @@ class Intake:
             deadline=deadline,
             tenant=tenant,
             stops=StopStrings(params.stop),
-            cache=cache,
-            salt=self._salt(tenant, message.cache_salt),
+            cache=request.cache,
+            salt=self._salt(tenant, request.cache_salt),
             detokenizer=lambda: (
                 self._model.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
                 if self._model.tokenizer
@@ -131,90 +174,85 @@ class Intake:
             ),
         )
 
-    async def tokenize(self, message: inference_pb2.TokenizeRequest, tenant: str = "") -> list[int]:
-        """Token ids of a text or a chat. Raises InvalidRequest, NotFound or Overloaded."""
-        self.check_model(message.model)
-        match message.WhichOneof("input"):
-            case "text":
-                special = message.add_special_tokens if message.HasField("add_special_tokens") else True
-                return await self._text(message.text, tenant, add_special_tokens=special)
-            case "chat":
-                return await self._chat(message.chat, tenant)
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt | None, tenant: str = "", *, size: int = 0) -> list[int]:
+        """Token ids of a text or a chat; `size` is what it takes in memory. Raises InvalidRequest or Overloaded."""
+        match prompt:
+            case TextPrompt():
+                return await self._text(prompt, tenant)
+            case ChatPrompt():
+                return await self._chat(prompt, tenant, size)
         raise InvalidRequest("input", "one of text and chat must be set")
 
-    async def detokenize(self, message: inference_pb2.DetokenizeRequest, tenant: str = "") -> str:
-        """Text of token ids. Raises InvalidRequest, NotFound or Overloaded."""
-        self.check_model(message.model)
-        count, vocab_size = len(message.token_ids), self._model.vocab_size
+    async def detokenize(
+        self, token_ids: Sequence[int], tenant: str = "", *, skip_special_tokens: bool = True, size: int = 0
+    ) -> str:
+        """Text of token ids; `size` is what they take in memory. Raises InvalidRequest or Overloaded."""
+        count, vocab_size = len(token_ids), self._model.vocab_size
         self._check_fits("token_ids", count)
         tokenizer = self._tokenizer("token_ids")
-        skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
 
         def decode() -> str:
-            token_ids = token_ids_from_proto("token_ids", message.token_ids, vocab_size)
-            return tokenizer.decode(token_ids, skip_special_tokens=skip)
+            checked = token_ids_from_proto("token_ids", token_ids, vocab_size)
+            return tokenizer.decode(checked, skip_special_tokens=skip_special_tokens)
 
-        return await self._work(decode, tenant, message.ByteSize(), inline=count <= _INLINE_TOKENS)
+        return await self._work(decode, tenant, size, inline=count <= _INLINE_TOKENS)
 
-    def _check_counts(self, message: inference_pb2.GenerateRequest) -> None:
-        match message.WhichOneof("prompt"):
-            case "chat":
-                self._check_messages(message.chat)
-            case "token_ids":
-                self._check_fits("token_ids", len(message.token_ids.ids))
+    def _check_counts(self, prompt: Prompt | None) -> None:
+        match prompt:
+            case ChatPrompt():
+                self._check_messages(prompt)
+            case TokenPrompt():
+                self._check_fits("token_ids", len(prompt.token_ids))
 
-    async def _params(self, message: inference_pb2.SamplingParams, tenant: str) -> SamplingParams:
+    async def _params(self, request: GenerateRequest, tenant: str) -> SamplingParams:
         model = self._model
 
         def convert() -> SamplingParams:
-            params = sampling_from_proto(message, model.vocab_size)
+            params = request.make_params(model.vocab_size)
             params.check_model(model.vocab_size, model.eos_token_ids)
             return params
 
-        small = len(message.allowed_token_ids) <= _INLINE_TOKENS
-        return await self._work(convert, tenant, message.ByteSize(), inline=small)
+        return await self._work(convert, tenant, request.size, inline=request.allowed_tokens <= _INLINE_TOKENS)
 
-    async def _prompt(self, message: inference_pb2.GenerateRequest, tenant: str) -> tuple[str, Sequence[int]]:
+    async def _prompt(self, request: GenerateRequest, tenant: str) -> tuple[str, Sequence[int]]:
         """The field that holds the prompt, and its token ids."""
-        field = message.WhichOneof("prompt")
-        match field:
-            case "text":
-                if not message.text:
-                    raise InvalidRequest("text", "must not be empty", "")
-                prompt_ids: Sequence[int] = await self._text(message.text, tenant, add_special_tokens=True)
-            case "chat":
-                prompt_ids = await self._chat(message.chat, tenant)
-            case "token_ids":
-                ids, size = message.token_ids.ids, message.token_ids.ByteSize()
-                convert = partial(token_ids_from_proto, "token_ids", ids, self._model.vocab_size)
-                prompt_ids = await self._work(convert, tenant, size, inline=len(ids) <= _INLINE_TOKENS)
-            case _:
+        prompt_ids: Sequence[int]
+        match request.prompt:
+            case TextPrompt() as prompt:
+                field = "text"
+                if not prompt.text:
+                    raise InvalidRequest(field, "must not be empty", "")
+                prompt_ids = await self._text(prompt, tenant)
+            case ChatPrompt() as prompt:
+                field, prompt_ids = "chat", await self._chat(prompt, tenant, request.size)
+            case TokenPrompt(ids):
+                field, convert = "token_ids", partial(token_ids_from_proto, "token_ids", ids, self._model.vocab_size)
+                prompt_ids = await self._work(convert, tenant, request.size, inline=len(ids) <= _INLINE_TOKENS)
+            case None:
                 raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
         if not prompt_ids:
             raise InvalidRequest(field, "must not be empty", [])
         return field, prompt_ids
 
-    async def _text(self, text: str, tenant: str, *, add_special_tokens: bool) -> list[int]:
-        tokenizer, size = self._tokenizer("text"), len(text.encode())
+    async def _text(self, prompt: TextPrompt, tenant: str) -> list[int]:
+        tokenizer, size = self._tokenizer("text"), len(prompt.text.encode())
         tokenizer.check_size("text", size, self.max_model_len())
         small = size <= _INLINE_BYTES
-        encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        encode = partial(tokenizer.encode, prompt.text, add_special_tokens=prompt.add_special_tokens)
         return await self._work(encode, tenant, size, inline=small)
 
-    async def _chat(self, chat: inference_pb2.Chat, tenant: str) -> list[int]:
+    async def _chat(self, prompt: ChatPrompt, tenant: str, size: int) -> list[int]:
         tokenizer = self._tokenizer("chat")
-        self._check_messages(chat)
-        prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+        self._check_messages(prompt)
         limit = self.max_model_len()
 
         def render_and_encode() -> list[int]:
-            messages = _messages(chat)
+            messages = _messages(prompt)
             tokenizer.check_size("chat", sum(len(message["content"].encode()) for message in messages), limit)
-            text = tokenizer.render_chat(messages, add_generation_prompt=prompted)
+            text = tokenizer.render_chat(messages, add_generation_prompt=prompt.add_generation_prompt)
             return tokenizer.encode(text, add_special_tokens=False)
 
-        size = chat.ByteSize()
-        small = len(chat.messages) <= _INLINE_MESSAGES and size <= _INLINE_BYTES
+        small = len(prompt.messages) <= _INLINE_MESSAGES and size <= _INLINE_BYTES
         return await self._work(render_and_encode, tenant, size, inline=small)
 
     async def _work(self, function: Callable[[], T], tenant: str, size: int, *, inline: bool) -> T:
@@ -229,7 +267,7 @@ class Intake:
         if count > (limit := self.max_model_len()):
             raise InvalidRequest(field, f"at most {limit} fit the model's length", count)
 
-    def _check_messages(self, chat: inference_pb2.Chat) -> None:
+    def _check_messages(self, chat: ChatPrompt) -> None:
         if not chat.messages:
             raise InvalidRequest("chat.messages", "must not be empty", [])
         check_count("chat.messages", len(chat.messages), MAX_CHAT_MESSAGES, "messages")
@@ -247,8 +285,8 @@ def largest_message(max_model_len: int, vocab_size: int) -> int:
     return min(max(needed, _LEAST_MESSAGE_BYTES), CONTROL_MESSAGE_BYTES)
 
 
-def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:
-    """The turns as chat templates know them."""
+def _messages(chat: ChatPrompt) -> list[dict[str, str]]:
+    """The messages as chat templates know them."""
     for index, message in enumerate(chat.messages):
         if not 1 <= len(message.role) <= MAX_ROLE_LENGTH:
             field = f"chat.messages[{index}].role"

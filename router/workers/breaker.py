@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
-from dataclasses import dataclass
+
+from router.placement.policy import Excluded
 
 Key = tuple[str, ...]
 """(worker,) or (prefill, decode)."""
@@ -26,17 +27,6 @@ SAME_EVENT_S = 0.1
 """Faults closer than this are one event: a failing step fails each sequence in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shut:
-    """What placement is to leave out."""
-
-    workers: frozenset[str] = frozenset()
-    pairs: frozenset[tuple[str, str]] = frozenset()
-
-
-NOTHING_SHUT = Shut()
-
-
 class Breaker:
     """One breaker; times are seconds on the caller's clock."""
 
@@ -48,23 +38,23 @@ class Breaker:
         self._last_fault = -math.inf
         self._open_until: float | None = None
         self._backoff = 0.0
-        self.trial: Course | None = None
+        self.trial: AttemptHealth | None = None
         """The one attempt that may find out whether a half-open breaker can be closed."""
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is held against it."""
+        """Whether placement may use it without limits."""
         return self._open_until is None
 
-    def shut(self, now: float) -> bool:
-        """Whether placement is to leave it out: open, or half-open with its trial under way."""
+    def excludes(self, now: float) -> bool:
+        """Whether placement should leave it out: open, or half-open with its trial under way."""
         return self._open_until is not None and (now < self._open_until or self.trial is not None)
 
     def half_open(self, now: float) -> bool:
         """Whether it waits for a trial."""
         return self._open_until is not None and now >= self._open_until and self.trial is None
 
-    def failed(self, now: float) -> None:
+    def record_fault(self, now: float) -> None:
         """Count a fault; one that comes while it is open is that of an attempt begun before, and tells nothing new."""
         if now - self._last_fault < SAME_EVENT_S or (self._open_until is not None and now < self._open_until):
             return
@@ -74,14 +64,14 @@ class Breaker:
             self._backoff = min(max(2 * self._backoff, SHORTEST_S), LONGEST_S)
             self._open_until = now + self._backoff
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """End the row of faults. The backoff is forgotten only by a success that finds the breaker closed."""
         if self._open_until is None:
             self._backoff = 0.0
         self._open_until, self._faults = None, 0
 
 
-class Course:
+class AttemptHealth:
     """One attempt's part in the breakers of its workers and their pair, from its placement to its end."""
 
     def __init__(self, breakers: Breakers, prefill: str, decode: str | None) -> None:
@@ -95,20 +85,20 @@ class Course:
         """All that the attempt can tell something about."""
         return tuple(key for key in (self.prefill, self.decode, self.pair) if key is not None)
 
-    def succeeded(self, key: Key | None) -> None:
+    def record_success(self, key: Key | None) -> None:
         """What `key` names did its part."""
         if key is not None:
-            self._breakers.succeeded(key)
+            self._breakers.record_success(key)
 
-    def passed(self, key: Key | None) -> None:
+    def pass_trial(self, key: Key | None) -> None:
         """What `key` names has begun to do its part, which ends a trial well, but not yet a row of faults."""
         if key is not None:
-            self._breakers.passed(self, key)
+            self._breakers.pass_trial(self, key)
 
-    def failed(self, key: Key | None, now: float) -> None:
+    def record_fault(self, key: Key | None, now: float) -> None:
         """What `key` names is at fault."""
         if key is not None:
-            self._breakers.failed(key, now)
+            self._breakers.record_fault(key, now)
 
     def end(self) -> None:
         """The attempt is over; a trial that found out nothing is free for another."""
@@ -121,30 +111,30 @@ class Breakers:
     def __init__(self) -> None:
         self._breakers: dict[Key, Breaker] = {}
 
-    def shut(self, now: float) -> Shut:
-        """What is to be left out now."""
-        keys = [key for key, breaker in self._breakers.items() if breaker.shut(now)]
-        return Shut(
+    def excluded(self, now: float) -> Excluded:
+        """What placement should leave out now."""
+        keys = [key for key, breaker in self._breakers.items() if breaker.excludes(now)]
+        return Excluded(
             frozenset(key[0] for key in keys if len(key) == 1),
             frozenset((key[0], key[1]) for key in keys if len(key) == 2),
         )
 
-    def open(self) -> tuple[int, int]:
+    def count_open(self) -> tuple[int, int]:
         """Numbers of workers and pairs whose breaker is not closed."""
         keys = [key for key, breaker in self._breakers.items() if not breaker.closed]
         workers = sum(len(key) == 1 for key in keys)
         return workers, len(keys) - workers
 
-    def begin(self, prefill: str, decode: str | None, now: float) -> Course:
+    def begin(self, prefill: str, decode: str | None, now: float) -> AttemptHealth:
         """An attempt is placed; it is the trial of each half-open breaker on its way."""
-        course = Course(self, prefill, decode)
-        for key in course.keys:
+        health = AttemptHealth(self, prefill, decode)
+        for key in health.keys:
             breaker = self._breakers.get(key)
             if breaker is not None and breaker.half_open(now):
-                breaker.trial = course
-        return course
+                breaker.trial = health
+        return health
 
-    def succeeded(self, key: Key) -> None:
+    def record_success(self, key: Key) -> None:
         """End the row of faults of what `key` names."""
         breaker = self._breakers.get(key)
         if breaker is None:
@@ -152,29 +142,29 @@ class Breakers:
         if breaker.closed:
             del self._breakers[key]
         breaker.trial = None
-        breaker.succeeded()
+        breaker.record_success()
 
-    def passed(self, course: Course, key: Key) -> None:
+    def pass_trial(self, health: AttemptHealth, key: Key) -> None:
         """Close a breaker whose trial has gone well so far."""
         breaker = self._breakers.get(key)
-        if breaker is not None and breaker.trial is course:
+        if breaker is not None and breaker.trial is health:
             breaker.trial = None
-            breaker.succeeded()
+            breaker.record_success()
 
-    def failed(self, key: Key, now: float) -> None:
+    def record_fault(self, key: Key, now: float) -> None:
         """Count a fault of what `key` names."""
         breaker = self._breakers.setdefault(key, Breaker(WORKER_FAULTS if len(key) == 1 else PAIR_FAULTS))
-        breaker.failed(now)
+        breaker.record_fault(now)
         breaker.trial = None
 
-    def release(self, course: Course) -> None:
+    def release(self, health: AttemptHealth) -> None:
         """End the trials of an attempt."""
-        for key in course.keys:
+        for key in health.keys:
             breaker = self._breakers.get(key)
-            if breaker is not None and breaker.trial is course:
+            if breaker is not None and breaker.trial is health:
                 breaker.trial = None
 
-    def keep(self, workers: Container[str]) -> None:
-        """Forget what was held against workers that are gone: what comes back under their name starts anew."""
+    def retain(self, workers: Container[str]) -> None:
+        """Forget the breakers of workers that are gone: what comes back under their name starts anew."""
         for key in [key for key in self._breakers if not all(name in workers for name in key)]:
             del self._breakers[key]

@@ -9,11 +9,9 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from baton.config import parse_address
 from baton.errors import ConfigError, shown
-from baton.kv.format import Shard
 
 _logger = logging.getLogger(__name__)
 
@@ -21,7 +19,7 @@ _DNS = "dns:///"
 
 
 class Discovery:
-    """Tells `found` the set of addresses behind `targets`, at once and whenever it changes."""
+    """Calls `found` with the set of addresses behind `targets`, at once and whenever it changes."""
 
     def __init__(self, flag: str, targets: Sequence[str], interval_s: float, found: Callable[[set[str]], None]) -> None:
         self._names = [target.removeprefix(_DNS) for target in targets if target.startswith(_DNS)]
@@ -40,12 +38,12 @@ class Discovery:
 
     async def run(self) -> None:
         """Look up until cancelled; static addresses alone need no second look."""
-        told: set[str] | None = None
+        known: set[str] | None = None
         while True:
             await asyncio.gather(*map(self._look_up, self._names))
             addresses = self._static.union(*self._known.values())
-            if addresses != told:
-                told = addresses
+            if addresses != known:
+                known = addresses
                 self._found(addresses)
             if not self._names:
                 return
@@ -65,11 +63,6 @@ class Discovery:
 def host_of(address: str) -> str:
     """The host of "host:port", without brackets."""
     return parse_address(address)[0]
-
-
-def addressed(shards: Sequence[Shard], dialled: str) -> tuple[Shard, ...]:
-    """The shards of a worker that was dialled there, each with the host of its address."""
-    return tuple(replace(shard, kv_address=complete(shard.kv_address, dialled)) for shard in shards)
 
 
 def complete(kv_address: str, dialled: str) -> str:

@@ -11,7 +11,6 @@ its watch ends, and nobody is warned of that.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from dataclasses import replace
@@ -25,13 +24,13 @@ from baton.rpc.channel import control_channel
 from baton.rpc.silence import Silence
 from baton.rpc.tls import Tls
 from baton.worker.servicer import status_from_proto
-from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole, WorkerStatus
-from router.events import Blame, Cause, Deliver, Failed
-from router.placement.chains import Form
-from router.placement.fleet import RECENT_S, DecodeView, Fading, PrefillView
-from router.workers.discovery import addressed
-from router.workers.losses import Loss, Losses
-from router.workers.session import DecodeSession, Ending
+from baton.worker.status import PrefixChange, WorkerRole, WorkerStatus
+from router.events import Cause
+from router.placement.block_hasher import BlockNamespace
+from router.placement.fleet import RECENT_S, DecayingSum, DecodeView, PrefillView
+from router.workers.losses import WorkerLoss, WorkerLosses
+from router.workers.prefill import PrefillTicket, consumer_of
+from router.workers.session import DecodeSession, SessionEnd
 
 SILENCE_S = 5.0
 
@@ -47,16 +46,16 @@ _logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Who is told what happens at a worker."""
+    """Who follows what happens at a worker."""
 
-    def changed(self, link: WorkerLink) -> None:
+    def update_worker(self, link: WorkerLink) -> None:
         """Its status or its session is another."""
 
-    def moved(self, link: WorkerLink) -> None:
+    def update_view(self, link: WorkerLink) -> None:
         """This router has given it something, or taken something back."""
 
-    def told(self, link: WorkerLink, news: PrefixChange | None) -> None:
-        """It told which prefixes it holds; None when what it told before counts no longer."""
+    def update_prefixes(self, link: WorkerLink, change: PrefixChange | None) -> None:
+        """It reported which prefixes it holds; None when what it reported before counts no longer."""
 
 
 class WorkerLink:
@@ -72,7 +71,7 @@ class WorkerLink:
         role: WorkerRole,
         router_id: str,
         observer: Observer,
-        losses: Losses,
+        losses: WorkerLosses,
         tls: Tls | None = None,
     ) -> None:
         self.address = address
@@ -83,7 +82,7 @@ class WorkerLink:
         self.listed = True
         self.status: WorkerStatus | None = None
         """Latest status; None while the worker is lost."""
-        self.form: Form | None = None
+        self.namespace: BlockNamespace | None = None
         """How it names its blocks; None before it was first heard of."""
         self.session: DecodeSession | None = None
         """The session with an accepted decode worker, while it is open."""
@@ -93,15 +92,15 @@ class WorkerLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._losses = losses
         self._incarnation = ""
-        self._seats: set[Seat] = set()
-        self._present: dict[Seat, str] = {}
+        self._tickets: set[PrefillTicket] = set()
+        self._present: dict[PrefillTicket, str] = {}
         """Requests that the worker computes, or whose KV is fetched from it."""
         self._shared = False
         """Whether requests of other routers without a token were there, by its latest status."""
         self._lost = asyncio.Event()
         self._ending: tuple[str, Cause] | None = None
         self._dispatched = 0
-        self._recent = Fading(RECENT_S)
+        self._recent = DecayingSum(RECENT_S)
         self._granted_tokens = self._granted_slots = 0
         self._said = ""
         self._left = False
@@ -127,7 +126,7 @@ class WorkerLink:
                 if self.status is not None:
                     backoff, lost_at = _FIRST_BACKOFF_S, loop.time()
                 self._lose(reason)
-                self._observer.told(self, None)
+                self._observer.update_prefixes(self, None)
                 if not self.listed:
                     return
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
@@ -136,7 +135,7 @@ class WorkerLink:
         finally:
             self._said = _UNWANTED
             self._lose(_UNWANTED)
-            self._observer.told(self, None)
+            self._observer.update_prefixes(self, None)
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self.channel.close()
 
@@ -154,48 +153,46 @@ class WorkerLink:
             self._sessions.cancel()
             self._sessions = None
 
-    def seat(self, tokens: int, cached_tokens: int = 0) -> Seat:
+    def open_ticket(self, tokens: int, cached_tokens: int = 0) -> PrefillTicket:
         """Count a prompt of `tokens`, of which some are thought to be cached, as being prefilled here.
 
-        It counts until the seat is released. Raises Unavailable when the worker is lost.
+        It counts until the ticket is closed. Raises Unavailable when the worker is lost.
         """
         if self.status is None:
             raise Unavailable(f"prefill worker {self.address} is lost")
         self._dispatched += 1
         self._recent.add(tokens - cached_tokens, asyncio.get_running_loop().time())
-        return Seat(self, self.status.identity, tokens, cached_tokens, self._lost)
+        ticket = PrefillTicket(self, self.status.identity, tokens, cached_tokens, self._lost)
+        self._tickets.add(ticket)
+        self._observer.update_view(self)
+        return ticket
 
-    def take(self, seat: Seat) -> None:
-        """Count a seat."""
-        self._seats.add(seat)
-        self._observer.moved(self)
-
-    def give_up(self, seat: Seat) -> bool:
-        """Count a seat no longer; False if it did not count."""
-        if seat not in self._seats:
+    def close_ticket(self, ticket: PrefillTicket) -> bool:
+        """Count a prompt no longer; False if it did not count."""
+        if ticket not in self._tickets:
             return False
-        self._seats.discard(seat)
-        self._observer.moved(self)
+        self._tickets.discard(ticket)
+        self._observer.update_view(self)
         return True
 
-    def enter(self, seat: Seat, request_id: str) -> None:
+    def attach(self, ticket: PrefillTicket, request_id: str) -> None:
         """The request is there now, and is a suspect if the worker dies."""
-        self._present[seat] = request_id
+        self._present[ticket] = request_id
 
-    def leave(self, seat: Seat) -> None:
+    def detach(self, ticket: PrefillTicket) -> None:
         """The request needs nothing more of the worker."""
-        self._present.pop(seat, None)
+        self._present.pop(ticket, None)
 
-    def granted(self, tokens: int, slots: int) -> None:
+    def subtract_room(self, tokens: int, slots: int) -> None:
         """A decode worker has given away room that its latest status can't know of."""
         self._granted_tokens += tokens
         self._granted_slots += slots
-        self._observer.moved(self)
+        self._observer.update_view(self)
 
     @property
     def consumer(self) -> str:
         """Whom tickets for this decode worker are made out to; "" while it is lost."""
-        return "" if self.status is None else _consumer(self.status.identity)
+        return "" if self.status is None else consumer_of(self.status.identity)
 
     @property
     def draining(self) -> bool:
@@ -212,10 +209,10 @@ class WorkerLink:
             draining=self.status.draining,
             pending_tokens=self.status.load.pending_tokens,
             rate=self.status.load.tokens_per_second,
-            own_requests=len(self._seats),
-            own_tokens=sum(seat.tokens - seat.cached_tokens for seat in self._seats),
+            own_requests=len(self._tickets),
+            own_tokens=sum(ticket.tokens - ticket.cached_tokens for ticket in self._tickets),
             dispatched=self._dispatched,
-            recent_tokens=self._recent.at(asyncio.get_running_loop().time()),
+            recent_tokens=self._recent.value(asyncio.get_running_loop().time()),
             incarnation=self._incarnation,
         )
 
@@ -263,13 +260,13 @@ class WorkerLink:
                     if self.status and self.status.identity.incarnation != status.identity.incarnation:
                         return "was restarted"
                     if status.prefixes is not None:
-                        self._observer.told(self, status.prefixes)
+                        self._observer.update_prefixes(self, status.prefixes)
                     if status.stalled:
                         self._lose(_STALLED)
                         continue
                     if status.draining and not self.draining:
                         _logger.info("%s worker %s drains", self.role.value, _name(status, self.address))
-                    self._take(status)
+                    self._update_status(status)
         except grpc.aio.AioRpcError as error:
             return str(error.details() or error.code().name)
         except BatonError as error:
@@ -286,19 +283,19 @@ class WorkerLink:
         finally:
             call.cancel()
 
-    def _take(self, status: WorkerStatus) -> None:
+    def _update_status(self, status: WorkerStatus) -> None:
         known = self.status.identity if self.status else None
         if known is None or known != status.identity:
-            self.form = Form.of(status.identity)
+            self.namespace = BlockNamespace.of(status.identity)
         else:
             # The same object, so that nobody need compare it again.
             status = replace(status, identity=known)
         self.status, self._incarnation = status, status.identity.incarnation
-        self._losses.heard(self._label, self._incarnation)
+        self._losses.record_status(self._label, self._incarnation)
         self._granted_tokens = self._granted_slots = 0
         self._shared = status.load.newcomers > self._newcomers()
         self._said, self._left = "", False
-        self._observer.changed(self)
+        self._observer.update_worker(self)
 
     def _lose(self, reason: str) -> None:
         self._left = self._left or self.draining
@@ -313,112 +310,54 @@ class WorkerLink:
         cause = Cause.DRAIN if self.status.draining else Cause.LOST
         self._ending = reason, cause
         loss = self._loss(cause, len(set(self._present.values())))
-        for seat in self._present:
-            seat.loss = loss
+        for ticket in self._present:
+            ticket.loss = loss
         self._present.clear()
         error = Unavailable(f"{self.role.value} worker {self.name}: {reason}")
         self.status = None
         self._lost.set()
         self._lost = asyncio.Event()
         self.dismiss()
-        for seat in list(self._seats):
-            seat.fail(error, cause)
-        self._observer.changed(self)
+        for ticket in list(self._tickets):
+            ticket.fail(error, cause)
+        self._observer.update_worker(self)
 
-    def _loss(self, cause: Cause, suspects: int) -> Loss | None:
+    def _loss(self, cause: Cause, suspects: int) -> WorkerLoss | None:
         if cause is not Cause.LOST:
             return None
         now = asyncio.get_running_loop().time()
-        return self._losses.lost(self._label, self._incarnation, suspects, now, shared=self._shared)
+        return self._losses.record_loss(self._label, self._incarnation, suspects, now, shared=self._shared)
 
     def _newcomers(self) -> int:
         """This router's requests that are here and have had no token from the worker."""
         if self.role is WorkerRole.DECODE:
             return self.session.newcomers if self.session else 0
-        # A seat is given up at the first token, and its request stays until the KV is fetched.
-        return len(self._seats & self._present.keys())
+        # A ticket is closed at the first token, and its request stays until the KV is fetched.
+        return len(self._tickets & self._present.keys())
 
-    def _session_ended(self, suspects: int) -> Ending:
+    def _session_ended(self, suspects: int) -> SessionEnd:
         reason, cause = self._ending or ("", Cause.DRAIN if self.draining else Cause.LOST)
-        return Ending(reason, cause, self._loss(cause, suspects))
+        return SessionEnd(reason, cause, self._loss(cause, suspects))
 
     async def _keep_session(self) -> None:
         backoff = _FIRST_BACKOFF_S
         while True:
             session = self.session = DecodeSession(
-                self.channel, self.name, self._router_id, lambda: self._observer.moved(self)
+                self.channel, self.name, self._router_id, lambda: self._observer.update_view(self)
             )
-            self._observer.changed(self)
+            self._observer.update_worker(self)
             began = asyncio.get_running_loop().time()
             try:
                 await session.run(self._session_ended)
             finally:
                 if self.session is session:
                     self.session = None
-                    self._observer.changed(self)
+                    self._observer.update_worker(self)
             if asyncio.get_running_loop().time() - began > _LONGEST_BACKOFF_S:
                 backoff = _FIRST_BACKOFF_S
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
 
 
-def _consumer(identity: WorkerIdentity) -> str:
-    return identity.principal or identity.incarnation
-
-
 def _name(status: WorkerStatus | None, address: str) -> str:
     return f"{status.identity.worker_id} at {address}" if status else address
-
-
-class Seat:
-    """A request's place among those that a prefill worker has of this router."""
-
-    def __init__(
-        self, link: WorkerLink, identity: WorkerIdentity, tokens: int, cached_tokens: int, lost: asyncio.Event
-    ) -> None:
-        self.link = link
-        self.tokens = tokens
-        self.cached_tokens = cached_tokens
-        """Of the tokens, those that the worker was thought to hold when it was chosen."""
-        self.shards = addressed(identity.shards, link.address)
-        """Where decode workers reach the worker's KV."""
-        self.incarnation = identity.incarnation
-        self.consumer = _consumer(identity)
-        """Whom tickets for this worker are made out to."""
-        self.lost = lost
-        """Set when this incarnation of the worker is lost, whether or not the seat was released before."""
-        self.loss: Loss | None = None
-        """The lost connection with this incarnation, if the request was there."""
-        self._deliver: Deliver | None = None
-        self._failed: Failed | None = None
-        link.take(self)
-
-    def enter(self, request_id: str, deliver: Deliver) -> None:
-        """The request goes to the worker; have its loss delivered until the seat is released."""
-        self._deliver = deliver
-        if self._failed is not None:
-            deliver(self._failed)
-        else:
-            self.link.enter(self, request_id)
-
-    def leave(self) -> None:
-        """The request needs nothing more of the worker: its prompt is computed and its KV is fetched; idempotent."""
-        self.link.leave(self)
-
-    def fail(self, error: BatonError, cause: Cause) -> None:
-        """The worker is lost."""
-        self._failed = Failed(error, Blame.PREFILL, cause, self.loss)
-        if self._deliver is not None:
-            self._deliver(self._failed)
-
-    async def lost_within(self, seconds: float) -> bool:
-        """Whether the worker is lost by then; tells a worker's death from a fault that merely looks like it."""
-        if not self.lost.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self.lost.wait()
-        return self.lost.is_set()
-
-    def release(self) -> bool:
-        """Give the seat up; False if it was given up before."""
-        return self.link.give_up(self)

@@ -19,11 +19,11 @@ SAME_EVENT_S = 2.0
 """The session and the watch of a worker that dies end within this time of each other."""
 
 _KEPT = 256
-"""Losses that are remembered."""
+"""WorkerLosses that are remembered."""
 
 
 @dataclass(eq=False, slots=True)
-class Loss:
+class WorkerLoss:
     """One lost connection with one incarnation of a worker; times are seconds on the caller's clock."""
 
     worker: str
@@ -54,14 +54,14 @@ class Loss:
             listener()
 
 
-class Losses:
+class WorkerLosses:
     """All losses of a router's workers, as far back as they matter."""
 
     def __init__(self) -> None:
-        self._losses: deque[Loss] = deque(maxlen=_KEPT)
-        self._unsettled: list[Loss] = []
+        self._losses: deque[WorkerLoss] = deque(maxlen=_KEPT)
+        self._unsettled: list[WorkerLoss] = []
 
-    def lost(self, worker: str, incarnation: str, suspects: int, now: float, *, shared: bool) -> Loss:
+    def record_loss(self, worker: str, incarnation: str, suspects: int, now: float, *, shared: bool) -> WorkerLoss:
         """A connection with a worker is lost, at which so many requests are suspects.
 
         `shared` when requests of other routers may have killed it as well.
@@ -74,7 +74,7 @@ class Losses:
             # A status that was sent before the death may have been read after the first sign of it.
             loss.death, loss.settled = True, False
         else:
-            loss = Loss(worker, incarnation, now)
+            loss = WorkerLoss(worker, incarnation, now)
             self._losses.append(loss)
         if loss not in self._unsettled:
             self._unsettled = [*self._unsettled, loss][-_KEPT:]
@@ -83,8 +83,8 @@ class Losses:
             loss.share = 1 / suspects
         return loss
 
-    def heard(self, worker: str, incarnation: str) -> None:
-        """The worker has said something, and who it is."""
+    def record_status(self, worker: str, incarnation: str) -> None:
+        """The worker has sent a status, and said who it is."""
         if not self._unsettled:
             return
         same = [loss for loss in self._unsettled if loss.incarnation == incarnation]
@@ -95,11 +95,11 @@ class Losses:
         for loss in other:
             loss.settle(death=True)
 
-    def of(self, incarnation: str) -> Loss | None:
+    def latest(self, incarnation: str) -> WorkerLoss | None:
         """The latest loss of an incarnation."""
         return next((loss for loss in reversed(self._losses) if loss.incarnation == incarnation), None)
 
-    def others(self, own: Collection[Loss]) -> int:
+    def count_others(self, own: Collection[WorkerLoss]) -> int:
         """Deaths since the first of a request's own at which it was no suspect."""
         begin = min((loss.at for loss in own), default=0.0)
         return sum(loss.death and loss.at >= begin and loss not in own for loss in self._losses)

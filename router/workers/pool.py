@@ -18,24 +18,24 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 
-from baton.kv.format import WIRE_VERSION, KvFormat
+from baton.config.router import RouterConfig
+from baton.kv.format import KvFormat
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole
-from router.config import RouterConfig
-from router.placement.chains import Form
-from router.placement.fleet import Fleet, pairable
+from router.placement.block_hasher import BlockNamespace
+from router.placement.fleet import FleetView, pairable
 from router.placement.policy import servable
-from router.placement.prefix_directory import Whereabouts
+from router.placement.prefix_directory import PrefixDirectory
 from router.workers.discovery import Discovery
 from router.workers.link import WorkerLink
-from router.workers.losses import Losses
+from router.workers.losses import WorkerLosses
 
 _AGAIN_S = 5.0
 """Until a worker is dialled again whose watch failed, which only a fault of ours can make it do."""
 
 REASON_CHARACTERS = 400
-"""Of the first refusal or loss, as far as clients are told of it."""
+"""Most characters of the first refusal or loss that clients see."""
 
 _logger = logging.getLogger(__name__)
 
@@ -61,10 +61,11 @@ class Pool:
         self._refusals: dict[str, str] = {}
         self._listeners: list[Callable[[], None]] = []
         self._closed = False
-        self.losses = Losses()
-        self._fleet = Fleet()
-        self._forms: Counter[Form] = Counter()
-        self.prefixes = Whereabouts()
+        self.losses = WorkerLosses()
+        self.fleet = FleetView()
+        """The accepted workers as they are now."""
+        self._namespaces: Counter[BlockNamespace] = Counter()
+        self.prefixes = PrefixDirectory()
         self._discoveries = [
             Discovery(f"--{role.value}", targets, config.resolve_s, self._finder(role))
             for role, targets in ((WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode))
@@ -81,29 +82,31 @@ class Pool:
             await _end(searches)
             await _end([task for _, task in self._links.values()])
 
-    def on_news(self, listener: Callable[[], None]) -> None:
+    def subscribe(self, listener: Callable[[], None]) -> None:
         """Call `listener` after every change that may matter to a waiting request."""
         self._listeners.append(listener)
 
-    def fleet(self) -> Fleet:
-        """The accepted workers as they are now, and go on to be."""
-        return self._fleet
+    def keep(self, names: frozenset[str]) -> None:
+        """Keep these workers for a request that runs alone, and no others."""
+        if names != self.fleet.kept:
+            self.fleet.kept = names
+            self._notify()
 
     @property
-    def forms(self) -> Collection[Form]:
+    def namespaces(self) -> Collection[BlockNamespace]:
         """How the accepted workers name blocks."""
-        return self._forms.keys()
+        return self._namespaces.keys()
 
     @property
     def serving(self) -> bool:
         """Whether at least one pair of workers can serve."""
-        return servable(self._fleet, decodes=True)
+        return servable(self.fleet, decodes=True)
 
-    def prefill(self, name: str) -> WorkerLink:
+    def prefill_link(self, name: str) -> WorkerLink:
         """The prefill worker that the fleet calls `name`."""
         return self._links[WorkerRole.PREFILL, name][0]
 
-    def decode(self, name: str) -> WorkerLink | None:
+    def decode_link(self, name: str) -> WorkerLink | None:
         """The decode worker that the fleet called `name`, if it is still there."""
         found = self._links.get((WorkerRole.DECODE, name))
         return found[0] if found else None
@@ -128,15 +131,20 @@ class Pool:
         taken = identity.ticket_key_ids
         return not taken or (self._signer is not None and self._signer.key_id in taken)
 
-    def missing(self, waited_s: float = 0.0) -> str:
-        """In words, for clients, why a request can't be served: roles that lack, and the first of the reasons.
+    def describe_missing(self, waited_s: float = 0.0) -> str:
+        """In words, for clients, why a request can't be served: roles without a worker, and the first of the reasons.
 
         `waited_s` is how long a worker was waited for. The log has named all workers that were refused or lost.
         """
-        fleet = self._fleet
-        roles = (("prefill", fleet.prefill), ("decode", fleet.decode))
-        lacking = [role for role, views in roles if all(view.draining for view in views)]
-        what = f"no {' and no '.join(lacking)} worker is there" if lacking else "no workers match each other"
+        missing = [
+            role
+            for role, draining in (
+                ("prefill", all(view.draining for view in self.fleet.prefill.values())),
+                ("decode", all(view.draining for view in self.fleet.decode.values())),
+            )
+            if draining
+        ]
+        what = f"no {' and no '.join(missing)} worker is there" if missing else "no workers match each other"
         parts = [f"{what} after a wait of {waited_s:g} s" if waited_s else what]
         links = (link for link, _ in self._links.values())
         lost = [f"{link.role.value} worker {link.name}: {link.problem}" for link in links if link.problem]
@@ -177,7 +185,7 @@ class Pool:
         if not self._closed and (role, address) not in self._links:
             self._dial(role, address)
 
-    def changed(self, link: WorkerLink) -> None:
+    def update_worker(self, link: WorkerLink) -> None:
         """A worker's status or session is another: it may have to leave, or may join, and then its view counts."""
         key, accepted = _key(link), _key(link) in self._accepted
         if accepted and (link.status is None or self._ticket_problem(link.status.identity) is not None):
@@ -187,28 +195,34 @@ class Pool:
                 self._judge(other)
         elif not accepted:
             self._judge(link)
-        self.moved(link)
-        for listener in self._listeners:
-            listener()
+        self.update_view(link)
+        self._notify()
 
-    def moved(self, link: WorkerLink) -> None:
+    def update_view(self, link: WorkerLink) -> None:
         """Show placement what a worker is and has now."""
         accepted = _key(link) in self._accepted
         if link.role is WorkerRole.PREFILL:
             prefill = link.prefill_view() if accepted else None
-            self._fleet.put_prefill(prefill) if prefill else self._fleet.remove_prefill(link.address)
+            self.fleet.put_prefill(prefill) if prefill else self.fleet.remove_prefill(link.address)
         else:
             decode = link.decode_view() if accepted else None
-            self._fleet.put_decode(decode) if decode else self._fleet.remove_decode(link.address)
+            self.fleet.put_decode(decode) if decode else self.fleet.remove_decode(link.address)
 
-    def told(self, link: WorkerLink, news: PrefixChange | None) -> None:
-        """Note which prefixes a worker holds."""
-        self.prefixes.told(link.role, link.address, news)
+    def update_prefixes(self, link: WorkerLink, change: PrefixChange | None) -> None:
+        """Note which prefixes a worker holds; None: it is lost."""
+        if change is None:
+            self.prefixes.forget(link.role, link.address)
+        else:
+            self.prefixes.update(link.role, link.address, change)
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     def _dismiss(self, key: str) -> None:
         link = self._accepted.pop(key)
-        if link.form is not None:
-            self._forms -= Counter((link.form,))
+        if link.namespace is not None:
+            self._namespaces -= Counter((link.namespace,))
 
     def _judge(self, link: WorkerLink) -> None:
         """Let a worker join, or say once why it may not."""
@@ -227,17 +241,16 @@ class Pool:
             return
         self._refusals.pop(key, None)
         self._accepted[key] = link
-        if link.form is not None:
-            self._forms[link.form] += 1
+        if link.namespace is not None:
+            self._namespaces[link.namespace] += 1
         link.accept()
-        self.moved(link)
+        self.update_view(link)
         _logger.info("%s worker %s joined", link.role.value, link.name)
 
     def _problem(self, link: WorkerLink, identity: WorkerIdentity) -> str | None:
         """What keeps the worker from joining."""
         pairs: list[tuple[str, str, str, str]] = [
             ("role", identity.role.value, link.role.value, f"--{link.role.value}, which lists it"),
-            ("wire version", str(identity.kv_format.version), str(WIRE_VERSION), "this router"),
             ("model", identity.model, self._model_name, "this router"),
             ("tokenizer digest", identity.tokenizer_digest, self._tokenizer_digest, "this router"),
         ]

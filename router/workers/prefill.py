@@ -1,10 +1,14 @@
-"""One call of a prefill worker: the request as a message, and the answer as events of the attempt."""
+"""One prompt at a prefill worker: its ticket there, the call, and the end of an export that nobody fetches."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -16,22 +20,29 @@ from baton.rpc.convert import (
     cache_policy_to_proto,
     cached_from_proto,
     first_token_from_proto,
-    prefix_source_to_proto,
     sampling_to_proto,
     token_from_proto,
 )
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.silence import Silence
-from baton.transfer.remote import PrefixSource
+from baton.worker.status import WorkerIdentity
 from router.events import Blame, Cause, Deliver, Failed, Prefilled
-from router.serving.threads import Run
-from router.workers.link import Seat
+from router.serving.threads import RunOnThread
+from router.workers.discovery import complete
+from router.workers.losses import WorkerLoss
+
+if TYPE_CHECKING:
+    from router.workers.link import WorkerLink
+
+_logger = logging.getLogger(__name__)
 
 LOSS_GRACE_S = 0.5
 """How long after a broken call its worker's watch may still tell that the worker is lost."""
 
 LARGE_REPORT = 256
 """Prompt tokens from which on their log-probabilities are converted on a thread."""
+
+_ABANDON_TIMEOUT_S = 2.0
 
 LARGE_REQUEST = 16_384
 """Token ids from which on a request is made into a message on a thread."""
@@ -40,7 +51,76 @@ LARGE_REQUEST = 16_384
 PrefillMessage = prefill_pb2.PrefillRequest
 
 
-def message(
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A decode worker that exports the leading `tokens` of the prompt under a transfer id; `ticket` may be empty."""
+
+    address: str
+    incarnation: str
+    transfer_id: str
+    ticket: bytes
+    tokens: int
+
+
+def consumer_of(identity: WorkerIdentity) -> str:
+    """Whom KV tickets for a worker are made out to."""
+    return identity.principal or identity.incarnation
+
+
+class PrefillTicket:
+    """A request's right to be computed at a prefill worker, where it counts until it is released."""
+
+    def __init__(
+        self, link: WorkerLink, identity: WorkerIdentity, tokens: int, cached_tokens: int, lost: asyncio.Event
+    ) -> None:
+        self.link = link
+        self.tokens = tokens
+        self.cached_tokens = cached_tokens
+        """Of the tokens, those that the worker was thought to hold when it was chosen."""
+        self.kv_address = complete(identity.shards[0].kv_address, link.address)
+        """Where decode workers reach the worker's KV."""
+        self.incarnation = identity.incarnation
+        self.consumer = consumer_of(identity)
+        """Whom KV tickets for this worker are made out to."""
+        self.lost = lost
+        """Set when this incarnation of the worker is lost, whether or not the ticket was released before."""
+        self.loss: WorkerLoss | None = None
+        """The lost connection with this incarnation, if the request was there."""
+        self._deliver: Deliver | None = None
+        self._failed: Failed | None = None
+
+    def attach(self, request_id: str, deliver: Deliver) -> None:
+        """The request goes to the worker, whose loss is delivered until the ticket is released."""
+        self._deliver = deliver
+        if self._failed is not None:
+            deliver(self._failed)
+        else:
+            self.link.attach(self, request_id)
+
+    def detach(self) -> None:
+        """The request needs nothing more of the worker: its prompt is computed and its KV is fetched; idempotent."""
+        self.link.detach(self)
+
+    def fail(self, error: BatonError, cause: Cause) -> None:
+        """The worker is lost."""
+        self._failed = Failed(error, Blame.PREFILL, cause, self.loss)
+        if self._deliver is not None:
+            self._deliver(self._failed)
+
+    async def lost_within(self, seconds: float) -> bool:
+        """Whether the worker is lost by then; tells a worker's death from a fault that merely looks like it."""
+        if not self.lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.lost.wait()
+        return self.lost.is_set()
+
+    def release(self) -> bool:
+        """Free the place for another prompt; False if it was free before."""
+        return self.link.close_ticket(self)
+
+
+def prefill_message(
     *,
     request_id: str,
     attempt: int,
@@ -51,8 +131,8 @@ def message(
     cache_salt: bytes,
     cache: CachePolicy,
 ) -> PrefillMessage:
-    """The request of one attempt, but for what follows from its place."""
-    asked = PrefillMessage(
+    """The request of one attempt, but for what follows from its placement."""
+    message = PrefillMessage(
         request_id=request_id,
         attempt=attempt,
         choice_indexes=choices,
@@ -60,13 +140,13 @@ def message(
         cache_salt=cache_salt,
         cache=cache_policy_to_proto(cache),
     )
-    add_token_ids(asked.prompt_token_ids, prompt_ids)
-    add_token_ids(asked.output_token_ids, output_ids)
-    return asked
+    add_token_ids(message.prompt_token_ids, prompt_ids)
+    add_token_ids(message.output_token_ids, output_ids)
+    return message
 
 
-async def prefill(
-    seat: Seat,
+async def call_prefill(
+    ticket: PrefillTicket,
     request: PrefillMessage,
     *,
     transfer_id: str,
@@ -74,17 +154,17 @@ async def prefill(
     timeout: float | None,
     silence_s: float,
     deliver: Deliver,
-    run: Run,
+    run: RunOnThread,
 ) -> None:
     """Call the worker and deliver the outcome, exactly one event; cancelling it frees all the worker holds.
 
     `transfer_id` is empty when no decode follows. Workers say every second how far they are, so `silence_s` without a
     word is a fault. `run` converts large reports.
     """
-    link = seat.link
+    link = ticket.link
     request.transfer_id = transfer_id
     if source is not None:
-        request.prefix_source.CopyFrom(prefix_source_to_proto(source))
+        request.prefix_source.CopyFrom(prefill_pb2.PrefixSource(**asdict(source)))
     call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=timeout)
     done = False
     silence = Silence(silence_s, call.cancel)
@@ -100,7 +180,7 @@ async def prefill(
                     done = True
     except grpc.aio.AioRpcError as error:
         if not done:
-            deliver(await _failed(seat, from_rpc_error(error)))
+            deliver(await _failed(ticket, from_rpc_error(error)))
         return
     except asyncio.CancelledError:
         task = asyncio.current_task()
@@ -116,18 +196,18 @@ async def prefill(
         deliver(Failed(Unavailable(f"prefill worker {link.name} ended without a token"), Blame.PREFILL))
 
 
-async def _failed(seat: Seat, error: BatonError) -> Failed:
+async def _failed(ticket: PrefillTicket, error: BatonError) -> Failed:
     """What a failed call means: the worker may be dead, full, or draining, and then nothing is wrong with it."""
     # A prompt that is too large for one worker's memory may find room at another.
     if isinstance(error, Overloaded) or (isinstance(error, InvalidRequest) and error.field == "prompt_token_ids"):
         return Failed(error, Blame.PREFILL, Cause.REFUSED)
     if isinstance(error, Unavailable):
         # Call and watch break at the same moment when a worker dies, and it is the watch that tells so.
-        if seat.link.draining:
+        if ticket.link.draining:
             return Failed(error, Blame.PREFILL, Cause.DRAIN)
-        if await seat.lost_within(LOSS_GRACE_S):
-            return Failed(error, Blame.PREFILL, Cause.LOST, seat.loss)
-        if seat.link.draining:
+        if await ticket.lost_within(LOSS_GRACE_S):
+            return Failed(error, Blame.PREFILL, Cause.LOST, ticket.loss)
+        if ticket.link.draining:
             return Failed(error, Blame.PREFILL, Cause.DRAIN)
     return Failed(error, Blame.PREFILL)
 
@@ -139,3 +219,34 @@ def _prefilled(done: prefill_pb2.PrefillDone) -> Prefilled:
         prompt_tokens=tuple(map(token_from_proto, done.prompt_tokens)),
         cached=cached_from_proto(done.cached),
     )
+
+
+class Abandoner:
+    """Tells prefill workers which exports nobody will fetch, so that KV is not pinned until its lease ends.
+
+    Best effort, in the background: the lease is what frees KV when a call gets lost. Calls are bounded in time, and
+    there is at most one for each attempt.
+    """
+
+    def __init__(self) -> None:
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def abandon(self, ticket: PrefillTicket, transfer_id: str) -> None:
+        """End the export of an attempt, unless its worker is lost and holds nothing."""
+        if ticket.lost.is_set():
+            return
+        call = asyncio.create_task(_abandon(ticket, transfer_id), name=f"abandon {transfer_id}")
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    async def finish(self) -> None:
+        """Wait for the calls under way, which takes no longer than their timeout."""
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+
+async def _abandon(ticket: PrefillTicket, transfer_id: str) -> None:
+    request = prefill_pb2.AbandonRequest(transfer_id=transfer_id, incarnation=ticket.incarnation)
+    try:
+        await prefill_pb2_grpc.PrefillStub(ticket.link.channel).Abandon(request, timeout=_ABANDON_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        _logger.warning("transfer %s was not abandoned at %s: %s", transfer_id, ticket.link.name, error.code().name)

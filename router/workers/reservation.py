@@ -1,34 +1,33 @@
-"""What an attempt asks of its workers and is given: a prefill worker's seat, and pages on a decode worker."""
+"""What an attempt asks of workers and is given: a ticket at a prefill worker, and pages on a decode worker."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.errors import BatonError
-from baton.kv.format import Shard
 from baton.lifecycle import Lifecycle, State
 from baton.request import CachePolicy
-from baton.worker.messages import Reserved
 from baton.worker.status import WorkerRole
 from router.events import Deliver
-from router.placement.chains import Digests
-from router.placement.demand import Choice, Demand
-from router.retries import Avoided
-from router.workers.breaker import Breakers, Course
-from router.workers.discovery import addressed
-from router.workers.link import Seat, WorkerLink
+from router.placement.block_hasher import Digests
+from router.placement.policy import PlacementQuery, Selection
+from router.retries import AvoidedWorker
+from router.workers.breaker import AttemptHealth, Breakers
+from router.workers.discovery import complete
+from router.workers.link import WorkerLink
 from router.workers.pool import Pool
-from router.workers.session import DecodeAttempt, Prefix
+from router.workers.prefill import PrefillTicket
+from router.workers.session import DecodeAttempt, Prefix, Reserved
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Application:
+class PlacementRequest:
     """What one attempt asks for. `again` is set when the request was accepted before and goes to the head.
 
     `life` goes from LINE to RESERVING when decode workers are asked, and back when all refuse. `digests` are empty for
@@ -39,7 +38,7 @@ class Application:
     attempt: int
     tenant: str
     life: Lifecycle
-    demand: Demand
+    query: PlacementQuery
     context_tokens: int
     max_new_tokens: int
     choices: tuple[int, ...]
@@ -47,7 +46,7 @@ class Application:
     digests: Digests = field(default_factory=dict)
     salt: bytes = b""
     cache: CachePolicy = CachePolicy.READ_WRITE
-    avoided: frozenset[Avoided] = frozenset()
+    avoided: frozenset[AvoidedWorker] = frozenset()
     """What failed the request before."""
 
     @property
@@ -56,193 +55,193 @@ class Application:
         return self.life.request_deadline
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What an attempt was given; `decode` is None when nothing is to be decoded.
+class IsolationGrant:
+    """The right of an attempt to run where no other request does, until `release`."""
 
-    `consumer` is whom a ticket for the KV is made out to; what the attempt learns of its workers goes to `course`.
-    `pinned_tokens` are the leading ones that the decode worker has already, and `peer` is where prefill can fetch them.
-    `turn` is set for a request that runs where nothing else does.
-    """
+    def __init__(self, on_release: Callable[[], None]) -> None:
+        self._on_release = on_release
+        self.released = False
 
-    seat: Seat
-    course: Course
-    decode: DecodeAttempt | None = None
-    decode_name: str | None = None
-    decode_incarnation: str = ""
-    consumer: str = ""
-    pinned_tokens: int = 0
-    peer: Peer | None = None
-    turn: Turn | None = None
-
-    @property
-    def prefill(self) -> WorkerLink:
-        """The prefill worker."""
-        return self.seat.link
-
-    @property
-    def words(self) -> str:
-        """The workers, for people."""
-        decode = f", decode at {self.decode_name}" if self.decode else ""
-        return f"prefill {self.prefill.name}{decode}"
-
-
-class Turn:
-    """The right of an attempt to run where no other request does, until `end`."""
-
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._leave = leave
-        self.over = False
-
-    def end(self) -> None:
+    def release(self) -> None:
         """Let others use the workers; idempotent."""
-        if not self.over:
-            self.over = True
-            self._leave()
+        if not self.released:
+            self.released = True
+            self._on_release()
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     """A worker that can give KV: where, and of which incarnation."""
 
-    shards: tuple[Shard, ...]
+    kv_address: str
     incarnation: str
 
 
-@dataclass(slots=True)
-class Answers:
-    """What decode workers said to one application: who can never hold it and why, and when to ask again.
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What an attempt was given; `decode` is None when nothing is to be decoded.
 
-    `room_tokens` are the largest context that another request could have now.
+    `consumer` is whom a KV ticket is made out to; what the attempt learns of its workers goes to `health`.
+    `pinned_tokens` are the leading ones that the decode worker has already, and `peer` is where prefill can fetch them.
     """
 
-    never: dict[str, str] = field(default_factory=dict)
+    prefill: PrefillTicket
+    health: AttemptHealth
+    decode: DecodeAttempt | None = None
+    decode_name: str | None = None
+    decode_incarnation: str = ""
+    consumer: str = ""
+    pinned_tokens: int = 0
+    peer: Peer | None = None
+    isolation: IsolationGrant | None = None
+    """Set for a request that runs where nothing else does."""
+
+    def describe(self) -> str:
+        """The workers, for people."""
+        decode = f", decode at {self.decode_name}" if self.decode else ""
+        return f"prefill {self.prefill.link.name}{decode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the decode workers said that refused a request: who can never hold it and why, and when to ask again."""
+
+    never: Mapping[str, str] = field(default_factory=dict)
     retry_after_s: float = math.inf
     room_tokens: int = 0
+    """The largest context that another request could have now."""
+    closed: frozenset[str] = frozenset()
+    """Decode workers that are there, and that the request could not ask: to who can ask them it says nothing."""
+    lacks_forks: bool = False
+    """Whether it is for its choices that workers refuse it, which would have room for its context."""
 
 
 class Reserver:
-    """Takes seats, and asks decode workers for pages."""
+    """Opens tickets at prefill workers, and asks decode workers for pages."""
 
     def __init__(self, pool: Pool, breakers: Breakers, timeout_s: float) -> None:
         self._pool = pool
         self._breakers = breakers
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self.held: frozenset[str] = frozenset()
-        """Workers that are kept for a request that runs alone."""
 
-    def located(self, asked: Application, answers: Answers) -> Demand:
-        """What to place, with what the answers have told, and with who is avoided and holds which prefixes now."""
-        demand = asked.demand
-        if not answers.never and not asked.digests and not asked.avoided:
-            return demand
-        find, fleet = self._pool.prefixes.find, self._pool.fleet()
-        views = ((each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in asked.avoided)
+    def query(self, request: PlacementRequest, never: Mapping[str, str]) -> PlacementQuery:
+        """What to place, with who can never hold it, who is avoided, and who holds which prefixes now."""
+        if not never and not request.digests and not request.avoided:
+            return request.query
+        match, fleet = self._pool.prefixes.match_prefix, self._pool.fleet
+        views = ((each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in request.avoided)
         return replace(
-            demand,
-            avoid=frozenset(each.worker for each, view in views if view is not None and each.holds(view.incarnation)),
-            never=frozenset(answers.never),
-            held=find(WorkerRole.PREFILL, asked.digests),
-            pinnable=find(WorkerRole.DECODE, asked.digests),
+            request.query,
+            avoid=frozenset(each.worker for each, view in views if view is not None and each.applies(view)),
+            never=frozenset(never),
+            prefill_match=match(WorkerRole.PREFILL, request.digests),
+            decode_match=match(WorkerRole.DECODE, request.digests),
         )
 
-    def seat(self, choice: Choice, demand: Demand) -> Seat:
-        """A seat at the chosen prefill worker."""
-        cached = min(demand.held.tokens(choice.prefill), demand.tokens)
-        return self._pool.prefill(choice.prefill).seat(demand.tokens, cached)
+    def open_ticket(self, selection: Selection, query: PlacementQuery) -> PrefillTicket:
+        """A ticket at the selected prefill worker."""
+        cached = min(query.prefill_match.tokens(selection.prefill), query.tokens)
+        return self._pool.prefill_link(selection.prefill).open_ticket(query.tokens, cached)
 
     async def reserve(
-        self, asked: Application, seat: Seat, choice: Choice, deliver: Deliver, answers: Answers
-    ) -> Place | None:
-        """Ask the decode workers in turn; None when all refuse. The seat stays the caller's until it has a place."""
-        if not asked.demand.decodes:
-            self._send(asked, seat, choice)
-            return Place(seat, self._breakers.begin(choice.prefill, None, self._loop.time()))
-        names = (*choice.decode, *self._last_resort(asked, choice, answers))
-        asked.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(names))
-        answers.retry_after_s, answers.room_tokens = math.inf, 0
+        self,
+        request: PlacementRequest,
+        ticket: PrefillTicket,
+        selection: Selection,
+        deliver: Deliver,
+        never: Mapping[str, str],
+    ) -> Placement | Refusal:
+        """Ask the decode workers in turn. The ticket stays the caller's until there is a placement."""
+        if not request.query.decodes:
+            self._dispatch(request, ticket, selection)
+            return Placement(ticket, self._breakers.begin(selection.prefill, None, self._loop.time()))
+        names = (*selection.decode, *self._last_resort(request, selection, never))
+        request.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(names))
+        answers: dict[str, Reserved] = {}
         for name in names:
-            link = self._pool.decode(name)
+            link = self._pool.decode_link(name)
             if link is None or link.session is None or not link.session.open:
                 continue
-            # A choice may have been made before the worker was kept for another request.
-            if name in self.held and not asked.demand.alone:
+            # The selection may have been made before the worker was kept for another request.
+            if name in self._pool.fleet.kept and not request.query.alone:
                 continue
-            attempt, consumer = link.session.attempt(asked.request_id, asked.attempt, deliver), link.consumer
+            attempt, consumer = link.session.attempt(request.request_id, request.attempt, deliver), link.consumer
             incarnation = link.status.identity.incarnation if link.status else ""
-            digests = self._pool.prefixes.pinnable(name, link.form, asked.digests)
-            answer = await self._ask(attempt, asked, Prefix(digests, asked.salt, asked.cache))
+            digests = self._pool.prefixes.digests_to_pin(name, link.namespace, request.digests)
+            answer = answers[name] = await self._ask(attempt, request, Prefix(digests, request.salt, request.cache))
             if answer.granted:
-                link.granted(asked.context_tokens - answer.cached_tokens, len(asked.choices))
-                course = self._breakers.begin(choice.prefill, name, self._loop.time())
-                self._send(asked, seat, choice)
-                peer = self._peer(seat, link) if answer.cached_tokens else None
-                return Place(seat, course, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
-            answers.room_tokens = max(answers.room_tokens, answer.room_tokens)
+                link.subtract_room(request.context_tokens - answer.cached_tokens, len(request.choices))
+                health = self._breakers.begin(selection.prefill, name, self._loop.time())
+                self._dispatch(request, ticket, selection)
+                peer = self._peer(ticket, link) if answer.cached_tokens else None
+                return Placement(ticket, health, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
+        request.life.enter(State.LINE, self._loop.time())
+        return self._refusal(request, selection, answers, never)
+
+    def _refusal(
+        self, request: PlacementRequest, selection: Selection, answers: Mapping[str, Reserved], never: Mapping[str, str]
+    ) -> Refusal:
+        never = {**never}
+        for name, answer in answers.items():
             if answer.never:
-                answers.never[name] = f"decode worker {link.name}: {answer.reason}"
-            elif answer.retry_after_s:
-                answers.retry_after_s = min(answers.retry_after_s, answer.retry_after_s)
-        asked.life.enter(State.LINE, self._loop.time())
-        return None
+                link = self._pool.decode_link(name)
+                never[name] = f"decode worker {link.name if link else name}: {answer.reason}"
+        room = max((answer.room_tokens for answer in answers.values()), default=0)
+        paired = {decode for prefill, decode in request.query.avoid_pairs if prefill == selection.prefill}
+        closed = never.keys() | self._pool.fleet.kept | paired
+        return Refusal(
+            never,
+            min((each.retry_after_s for each in answers.values() if each.retry_after_s), default=math.inf),
+            room,
+            closed=frozenset(name for name in closed if name in self._pool.fleet.decode),
+            lacks_forks=len(request.choices) > 1 and room >= request.context_tokens,
+        )
 
-    def narrowed(self, asked: Application, choice: Choice, answers: Answers) -> bool:
-        """Whether a decode worker that others may ask is closed to this request: its refusal says nothing to them."""
-        return bool(self.closed(asked, choice, answers))
-
-    def closed(self, asked: Application, choice: Choice, answers: Answers) -> frozenset[str]:
-        """Decode workers that are there, and that the request could not ask."""
-        fleet = self._pool.fleet()
-        paired = {decode for prefill, decode in asked.demand.avoid_pairs if prefill == choice.prefill}
-        closed = answers.never.keys() | self.held | paired
-        return frozenset(name for name in closed if fleet.decode.get(name) is not None)
-
-    def lacks_forks(self, asked: Application, answers: Answers) -> bool:
-        """Whether it is for its choices that workers refuse it, which would have room for its context."""
-        return len(asked.choices) > 1 and answers.room_tokens >= asked.context_tokens
-
-    def _last_resort(self, asked: Application, choice: Choice, answers: Answers) -> list[str]:
+    def _last_resort(self, request: PlacementRequest, selection: Selection, never: Mapping[str, str]) -> list[str]:
         """Decode workers that the request avoids: better one of these than to wait for the others.
 
         One that must run alone has no others but the worker that is kept for it.
         """
-        fleet = self._pool.fleet()
-        if asked.demand.alone or not asked.avoided or choice.prefill not in fleet.prefill:
+        fleet = self._pool.fleet
+        prefill = fleet.prefill.get(selection.prefill)
+        if request.query.alone or not request.avoided or prefill is None:
             return []
-        demand = self.located(asked, answers)
-        closed = {decode for prefill, decode in demand.avoid_pairs if prefill == choice.prefill}
-        closed.update(demand.never, choice.decode)
-        rows = fleet.rows_after(fleet.prefill.kind(choice.prefill))
-        return [view.name for row in rows for view in row if view.name in demand.avoid and view.name not in closed]
+        query = self.query(request, never)
+        closed = {decode for prefill, decode in query.avoid_pairs if prefill == selection.prefill}
+        closed.update(query.never, selection.decode)
+        return [view.name for view in fleet.followers(prefill) if view.name in query.avoid and view.name not in closed]
 
-    def _send(self, asked: Application, seat: Seat, choice: Choice) -> None:
+    def _dispatch(self, request: PlacementRequest, ticket: PrefillTicket, selection: Selection) -> None:
         """The prompt goes to its prefill worker at once."""
-        stays = asked.cache.writes
-        self._pool.prefixes.sent(choice.prefill, asked.digests, seat.cached_tokens, stays=stays)
+        writes = request.cache.writes
+        self._pool.prefixes.dispatch(selection.prefill, request.digests, ticket.cached_tokens, writes=writes)
 
-    def _peer(self, seat: Seat, decode: WorkerLink) -> Peer | None:
-        """The decode worker, if the prefill worker can fetch KV from it: in its own format and with our tickets."""
+    def _peer(self, ticket: PrefillTicket, decode: WorkerLink) -> Peer | None:
+        """The decode worker, if the prefill worker can fetch KV from it: in its own format and with our KV tickets."""
         status = decode.status
-        if status is None or decode.form != seat.link.form or not self._pool.signs_for(status.identity):
+        if status is None or decode.namespace != ticket.link.namespace or not self._pool.signs_for(status.identity):
             return None
-        return Peer(addressed(status.identity.shards, decode.address), status.identity.incarnation)
+        (shard, *others) = status.identity.shards
+        if others or not shard.kv_address:
+            return None
+        return Peer(complete(shard.kv_address, decode.address), status.identity.incarnation)
 
-    async def _ask(self, attempt: DecodeAttempt, asked: Application, prefix: Prefix) -> Reserved:
+    async def _ask(self, attempt: DecodeAttempt, request: PlacementRequest, prefix: Prefix) -> Reserved:
         """One worker's answer; one that doesn't come in time, or for a lost session, is a refusal."""
         answer = Reserved(False, "no answer", False)
-        left = asked.deadline - self._loop.time()
+        left = request.deadline - self._loop.time()
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await attempt.reserve(
-                    context_tokens=asked.context_tokens,
-                    max_new_tokens=asked.max_new_tokens,
-                    choices=asked.choices,
+                    context_tokens=request.context_tokens,
+                    max_new_tokens=request.max_new_tokens,
+                    choices=request.choices,
                     deadline_ms=0 if math.isinf(left) else max(math.ceil(1e3 * left), 1),
                     prefix=prefix,
                 )
         except (TimeoutError, BatonError) as error:
-            _logger.warning("reservation %s/%d failed: %r", asked.request_id, asked.attempt, error)
+            _logger.warning("reservation %s/%d failed: %r", request.request_id, request.attempt, error)
         finally:
             if not answer.granted:
                 attempt.close()

@@ -32,20 +32,17 @@ from baton.errors import (
     TransferError,
     Unavailable,
 )
-from baton.kv.format import WIRE_VERSION
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy
-from baton.rpc.convert import cache_policy_to_proto, export_to_proto, finish_from_proto, token_from_proto
+from baton.rpc.convert import cache_policy_to_proto, finish_from_proto, token_from_proto
 from baton.rpc.silence import Silence
-from baton.transfer.remote import RemoteExport
-from baton.worker.messages import DecodeTimings, Output, Reserved
-from router.events import Blame, Cause, Deliver, Failed
-from router.workers.losses import Loss
+from router.events import Blame, Cause, DecodeTimings, Deliver, Failed, Output
+from router.workers.losses import WorkerLoss
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0
 PREEMPTED_RETRY_S = 1.0
-"""What a client is told that was preempted once too often."""
+"""Seconds after which a client that was preempted too often should try again."""
 
 _Kind = decode_pb2.AttemptFailure.Kind
 _FAULTS: dict[int, tuple[Callable[[str], BatonError], Blame, Cause]] = {
@@ -62,6 +59,23 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Reserved:
+    """The answer to a reservation; `never` when it can't be granted even by an empty worker.
+
+    `retry_after_s` is when another try makes sense, 0 when unknown.
+    """
+
+    granted: bool
+    reason: str
+    never: bool
+    retry_after_s: float = 0.0
+    cached_tokens: int = 0
+    """Leading tokens of the context that the worker has and has pinned."""
+    room_tokens: int = 0
+    """Of a refusal: the largest context that another request could have there now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prefix:
     """What a reservation says of the prefix cache: digests of blocks that may be there, one after the other."""
 
@@ -71,12 +85,12 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class SessionEnd:
     """What the end of a session means; `reason` is empty where no more is known than the session knows itself."""
 
     reason: str
     cause: Cause
-    loss: Loss | None
+    loss: WorkerLoss | None
 
 
 class DecodeAttempt:
@@ -88,10 +102,10 @@ class DecodeAttempt:
         self._deliver = deliver
         self._answer: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
         self._live: set[int] = set()
-        self._held = False
+        self._reserved = False
         self._unanswered = False
-        self.stepped = False
-        """Whether the worker has said a token of it."""
+        self.has_output = False
+        """Whether the worker has sent a token of it."""
 
     @property
     def key(self) -> decode_pb2.AttemptKey:
@@ -106,14 +120,14 @@ class DecodeAttempt:
     @property
     def granted(self) -> bool:
         """Whether the worker must hold something of it."""
-        return self._held and not self._unanswered and bool(self._live)
+        return self._reserved and not self._unanswered and bool(self._live)
 
     async def reserve(
         self, *, context_tokens: int, max_new_tokens: int, choices: tuple[int, ...], deadline_ms: int, prefix: Prefix
     ) -> Reserved:
         """Ask for pages and wait for the answer. Raises Unavailable when the session ends before it."""
         self._live.update(choices)
-        self._held = self._unanswered = True
+        self._reserved = self._unanswered = True
         self._session.send(
             decode_pb2.SessionUp(
                 reserve=decode_pb2.Reserve(
@@ -133,17 +147,23 @@ class DecodeAttempt:
     def start(
         self,
         *,
-        source: RemoteExport,
+        transfer_id: str,
+        source: str,
+        incarnation: str,
         deadline_ms: int,
+        ticket: bytes,
         prefix_transfer_id: str = "",
     ) -> None:
-        """Tell where to fetch the KV, and under which id to export the pinned prefix, if any."""
+        """Tell where to fetch the KV, and with which ticket, and under which id to export the pinned prefix, if any."""
         self._session.send(
             decode_pb2.SessionUp(
                 start=decode_pb2.Start(
                     key=self._key,
-                    source=export_to_proto(source),
+                    transfer_id=transfer_id,
+                    source_address=source,
+                    source_incarnation=incarnation,
                     deadline_ms=deadline_ms,
+                    ticket=ticket,
                     prefix_transfer_id=prefix_transfer_id,
                 )
             )
@@ -156,18 +176,18 @@ class DecodeAttempt:
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key, choice_index=choice)))
 
     def close(self) -> None:
-        """End the attempt; the worker is told unless it ended all choices itself."""
+        """End the attempt, and tell the worker unless it ended all choices itself."""
         if not self._session.forget(self._key):
             return
         if self._unanswered:
             self._session.skip_answer(self._key)
-        if self._held and self._live:
+        if self._reserved and self._live:
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
 
     def on_reserved(self, message: decode_pb2.ReserveResult) -> None:
         """Take the answer to `reserve`."""
         self._unanswered = False
-        self._held = message.granted
+        self._reserved = message.granted
         if not self._answer.done():
             retry_after_s = message.retry_after_ms / 1e3
             self._answer.set_result(
@@ -190,15 +210,17 @@ class DecodeAttempt:
         if message.HasField("timings"):
             timings = DecodeTimings(message.timings.fetch_ms, message.timings.slot_wait_ms)
         tokens = tuple([token_from_proto(token) for token in message.tokens])
-        self.stepped = True
+        self.has_output = True
         self._deliver(Output(message.choice_index, message.output_index, tokens, finish, timings))
 
-    def on_failure(self, error: BatonError, blame: Blame, cause: Cause = Cause.FAULT, loss: Loss | None = None) -> None:
+    def on_failure(
+        self, error: BatonError, blame: Blame, cause: Cause = Cause.FAULT, loss: WorkerLoss | None = None
+    ) -> None:
         """Take the attempt's end by a fault; the worker holds nothing of it any more.
 
         Before the answer to `reserve`, that answer is where the fault goes: another worker may still be asked.
         """
-        self._held = self._unanswered = False
+        self._reserved = self._unanswered = False
         if self._answer.done():
             self._deliver(Failed(error, blame, cause, loss))
             return
@@ -211,18 +233,16 @@ class DecodeSession:
     """One stream, from `run`'s begin to its end."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, worker: str, router_id: str, moved: Callable[[], None] = lambda: None
+        self, channel: grpc.aio.Channel, worker: str, router_id: str, on_change: Callable[[], None] = lambda: None
     ) -> None:
-        """`moved` is called when the number of attempts changes."""
-        self._moved = moved
+        """`on_change` is called when the number of attempts changes."""
+        self._on_change = on_change
         self._stub = decode_pb2_grpc.DecodeStub(channel)
         self._worker = worker
-        # Holds a few messages for each attempt, and attempts are bounded by the prefill workers' seats and the pages
-        # of the decode worker; a worker that takes none of them falls silent as well, which ends the session.
+        # Holds a few messages for each attempt, and attempts are bounded by the tickets at prefill workers and by the
+        # pages of the decode worker; a worker that takes none of them falls silent as well, which ends the session.
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
-        self._up.put_nowait(
-            decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id=router_id, wire_version=WIRE_VERSION))
-        )
+        self._up.put_nowait(decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id=router_id)))
         self._attempts: dict[tuple[str, int], DecodeAttempt] = {}
         self._skipped: Counter[tuple[str, int]] = Counter()
         self._missed: set[tuple[str, int]] = set()
@@ -236,8 +256,8 @@ class DecodeSession:
 
     @property
     def newcomers(self) -> int:
-        """Number of attempts that the worker was asked for, and has said no token of."""
-        return sum(attempt.asked and not attempt.stepped for attempt in self._attempts.values())
+        """Number of attempts that the worker was asked for, and has sent no token of."""
+        return sum(attempt.asked and not attempt.has_output for attempt in self._attempts.values())
 
     def attempt(self, request_id: str, number: int, deliver: Deliver) -> DecodeAttempt:
         """A new attempt whose events go to `deliver`; raises Unavailable when the session is over."""
@@ -245,13 +265,13 @@ class DecodeSession:
             raise Unavailable(f"decode worker {self._worker} is lost")
         attempt = DecodeAttempt(self, request_id, number, deliver)
         self._attempts[request_id, number] = attempt
-        self._moved()
+        self._on_change()
         return attempt
 
-    async def run(self, ended: Callable[[int], Ending]) -> None:
+    async def run(self, ended: Callable[[int], SessionEnd]) -> None:
         """Carry messages both ways until the stream breaks, falls silent, or the task is cancelled.
 
-        `ended` is then told how many requests are suspects, and says what the end means for the attempts.
+        `ended` is then called with the number of suspects, and says what the end means for the attempts.
         """
         call = self._stub.Session()
         writing = asyncio.create_task(self._write(call), name=f"session up {self._worker}")
@@ -289,17 +309,17 @@ class DecodeSession:
         """Deliver nothing to the attempt any more; False if it was forgotten before."""
         if self._attempts.pop((key.request_id, key.attempt), None) is None:
             return False
-        self._moved()
+        self._on_change()
         return True
 
     def skip_answer(self, key: decode_pb2.AttemptKey) -> None:
         """The next answer to a reservation of this name is for one that was given up; a later one may ask again."""
         self._skipped[key.request_id, key.attempt] += 1
 
-    def _close(self, reason: str, ended: Callable[[int], Ending]) -> None:
+    def _close(self, reason: str, ended: Callable[[int], SessionEnd]) -> None:
         self.open = False
-        held = [attempt for attempt in self._attempts.values() if attempt.granted]
-        suspects = [attempt for attempt in held if not attempt.stepped] or held
+        granted = [attempt for attempt in self._attempts.values() if attempt.granted]
+        suspects = [attempt for attempt in granted if not attempt.has_output] or granted
         ending = ended(len({attempt.key.request_id for attempt in suspects}))
         error = Unavailable(f"decode worker {self._worker}: {ending.reason or reason}")
         for attempt in list(self._attempts.values()):
@@ -338,8 +358,8 @@ class DecodeSession:
 
     def _compare(self, live: Iterable[decode_pb2.AttemptKey]) -> None:
         """Fail what the worker was thought to hold and does not."""
-        held = {(key.request_id, key.attempt) for key in live}
-        missed = {key for key, attempt in self._attempts.items() if attempt.granted and key not in held}
+        known = {(key.request_id, key.attempt) for key in live}
+        missed = {key for key, attempt in self._attempts.items() if attempt.granted and key not in known}
         for key in missed & self._missed:
             error = EngineError(f"decode worker {self._worker} knows nothing of attempt {key[0]}/{key[1]}")
             self._attempts[key].on_failure(error, Blame.DECODE)

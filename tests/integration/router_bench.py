@@ -81,7 +81,7 @@ async def refused(call: grpc.aio.UnaryStreamCall) -> grpc.aio.AioRpcError:
 
 async def until(app: App, true: Callable[[], bool]) -> None:
     news = asyncio.Event()
-    app.pool.on_news(news.set)
+    app.pool.subscribe(news.set)
     async with asyncio.timeout(60):
         while not true():
             news.clear()
@@ -116,6 +116,6 @@ async def bench(
         app = await stack.enter_async_context(run(config))
         if ready:
             everybody = len(prefills), len(decodes)
-            await until(app, lambda: (len(app.pool.fleet().prefill), len(app.pool.fleet().decode)) == everybody)
+            await until(app, lambda: (len(app.pool.fleet.prefill), len(app.pool.fleet.decode)) == everybody)
         channel = await stack.enter_async_context(control_channel(app.address))
         yield Bench(app, prefills, decodes, inference_pb2_grpc.InferenceStub(channel), channel)

@@ -80,11 +80,11 @@ async def test_a_damaged_transfer_never_changes_the_answer(
 async def refusal(app: Any) -> str:
     """Why the router's fleet is incomplete, once it has refused a worker."""
     told = asyncio.Event()
-    app.pool.on_news(told.set)
-    while "is refused" not in app.pool.missing():
+    app.pool.subscribe(told.set)
+    while "is refused" not in app.pool.describe_missing():
         await told.wait()
         told.clear()
-    return str(app.pool.missing())
+    return str(app.pool.describe_missing())
 
 
 async def test_other_weights_are_refused_by_name(tmp_path: Path) -> None:

@@ -121,9 +121,9 @@ async def test_streams_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
 
         app = await fleet.start_router([prefill], [doomed, survivor], max_attempts=1)
         both = asyncio.Event()
-        app.pool.on_news(both.set)
+        app.pool.subscribe(both.set)
         async with asyncio.timeout(START_S):
-            while len(app.pool.fleet().decode) < 2:
+            while len(app.pool.fleet.decode) < 2:
                 both.clear()
                 await both.wait()
         client = await fleet.client(app)

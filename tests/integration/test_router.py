@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
-from baton.rpc.convert import export_from_proto
-from baton.transfer.remote import RemoteExport
 from tests.integration.router_bench import bench, whole
 from tests.integration.router_stubs import (
-    KV,
     LENGTH,
     MAX_MODEL_LEN,
     STOP,
@@ -39,11 +35,9 @@ async def test_happy_path(tmp_path: Path) -> None:
         assert t.slot_wait == 0.5
         assert {event.request_id for event in answer.events} == {b.prefill[0].requests[0].request_id}
         (start,) = b.decode[0].starts
-        transfer_id = b.prefill[0].requests[0].transfer_id
-        assert transfer_id
-        shard = replace(KV.whole, kv_address="127.0.0.1:7001")
-        source = export_from_proto("source", start.source)
-        assert source == RemoteExport(transfer_id, "incarnation-prefill-0", (shard,))
+        assert start.source_address == "127.0.0.1:7001"
+        assert start.source_incarnation == "incarnation-prefill-0"
+        assert start.transfer_id == b.prefill[0].requests[0].transfer_id != ""
         (reserve,) = b.decode[0].reserves
         assert (reserve.context_tokens, reserve.max_new_tokens, reserve.choices) == (3, 6, 1)
         sampling = b.prefill[0].requests[0].sampling
@@ -77,7 +71,7 @@ async def test_token_two_before_token_one_and_duplicates(tmp_path: Path) -> None
         await b.decode[0].log.until(lambda: len(b.decode[0].starts) == 1)
         await b.prefill[0].log.until(lambda: len(b.prefill[0].requests) == 1)
         # The KV overtakes the first token: decode speaks while the prefill call has yet to.
-        b.prefill[0].handoffs.prefilled[b.decode[0].starts[0].source.transfer_id].set_result(b.prefill[0].requests[0])
+        b.prefill[0].handoffs.prefilled[b.decode[0].starts[0].transfer_id].set_result(b.prefill[0].requests[0])
         b.prefill[0].handoffs.prefilled.clear()
         asyncio.get_running_loop().call_later(0.05, gate.set)
         assert (await whole(call)).text() == "abcde"

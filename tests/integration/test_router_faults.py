@@ -150,7 +150,7 @@ async def test_a_status_that_can_not_be_handled_costs_its_watch_and_another_foll
     async with bench(tmp_path) as b:
         monkeypatch.setattr(link, "status_from_proto", breaks)
         b.prefill[0].status.changed()
-        await until(b.app, lambda: broken.is_set() and len(b.app.pool.fleet().prefill) == 1)
+        await until(b.app, lambda: broken.is_set() and len(b.app.pool.fleet.prefill) == 1)
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)
 
 
@@ -337,8 +337,8 @@ async def test_cancel_reaches_both(tmp_path: Path, while_: str) -> None:
         b.prefill[0].script = lambda request: asyncio.sleep(0)  # type: ignore[assignment,return-value]
         b.decode[0].script, b.decode[0].answer = continue_by_hand, granted
         assert (await b.answer(max_tokens=3)).text() == "abc"
-        await until(b.app, lambda: all(view.own_requests == 0 for view in b.app.pool.fleet().decode))
-        assert all(view.own_requests == 0 for view in b.app.pool.fleet().prefill)
+        await until(b.app, lambda: all(view.own_requests == 0 for view in b.app.pool.fleet.decode.values()))
+        assert all(view.own_requests == 0 for view in b.app.pool.fleet.prefill.values())
 
 
 async def test_deadline_ends_all(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from baton.kv.hashing import block_digests, chain_root, request_salt
 from baton.pb import decode_pb2, inference_pb2, kv_pb2, prefill_pb2
 from baton.request import MAX_CACHE_SALT_BYTES
-from baton.rpc.convert import prefix_source_from_proto
-from baton.transfer.remote import PrefixSource, RemoteExport
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WorkerRole
 from tests.integration.router_bench import Answer, Bench, bench, refused, until, whole
@@ -54,7 +52,7 @@ async def hold(b: Bench, stub: StubPrefill | StubDecode, prompt: list[int], *, d
     stub.pages.tell([] if dropped else chain, chain if dropped else [])
 
     def known() -> int:
-        return b.app.pool.prefixes.find(role, dict.fromkeys(b.app.pool.forms, chain)).tokens(stub.address)
+        return b.app.pool.prefixes.match_prefix(role, dict.fromkeys(b.app.pool.namespaces, chain)).tokens(stub.address)
 
     await until(b.app, lambda: known() == (0 if dropped else len(chain) * KV.block_size))
 
@@ -88,9 +86,11 @@ async def test_what_workers_tell_overrides_the_routers_memory(tmp_path: Path) ->
         tiers = await b.app.pool.prefixes.tiers()
         assert (tiers[0].name, tiers[0].blocks > 0) == ("index", True)
         here.status.close()
-        await until(b.app, lambda: len(b.app.pool.fleet().prefill) == 1)
-        chains = dict.fromkeys(b.app.pool.forms, digests(PROMPT))
-        await until(b.app, lambda: b.app.pool.prefixes.find(WorkerRole.PREFILL, chains).tokens(here.address) == 0)
+        await until(b.app, lambda: len(b.app.pool.fleet.prefill) == 1)
+        chains = dict.fromkeys(b.app.pool.namespaces, digests(PROMPT))
+        await until(
+            b.app, lambda: b.app.pool.prefixes.match_prefix(WorkerRole.PREFILL, chains).tokens(here.address) == 0
+        )
         await ask(b, PROMPT)
         assert len(there.requests) == 2
 
@@ -166,10 +166,13 @@ async def test_decode_is_told_what_it_may_hold_and_prefill_where_to_fetch_it(tmp
         chain = digests([*PROMPT, *OTHER[0], *OTHER[1], *OTHER[2]])
         # What it is thought to hold, and some more.
         assert reserve.prefix_digests == b"".join(chain[: BLOCKS + 16])
-        assert start.prefix_transfer_id == request.prefix_source.export.transfer_id != start.source.transfer_id
-        shard = replace(KV.whole, kv_address="127.0.0.1:7001")
-        export = RemoteExport(start.prefix_transfer_id, "incarnation-decode-1", (shard,))
-        assert prefix_source_from_proto(request.prefix_source) == PrefixSource(export, held)
+        assert start.prefix_transfer_id == request.prefix_source.transfer_id != start.transfer_id
+        assert request.prefix_source == prefill_pb2.PrefixSource(
+            address="127.0.0.1:7001",
+            incarnation="incarnation-decode-1",
+            transfer_id=start.prefix_transfer_id,
+            tokens=held,
+        )
         assert (answer.usage.cached_tokens, answer.usage.cached.decode) == (5, held)
         # Now prefill has had the prompt too, and need not fetch it.
         await ask(b, PROMPT)
@@ -215,9 +218,7 @@ async def test_a_source_needs_a_ticket_where_decode_asks_for_one(tmp_path: Path,
         assert b.decode[0].reserves[0].prefix_digests
         assert request.HasField("prefix_source") is bool(start.prefix_transfer_id) is known
         if known:
-            ticket = kv_pb2.Ticket.FromString(
-                kv_pb2.SignedTicket.FromString(request.prefix_source.export.ticket).ticket
-            )
+            ticket = kv_pb2.Ticket.FromString(kv_pb2.SignedTicket.FromString(request.prefix_source.ticket).ticket)
             assert (ticket.transfer_id, ticket.incarnation) == (start.prefix_transfer_id, "incarnation-decode-0")
             assert ticket.consumer == "incarnation-prefill-0"
 
@@ -239,7 +240,7 @@ async def test_a_replay_is_found_by_prompt_and_output_and_usage_tells_of_the_fir
         b.decode[1].answer = pins(112)
         b.decode[1].load = replace(b.decode[1].load, slots_used=8)
         b.decode[1].status.changed()
-        await until(b.app, lambda: min(view.free_slots for view in b.app.pool.fleet().decode) == 0)
+        await until(b.app, lambda: min(view.free_slots for view in b.app.pool.fleet.decode.values()) == 0)
         b.prefill[0].cached_tokens = 7
         ids, sampling = inference_pb2.TokenIds(ids=PROMPT), inference_pb2.SamplingParams(max_tokens=25)
         call = b.client.Generate(inference_pb2.GenerateRequest(token_ids=ids, sampling=sampling), timeout=60)

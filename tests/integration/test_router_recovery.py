@@ -123,7 +123,7 @@ async def test_a_finished_attempt_that_decode_no_longer_lists_is_not_lost(tmp_pa
         b.prefill[0].script, b.decode[0].script = late, early
         call = b.call(max_tokens=3)
         await b.decode[0].log.until(lambda: len(b.decode[0].starts) == 1)
-        b.prefill[0].handoffs.of(b.decode[0].starts[0].source.transfer_id).set_result(prefill_pb2.PrefillRequest())
+        b.prefill[0].handoffs.of(b.decode[0].starts[0].transfer_id).set_result(prefill_pb2.PrefillRequest())
         await b.decode[0].log.until(lambda: "all said" in b.decode[0].log.entries)
         b.prefill[0].handoffs.prefilled.clear()
         gate.set()
@@ -147,10 +147,10 @@ async def test_a_worker_that_answers_and_makes_no_progress_is_lost_until_it_does
         call, first, other = await running(b, max_tokens=4)
         first.status.stall(True)
         assert (await whole(call)).text() == "bcd"
-        await until(b.app, lambda: [d.name for d in b.app.pool.fleet().decode] == [other.address])
-        assert "makes no progress" in b.app.pool.missing()
+        await until(b.app, lambda: [d.name for d in b.app.pool.fleet.decode.values()] == [other.address])
+        assert "makes no progress" in b.app.pool.describe_missing()
         first.status.stall(False)
-        await until(b.app, lambda: len(b.app.pool.fleet().decode) == 2)
+        await until(b.app, lambda: len(b.app.pool.fleet.decode) == 2)
 
 
 async def test_a_drain_is_no_loss_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,11 +159,11 @@ async def test_a_drain_is_no_loss_in_the_log(tmp_path: Path, caplog: pytest.LogC
             call, first, _ = await running(b, max_tokens=4)
             name = f"decode-{b.decode.index(first)} at {first.address}"
             first.status.drain()
-            await until(b.app, lambda: any(view.draining for view in b.app.pool.fleet().decode))
+            await until(b.app, lambda: any(view.draining for view in b.app.pool.fleet.decode.values()))
             first.sessions[-1].fail(first.starts[0].key, Kind.KIND_DRAINING, "the worker stops")
             assert (await whole(call)).text() == "bcd"
             first.status.close()
-            await until(b.app, lambda: len(b.app.pool.fleet().decode) == 1)
+            await until(b.app, lambda: len(b.app.pool.fleet.decode) == 1)
             said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert said.count(("INFO", f"decode worker {name} drains")) == 1
     assert ("INFO", f"decode worker {name} has left: ended its watch") in said
@@ -381,8 +381,8 @@ async def test_tickets_and_salts_travel_where_the_fleet_has_keys(tmp_path: Path)
     async with bench(tmp_path, ticket_key=str(path), fleet_secret="secret") as b:
         assert (await b.answer(max_tokens=3)).text() == "abc"
         (start,), (asked,) = b.decode[0].starts, b.prefill[0].requests
-        ticket = kv_pb2.Ticket.FromString(kv_pb2.SignedTicket.FromString(start.source.ticket).ticket)
-        assert ticket.transfer_id == start.source.transfer_id
+        ticket = kv_pb2.Ticket.FromString(kv_pb2.SignedTicket.FromString(start.ticket).ticket)
+        assert ticket.transfer_id == start.transfer_id
         assert (ticket.incarnation, ticket.consumer) == ("incarnation-prefill-0", "incarnation-decode-0")
         assert ticket.expires_unix_ms == pytest.approx(1e3 * time.time() + 20_000, abs=5000)
         assert asked.cache_salt == tenant_salt("secret", "")

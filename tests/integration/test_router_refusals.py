@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.kv.format import WIRE_VERSION, KvFormat
+from baton.kv.format import KvFormat
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WorkerLoad, WorkerRole
@@ -101,7 +100,6 @@ async def test_a_request_that_never_fits_is_refused_with_numbers(tmp_path: Path)
 MISMATCHES = {
     "fingerprint": ("fingerprint", "0" * 64),
     "KV format": ("kv_format", KvFormat(KV.parts, layers=2, block_size=32)),
-    "wire version": ("kv_format", replace(KV, version=WIRE_VERSION - 1)),
     "tokenizer digest": ("tokenizer_digest", "1" * 64),
     "model": ("model", "another"),
     "role": ("role", WorkerRole.PREFILL),
@@ -122,8 +120,10 @@ async def test_mismatched_worker_is_refused_by_name(
 
     with caplog.at_level(logging.ERROR):
         async with bench(tmp_path, change=change, ready=False, worker_wait_s=0) as b:
-            await until(b.app, lambda: bool(len(b.app.pool.fleet().prefill) or b.app.pool.missing().count("refused")))
-            await until(b.app, lambda: "refused" in b.app.pool.missing())
+            await until(
+                b.app, lambda: bool(len(b.app.pool.fleet.prefill) or b.app.pool.describe_missing().count("refused"))
+            )
+            await until(b.app, lambda: "refused" in b.app.pool.describe_missing())
             for _ in range(3):
                 odd[0].status.changed()
             error = await refused(b.call(max_tokens=2))
@@ -151,7 +151,8 @@ async def test_a_prefill_worker_whose_tickets_cannot_be_signed_is_refused_by_nam
     async with bench(tmp_path, change=change, ready=False, worker_wait_s=0, ticket_key=str(key)) as b:
         words = f"prefill worker prefill-0 at {b.prefill[0].address} is refused: it takes tickets of the keys "
         await until(
-            b.app, lambda: f"{words}{other.hex()}, this router signs with {signs.hex()}" in b.app.pool.missing()
+            b.app,
+            lambda: f"{words}{other.hex()}, this router signs with {signs.hex()}" in b.app.pool.describe_missing(),
         )
         assert not b.app.pool.serving
         taken = (other, signs)
@@ -170,7 +171,7 @@ async def test_a_router_that_signs_no_tickets_refuses_a_worker_that_wants_some(t
         stub.status.ask_for_tickets(lambda: (b"\1" * 8,))
 
     async with bench(tmp_path, change=change, ready=False, worker_wait_s=0) as b:
-        await until(b.app, lambda: "refused: it gives KV for tickets only" in b.app.pool.missing())
+        await until(b.app, lambda: "refused: it gives KV for tickets only" in b.app.pool.describe_missing())
         assert "this router has no --ticket-key" in (await refused(b.call(max_tokens=2))).details()
 
 
@@ -180,7 +181,7 @@ async def test_clients_are_told_of_one_worker_in_place_of_all(tmp_path: Path, ca
             stub.status._identity = renamed(stub.identity, model="x" * 1000)
 
     async with bench(tmp_path, prefill=6, change=change, ready=False, worker_wait_s=0) as b:
-        await until(b.app, lambda: "workers refused: 6, lost: 0" in b.app.pool.missing())
+        await until(b.app, lambda: "workers refused: 6, lost: 0" in b.app.pool.describe_missing())
         said = (await refused(b.call(max_tokens=2))).details()
         assert said.startswith("no prefill worker is there; workers refused: 6, lost: 0; the first: prefill worker ")
         assert said.endswith("…")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ import router.serving.stalls
 from baton import keys
 from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, inference_pb2, inference_pb2_grpc, prefill_pb2
 from baton.telemetry.metrics import CLIENTS_STALLED
-from router.serving.tenants import Metadata
 from tests.integration.router_bench import Bench, bench, refused, request, whole
 from tests.integration.router_stubs import LENGTH, DownStream, Script, StubDecode, StubPrefill, output
+
+Metadata = Sequence[tuple[str, str | bytes]]
 
 TOKENS = 24_000
 """With 20 alternatives each they are more than 5 MB on the wire; a client accepts messages of 4 MiB by default."""
@@ -71,7 +72,7 @@ async def unread(b: Bench, **settings: Any) -> AsyncIterator[Any]:
 
 def patient(b: Bench) -> None:
     """From now on no client is ended for being slow, so that this machine may be."""
-    b.app._servicer._stalls.limit_s = 600
+    b.app._door._stalls.limit_s = 600
 
 
 async def generated(b: Bench) -> None:

@@ -62,7 +62,7 @@ async def until_serving(app: Any, channel: grpc.aio.Channel) -> None:
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
                 call.cancel()
                 return
-    pytest.fail(app.pool.missing())
+    pytest.fail(app.pool.describe_missing())
 
 
 async def until_missing(app: Any, words: str) -> str:
@@ -74,14 +74,14 @@ async def until_missing(app: Any, words: str) -> str:
     logging.getLogger("router").addHandler(handler)
     try:
         async with asyncio.timeout(WAIT_S):
-            while words not in app.pool.missing():
+            while words not in app.pool.describe_missing():
                 await told.wait()
                 told.clear()
     except TimeoutError:
-        pytest.fail(app.pool.missing())
+        pytest.fail(app.pool.describe_missing())
     finally:
         logging.getLogger("router").removeHandler(handler)
-    return str(app.pool.missing())
+    return str(app.pool.describe_missing())
 
 
 async def test_a_request_from_end_to_end(checkpoint: Path, tmp_path: Path) -> None:

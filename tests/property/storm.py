@@ -21,7 +21,7 @@ from baton.engine.fake import expected_tokens
 from baton.errors import BatonError
 from baton.request import SamplingParams
 from router.dispatcher import Dispatcher
-from router.output.processor import Emission
+from router.output.processor import OutputProcessor
 from router.pipeline import Pipeline
 from router.request import Request
 from router.serving.threads import Threads
@@ -103,7 +103,7 @@ class Storm:
         self.pool = Pool(config, "router", "t")
         async with self.pool.running():
             self.dispatcher = Dispatcher(self.pool, config)
-            self.pipeline = Pipeline(self.dispatcher, config, Threads(1))
+            self.pipeline = Pipeline(self.pool, self.dispatcher, config, Threads(1))
             try:
                 yield
             finally:
@@ -121,12 +121,12 @@ class Storm:
         return asyncio.create_task(self._read(stream))
 
     async def _read(self, stream: Stream) -> None:
-        emission = Emission(stream.request, self.loop.time)
-        serving = asyncio.create_task(self.pipeline.run(stream.request, emission))
+        output = OutputProcessor(stream.request, self.loop.time)
+        serving = asyncio.create_task(self.pipeline.run(stream.request, output))
         try:
             usage = None
             while usage is None:
-                news = await emission.outbox.take()
+                news = await output.queue.take()
                 for choice, delta in news.deltas.items():
                     stream.tokens[choice] += [token.token_id for token in delta.tokens]
                 usage = news.usage
@@ -175,7 +175,7 @@ class Storm:
             if self.paused:
                 continue
             for held in list(worker.held.values()):
-                asked = self.fleet.prefilled.get(held.start.source.transfer_id) if held.start else None
+                asked = self.fleet.prefilled.get(held.start.transfer_id) if held.start else None
                 if asked is None:
                     continue
                 first = len(asked.output_token_ids) + 1

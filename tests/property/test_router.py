@@ -1,7 +1,7 @@
 """The whole router in simulated time, between clients and a fleet that misbehaves in any order.
 
 Whatever happens: each client gets each token once, in order, and the right one; each request ends once, served or with
-a typed error, by its deadline; and once all have ended, no seat, attempt, waiting entry or task is left.
+a typed error, by its deadline; and once all have ended, no ticket, attempt, waiting entry or task is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.errors import BatonError
 from baton.pb import decode_pb2
 from baton.request import SamplingParams, Usage
 from router.dispatcher import Dispatcher
-from router.output.processor import Emission
+from router.output.processor import OutputProcessor
 from router.pipeline import Pipeline
 from router.request import Request
 from router.serving.threads import Threads
@@ -86,16 +86,16 @@ class RouterMachine(RuleBasedStateMachine):
         self.pool = Pool(config, "router", "t")
         await self.running.enter_async_context(self.pool.running())
         self.dispatcher = Dispatcher(self.pool, config)
-        self.pipeline = Pipeline(self.dispatcher, config, Threads(1))
+        self.pipeline = Pipeline(self.pool, self.dispatcher, config, Threads(1))
 
     async def _serve(self, client: Client) -> None:
         """What the servicer does."""
         request = client.request
-        emission = Emission(request, self.loop.time)
-        serving = asyncio.create_task(self.pipeline.run(request, emission))
+        output = OutputProcessor(request, self.loop.time)
+        serving = asyncio.create_task(self.pipeline.run(request, output))
         try:
             while client.usage is None:
-                news = await emission.outbox.take()
+                news = await output.queue.take()
                 for choice, delta in news.deltas.items():
                     client.tokens[choice] += [token.token_id for token in delta.tokens]
                 client.usage = news.usage
@@ -231,12 +231,12 @@ class RouterMachine(RuleBasedStateMachine):
         for client in self.clients:
             assert client.left or client.usage or isinstance(client.error, BatonError)
         self.loop.advance(3.0)
-        assert len(self.dispatcher._line) == 0
+        assert len(self.dispatcher._queue) == 0
         assert not self.loop.run_until_complete(self.pipeline.ledger()).entries
-        fleet = self.pool.fleet()
+        fleet = self.pool.fleet
         assert len(fleet.prefill) == PREFILLS
         assert len(fleet.decode) == DECODES
-        assert all(view.own_requests == 0 for view in (*fleet.prefill, *fleet.decode))
+        assert all(view.own_requests == 0 for view in (*fleet.prefill.values(), *fleet.decode.values()))
         assert not any(worker.held or worker.jobs for worker in self.fleet.workers.values())
         self.dispatcher.close()
         self.loop.run_until_complete(self.pipeline.finish())

@@ -1,7 +1,7 @@
-"""The waiting line under arbitrary arrivals, returns, departures and deadlines of several tenants.
+"""The queue under arbitrary arrivals, returns, departures and deadlines of several tenants.
 
 Every entry leaves exactly once; whose turn it is, is in its tenant's order; a tenant that waits is passed over at most
-once by each other one, whatever comes back; no tenant takes more than its share, and the whole line is bounded.
+once by each other one, whatever comes back; no tenant takes more than its share, and the whole queue is bounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import DeadlineExceeded, Overloaded
-from router.placement.queue import WaitingLine
+from router.placement.queue import RequestQueue
 from tests.effort import machine_test
 
 TENANTS = st.sampled_from("abcd")
@@ -23,7 +23,7 @@ PATIENCE = st.sampled_from([0.0, 1.0, 3.0, math.inf])
 
 @dataclass(eq=False)
 class Entry:
-    """One request: in the line, out for a try, or gone."""
+    """One request: in the queue, out for a try, or gone."""
 
     number: int
     tenant: str
@@ -31,15 +31,15 @@ class Entry:
     returned: bool = False
 
 
-class WaitingLineMachine(RuleBasedStateMachine):
-    """The line beside lists of what waits in it."""
+class RequestQueueMachine(RuleBasedStateMachine):
+    """The queue beside lists of what waits in it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.numbers = itertools.count()
         self.capacity = 7
-        self.line: WaitingLine[Entry] = WaitingLine(self.capacity)
+        self.queue: RequestQueue[Entry] = RequestQueue(self.capacity)
         self.queues: dict[str, list[Entry]] = {}
         self.out: list[Entry] = []
         self.left: set[Entry] = set()
@@ -56,7 +56,7 @@ class WaitingLineMachine(RuleBasedStateMachine):
         others = sum(1 for other, queue in self.queues.items() if queue and other != tenant)
         full = len(self.waiting(tenant)) >= max(1, self.capacity // (others + 1))
         try:
-            self.line.push(entry, tenant=tenant, deadline=entry.deadline, now=self.now)
+            self.queue.push(entry, tenant=tenant, deadline=entry.deadline, now=self.now)
         except DeadlineExceeded:
             assert patience == 0.0
         except Overloaded as error:
@@ -82,9 +82,9 @@ class WaitingLineMachine(RuleBasedStateMachine):
                 self.passed[entry.tenant] = {}
                 for times in self.passed.values():
                     times[entry.tenant] = max(times.get(entry.tenant, 0) - 1, 0)
-            self.line.put_back(entry, tenant=entry.tenant, deadline=entry.deadline)
+            self.queue.push_first(entry, tenant=entry.tenant, deadline=entry.deadline)
         else:
-            self.line.departed(self.now)
+            self.queue.record_departure(self.now)
             self._gone(entry)
 
     @precondition(lambda self: self.out)
@@ -94,7 +94,7 @@ class WaitingLineMachine(RuleBasedStateMachine):
         entry = self.out.pop(index % len(self.out))
         entry.returned = True
         self._joined(entry, 0)
-        self.line.push_front(entry, tenant=entry.tenant, deadline=entry.deadline)
+        self.queue.push_front(entry, tenant=entry.tenant, deadline=entry.deadline)
 
     def _sane(self, retry_after: float | None) -> None:
         assert retry_after is not None
@@ -108,13 +108,13 @@ class WaitingLineMachine(RuleBasedStateMachine):
 
     @rule()
     def serve(self) -> None:
-        entry = next(self.line.candidates(self.now), None)
+        entry = next(self.queue.candidates(self.now), None)
         self._drop_what_expired_at_a_head()
-        assert self.line.first is self.first
+        assert self.queue.first is self.first
         if entry is None:
             assert not any(self.queues.values()), "somebody waits, and nobody is served"
             return
-        self.line.take(entry)
+        self.queue.pop(entry)
         assert entry.deadline > self.now
         if self.first is not None:
             assert entry is self.first
@@ -126,12 +126,12 @@ class WaitingLineMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 99))
     def serve_one_that_finds_room(self, index: int) -> None:
-        candidates = list(self.line.candidates(self.now))
+        candidates = list(self.queue.candidates(self.now))
         self._drop_what_expired_at_a_head()
-        assert set(candidates) == {entry for entry in self.line if entry.deadline > self.now}
+        assert set(candidates) == {entry for entry in self.queue if entry.deadline > self.now}
         if others := [entry for entry in candidates if entry is not self.first]:
             entry = others[index % len(others)]
-            self.line.take(entry)
+            self.queue.pop(entry)
             self.queues[entry.tenant].remove(entry)
             self.out.append(entry)
             # It is a turn of its tenant's; nobody else could have had it.
@@ -147,7 +147,7 @@ class WaitingLineMachine(RuleBasedStateMachine):
                 assert times[entry.tenant] <= 1, f"{entry.tenant} had two turns while {tenant} waited"
 
     def _drop_what_expired_at_a_head(self) -> None:
-        inside = set(self.line)
+        inside = set(self.queue)
         if self.first is not None and self.first not in inside:
             assert self.first.deadline <= self.now
             self._gone(self.first)
@@ -161,8 +161,8 @@ class WaitingLineMachine(RuleBasedStateMachine):
     def leave(self, tenant: str, index: int) -> None:
         if queue := self.waiting(tenant):
             entry = queue.pop(index % len(queue))
-            assert self.line.remove(entry)
-            assert not self.line.remove(entry)
+            assert self.queue.remove(entry)
+            assert not self.queue.remove(entry)
             self._gone(entry)
 
     def _gone(self, entry: Entry) -> None:
@@ -176,28 +176,28 @@ class WaitingLineMachine(RuleBasedStateMachine):
     @invariant()
     def it_holds_what_came_and_did_not_leave(self) -> None:
         waiting = {entry for queue in self.queues.values() for entry in queue} | {self.first} - {None}
-        assert set(self.line) == waiting
-        assert len(self.line) == len(waiting)
+        assert set(self.queue) == waiting
+        assert len(self.queue) == len(waiting)
 
     @invariant()
     def its_estimates_are_sane(self) -> None:
-        self._sane(self.line.retry_after())
+        self._sane(self.queue.retry_after())
         for tenant in "abcd":
-            assert 0.0 <= self.line.wait_s(tenant, self.now) < math.inf
+            assert 0.0 <= self.queue.expected_wait_s(tenant, self.now) < math.inf
 
     @invariant()
     def it_is_bounded(self) -> None:
         tenants = sum(1 for queue in self.queues.values() if queue)
         bound = sum(max(1, self.capacity // place) for place in range(1, tenants + 1))
         returned = sum(entry.returned for queue in self.queues.values() for entry in queue)
-        assert len(self.line) - returned - (self.first is not None) <= bound
+        assert len(self.queue) - returned - (self.first is not None) <= bound
 
     def teardown(self) -> None:
-        for _ in range(len(self.line) + 1):
+        for _ in range(len(self.queue) + 1):
             self.serve()
-        assert len(self.line) == 0
+        assert len(self.queue) == 0
         assert len(self.left | set(self.out)) == len(self.left) + len(self.out) == self.accepted
-        assert not self.line._queues
+        assert not self.queue.tenants
 
 
-TestWaitingLine = machine_test(WaitingLineMachine, 150, 50)
+TestRequestQueue = machine_test(RequestQueueMachine, 150, 50)

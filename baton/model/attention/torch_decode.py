@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.kv.format import KEYS, VALUES
 from baton.model.attention import torch_kernel
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
@@ -56,20 +55,20 @@ class Group:
         return (self._fused if self.fused else self._batched)(layer, queries).flatten(1, 2)
 
     def _fused(self, layer: int, q: Tensor) -> Tensor:
-        keys, values = (self.source.load(part, layer, q)[:, :, : self.length] for part in (KEYS, VALUES))
+        keys, values = (self.source.load(part, layer, q)[:, :, : self.length] for part in ("k", "v"))
         return torch_kernel.attend(q, keys, values, self.bias)[0]
 
     def _batched(self, layer: int, q: Tensor) -> Tensor:
         count, heads, group, head_dim = q.shape
         folded = q.reshape(count * heads, group, head_dim)
-        keys = self.source.load(KEYS, layer, q).view(count * heads, self.length, head_dim)
+        keys = self.source.load("k", layer, q).view(count * heads, self.length, head_dim)
         scores = self.scratch.take("scores", (count * heads, group, self.length), q)
         torch.baddbmm(scores, folded, keys.transpose(1, 2), beta=0, alpha=head_dim**-0.5, out=scores)
         if self.bias is not None:
             scores.view(count, heads, group, -1)[..., self.first :] += self.bias
         # The kernel computes a softmax of bfloat16 in float32 and rounds at the end.
         torch.softmax(scores, dim=-1, out=scores)
-        values = self.source.load(VALUES, layer, q).view(count * heads, self.length, head_dim)
+        values = self.source.load("v", layer, q).view(count * heads, self.length, head_dim)
         return torch.bmm(scores, values).view(count, heads, group, head_dim)
 
 

@@ -54,7 +54,6 @@ def test_all_peers_run_a_case_before_the_next_and_take_turns_at_being_first() ->
     first = found["64"]["rounds"]
     # Each has the mean of the probes before and after it.
     assert [first[peer][0]["machine"]["sum_bytes_per_s"] for peer in peers] == [1.5e9, 2.5e9, 3.5e9]
-    assert all(entry["stolen_s"] >= 0 for entries in first.values() for entry in entries)
     assert found["64"]["tokens_per_s"] == {"baton": 64, "vllm": 32, "llama": 16}
     assert found["64"]["ratios"]["vllm"] == {"median": 2, "min": 2, "max": 2, "rounds": [2, 2]}
     assert found["64"]["of_peak"]["rounds"][0] == pytest.approx(prefill_flops(SHAPE, 64) / 1.5e9)

@@ -10,32 +10,32 @@ from typing import Any, cast
 from baton.config.router import RouterConfig
 from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
-from baton.worker.messages import Reserved
 from router.dispatcher import Dispatcher
-from router.placement.demand import Demand
-from router.placement.fleet import DecodeView, Fleet, PrefillView
-from router.placement.prefix_directory import Whereabouts
-from router.retries import Avoided
+from router.placement.fleet import DecodeView, FleetView, PrefillView
+from router.placement.policy import PlacementQuery
+from router.placement.prefix_directory import PrefixDirectory
+from router.retries import AvoidedWorker
 from router.workers.pool import Pool
-from router.workers.reservation import Application, Place
+from router.workers.reservation import Placement, PlacementRequest
+from router.workers.session import Reserved
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 GRANTED, FULL = Reserved(True, "", False), Reserved(False, "full", False)
 NEVER = Reserved(False, "needs 9 pages, there are 4", True)
 
 
-class FakeSeat:
+class FakeTicket:
     cached_tokens = 0
 
     def __init__(self, pool: FakePool) -> None:
         self._pool = self.link = pool
-        self._held = True
-        pool.seats += 1
+        self._open = True
+        pool.tickets += 1
 
     def release(self) -> bool:
-        held, self._held = self._held, False
-        self._pool.seats -= held
-        return held
+        was_open, self._open = self._open, False
+        self._pool.tickets -= was_open
+        return was_open
 
 
 class FakeAttempt:
@@ -56,38 +56,51 @@ class FakePool:
     open = True
     name = "d at d:1"
     consumer = "incarnation-d"
-    form = status = None
+    namespace = status = None
 
     def __init__(self) -> None:
-        self.seats = self.closed = self.asked = 0
+        self.tickets = self.closed = self.asked = 0
         self.answers: Reserved = GRANTED
         self.there = True
         self.news: Callable[[], None] = lambda: None
         self.session = self
         self.order: list[str] = []
-        self.prefixes = Whereabouts()
+        self.prefixes = PrefixDirectory()
+        self.kept: frozenset[str] = frozenset()
 
-    def fleet(self) -> Fleet:
-        decode = (DecodeView("d", KV, free_tokens=1, free_slots=1),) if self.there else ()
-        return Fleet((PrefillView("p", KV, own_requests=self.seats),), decode)
+    @property
+    def fleet(self) -> FleetView:
+        prefill, decode = self.views()
+        fleet = FleetView(prefill, decode)
+        fleet.kept = self.kept
+        return fleet
 
-    def on_news(self, listener: Callable[[], None]) -> None:
+    def views(self) -> tuple[list[PrefillView], list[DecodeView]]:
+        decode = [DecodeView("d", KV, free_tokens=1, free_slots=1)] if self.there else []
+        return [PrefillView("p", KV, own_requests=self.tickets)], decode
+
+    def keep(self, names: frozenset[str]) -> None:
+        if names != self.kept:
+            self.kept = names
+            self.news()
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
         self.news = listener
 
-    def missing(self, waited_s: float = 0.0) -> str:
+    def describe_missing(self, waited_s: float = 0.0) -> str:
         return "no decode worker is there" + (f" after a wait of {waited_s:g} s" if waited_s else "")
 
-    def granted(self, tokens: int, slots: int) -> None:
+    def subtract_room(self, tokens: int, slots: int) -> None:
         return
 
-    def prefill(self, name: str) -> FakePool:
+    def prefill_link(self, name: str) -> FakePool:
         return self
 
-    def decode(self, name: str) -> FakePool:
+    def decode_link(self, name: str) -> FakePool:
         return self
 
-    def seat(self, tokens: int, cached_tokens: int = 0) -> FakeSeat:
-        return FakeSeat(self)
+    def open_ticket(self, tokens: int, cached_tokens: int = 0) -> FakeTicket:
+        return FakeTicket(self)
 
     def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
         self.order.append(request_id)
@@ -118,17 +131,17 @@ class Held:
     ) -> None:
         self.placed = asyncio.Event()
         self.go = asyncio.Event()
-        self.place: Place | None = None
-        demand = Demand(tokens, decodes)
+        self.place: Placement | None = None
+        query = PlacementQuery(tokens, decodes)
         self.suspected = alone
         self.life = Lifecycle(State.LINE, 0.0, request_deadline=deadline)
-        avoided = frozenset(Avoided(worker, "") for worker in avoid)
-        asked = Application(
+        avoided = frozenset(AvoidedWorker(worker, "") for worker in avoid)
+        asked = PlacementRequest(
             request or name,
             int(again),
             tenant,
             self.life,
-            demand,
+            query,
             tokens,
             4,
             tuple(range(choices)),
@@ -137,7 +150,7 @@ class Held:
         )
         self.task = asyncio.create_task(self._run(dispatcher, asked))
 
-    async def _run(self, dispatcher: Dispatcher, asked: Application) -> None:
+    async def _run(self, dispatcher: Dispatcher, asked: PlacementRequest) -> None:
         async with dispatcher.place(asked, lambda event: None, lambda: self.suspected) as self.place:
             self.placed.set()
             await self.go.wait()
@@ -166,11 +179,11 @@ class Workers(FakePool):
         self.running = dict.fromkeys(answers, 0)
         self._name = ""
 
-    def fleet(self) -> Fleet:
-        decode = (DecodeView(name, KV, free_slots=1, own_requests=self.running[name]) for name in self.by_name)
-        return Fleet((PrefillView("p", KV, own_requests=self.seats),), tuple(decode))
+    def views(self) -> tuple[list[PrefillView], list[DecodeView]]:
+        decode = [DecodeView(name, KV, free_slots=1, own_requests=self.running[name]) for name in self.by_name]
+        return [PrefillView("p", KV, own_requests=self.tickets)], decode
 
-    def decode(self, name: str) -> FakePool:
+    def decode_link(self, name: str) -> FakePool:
         self._name = name
         return self
 

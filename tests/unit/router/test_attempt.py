@@ -15,45 +15,50 @@ import router.attempt
 from baton.config.router import RouterConfig
 from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo
-from router.attempt import Attempt, Means, Work
+from router.attempt import Attempt, AttemptDeps, RequestState
 from router.dispatcher import Dispatcher
 from router.events import Deliver, Prefilled
-from router.output.processor import Emission
-from router.registry import Registry
+from router.output.processor import OutputProcessor
 from router.request import Request
 from router.retries import History
 from router.serving.threads import Threads
-from router.workers.abandon import Abandoner
 from router.workers.breaker import Breakers
-from router.workers.link import Seat
-from router.workers.reservation import Application, Place
+from router.workers.pool import Pool
+from router.workers.prefill import Abandoner, PrefillTicket
+from router.workers.reservation import Placement, PlacementRequest
+from tests.unit.router.dispatching import FakePool
 
 
-class FakeSeat:
-    """A seat of a worker that is never lost."""
+class FakeTicket:
+    """A ticket of a worker that is never lost."""
 
     class link:
         name = "p"
 
-    def enter(self, request_id: str, deliver: Deliver) -> None:
+    def attach(self, request_id: str, deliver: Deliver) -> None:
         return
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         return
+
+
+POOL = cast(Pool, FakePool())
 
 
 class FakeDispatcher:
     """Gives a place for a prefill without decode at once."""
 
     @contextlib.asynccontextmanager
-    async def place(self, asked: Application, deliver: Deliver, suspected: Callable[[], bool]) -> AsyncIterator[Place]:
-        yield Place(cast(Seat, FakeSeat()), Breakers().begin("p", None, 0))
+    async def place(
+        self, asked: PlacementRequest, deliver: Deliver, suspected: Callable[[], bool]
+    ) -> AsyncIterator[Placement]:
+        yield Placement(cast(PrefillTicket, FakeTicket()), Breakers().begin("p", None, 0))
 
-    def leave(self, seat: Seat) -> None:
+    def release(self, ticket: PrefillTicket) -> None:
         return
 
 
-async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> tuple[Emission, Registry]:
+async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> OutputProcessor:
     """Run an attempt whose last token arrives after its deadline's timer went off, and before it is judged; or not."""
     loop = asyncio.get_running_loop()
     # Late enough for a slow machine to come to the prefill before it.
@@ -72,23 +77,22 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> tuple[Em
         loop.call_soon(block)
         await loop.create_future()
 
-    monkeypatch.setattr(router.attempt, "prefill", prefill)
-    config, registry = RouterConfig(prefill=("p:1",), decode=("d:1",)), Registry("router")
+    monkeypatch.setattr(router.attempt, "call_prefill", prefill)
+    config = RouterConfig(prefill=("p:1",), decode=("d:1",))
     dispatcher = cast(Dispatcher, FakeDispatcher())
-    means = Means(dispatcher, config, registry, Abandoner(), None, Threads(1))
+    deps = AttemptDeps(POOL, dispatcher, config, Abandoner(), None, Threads(1))
     params = SamplingParams(max_tokens=1, seed=1)
     now = loop.time()
     request = Request("r", [1, 2], params, 1, now, deadline=deadline)
-    emission = Emission(request, loop.time)
-    await Attempt(means, Work(request, emission), (0,), History()).run(0.0)
-    return emission, registry
+    output = OutputProcessor(request, loop.time)
+    await Attempt(deps, RequestState(request, output), (0,), History()).run(0.0)
+    return output
 
 
 async def test_a_token_that_has_arrived_beats_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    emission, registry = await outcome(monkeypatch, arrives=True)
-    assert emission.output_ids(0) == [7]
-    assert emission.unfinished([0]) == ()
-    assert len(registry) == 0
+    output = await outcome(monkeypatch, arrives=True)
+    assert output.output_ids(0) == [7]
+    assert output.unfinished([0]) == ()
 
 
 async def test_without_it_the_deadline_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,12 +108,12 @@ async def test_a_long_prompt_waits_for_its_tenants_threads_before_it_has_a_place
     async def prefill(*_: Any, deliver: Deliver, **__: Any) -> None:
         deliver(Prefilled((FirstToken(0, TokenInfo(7), FinishReason.LENGTH),), 0))
 
-    monkeypatch.setattr(router.attempt, "prefill", prefill)
+    monkeypatch.setattr(router.attempt, "call_prefill", prefill)
     placed = asyncio.Event()
 
     class Noted(FakeDispatcher):
         @contextlib.asynccontextmanager
-        async def place(self, *arguments: Any) -> AsyncIterator[Place]:
+        async def place(self, *arguments: Any) -> AsyncIterator[Placement]:
             placed.set()
             async with super().place(*arguments) as place:
                 yield place
@@ -123,13 +127,13 @@ async def test_a_long_prompt_waits_for_its_tenants_threads_before_it_has_a_place
     working = asyncio.create_task(threads.run("t", work))
     await busy.wait()
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
-    means = Means(cast(Dispatcher, Noted()), config, Registry("router"), Abandoner(), None, threads)
+    deps = AttemptDeps(POOL, cast(Dispatcher, Noted()), config, Abandoner(), None, threads)
     request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, loop.time(), tenant="t")
-    emission = Emission(request, loop.time)
-    attempt = asyncio.create_task(Attempt(means, Work(request, emission), (0,), History()).run(0.0))
+    output = OutputProcessor(request, loop.time)
+    attempt = asyncio.create_task(Attempt(deps, RequestState(request, output), (0,), History()).run(0.0))
     for _ in range(50):
         await asyncio.sleep(0)
     early = placed.is_set()
     go.set()
     await asyncio.gather(working, attempt)
-    assert (early, emission.output_ids(0)) == (False, [7])
+    assert (early, output.output_ids(0)) == (False, [7])

@@ -9,10 +9,10 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.lifecycle import Lifecycle, State
-from router.placement.demand import Choice, Demand
+from router.placement.policy import PlacementQuery, Selection
 from router.workers.breaker import Breakers
 from router.workers.pool import Pool
-from router.workers.reservation import Answers, Application, Reserver
+from router.workers.reservation import Placement, PlacementRequest, Reserver
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
@@ -31,7 +31,7 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
     await asyncio.gather(*(held.placed.wait() for held in before))
     for held in before:
         assert held.place is not None
-        d.leave(held.place.seat)
+        d.release(held.place.prefill)
     assert pool.running == {"d": 1, "e": 1} or pool.running == {"d": 2, "e": 0}
     pool.running["e"] = 1
     alone = Held(d, "alone", again=True, alone=True)
@@ -48,7 +48,7 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
     await alone.end()
     await asyncio.wait_for(waiting.placed.wait(), 60)
     await asyncio.gather(waiting.end(), *(held.end() for held in before))
-    assert pool.seats == 0
+    assert pool.tickets == 0
 
 
 async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others_go_on() -> None:
@@ -61,9 +61,9 @@ async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others
     assert not other.placed.is_set()
     await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
     assert alone.place is not None
-    assert alone.place.turn is None
+    assert alone.place.isolation is None
     await asyncio.gather(running.end(), alone.end(), other.end())
-    assert pool.seats == 0
+    assert pool.tickets == 0
 
 
 async def test_choices_of_one_request_share_a_turn_and_others_wait_until_it_is_over() -> None:
@@ -76,20 +76,20 @@ async def test_choices_of_one_request_share_a_turn_and_others_wait_until_it_is_o
     await settle()
     for held in choices:
         assert held.place is not None
-        assert held.place.turn is not None
+        assert held.place.isolation is not None
         assert not other.placed.is_set()
-        held.place.turn.end()
+        held.place.isolation.release()
         await settle()
     # Each has made progress, and goes on; the next one that must run alone waits until they have ended.
     assert not next_.placed.is_set()
     await asyncio.gather(*(held.end() for held in choices))
     await asyncio.wait_for(next_.placed.wait(), 60)
     assert next_.place is not None
-    assert next_.place.turn is not None
-    next_.place.turn.end()
+    assert next_.place.isolation is not None
+    next_.place.isolation.release()
     await asyncio.wait_for(other.placed.wait(), 60)
     await asyncio.gather(next_.end(), other.end())
-    assert pool.seats == 0
+    assert pool.tickets == 0
 
 
 async def test_who_is_no_longer_suspected_stops_waiting_to_run_alone() -> None:
@@ -132,7 +132,7 @@ async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails
     pool.by_name.clear()
     with pytest.raises(Unavailable, match=r"no decode worker is there after a wait of 0\.05 s"):
         await asyncio.wait_for(Held(d, "nowhere", again=True, alone=True).task, 60)
-    assert pool.seats == 0
+    assert pool.tickets == 0
 
 
 async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> None:
@@ -156,12 +156,13 @@ async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> N
 async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: bool) -> None:
     pool = Workers(d=FULL, e=GRANTED)
     reserver = Reserver(cast(Pool, pool), Breakers(), 1.0)
-    reserver.held = frozenset({"e"})
-    demand = Demand(8, alone=alone)
-    asked = Application("r", 0, "", Lifecycle(State.LINE, 0.0), demand, 8, 4, (0,), True)
-    choice = Choice("p", ("d", "e"))
-    place = await reserver.reserve(asked, reserver.seat(choice, demand), choice, lambda event: None, Answers())
-    assert (place is not None) is alone
+    pool.kept = frozenset({"e"})
+    query = PlacementQuery(8, alone=alone)
+    request = PlacementRequest("r", 0, "", Lifecycle(State.LINE, 0.0), query, 8, 4, (0,), True)
+    selection = Selection("p", ("d", "e"))
+    ticket = reserver.open_ticket(selection, query)
+    answer = await reserver.reserve(request, ticket, selection, lambda event: None, {})
+    assert isinstance(answer, Placement) is alone
     assert pool.order == ["r d", "r e"][: 1 + alone]
 
 
@@ -171,7 +172,7 @@ async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
     other = Held(d, "other")
     await asyncio.wait_for(other.placed.wait(), 60)
     assert other.place is not None
-    d.leave(other.place.seat)
+    d.release(other.place.prefill)
     alone = Held(d, "alone", again=True, alone=True, avoid=("e",))
     await settle()
     assert pool.order == ["other d", "other e", "alone d"]

@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from baton.worker.messages import Reserved
 from router.dispatcher import Dispatcher
-from router.placement.fleet import DecodeView, Fleet, PrefillView
+from router.placement.fleet import DecodeView, PrefillView
+from router.workers.session import Reserved
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
@@ -17,7 +17,7 @@ from tests.unit.router.dispatching import (
     NEVER,
     FakeAttempt,
     FakePool,
-    FakeSeat,
+    FakeTicket,
     Held,
     Workers,
     WorkersAttempt,
@@ -135,7 +135,7 @@ async def test_of_many_who_can_use_the_same_few_workers_one_asks_per_news() -> N
     await end(asked, *large)
 
 
-class PrefillSeat(FakeSeat):
+class PrefillSeat(FakeTicket):
     def __init__(self, pool: Prefills, name: str) -> None:
         super().__init__(pool)
         self._by, self._name = pool.by, name
@@ -154,15 +154,15 @@ class Prefills(FakePool):
         super().__init__()
         self.by, self._name = seats, ""
 
-    def fleet(self) -> Fleet:
-        decode = (DecodeView("d", KV, free_slots=9),) if self.there else ()
-        return Fleet(tuple(PrefillView(name, KV, own_requests=own) for name, own in self.by.items()), decode)
+    def views(self) -> tuple[list[PrefillView], list[DecodeView]]:
+        decode = [DecodeView("d", KV, free_slots=9)] if self.there else []
+        return [PrefillView(name, KV, own_requests=own) for name, own in self.by.items()], decode
 
-    def prefill(self, name: str) -> FakePool:
+    def prefill_link(self, name: str) -> FakePool:
         self._name = name
         return self
 
-    def seat(self, tokens: int, cached_tokens: int = 0) -> FakeSeat:
+    def open_ticket(self, tokens: int, cached_tokens: int = 0) -> FakeTicket:
         return PrefillSeat(self, self._name)
 
 
@@ -170,7 +170,7 @@ async def test_who_has_no_pair_is_passed_over_while_seats_are_free() -> None:
     """The prefill worker has a pair that failed one request, and the other one has no seat."""
     workers = Prefills(p1=0, p2=2)
     asked = dispatcher(workers, prefill_limit=2)
-    asked._breakers.begin("p1", "d", 0.0).failed(("p1", "d"), asked._loop.time())
+    asked._breakers.begin("p1", "d", 0.0).record_fault(("p1", "d"), asked._loop.time())
     waits = Held(asked, "waits", tenant="t")
     others = [Held(asked, f"other{i}", tenant="t", decodes=False) for i in range(2)]
     await settle()

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
 from baton.config.router import RouterConfig
 from baton.errors import Unavailable
 from baton.request import SamplingParams
-from router.output.processor import Emission
+from router.output.processor import OutputProcessor
 from router.pipeline import Pipeline
 from router.request import Request
 from router.serving.threads import Threads
+from router.workers.pool import Pool
 from tests.unit.router.dispatching import FULL, Workers, dispatcher
 
 
 async def test_what_comes_after_the_stop_is_not_begun() -> None:
-    pipeline = Pipeline(dispatcher(Workers(d=FULL)), RouterConfig(prefill=("p:1",), decode=("d:1",)), Threads(1))
+    pool, config = Workers(d=FULL), RouterConfig(prefill=("p:1",), decode=("d:1",))
+    pipeline = Pipeline(cast(Pool, pool), dispatcher(pool), config, Threads(1))
     loop = asyncio.get_running_loop()
-    emissions = []
+    outputs = []
     async with asyncio.timeout(60):
         for name in ("running", "late"):
             request = Request(name, [1, 2], SamplingParams(max_tokens=2, seed=1), 2, loop.time())
-            emissions.append(Emission(request, loop.time))
-            task = asyncio.create_task(pipeline.run(request, emissions[-1]))
+            outputs.append(OutputProcessor(request, loop.time))
+            task = asyncio.create_task(pipeline.run(request, outputs[-1]))
             if name == "running":
                 await asyncio.sleep(0)
                 assert (await pipeline.ledger()).entries
@@ -32,6 +35,6 @@ async def test_what_comes_after_the_stop_is_not_begun() -> None:
             await asyncio.gather(task, return_exceptions=True)
         await pipeline.finish()
     assert not (await pipeline.ledger()).entries
-    for emission in emissions:
+    for output in outputs:
         with pytest.raises(Unavailable, match="the router stops"):
-            await emission.outbox.take()
+            await output.queue.take()

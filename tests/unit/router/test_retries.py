@@ -7,7 +7,7 @@ import pytest
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable
 from router.events import Blame, Cause, Failed
 from router.retries import FORGIVEN_TOKENS, MOST_ATTEMPTS, MOST_EXCUSED, History, RetryBudget
-from router.workers.losses import Loss, Losses
+from router.workers.losses import WorkerLoss, WorkerLosses
 
 FAULT = Failed(TransferError("the link broke"), Blame.PAIR)
 LOST = Failed(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.LOST)
@@ -58,16 +58,16 @@ def test_what_is_nobodys_fault_is_free_but_not_endless(failed: Failed) -> None:
 def test_attempts_that_bring_tokens_are_not_counted() -> None:
     history = History()
     for _ in range(3 * MOST_ATTEMPTS):
-        history.progressed(1)
+        history.record_progress(1)
         assert retry(history, PREEMPTED) == 0
 
 
 def test_faults_are_forgotten_after_many_tokens_and_not_after_a_few() -> None:
     history = History()
     for _ in range(10):
-        history.progressed(FORGIVEN_TOKENS)
+        history.record_progress(FORGIVEN_TOKENS)
         assert retry(history, FAULT) == 0
-    history.progressed(FORGIVEN_TOKENS - 1)
+    history.record_progress(FORGIVEN_TOKENS - 1)
     assert retry(history, FAULT) > 0
     with pytest.raises(TransferError, match="the link broke"):
         retry(history, FAULT)
@@ -76,16 +76,16 @@ def test_faults_are_forgotten_after_many_tokens_and_not_after_a_few() -> None:
 def test_deaths_without_a_token_from_decode_are_not_endless() -> None:
     history = History()
     for _ in range(MOST_ATTEMPTS - 1):
-        history.progressed(1)
-        history.lost(loss(1.0), alone=False)
+        history.record_progress(1)
+        history.record_loss(loss(1.0), alone=False)
         assert retry(history, LOST) == 0
-    history.lost(loss(1.0), alone=False)
+    history.record_loss(loss(1.0), alone=False)
     with pytest.raises(Unavailable, match="silent"):
         retry(history, LOST)
 
 
-def loss(share: float) -> Loss:
-    return Loss("decode d:1", "one", 0.0, share)
+def loss(share: float) -> WorkerLoss:
+    return WorkerLoss("decode d:1", "one", 0.0, share)
 
 
 @pytest.mark.parametrize(
@@ -102,47 +102,47 @@ def loss(share: float) -> Loss:
 def test_two_deaths_that_say_enough_isolate(shares: list[float], alone: bool) -> None:
     history = History()
     for share in shares:
-        history.lost(loss(share), alone=False)
-    assert history.alone is alone
-    assert history.fork().alone is alone
+        history.record_loss(loss(share), alone=False)
+    assert history.must_run_alone is alone
+    assert history.fork().must_run_alone is alone
 
 
 def test_what_was_no_death_or_was_before_a_token_counts_for_nothing() -> None:
     history, broken = History(), loss(1.0)
     for each in (broken, broken, loss(1.0)):
-        history.lost(each, alone=False)
-    assert history.alone
+        history.record_loss(each, alone=False)
+    assert history.must_run_alone
     fork = history.fork()
     broken.settle(death=False)
-    assert not history.alone
-    assert not fork.alone
-    fork.lost(loss(1.0), alone=True)
-    assert fork.alone
-    assert fork.guilty(0)
-    assert not history.guilty(0), "choices that part have histories of their own"
-    fork.passed()
-    assert not fork.alone
-    assert not fork.guilty(0)
+    assert not history.must_run_alone
+    assert not fork.must_run_alone
+    fork.record_loss(loss(1.0), alone=True)
+    assert fork.must_run_alone
+    assert fork.is_guilty(0)
+    assert not history.is_guilty(0), "choices that part have histories of their own"
+    fork.clear_losses()
+    assert not fork.must_run_alone
+    assert not fork.is_guilty(0)
 
 
 def test_a_death_alone_is_proof_unless_others_die_without_it_and_several_always_are() -> None:
     history = History()
     for deaths in range(1, MOST_EXCUSED + 1):
-        history.lost(loss(1.0), alone=True)
-        assert history.guilty(deaths - 1)
-        assert not history.guilty(deaths)
-    history.lost(loss(1.0), alone=True)
-    assert history.guilty(1000)
+        history.record_loss(loss(1.0), alone=True)
+        assert history.is_guilty(deaths - 1)
+        assert not history.is_guilty(deaths)
+    history.record_loss(loss(1.0), alone=True)
+    assert history.is_guilty(1000)
 
 
 def test_a_death_is_no_proof_where_requests_of_another_router_were() -> None:
-    losses, history = Losses(), History()
+    losses, history = WorkerLosses(), History()
     for number in range(MOST_EXCUSED + 2):
-        history.lost(losses.lost("decode d:1", str(number), 1, 10.0 * number, shared=True), alone=True)
-    assert history.alone
-    assert not history.guilty(0)
-    history.lost(losses.lost("decode d:1", "last", 1, 100.0, shared=False), alone=True)
-    assert history.guilty(0)
+        history.record_loss(losses.record_loss("decode d:1", str(number), 1, 10.0 * number, shared=True), alone=True)
+    assert history.must_run_alone
+    assert not history.is_guilty(0)
+    history.record_loss(losses.record_loss("decode d:1", "last", 1, 100.0, shared=False), alone=True)
+    assert history.is_guilty(0)
 
 
 def test_a_full_worker_is_left_in_peace_for_as_long_as_it_says() -> None:
@@ -168,18 +168,18 @@ def test_choices_that_part_have_their_own_history_and_common_numbers() -> None:
 
 def test_the_budget_is_a_share_of_what_was_accepted_and_a_rate() -> None:
     budget = RetryBudget(0, share=0.25, per_second=2, most=10, tokens=0)
-    assert not budget.take(0)
+    assert not budget.charge(0)
     for _ in range(4):
-        budget.accepted()
-    assert [budget.take(0), budget.take(0)] == [True, False]
-    assert [budget.take(0.5), budget.take(0.5)] == [True, False]
-    assert [budget.take(1000) for _ in range(11)] == [True] * 10 + [False]
+        budget.record_request()
+    assert [budget.charge(0), budget.charge(0)] == [True, False]
+    assert [budget.charge(0.5), budget.charge(0.5)] == [True, False]
+    assert [budget.charge(1000) for _ in range(11)] == [True] * 10 + [False]
 
 
 def test_one_event_is_charged_once_whatever_number_of_requests_it_fails() -> None:
     budget = RetryBudget(0, share=0, per_second=0, most=10, tokens=2)
-    assert all(budget.take(0.01, culprit="d", first=True) for _ in range(50))
+    assert all(budget.charge(0.01, culprit="d", first=True) for _ in range(50))
     # Only the first fault of a request rides for free.
-    assert budget.take(0.02, culprit="d")
-    assert not budget.take(0.03, culprit="d")
-    assert not budget.take(1.0, culprit="d", first=True)
+    assert budget.charge(0.02, culprit="d")
+    assert not budget.charge(0.03, culprit="d")
+    assert not budget.charge(1.0, culprit="d", first=True)

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from baton.errors import EngineError
 from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo, Usage
-from baton.worker.messages import DecodeTimings, Output
-from router.events import Prefilled
+from router.events import DecodeTimings, Output, Prefilled
 from router.output.account import Account
-from router.output.processor import Emission
-from router.output.queue import Delta, News
+from router.output.processor import OutputProcessor
+from router.output.queue import Delta, Update
 from router.output.stops import StopStrings
 from router.request import Request
 
@@ -29,12 +28,12 @@ class Letters:
         return ""
 
 
-def emission(**sampling: object) -> Emission:
+def output(**sampling: object) -> OutputProcessor:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
     stops = StopStrings(params.stop)
     request = Request("r", (1, 2), params, 99, arrived=0.0, stops=stops, detokenizer=Letters)
     ticks = itertools.count(1)
-    return Emission(request, lambda: float(next(ticks)))
+    return OutputProcessor(request, lambda: float(next(ticks)))
 
 
 def infos(text: str) -> tuple[TokenInfo, ...]:
@@ -45,11 +44,11 @@ def first(choice: int, char: str, finish: FinishReason | None = None) -> Prefill
     return Prefilled((FirstToken(choice, TokenInfo(ord(char)), finish),), cached_tokens=1)
 
 
-async def taken(e: Emission) -> News:
-    return await e.outbox.take()
+async def taken(e: OutputProcessor) -> Update:
+    return await e.queue.take()
 
 
-async def only(e: Emission) -> Delta:
+async def only(e: OutputProcessor) -> Delta:
     (delta,) = (await taken(e)).deltas.values()
     return delta
 
@@ -60,7 +59,7 @@ async def only(e: Emission) -> Delta:
     seed=st.randoms(use_true_random=False),
 )
 async def test_tokens_come_out_once_and_in_order(text: str, cuts: list[tuple[int, int]], seed: object) -> None:
-    e = emission()
+    e = output()
     pieces = [(at, text[at : at + length]) for at, length in cuts if at < len(text)]
     pieces += [(at, text[at]) for at in range(len(text))]
     seed.shuffle(pieces)  # type: ignore[attr-defined]
@@ -68,7 +67,7 @@ async def test_tokens_come_out_once_and_in_order(text: str, cuts: list[tuple[int
     for at, piece in pieces:
         end = at + len(piece) == len(text)
         before = e.emitted([0])
-        e.output(Output(0, at, infos(piece), FinishReason.LENGTH if end else None))
+        e.add(Output(0, at, infos(piece), FinishReason.LENGTH if end else None))
         if e.emitted([0]) > before:
             delta = await only(e)
             seen += delta.text
@@ -79,44 +78,44 @@ async def test_tokens_come_out_once_and_in_order(text: str, cuts: list[tuple[int
 
 
 async def test_a_later_token_waits_for_the_first() -> None:
-    e = emission()
-    e.output(Output(0, 1, infos("bc")))
+    e = output()
+    e.add(Output(0, 1, infos("bc")))
     assert e.output_ids(0) == []
-    e.first_tokens(first(0, "a"))
+    e.add_first_tokens(first(0, "a"))
     assert (await only(e)).text == "abc"
 
 
 async def test_a_new_attempt_forgets_what_an_old_one_said_too_early() -> None:
-    e = emission()
-    e.first_tokens(first(0, "a"))
-    e.output(Output(0, 2, infos("X")))
+    e = output()
+    e.add_first_tokens(first(0, "a"))
+    e.add(Output(0, 2, infos("X")))
     e.begin([0])
-    e.first_tokens(first(0, "b"))
+    e.add_first_tokens(first(0, "b"))
     assert e.output_ids(0) == [ord("a"), ord("b")]
-    e.output(Output(0, 2, infos("c")))
+    e.add(Output(0, 2, infos("c")))
     assert (await only(e)).text == "abc"
 
 
 async def test_nothing_is_emitted_beyond_a_stop_string() -> None:
-    e = emission(stop=("bc",))
-    e.output(Output(0, 0, infos("abcd"), FinishReason.LENGTH))
+    e = output(stop=("bc",))
+    e.add(Output(0, 0, infos("abcd"), FinishReason.LENGTH))
     delta = await only(e)
     assert (delta.text, delta.finish, delta.stop_string) == ("a", FinishReason.STOP, "bc")
     assert len(delta.tokens) == 3
 
 
 async def test_held_text_is_told_at_the_end() -> None:
-    e = emission(stop=("bX",))
-    e.output(Output(0, 0, infos("ab")))
+    e = output(stop=("bX",))
+    e.add(Output(0, 0, infos("ab")))
     assert (await only(e)).text == "a"
-    e.output(Output(0, 2, infos("b"), FinishReason.LENGTH))
+    e.add(Output(0, 2, infos("b"), FinishReason.LENGTH))
     delta = await only(e)
     assert (delta.text, delta.finish, delta.stop_string) == ("bb", FinishReason.LENGTH, None)
 
 
 async def test_stop_strings_wait_for_min_tokens() -> None:
-    e = emission(stop=("a",), min_tokens=2)
-    e.output(Output(0, 0, infos("aaab")))
+    e = output(stop=("a",), min_tokens=2)
+    e.add(Output(0, 0, infos("aaab")))
     delta = await only(e)
     assert (delta.text, len(delta.tokens), delta.stop_string) == ("aa", 3, "a")
 
@@ -124,35 +123,35 @@ async def test_stop_strings_wait_for_min_tokens() -> None:
 @pytest.mark.parametrize(("min_tokens", "text"), [(0, "ab"), (3, "ab"), (7, "ab"), (8, "ab\n\nUser: x")])
 async def test_a_stop_string_counts_where_it_ends(min_tokens: int, text: str) -> None:
     """It begins with token 3 and ends with token 8, in another attempt, beside a choice of other text."""
-    e = emission(stop=("\n\nUser",), min_tokens=min_tokens, n=2)
-    e.output(Output(0, 0, infos("ab\n\nU")))
-    e.output(Output(1, 0, infos("\n\n"), FinishReason.LENGTH))
+    e = output(stop=("\n\nUser",), min_tokens=min_tokens, n=2)
+    e.add(Output(0, 0, infos("ab\n\nU")))
+    e.add(Output(1, 0, infos("\n\n"), FinishReason.LENGTH))
     e.begin([0])
-    e.output(Output(0, 5, infos("ser: x"), FinishReason.LENGTH))
+    e.add(Output(0, 5, infos("ser: x"), FinishReason.LENGTH))
     deltas = (await taken(e)).deltas
     assert [delta.text for delta in deltas.values()] == [text, "\n\n"]
     assert deltas[0].stop_string == ("\n\nUser" if text == "ab" else None)
 
 
 async def test_a_stop_token_is_told_but_not_its_text() -> None:
-    e = emission()
-    e.output(Output(0, 0, infos("ab"), FinishReason.STOP))
+    e = output()
+    e.add(Output(0, 0, infos("ab"), FinishReason.STOP))
     delta = await only(e)
     assert (delta.text, len(delta.tokens), delta.stop_token_id) == ("a", 2, ord("b"))
 
 
 async def test_a_choice_that_nobody_asked_for_is_ignored() -> None:
-    e = emission(n=2)
-    e.output(Output(2, 0, infos("a")))
-    e.output(Output(1, 0, infos("a")))
+    e = output(n=2)
+    e.add(Output(2, 0, infos("a")))
+    e.add(Output(1, 0, infos("a")))
     assert list((await taken(e)).deltas) == [1]
 
 
 async def test_usage_counts_all_choices_and_the_first_attempts_cache() -> None:
-    e = emission(n=2)
+    e = output(n=2)
     both = tuple(FirstToken(choice, TokenInfo(97), FinishReason.LENGTH) for choice in (0, 1))
-    e.first_tokens(Prefilled(both, cached_tokens=1))
-    e.first_tokens(Prefilled((), cached_tokens=2))
+    e.add_first_tokens(Prefilled(both, cached_tokens=1))
+    e.add_first_tokens(Prefilled((), cached_tokens=2))
     e.close()
     news = await taken(e)
     assert news.usage == Usage(prompt_tokens=2, cached_tokens=1, completion_tokens=2)
@@ -160,9 +159,9 @@ async def test_usage_counts_all_choices_and_the_first_attempts_cache() -> None:
 
 
 async def test_an_error_comes_after_what_was_said() -> None:
-    e = emission()
-    e.output(Output(0, 0, infos("a")))
-    e.outbox.fail(EngineError("dead"))
+    e = output()
+    e.add(Output(0, 0, infos("a")))
+    e.queue.fail(EngineError("dead"))
     assert (await only(e)).text == "a"
     with pytest.raises(EngineError, match="dead"):
         await taken(e)

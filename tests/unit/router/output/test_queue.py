@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.errors import EngineError
 from baton.pb import inference_pb2
 from baton.request import FinishReason, Timings, TokenInfo, Usage
-from router.output.queue import MESSAGE_BYTES, Outbox
+from router.output.queue import MESSAGE_BYTES, OutputQueue
 from router.serving.servicer import _response
 
 USAGE = Usage(2**31, 2**31, 2**31)
@@ -61,13 +61,13 @@ ADD = st.tuples(
 async def test_messages_are_bounded_and_joined_are_all_that_was_said(
     prompt: int, steps: list[tuple[int, int, tuple[str, int], bool] | None], copies: int
 ) -> None:
-    outbox, told, expected, waits = Outbox(), Told(), Told(), 0
+    queue, told, expected, waits = OutputQueue(), Told(), Told(), 0
     if prompt:
-        outbox.report([token(21)] * prompt)
+        queue.report([token(21)] * prompt)
     for step in steps:
         if step is None:
             if waits:
-                told.add(_response("r" * 24, await outbox.take()))
+                told.add(_response("r" * 24, await queue.take()))
                 waits = 0
             continue
         choice, alternatives, (char, length), ends = step
@@ -75,29 +75,29 @@ async def test_messages_are_bounded_and_joined_are_all_that_was_said(
         if choice in expected.ends:
             continue
         for _ in range(copies):
-            outbox.add(choice, token(alternatives), text)
+            queue.add(choice, token(alternatives), text)
         expected.text[choice] += copies * text
         expected.tokens[choice] += copies * [alternatives]
         waits += 1
         if ends:
-            outbox.add(choice, token(0), "", FinishReason.STOP, stop_string="\N{GRINNING FACE}" * 1024)
+            queue.add(choice, token(0), "", FinishReason.STOP, stop_string="\N{GRINNING FACE}" * 1024)
             expected.tokens[choice].append(0)
             expected.ends[choice] = inference_pb2.FINISH_REASON_STOP, "\N{GRINNING FACE}" * 1024
-    outbox.close(USAGE, TIMINGS)
-    outbox.fail(EngineError("too late to matter"))
+    queue.close(USAGE, TIMINGS)
+    queue.fail(EngineError("too late to matter"))
     while not any(told.usages):
-        told.add(_response("r" * 24, await outbox.take()))
+        told.add(_response("r" * 24, await queue.take()))
     assert (told.text, told.tokens, told.ends, told.prompt) == (expected.text, expected.tokens, expected.ends, prompt)
     with pytest.raises(EngineError):
-        await outbox.take()
+        await queue.take()
 
 
 async def test_what_fits_comes_in_one_message() -> None:
-    outbox = Outbox()
-    outbox.report([token(20)] * 2)
+    queue = OutputQueue()
+    queue.report([token(20)] * 2)
     for choice in (0, 1, 0, 1):
-        outbox.add(choice, token(20), "a")
-    outbox.close(USAGE, TIMINGS)
-    news = await outbox.take()
+        queue.add(choice, token(20), "a")
+    queue.close(USAGE, TIMINGS)
+    news = await queue.take()
     assert (len(news.prompt_tokens), [delta.text for delta in news.deltas.values()]) == (2, ["aa", "aa"])
     assert news.usage == USAGE

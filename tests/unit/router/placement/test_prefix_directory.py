@@ -5,50 +5,52 @@ from __future__ import annotations
 import pytest
 
 from baton.worker.status import PrefixChange, WorkerRole
-from router.placement.chains import Form
-from router.placement.demand import NO_HITS
-from router.placement.prefix_directory import Whereabouts
-from router.placement.prefix_index import EXPECTED_S, NAME_BYTES
+from router.placement.block_hasher import BlockNamespace
+from router.placement.prefix_directory import PrefixDirectory
+from router.placement.prefix_index import EXPECTED_S, NAME_BYTES, NO_MATCH
 
-ONE, OTHER = Form("m", "f" * 64, 16), Form("m", "e" * 64, 4)
+ONE, OTHER = BlockNamespace("m", "f" * 64, 16), BlockNamespace("m", "e" * 64, 4)
 DIGESTS = {ONE: [bytes([1, i] * 16) for i in range(40)], OTHER: [bytes([2, i] * 16) for i in range(160)]}
 
 
-def news(form: Form, count: int) -> PrefixChange:
-    return PrefixChange(True, tuple(digest[:NAME_BYTES] for digest in DIGESTS[form][:count]), ())
+def news(namespace: BlockNamespace, count: int) -> PrefixChange:
+    return PrefixChange(True, tuple(digest[:NAME_BYTES] for digest in DIGESTS[namespace][:count]), ())
 
 
 def test_workers_of_different_formats_are_found_by_their_own_names() -> None:
-    where = Whereabouts()
-    where.told(WorkerRole.DECODE, "a", news(ONE, 2))
-    where.told(WorkerRole.DECODE, "b", news(OTHER, 3))
-    hits = where.find(WorkerRole.DECODE, DIGESTS)
-    assert (hits.tokens("a"), hits.tokens("b"), hits.tokens("c")) == (32, 12, 0)
-    assert [(tokens, set(names)) for tokens, names in hits.levels] == [(32, {"a"}), (12, {"b"})]
-    assert where.find(WorkerRole.PREFILL, DIGESTS).tokens("a") == 0
-    assert where.find(WorkerRole.DECODE, {}) is NO_HITS
+    directory = PrefixDirectory()
+    directory.update(WorkerRole.DECODE, "a", news(ONE, 2))
+    directory.update(WorkerRole.DECODE, "b", news(OTHER, 3))
+    match = directory.match_prefix(WorkerRole.DECODE, DIGESTS)
+    assert (match.tokens("a"), match.tokens("b"), match.tokens("c")) == (32, 12, 0)
+    assert [(tokens, set(names)) for tokens, names in match.levels] == [(32, {"a"}), (12, {"b"})]
+    assert directory.match_prefix(WorkerRole.PREFILL, DIGESTS).tokens("a") == 0
+    assert directory.match_prefix(WorkerRole.DECODE, {}) == NO_MATCH
 
 
 def test_decode_is_sent_the_digests_of_what_it_is_thought_to_hold_and_some_more() -> None:
-    where = Whereabouts()
-    assert where.pinnable("a", ONE, DIGESTS) == b""
-    where.told(WorkerRole.DECODE, "a", news(ONE, 2))
-    assert where.pinnable("a", ONE, DIGESTS) == b"".join(DIGESTS[ONE][:18])
+    directory = PrefixDirectory()
+    assert directory.digests_to_pin("a", ONE, DIGESTS) == b""
+    directory.update(WorkerRole.DECODE, "a", news(ONE, 2))
+    assert directory.digests_to_pin("a", ONE, DIGESTS) == b"".join(DIGESTS[ONE][:18])
     assert (
-        where.pinnable("b", ONE, DIGESTS) == where.pinnable("a", None, DIGESTS) == where.pinnable("a", ONE, {}) == b""
+        directory.digests_to_pin("b", ONE, DIGESTS)
+        == directory.digests_to_pin("a", None, DIGESTS)
+        == directory.digests_to_pin("a", ONE, {})
+        == b""
     )
-    where.told(WorkerRole.DECODE, "a", None)
-    assert where.pinnable("a", ONE, DIGESTS) == b""
+    directory.forget(WorkerRole.DECODE, "a")
+    assert directory.digests_to_pin("a", ONE, DIGESTS) == b""
 
 
-@pytest.mark.parametrize("stays", [True, False])
-async def test_what_was_sent_is_expected_for_a_while_and_counted(stays: bool) -> None:
+@pytest.mark.parametrize("writes", [True, False])
+async def test_what_was_sent_is_expected_for_a_while_and_counted(writes: bool) -> None:
     now = 0.0
-    where = Whereabouts(lambda: now)
-    where.told(WorkerRole.PREFILL, "a", news(ONE, 10))
-    where.sent("a", {ONE: DIGESTS[ONE]}, 160, stays=stays)
-    assert where.find(WorkerRole.PREFILL, DIGESTS).tokens("a") == (640 if stays else 160)
+    directory = PrefixDirectory(lambda: now)
+    directory.update(WorkerRole.PREFILL, "a", news(ONE, 10))
+    directory.dispatch("a", {ONE: DIGESTS[ONE]}, 160, writes=writes)
+    assert directory.match_prefix(WorkerRole.PREFILL, DIGESTS).tokens("a") == (640 if writes else 160)
     now = EXPECTED_S
-    assert where.find(WorkerRole.PREFILL, DIGESTS).tokens("a") == 160
-    (tier,) = await where.tiers()
+    assert directory.match_prefix(WorkerRole.PREFILL, DIGESTS).tokens("a") == 160
+    (tier,) = await directory.tiers()
     assert (tier.name, tier.blocks, tier.hits, tier.misses, tier.state) == ("index", 10, 10, 30, "")

@@ -24,12 +24,12 @@ def names(digests: Sequence[bytes]) -> list[bytes]:
 
 
 def tokens(index: PrefixIndex, digests: Sequence[bytes], now: float = 0.0) -> dict[str, int]:
-    found = index.find(digests, SIZE, now)
+    found = index.match(digests, SIZE, now)
     return {worker: held for worker in "abcd" if (held := found.tokens(worker))}
 
 
 def store(index: PrefixIndex, worker: str, digests: Sequence[bytes], *, reset: bool = False) -> None:
-    index.told(worker, reset=reset, stored=names(digests), dropped=())
+    index.update(worker, reset=reset, stored=names(digests), dropped=())
 
 
 def test_the_longest_prefix_and_all_who_hold_less() -> None:
@@ -38,7 +38,7 @@ def test_the_longest_prefix_and_all_who_hold_less() -> None:
     store(index, "b", talk[:1])
     store(index, "c", chain("other"))
     assert tokens(index, talk) == {"a": 3 * SIZE, "b": SIZE}
-    levels = index.find(talk, SIZE, 0.0).levels
+    levels = index.match(talk, SIZE, 0.0).levels
     assert [(held, set(holders)) for held, holders in levels] == [(48, {"a"}), (16, {"a", "b"})]
     assert tokens(index, chain("new", "q1")) == {}
     assert tokens(index, []) == {}
@@ -48,11 +48,11 @@ def test_news_overrides_and_a_lost_worker_is_forgotten() -> None:
     index, talk = PrefixIndex(), chain(*"xyz")
     store(index, "a", talk)
     store(index, "b", talk)
-    index.told("a", reset=False, stored=(), dropped=names(talk[1:]))
+    index.update("a", reset=False, stored=(), dropped=names(talk[1:]))
     assert tokens(index, talk) == {"a": SIZE, "b": 3 * SIZE}
     store(index, "b", talk[:2], reset=True)
     assert tokens(index, talk) == {"a": SIZE, "b": 2 * SIZE}
-    index.told("c", reset=True, stored=names(talk[:1]), dropped=names(talk[:1]))
+    index.update("c", reset=True, stored=names(talk[:1]), dropped=names(talk[:1]))
     index.forget("b")
     assert tokens(index, talk) == {"a": SIZE}
     assert len(index) == 1
@@ -102,7 +102,7 @@ def test_equals_a_plain_list(events: list[tuple[str, str, str]], asked: str) -> 
             gone = [d for d in plain[worker] if d in digests[-1:]]
             longer = [chain(*text, *rest) for rest in ("x", "y", "z")]
             if gone and not any(more[-1] in plain[worker] for more in longer):
-                index.told(worker, reset=False, stored=(), dropped=names(gone))
+                index.update(worker, reset=False, stored=(), dropped=names(gone))
                 plain[worker].difference_update(gone)
         else:
             index.forget(worker)

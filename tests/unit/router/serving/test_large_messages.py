@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 
 import router.attempt
+import router.serving.servicer
 import router.serving.validator
 from baton.errors import InvalidRequest
 from baton.pb import inference_pb2 as pb
@@ -18,8 +19,9 @@ from baton.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import token_ids_from_proto
 from baton.tokenizer import Tokenizer
+from router.serving.servicer import generate_request, tokenize_prompt
 from router.serving.threads import Threads
-from router.serving.validator import MAX_CHAT_MESSAGES, Intake, Model
+from router.serving.validator import MAX_CHAT_MESSAGES, Model, RequestValidator
 from tests.integration.router_bench import bench
 from tests.unread import COUNT, WithUnread
 
@@ -58,17 +60,17 @@ CASES = [
 ]
 
 
-def intake() -> Intake:
-    return Intake(Model("m", VOCAB, (), cast(Tokenizer, object())), lambda: LENGTH, Threads(1))
+def validator() -> RequestValidator:
+    return RequestValidator(Model("m", VOCAB, (), cast(Tokenizer, object())), lambda: LENGTH, Threads(1))
 
 
 @pytest.mark.parametrize(("method", "path", "made"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])
 async def test_a_field_is_counted_before_any_of_it_is_read(method: str, path: str, made: Any) -> None:
     message = WithUnread(made, path)
     calls: dict[str, Callable[[Any], Any]] = {
-        "Generate": lambda message: intake().request(message, arrived=0.0, deadline=None),
-        "Tokenize": lambda message: intake().tokenize(message),
-        "Detokenize": lambda message: intake().detokenize(message),
+        "Generate": lambda message: validator().validate(generate_request(message), arrived=0.0, deadline=None),
+        "Tokenize": lambda message: validator().tokenize(tokenize_prompt(message)),
+        "Detokenize": lambda message: validator().detokenize(message.token_ids),
     }
     field, limit = LIMITS[path]
     with pytest.raises(InvalidRequest, match=rf"^{field}: at most {limit} .*, got {COUNT}$"):
@@ -88,13 +90,14 @@ def noted(function: Any, seen: list[bool]) -> Any:
 @pytest.mark.parametrize("count", [2, 20_000])
 async def test_large_fields_are_converted_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     seen: list[bool] = []
-    for name in ("token_ids_from_proto", "sampling_from_proto"):
-        monkeypatch.setattr(
-            router.serving.validator, name, noted(getattr(router.serving.validator, name, None), seen), raising=False
-        )
+    for module, name in (
+        (router.serving.validator, "token_ids_from_proto"),
+        (router.serving.servicer, "sampling_from_proto"),
+    ):
+        monkeypatch.setattr(module, name, noted(getattr(module, name), seen))
     ids = range(count)
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=pb.SamplingParams(allowed_token_ids=ids))
-    request = await intake().request(message, arrived=0.0, deadline=None)
+    request = await validator().validate(generate_request(message), arrived=0.0, deadline=None)
     assert (list(request.prompt_ids), request.params.allowed_token_ids) == (list(ids), tuple(ids))
     assert seen == [count == 2] * 2
 
@@ -131,7 +134,7 @@ async def test_a_long_prompt_is_made_into_a_message_off_the_event_loop(
 ) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(router.attempt, "LARGE_REQUEST", large, raising=False)
-    monkeypatch.setattr(router.attempt, "message", noted(router.attempt.message, seen))
+    monkeypatch.setattr(router.attempt, "prefill_message", noted(router.attempt.prefill_message, seen))
     async with bench(tmp_path) as b:
         await b.answer(max_tokens=1)
         assert len(b.prefill[0].requests[0].prompt_token_ids) == 3

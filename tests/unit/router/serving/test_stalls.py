@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.errors import DeadlineExceeded
-from router.serving.stalls import DRAIN_LIMIT_S, Stalls
+from router.serving.stalls import DRAIN_LIMIT_S, StallGuard
 from tests.property.virtual import VirtualLoop
 
 LIMIT_S = 20.0
@@ -21,20 +21,21 @@ class Rig:
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
         self.taken = asyncio.Event()
-        self.generated = False
-        self.stalls = Stalls(LIMIT_S)
+        self.generated = self.begun = False
+        self.stalls = StallGuard(LIMIT_S)
         self.writing = loop.create_task(self._write())
 
     async def _write(self) -> None:
-        async with self.stalls.watched(), self.stalls.stream(lambda: self.generated) as stream:
-            while True:
-                await stream.write(self._take())
-                # What is waited for here is not the client.
-                await asyncio.sleep(10 * LIMIT_S)
+        async with self.stalls.watched(), self.stalls.stream(self._generate, lambda: self.generated) as stream:
+            async for _ in stream:
+                await self.taken.wait()
+                self.taken.clear()
 
-    async def _take(self) -> None:
-        await self.taken.wait()
-        self.taken.clear()
+    async def _generate(self) -> None:
+        """An item; what is waited for here is not the client."""
+        if self.begun:
+            await asyncio.sleep(10 * LIMIT_S)
+        self.begun = True
 
     def lasts(self, seconds: float) -> None:
         self.loop.advance(seconds)
@@ -88,9 +89,13 @@ def test_a_client_that_is_slow_to_end_leaves_the_others_watched(rig: Rig) -> Non
             # As long as several looks at the writes.
             await asyncio.sleep(5)
 
+    async def one() -> None:
+        return
+
     async def slow() -> None:
-        async with rig.stalls.stream(lambda: False) as stream:
-            await stream.write(ends_slowly())
+        async with rig.stalls.stream(one, lambda: False) as stream:
+            async for _ in stream:
+                await ends_slowly()
 
     task = rig.loop.create_task(slow())
     rig.loop.advance(1)

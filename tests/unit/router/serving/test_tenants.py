@@ -6,7 +6,6 @@ import hmac
 import json
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from router.serving.tenants import ANYBODY, Caller, Tenants
 SECRET = "a secret of the tests"
 
 
-def metadata(key: str) -> Sequence[tuple[str, str]]:
-    return (("user-agent", "test"), ("authorization", f"Bearer {key}"))
+def header(key: str) -> list[str]:
+    return [f"Bearer {key}"]
 
 
 def test_a_key_stands_for_its_tenant(tmp_path: Path) -> None:
@@ -29,8 +28,8 @@ def test_a_key_stands_for_its_tenant(tmp_path: Path) -> None:
     acme = keys.add(path, tenant="acme", max_streams=4)
     beta = keys.add(path, tenant="beta", admin=True)
     tenants = Tenants(str(path), SECRET)
-    assert tenants.caller(metadata(acme)) == Caller("acme", 4)
-    assert tenants.caller([("authorization", f"bearer  {beta} ")]) == Caller("beta", None, admin=True)
+    assert tenants.caller(header(acme)) == Caller("acme", 4)
+    assert tenants.caller([f"bearer  {beta} "]) == Caller("beta", None, admin=True)
 
 
 def test_without_a_file_everybody_is_the_one_tenant() -> None:
@@ -55,7 +54,7 @@ def test_who_has_no_known_key_is_refused_without_an_echo(tmp_path: Path, given: 
     key = keys.add(path, tenant="acme")
     tenants = Tenants(str(path))
     with pytest.raises(Unauthenticated, match=problem) as refusal:
-        tenants.caller([("authorization", value.replace("KEY", key)) for value in given])
+        tenants.caller([value.replace("KEY", key) for value in given])
     assert key not in str(refusal.value)
 
 
@@ -69,7 +68,7 @@ def test_every_entry_is_compared_in_constant_time(tmp_path: Path, monkeypatch: p
         return hmac.compare_digest(one, other)
 
     monkeypatch.setattr(router.serving.tenants, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
-    Tenants(str(path)).caller(metadata(made[0]))
+    Tenants(str(path)).caller(header(made[0]))
     assert compared == [keys.digest(key) for key in made]
 
 
@@ -78,19 +77,19 @@ def test_the_file_is_read_again_when_it_changes(tmp_path: Path, caplog: pytest.L
     old = keys.add(path, tenant="acme")
     tenants = Tenants(str(path))
     new = keys.add(path, tenant="acme")
-    assert tenants.caller(metadata(new)) == Caller("acme")
+    assert tenants.caller(header(new)) == Caller("acme")
     entries = json.loads(path.read_text())
     replace(path, {"keys": entries["keys"][1:]})
     with pytest.raises(Unauthenticated):
-        tenants.caller(metadata(old))
+        tenants.caller(header(old))
     with caplog.at_level(logging.ERROR):
         replace(path, {"keys": 3})
         for _ in range(3):
-            tenants.caller(metadata(new))
+            tenants.caller(header(new))
         assert len(caplog.records) == 1
         assert "keys: must be a list, got 3" in caplog.text
     path.unlink()
-    assert tenants.caller(metadata(new)) == Caller("acme")
+    assert tenants.caller(header(new)) == Caller("acme")
 
 
 def test_several_tenants_need_a_fleet_secret(tmp_path: Path) -> None:
@@ -98,9 +97,9 @@ def test_several_tenants_need_a_fleet_secret(tmp_path: Path) -> None:
     acme = keys.add(path, tenant="acme")
     tenants = Tenants(str(path))
     beta = keys.add(path, tenant="beta")
-    assert tenants.caller(metadata(acme)) == Caller("acme")
+    assert tenants.caller(header(acme)) == Caller("acme")
     with pytest.raises(Unauthenticated):
-        tenants.caller(metadata(beta))
+        tenants.caller(header(beta))
     with pytest.raises(ConfigError, match=r"^api_keys: '.*': BATON_FLEET_SECRET must be set .* of 2 tenants apart$"):
         Tenants(str(path))
     with pytest.raises(ConfigError, match=r"^api_keys: '.*none' can't be read: No such file or directory$"):

@@ -14,7 +14,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
 from router.serving.threads import WAITING_BYTES, Threads
-from router.serving.validator import MAX_CHAT_MESSAGES, Intake, Model
+from router.serving.validator import MAX_CHAT_MESSAGES, ChatPrompt, Model, RequestValidator, TextPrompt
 
 WAIT_S = 60
 
@@ -112,11 +112,10 @@ async def test_what_waits_for_a_tenant_is_bounded_in_bytes() -> None:
             return []
 
     async with threads(capacity=1000) as (made, gate), asyncio.timeout(WAIT_S):
-        intake = Intake(Model("m", 300, (), cast(Tokenizer, Tokens())), lambda: 10**9, made)
+        validator = RequestValidator(Model("m", 300, (), cast(Tokenizer, Tokens())), lambda: 10**9, made)
 
         def call(tenant: str) -> asyncio.Task[list[int]]:
-            message = inference_pb2.TokenizeRequest(text="a" * size)
-            return asyncio.create_task(intake.tokenize(message, tenant))
+            return asyncio.create_task(validator.tokenize(TextPrompt("a" * size), tenant))
 
         running, first, second = (call("a") for _ in range(3))
         await asyncio.sleep(0)
@@ -135,7 +134,7 @@ async def test_what_waits_for_a_tenant_is_bounded_in_bytes() -> None:
 
 
 async def test_a_chat_of_too_many_messages_is_refused() -> None:
-    intake = Intake(Model("m", 300, (), cast(Tokenizer, object())), lambda: 10**6, Threads(1))
-    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1))
+    validator = RequestValidator(Model("m", 300, (), cast(Tokenizer, object())), lambda: 10**6, Threads(1))
+    chat = ChatPrompt([inference_pb2.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1))
     with pytest.raises(InvalidRequest, match=r"^chat.messages: at most 4096 messages are allowed, got 4097$"):
-        await intake.tokenize(inference_pb2.TokenizeRequest(chat=chat))
+        await validator.tokenize(chat)

@@ -11,19 +11,20 @@ import pytest
 import router.workers.prefill
 from baton.errors import InvalidRequest
 from baton.pb import inference_pb2, prefill_pb2
+from router.serving.servicer import generate_request
 from router.serving.threads import Threads
-from router.serving.validator import Intake, Model
+from router.serving.validator import Model, RequestValidator
 from tests.integration.router_bench import bench
 
 
 async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_computed() -> None:
-    intake = Intake(Model("m", 300, (), None), lambda: 1_000_000, Threads(1))
+    validator = RequestValidator(Model("m", 300, (), None), lambda: 1_000_000, Threads(1))
 
     async def take(count: int) -> Any:
         ids = inference_pb2.TokenIds(ids=[1] * count)
         sampling = inference_pb2.SamplingParams(prompt_logprobs=20)
         message = inference_pb2.GenerateRequest(token_ids=ids, sampling=sampling)
-        return await intake.request(message, arrived=0.0, deadline=None)
+        return await validator.validate(generate_request(message), arrived=0.0, deadline=None)
 
     assert len((await take(280_000)).prompt_ids) == 280_000
     with pytest.raises(InvalidRequest, match=r"^prompt_logprobs: a report on 290000 prompt tokens .*, got 20$"):

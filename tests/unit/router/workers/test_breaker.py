@@ -2,73 +2,74 @@
 
 from __future__ import annotations
 
-from router.workers.breaker import LONGEST_S, Breakers, Shut
+from router.placement.policy import Excluded
+from router.workers.breaker import LONGEST_S, Breakers
 
 
 def fail(breakers: Breakers, prefill: str, decode: str, now: float) -> None:
     """A transfer between the two fails."""
-    course = breakers.begin(prefill, decode, now)
-    course.failed(course.pair, now)
-    course.end()
+    health = breakers.begin(prefill, decode, now)
+    health.record_fault(health.pair, now)
+    health.end()
 
 
 def fault(breakers: Breakers, worker: str, now: float) -> None:
-    course = breakers.begin(worker, None, now)
-    course.failed(course.prefill, now)
-    course.end()
+    health = breakers.begin(worker, None, now)
+    health.record_fault(health.prefill, now)
+    health.end()
 
 
 def test_a_worker_opens_at_the_third_fault_in_a_row() -> None:
     breakers = Breakers()
     fault(breakers, "p", 0)
     fault(breakers, "p", 1)
-    assert breakers.shut(1) == Shut()
+    assert breakers.excluded(1) == Excluded()
     fault(breakers, "p", 2)
-    assert breakers.shut(2) == Shut(frozenset({"p"}))
-    assert breakers.open() == (1, 0)
+    assert breakers.excluded(2) == Excluded(frozenset({"p"}))
+    assert breakers.count_open() == (1, 0)
 
 
 def test_a_success_ends_the_row() -> None:
     breakers = Breakers()
     for now in range(0, 12, 2):
         fault(breakers, "p", now)
-        breakers.succeeded(("p",))
-    assert breakers.shut(12) == Shut()
+        breakers.record_success(("p",))
+    assert breakers.excluded(12) == Excluded()
 
 
 def test_the_faults_of_one_event_count_once() -> None:
     breakers = Breakers()
     for sequence in range(10):
         fault(breakers, "p", 5 + 0.001 * sequence)
-    assert breakers.shut(5.1) == Shut()
+    assert breakers.excluded(5.1) == Excluded()
 
 
 def test_a_pair_opens_at_once_and_the_workers_stay_usable() -> None:
     breakers = Breakers()
     fail(breakers, "p", "d", 0)
-    assert breakers.shut(0) == Shut(frozenset(), frozenset({("p", "d")}))
+    assert breakers.excluded(0) == Excluded(frozenset(), frozenset({("p", "d")}))
 
 
 def test_half_open_lets_one_through_and_its_success_closes() -> None:
     breakers = Breakers()
     fail(breakers, "p", "d", 0)
-    assert breakers.shut(0.99).pairs
-    assert not breakers.shut(1.0).pairs
+    assert breakers.excluded(0.99).pairs
+    assert not breakers.excluded(1.0).pairs
     trial = breakers.begin("p", "d", 1.0)
-    assert breakers.shut(1.0).pairs
+    assert breakers.excluded(1.0).pairs
     other = breakers.begin("p", "d", 1.0)
     other.end()
-    assert breakers.shut(1.0).pairs
-    trial.passed(trial.pair)
-    assert not breakers.shut(1.0).pairs
-    assert breakers.open() == (0, 0)
+    assert breakers.excluded(1.0).pairs
+    trial.pass_trial(trial.pair)
+    assert not breakers.excluded(1.0).pairs
+    assert breakers.count_open() == (0, 0)
 
 
 def test_a_trial_that_finds_out_nothing_makes_room_for_another() -> None:
     breakers = Breakers()
     fail(breakers, "p", "d", 0)
     breakers.begin("p", "d", 2).end()
-    assert not breakers.shut(2).pairs
+    assert not breakers.excluded(2).pairs
 
 
 def test_each_failed_trial_doubles_the_wait_up_to_a_minute() -> None:
@@ -76,7 +77,7 @@ def test_each_failed_trial_doubles_the_wait_up_to_a_minute() -> None:
     for _ in range(9):
         fail(breakers, "p", "d", now)
         wait = 0.5
-        while breakers.shut(now + wait).pairs:
+        while breakers.excluded(now + wait).pairs:
             wait *= 2 if wait < 32 else 1.875
         waits.append(wait)
         now += wait
@@ -88,20 +89,20 @@ def test_faults_of_attempts_begun_before_do_not_make_the_wait_longer() -> None:
     breakers = Breakers()
     for now in (0.0, 0.2, 0.4, 0.6, 0.8):
         fail(breakers, "p", "d", now)
-    assert not breakers.shut(1.0).pairs
+    assert not breakers.excluded(1.0).pairs
 
 
 def test_a_trial_that_went_well_is_forgotten_only_after_another_success() -> None:
     breakers = Breakers()
     fail(breakers, "p", "d", 0)
     trial = breakers.begin("p", "d", 1)
-    trial.passed(trial.pair)
+    trial.pass_trial(trial.pair)
     fail(breakers, "p", "d", 2)
-    assert breakers.shut(3.5).pairs, "the second wait is the longer one"
-    breakers.succeeded(("p", "d"))
-    breakers.succeeded(("p", "d"))
+    assert breakers.excluded(3.5).pairs, "the second wait is the longer one"
+    breakers.record_success(("p", "d"))
+    breakers.record_success(("p", "d"))
     fail(breakers, "p", "d", 10)
-    assert not breakers.shut(11).pairs
+    assert not breakers.excluded(11).pairs
 
 
 def test_what_is_gone_comes_back_unblemished() -> None:
@@ -109,7 +110,7 @@ def test_what_is_gone_comes_back_unblemished() -> None:
     fail(breakers, "p", "d", 0)
     for now in (0.2, 0.4, 0.6):
         fault(breakers, "p", now)
-    breakers.keep({"p", "d"})
-    assert breakers.shut(0.7) == Shut(frozenset({"p"}), frozenset({("p", "d")}))
-    breakers.keep({"d"})
-    assert breakers.shut(0.7) == Shut()
+    breakers.retain({"p", "d"})
+    assert breakers.excluded(0.7) == Excluded(frozenset({"p"}), frozenset({("p", "d")}))
+    breakers.retain({"d"})
+    assert breakers.excluded(0.7) == Excluded()

@@ -9,7 +9,7 @@ import pytest
 from baton.worker.status import WorkerRole
 from router.workers import link as link_module
 from router.workers.link import WorkerLink
-from router.workers.losses import Losses
+from router.workers.losses import WorkerLosses
 
 
 class _Clock:
@@ -28,16 +28,16 @@ class _Clock:
 
 
 class _Nobody:
-    def told(self, *_: object) -> None: ...
+    def update_prefixes(self, *_: object) -> None: ...
 
-    def changed(self, *_: object) -> None: ...
+    def update_worker(self, *_: object) -> None: ...
 
-    def moved(self, *_: object) -> None: ...
+    def update_view(self, *_: object) -> None: ...
 
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_calls_are_frequent_while_a_successor_is_expected(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = WorkerLink("127.0.0.1:1", WorkerRole.PREFILL, "r", _Nobody(), Losses())
+    link = WorkerLink("127.0.0.1:1", WorkerRole.PREFILL, "r", _Nobody(), WorkerLosses())
     clock, watches = _Clock(), 0
 
     async def watch() -> str:

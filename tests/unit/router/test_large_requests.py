@@ -14,17 +14,17 @@ from baton.config.router import RouterConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages, Overloaded
 from baton.lifecycle import Lifecycle, State
-from baton.worker.messages import Reserved
 from decode_svc.admission import Admission
 from decode_svc.attempt import Attempt
 from decode_svc.attempts import Attempts
 from decode_svc.grants import Grants
 from decode_svc.messages import AttemptKey, Reserve
 from router.dispatcher import Dispatcher
-from router.placement.demand import Demand
-from router.placement.fleet import DecodeView, Fleet, PrefillView
+from router.placement.fleet import DecodeView, PrefillView
+from router.placement.policy import PlacementQuery
 from router.workers.pool import Pool
-from router.workers.reservation import Application
+from router.workers.reservation import PlacementRequest
+from router.workers.session import Reserved
 from tests.property.virtual import VirtualLoop
 from tests.unit.router.dispatching import KV, FakeAttempt, FakePool
 
@@ -72,8 +72,8 @@ class Router(FakePool):
             cast(Pool, self), RouterConfig(prefill=("p:1",), decode=("d:1",), prefill_limit=99)
         )
 
-    def fleet(self) -> Fleet:
-        return Fleet((PrefillView("p", KV, own_requests=self.seats),), (DecodeView("d", KV, free_slots=1),))
+    def views(self) -> tuple[list[PrefillView], list[DecodeView]]:
+        return [PrefillView("p", KV, own_requests=self.tickets)], [DecodeView("d", KV, free_slots=1)]
 
     def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
         return RouterAttempt(self, request_id)
@@ -117,11 +117,11 @@ class Town:
     async def _held(self, dispatcher: Dispatcher, name: str, context: int, tenant: str) -> None:
         came = self.loop.time()
         life = Lifecycle(State.LINE, came)
-        asked = Application(name, 0, tenant, life, Demand(context), context, 1, (0,), False)
+        asked = PlacementRequest(name, 0, tenant, life, PlacementQuery(context), context, 1, (0,), False)
         async with dispatcher.place(asked, lambda event: None) as place:
             self.granted[name] = self.loop.time()
             self.waited[name] = self.loop.time() - came
-            dispatcher.leave(place.seat)
+            dispatcher.release(place.prefill)
             await asyncio.sleep(HOLD_S)
 
     def small(self, router: int) -> None:
@@ -132,7 +132,7 @@ class Town:
     def run(self, seconds: float, every_s: float = 0.02) -> None:
         for _ in range(round(seconds / every_s)):
             for router in range(2):
-                if len(self.routers[router].dispatcher._line) < 20:
+                if len(self.routers[router].dispatcher._queue) < 20:
                     self.small(router)
             self.loop.advance(every_s)
 
@@ -179,9 +179,9 @@ def test_a_full_worker_is_asked_a_few_times_for_each_news() -> None:
     town.run(2.0)
     town.ask(0, "nearly all", 90, "large")
     town.loop.advance(0.1)
-    asked, granted, news = town.worker.asked, len(town.granted), town.routers[0].dispatcher._standstill.version
+    asked, granted, news = town.worker.asked, len(town.granted), town.routers[0].dispatcher._gate.version
     town.run(2.0)
-    news = town.routers[0].dispatcher._standstill.version - news
+    news = town.routers[0].dispatcher._gate.version - news
     # Each grant is one; besides, each router's first asks at all news, and a few others may be mistaken.
     assert town.worker.asked - asked <= len(town.granted) - granted + 2 * 3 * news
     town.close()

@@ -8,28 +8,28 @@ from typing import Any
 
 import pytest
 
-import router.placement.chains
+import router.placement.block_hasher
 from baton.kv.hashing import block_digests, chain_root
-from router.placement.chains import Chains, Form
+from router.placement.block_hasher import BlockHasher, BlockNamespace
 
 RUN = asyncio.to_thread
-ONE, OTHER = Form("m", "f" * 64, 16), Form("m", "e" * 64, 4)
+ONE, OTHER = BlockNamespace("m", "f" * 64, 16), BlockNamespace("m", "e" * 64, 4)
 
 
-def whole(form: Form, ids: list[int], salt: bytes = b"s") -> list[bytes]:
+def whole(form: BlockNamespace, ids: list[int], salt: bytes = b"s") -> list[bytes]:
     return block_digests(chain_root(form.fingerprint, form.kv_format, salt), ids, form.block_size)
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 40, 5000])
 async def test_chains_are_those_of_the_workers_and_go_on_in_a_replay(count: int) -> None:
     prompt, output = list(range(count)), [7] * 21
-    chains = Chains(prompt, b"s", RUN)
-    assert await chains.of([ONE, OTHER]) == {form: whole(form, prompt) for form in (ONE, OTHER)}
+    hasher = BlockHasher(prompt, b"s", RUN)
+    assert await hasher.hash([ONE, OTHER]) == {form: whole(form, prompt) for form in (ONE, OTHER)}
     for end in (1, 3, 21):
-        replay = await chains.of([ONE, OTHER], output[:end])
+        replay = await hasher.hash([ONE, OTHER], output[:end])
         assert replay == {form: whole(form, prompt + output[:end]) for form in (ONE, OTHER)}
-    assert await chains.of([ONE]) == {ONE: whole(ONE, prompt)}
-    assert await Chains(prompt, b"t", RUN).of([OTHER]) == {OTHER: whole(OTHER, prompt, b"t")}
+    assert await hasher.hash([ONE]) == {ONE: whole(ONE, prompt)}
+    assert await BlockHasher(prompt, b"t", RUN).hash([OTHER]) == {OTHER: whole(OTHER, prompt, b"t")}
 
 
 @pytest.mark.parametrize(("count", "inline"), [(4096, True), (4097, False)])
@@ -42,8 +42,8 @@ async def test_a_prompt_is_hashed_once_and_a_long_one_off_the_loop(
         calls.append(threading.current_thread() is threading.main_thread())
         return block_digests(*arguments)
 
-    monkeypatch.setattr(router.placement.chains, "block_digests", noted)
-    chains = Chains(range(count), b"", RUN)
+    monkeypatch.setattr(router.placement.block_hasher, "block_digests", noted)
+    hasher = BlockHasher(range(count), b"", RUN)
     for _ in range(3):
-        await chains.of([ONE])
+        await hasher.hash([ONE])
     assert calls == [inline]

@@ -1,0 +1,78 @@
+"""The plain placement, which looks at every pair: what `router.placement.policy` must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.placement.fleet import DecodeView, PrefillView, pairable
+from router.placement.policy import (
+    ALL_ASKED,
+    MOST_ASKED,
+    NOTHING_EXCLUDED,
+    Excluded,
+    Penalty,
+    PlacementQuery,
+    Selection,
+)
+
+
+def select(
+    prefills: Sequence[PrefillView],
+    decodes: Sequence[DecodeView],
+    query: PlacementQuery,
+    *,
+    prefill_limit: int,
+    usual_rate: float,
+    excluded: Excluded = NOTHING_EXCLUDED,
+    kept: frozenset[str] = frozenset(),
+) -> Selection | None:
+    """See `router.placement.policy.select_workers`."""
+    matched = pairs(prefills, decodes, query, kept | query.never)
+    if not matched:
+        return None
+    penalty = Penalty(query, excluded)
+    faults = {prefill.name: _fault(prefill, follow, penalty) for prefill, follow in matched}
+    least = min(faults.values())
+    free = [
+        (prefill, follow)
+        for prefill, follow in matched
+        if faults[prefill.name] == least and prefill.own_requests < prefill_limit
+    ]
+    if not free:
+        return None
+    prefill, follow = min(free, key=lambda pair: _prefill_rank(pair[0], query, usual_rate))
+    best = [decode for decode in follow if penalty.of_pair(prefill.name, decode.name) == least]
+    best.sort(key=lambda decode: _decode_rank(decode, query))
+    most = ALL_ASKED if len(best) <= ALL_ASKED else MOST_ASKED
+    return Selection(prefill.name, tuple(decode.name for decode in best[:most]))
+
+
+def pairs(
+    prefills: Sequence[PrefillView], decodes: Sequence[DecodeView], query: PlacementQuery, closed: frozenset[str]
+) -> list[tuple[PrefillView, list[DecodeView]]]:
+    """Each prefill worker that takes work, with the decode workers that may follow it."""
+    prefills = [prefill for prefill in prefills if not prefill.draining and prefill.name not in closed]
+    if not query.decodes:
+        return [(prefill, []) for prefill in prefills]
+    decodes = [decode for decode in decodes if not decode.draining and decode.name not in closed]
+    matched = [
+        (prefill, [d for d in decodes if pairable(prefill.kv_format, d.kv_format, converts=d.converts_kv)])
+        for prefill in prefills
+    ]
+    return [(prefill, follow) for prefill, follow in matched if follow]
+
+
+def _fault(prefill: PrefillView, follow: list[DecodeView], penalty: Penalty) -> tuple[int, int]:
+    if not follow:
+        return penalty.of_worker(prefill.name), 0
+    return min(penalty.of_pair(prefill.name, decode.name) for decode in follow)
+
+
+def _prefill_rank(view: PrefillView, query: PlacementQuery, usual_rate: float) -> tuple[float, int, int, str]:
+    rest = max(query.tokens - query.prefill_match.tokens(view.name), 0)
+    return (view.load_tokens + rest) / (view.rate or usual_rate), view.own_requests, view.dispatched, view.name
+
+
+def _decode_rank(view: DecodeView, query: PlacementQuery) -> tuple[bool, float, int, str]:
+    share = min(query.decode_match.tokens(view.name) / max(query.tokens, 1), 1.0)
+    return view.free_slots <= 0, -view.free_tokens * (1 + share), view.own_requests, view.name
