@@ -296,10 +296,10 @@ class Attempt:
             return
         try:
             match event:
-                case Failed():
-                    self._end(event)
                 case Output() if placement is not None:
                     self._on_output(placement, event)
+                case Failed():
+                    self._end(event)
                 case Prefilled() if placement is not None:
                     self._on_prefilled(placement, event)
         except Exception as error:

@@ -7,7 +7,7 @@ request before, or has an open breaker, gets a penalty: it is used only if nothi
 least one. A request that must run alone gets the pair that is soonest empty of this router's requests; while it waits
 for that pair, and runs there, others get none of the two.
 
-Every worker is looked at, in one pass: 0.4 to 0.9 ms with 500 prefill and 500 decode workers.
+Every worker is looked at, in one pass: about 0.5 ms with 500 prefill and 500 decode workers.
 """
 
 from __future__ import annotations
