@@ -1,6 +1,6 @@
 """Child processes of this one: their output is relayed, their deaths are noticed, and they end in bounded time.
 
-    start ── ready ── … ── stop:  SIGTERM ── drain_s ── SIGTERM ── KILL_S ── SIGKILL
+    start ── ready ── … ── stop:  SIGTERM ── drain_s ── SIGTERM ── kill_s ── SIGKILL
       │        │
       │        │ a child ends unasked
       │        ├── restart_on_death: the log says how it ended; a pause; its successor ──┐
@@ -8,8 +8,8 @@
       └──────────────────────────────────────────────────────────────────────────────────┘
 
 A supervisor holds a group of processes that stops as one. Groups that stop one after the other are supervisors in
-nested blocks. A successor starts at once when the child had served for STEADY_S, and the first time; otherwise after a
-pause that doubles with each early end.
+nested blocks. A successor starts at once when the child had served for `steady_s`, and the first time; otherwise after
+a pause that doubles with each early end.
 
 Each child leads a session of its own: Ctrl-C in a terminal reaches only the supervisor, and what a child leaves behind
 in its session is killed when the child ends. On Linux the kernel kills the children when the supervisor dies, even by
@@ -31,14 +31,8 @@ from typing import Any, NamedTuple, Self
 from baton.errors import Unavailable
 from baton.launcher import bound_to_me
 
-CUT_S, KILL_S = 1.0, 2.5
-"""Seconds from SIGTERM to a second one, which cuts a drain short, unless a drain may take longer; then to SIGKILL."""
-
-PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
-"""Seconds from a second early end in a row to the successor, and the most to which this doubles."""
-
-STEADY_S = 5.0
-"""Seconds that a child must have been ready for its end not to be an early one."""
+CUT_S = 1.0
+"""Seconds from SIGTERM to a second one, which cuts a drain short, unless a drain may take longer."""
 
 LISTENING = "listening "
 """How the ready line of a service begins: `listening name=address …`, on standard output."""
@@ -50,6 +44,18 @@ _LAST_WORDS_S = 0.5
 _CHUNK = 1 << 16
 
 _log = logging.getLogger(__name__)
+
+
+class Times(NamedTuple):
+    """Bounds of a supervisor, in seconds."""
+
+    kill_s: float = 2.5
+    """From the second SIGTERM to SIGKILL."""
+    pause_s: float = 1.0
+    """From a second early end in a row to the successor; doubles with each further one."""
+    max_pause_s: float = 30.0
+    steady_s: float = 5.0
+    """A child that has been ready for so long does not end early."""
 
 
 def addresses(line: str) -> dict[str, str]:
@@ -82,10 +88,9 @@ class Child:
         self.restarts = True
 
     @property
-    def steady(self) -> bool:
-        """Whether the process was ready for STEADY_S: what ended it then is not its start."""
-        now = asyncio.get_running_loop().time()
-        return self._ready_since is not None and now - self._ready_since >= STEADY_S
+    def ready_s(self) -> float | None:
+        """Seconds since the process was ready; None: it never was."""
+        return None if self._ready_since is None else asyncio.get_running_loop().time() - self._ready_since
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it still runs."""
@@ -166,10 +171,11 @@ class Supervisor:
     The loop must run in the main thread, or another that lives as long as the children may.
     """
 
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: Relay, times: Times | None = None) -> None:
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """How the first child that is not restarted has ended, unasked."""
         self._relay = relay
+        self._times = times or Times()
         self._lives: dict[Child, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
 
@@ -208,7 +214,7 @@ class Supervisor:
         A second call, while the first one drains or after it was cancelled, cuts the drain short.
         """
         self._stopping.set()
-        for seconds in (drain_s, KILL_S):
+        for seconds in (drain_s, self._times.kill_s):
             self._signal(signal.SIGTERM)
             if running := [life for life in self._lives.values() if not life.done()]:
                 await asyncio.wait(running, timeout=seconds)
@@ -224,12 +230,12 @@ class Supervisor:
         """Follow a child to its end, and its successors."""
         words, pause = await child.end(), 0.0
         while child.restarts and not self._stopping.is_set():
-            if child.steady:
+            if child.ready_s is not None and child.ready_s >= self._times.steady_s:
                 pause = 0.0
             _log.error("%s; it is started again %s", words, f"in {pause:g} s" if pause else "at once")
             if await self._stops_within(pause):
                 return
-            pause = min(2 * pause, MAX_PAUSE_S) or PAUSE_S
+            pause = min(2 * pause, self._times.max_pause_s) or self._times.pause_s
             try:
                 await child.launch()
             except Unavailable as error:

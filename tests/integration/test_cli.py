@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import pytest
 
 from baton import Client
 from baton.launcher import bound_to_me
+from tests.processes import gone
 
 BATON = [sys.executable, "-m", "baton"]
 ADMIN = ("ca.crt", "admin.crt", "admin.key")
@@ -78,21 +78,6 @@ def family(pid: int) -> dict[int, str]:
     return {child: Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ") for child in found - {pid}}
 
 
-def all_gone(pids: dict[int, str], within: float = HANG_S) -> bool:
-    until = time.monotonic() + within
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
-                return False
-        finally:
-            os.close(fd)
-    return True
-
-
 def decode_workers(up: int) -> dict[str, int]:
     """Pids of the decode workers by name."""
     found = ((re.search(r"--worker-id=(decode-\d)", command), pid) for pid, command in family(up).items())
@@ -122,7 +107,7 @@ def test_up_generate_kill_and_stop_while_streaming(tmp_path: Path) -> None:
             assert client.returncode == 0, said
             assert "300" in said, "the stream has come to its end"
         assert up.wait(HANG_S) == 0
-        assert all_gone(pids, 0)
+        assert gone(pids, 0)
         assert "draining 1 request, up to 3600 s; press Ctrl-C again to stop now\n" in log.read_text()
         assert up.stdout.read() == ""
         assert re.search(r"^decode-0 +\| ", log.read_text(), re.MULTILINE)
@@ -206,7 +191,7 @@ def test_a_secure_fleet_wants_its_key_and_a_killed_supervisor_leaves_nothing(tmp
         with streaming(target, f"--ca={secrets / 'ca.crt'}", api_key=key) as client:
             pids = family(up.pid)
             up.kill()
-            assert all_gone(pids)
+            assert gone(pids)
             _, said = client.communicate(timeout=HANG_S)
             assert client.returncode == 75
             assert "error: UNAVAILABLE" in said

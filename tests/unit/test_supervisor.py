@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from baton import supervisor
 from baton.errors import Unavailable
-from baton.supervisor import Child, Supervisor, addresses
+from baton.supervisor import Child, Supervisor, Times, addresses
+from tests.processes import gone
 
 WAIT_S = 60.0
 SERVE = "print('listening a=1:2 b=3:4'); print(f'pid={os.getpid()}', file=sys.stderr); signal.pause()"
@@ -69,33 +69,12 @@ class Lines:
 async def said(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Lines]:
     lines = Lines()
 
-    class Handler(supervisor.logging.Handler):
-        def emit(self, record: supervisor.logging.LogRecord) -> None:
-            lines.add("log", record.getMessage())
-
-    handler = Handler()
-    supervisor._log.addHandler(handler)
-    caplog.set_level("INFO", supervisor._log.name)
+    handler, log = logging.Handler(), logging.getLogger("baton.supervisor")
+    handler.emit = lambda record: lines.add("log", record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    caplog.set_level("INFO", log.name)
     yield lines
-    supervisor._log.removeHandler(handler)
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stuck child may take, in no time."""
-    monkeypatch.setattr(supervisor, "KILL_S", 0.01)
-
-
-def gone(pid: int) -> bool:
-    """Whether a process, perhaps no child of ours, has ended or ends in time."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([fd], [], [], WAIT_S)[0])
-    finally:
-        os.close(fd)
+    log.removeHandler(handler)
 
 
 async def started(group: Supervisor, code: str) -> Child:
@@ -123,20 +102,16 @@ async def test_a_death_is_told_with_its_last_line_and_ends_the_wait_for_others(s
         assert group.death.result().startswith("w ended")
 
 
-async def test_the_pause_before_a_successor_grows_to_its_limit(said: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "PAUSE_S", 0.02)
-    monkeypatch.setattr(supervisor, "MAX_PAUSE_S", 0.05)
-    async with Supervisor(said.add) as group:
+async def test_the_pause_before_a_successor_grows_to_its_limit(said: Lines) -> None:
+    async with Supervisor(said.add, Times(pause_s=0.02, max_pause_s=0.05)) as group:
         (await group.start("w", script(FAIL))).restart_on_death()
         pauses = await said.until("log: w ended with exit status 3; its last line: because; it is started (.*)", 4)
         assert not group.death.done()
     assert pauses == ["again at once", "again in 0.02 s", "again in 0.04 s", "again in 0.05 s"]
 
 
-async def test_one_that_had_served_has_its_successor_at_once(said: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "STEADY_S", 0.0)
-    monkeypatch.setattr(supervisor, "PAUSE_S", 3600.0)
-    async with Supervisor(said.add) as group:
+async def test_one_that_had_served_has_its_successor_at_once(said: Lines) -> None:
+    async with Supervisor(said.add, Times(pause_s=3600.0, steady_s=0.0)) as group:
         (await started(group, SERVE)).restart_on_death(script(f"print('in its place'); {SERVE}"))
         for number in (1, 2, 3):
             pid = int((await said.until(r"w: pid=(\d+)", number))[-1])
@@ -148,13 +123,10 @@ async def test_one_that_had_served_has_its_successor_at_once(said: Lines, monkey
 
 
 async def test_one_that_can_not_be_started_has_not_served(said: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "STEADY_S", 0.0)
-    monkeypatch.setattr(supervisor, "PAUSE_S", 0.02)
-
     async def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "no memory")
 
-    async with Supervisor(said.add) as group:
+    async with Supervisor(said.add, Times(pause_s=0.02, steady_s=0.0)) as group:
         child = await started(group, "print('listening a=1:2'); signal.pause()")
         monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
         child.restart_on_death()
@@ -182,23 +154,20 @@ async def test_a_stop_lets_children_drain_unless_a_second_one_cuts_that_short(sa
     assert said.lines == (["w: drains"] if cut else ["w: drains", "w: finishes"])
 
 
-async def test_whoever_ignores_sigterm_is_killed_after_two(said: Lines, quick: None) -> None:
-    async with Supervisor(said.add) as group:
+async def test_whoever_ignores_sigterm_is_killed_after_two(said: Lines) -> None:
+    async with Supervisor(said.add, Times(kill_s=0.01)) as group:
         await started(group, DEAF)
         async with asyncio.timeout(WAIT_S):
             stopping = asyncio.create_task(group.stop(3600.0))
             await said.until("w: ignored")
             stopping.cancel()
-            await group.stop(0.5)
+            await group.stop(0.05)
     assert said.lines[:2] == ["w: ignored"] * 2
 
 
 @pytest.mark.parametrize("pause", [3600.0, 0.0])
-async def test_a_stop_ends_the_pause_and_overtakes_a_start(
-    said: Lines, pause: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "PAUSE_S", pause)
-    async with asyncio.timeout(WAIT_S), Supervisor(said.add) as group:
+async def test_a_stop_ends_the_pause_and_overtakes_a_start(said: Lines, pause: float) -> None:
+    async with asyncio.timeout(WAIT_S), Supervisor(said.add, Times(pause_s=pause)) as group:
         (await group.start("w", script(FAIL))).restart_on_death()
         await said.until("it is started again", 2)
 
@@ -212,7 +181,7 @@ async def test_what_a_child_leaves_behind_goes_with_it(said: Lines, dies: bool) 
         if dies:
             child.signal(signal.SIGKILL)
             assert await asyncio.wait_for(group.death, WAIT_S)
-    assert gone(pid)
+    assert gone([pid])
 
 
 RUN = """
@@ -243,7 +212,7 @@ def test_killing_the_supervisor_leaves_no_orphan() -> None:
     with supervised(SERVE + "; signal.pause()") as (run, pid):
         assert Path(f"/proc/{pid}").exists()
         run.kill()
-        assert gone(pid)
+        assert gone([pid])
 
 
 def test_a_terminals_interrupt_reaches_the_supervisor_alone() -> None:
@@ -251,4 +220,4 @@ def test_a_terminals_interrupt_reaches_the_supervisor_alone() -> None:
     with supervised(f"{code}; {SERVE}") as (run, pid):
         os.killpg(run.pid, signal.SIGINT)
         assert run.communicate(timeout=WAIT_S)[0] == "15\n"
-        assert gone(pid)
+        assert gone([pid])

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis import Redis
 
 from baton.launcher import bound_to_me
+from tests.processes import gone
 
 STUB = Path(__file__).with_name("stub_up.py")
 
@@ -83,22 +81,6 @@ def ups() -> Iterator[list[Up]]:
     yield started
     for up in started:
         up.close()
-
-
-def gone(pids: list[int], within: float = 60.0) -> bool:
-    """Whether these processes, children of nobody here, have ended or end in time."""
-    until = time.monotonic() + within
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
-                return False
-        finally:
-            os.close(fd)
-    return True
 
 
 def start(ups: list[Up], *flags: str, **behaviour: str) -> Up:
@@ -207,23 +189,3 @@ def test_a_signal_while_starting_ends_all(ups: list[Up]) -> None:
     up.process.send_signal(signal.SIGTERM)
     assert up.end() == 0
     assert gone(pids, 0)
-
-
-def test_a_killed_valkey_is_started_again_and_ends_with_the_fleet(ups: list[Up]) -> None:
-    up = start(ups, "--redis=embedded")
-    up.ready()
-    url = up.until(r"redis=(unix://\S+)")[1]
-    with Redis.from_url(url) as client:
-        first = int(client.info("server")["process_id"])
-    os.kill(first, signal.SIGKILL)
-    up.until(r"up +\| the embedded Valkey was killed by SIGKILL; .*; it is started again at once\n")
-    up.until(r"up +\| the embedded Valkey is ready again\n")
-    with Redis.from_url(url) as client:
-        second = int(client.info("server")["process_id"])
-    assert second != first
-    pids = [second, *up.pids(3)]
-    up.process.send_signal(signal.SIGTERM)
-    assert up.end() == 0
-    assert gone(pids, 0)
-    assert up.log.count("embedded Valkey") == 2, "its end with the fleet is no death"
-    assert not Path(url.removeprefix("unix://")).parent.exists()
