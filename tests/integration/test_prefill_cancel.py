@@ -3,20 +3,17 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
 import pytest
 
 from baton.engine.fake import FakeEngine
-from baton.kv.format import KvCompression
 from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.ledger import LedgerEntry
 from baton.pb import kv_pb2, prefill_pb2
 from baton.rpc.channel import kv_channel
-from baton.transfer.coverage import Box
-from baton.transfer.export import Export
 from baton.worker import blocks
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, read, serving, status_of
 
@@ -289,27 +286,3 @@ async def test_pages_with_a_read_in_flight_are_listed_as_draining_until_it_ends(
             door.open()
         with pytest.raises((grpc.aio.AioRpcError, AssertionError)):
             await fetching
-
-
-async def test_the_stream_of_a_cancelled_consumer_ends(big: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, frames = asyncio.Event(), Export.frames
-
-    async def watched(self: Export, box: Box, compression: KvCompression) -> AsyncGenerator[bytes, None]:
-        try:
-            async with contextlib.aclosing(frames(self, box, compression)) as stream:
-                async for frame in stream:
-                    yield frame
-        finally:
-            ended.set()
-
-    monkeypatch.setattr(Export, "frames", watched)
-    async with serving(big, lease_s=LEASE_S) as client, kv_channel(client.app.addresses.kv) as channel:
-        await client.done(LONG, transfer_id="t")
-        call = await stalled_reader(client, channel, "t")
-        assert not ended.is_set()
-        call.cancel()
-        async with asyncio.timeout(WAIT_S):
-            await ended.wait()
-        assert len(await owners(client)) == 1, "another consumer may come while the lease runs"
-        async with freed(client):
-            await abandon(client, "t")

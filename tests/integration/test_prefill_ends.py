@@ -22,40 +22,6 @@ def sample(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
-async def test_a_cancelled_call_stops_after_the_layer_and_frees_all() -> None:
-    gate = Gate()
-    decode_engine = FakeEngine(layers=8)
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate, layers=8)) as client:
-        call = client.call(transfer_id="t")
-        reading = asyncio.create_task(read(call))
-        await gate.reached()
-        handle = decode_engine.reserve("r", 100)
-        pulling = asyncio.create_task(client.fetch(decode_engine, handle, "t", 100))
-        call.cancel()
-        await asyncio.wait([reading])
-        assert reading.cancelled()
-        await client.status(lambda status: status.load.pages_used > 0)
-        gate.pass_layers(1)
-        await client.pages_back()
-        with pytest.raises(TransferError):
-            await pulling
-        gate.open()
-        assert (await client.done()).first_tokens
-
-
-async def test_a_cancelled_call_that_waits_holds_nothing() -> None:
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
-        first = asyncio.create_task(client.done())
-        await gate.reached()
-        call = client.call(PROMPT[:50], transfer_id="t")
-        await client.status(lambda status: status.load.waiting == 2)
-        call.cancel()
-        await client.status(lambda status: status.load.waiting == 1 and status.load.pages_used == 7)
-        gate.open()
-        await first
-
-
 async def test_a_deadline_stops_the_chunk() -> None:
     gate = Gate()
     before = sample("baton_wasted_prefill_tokens_total")
@@ -69,12 +35,6 @@ async def test_a_deadline_stops_the_chunk() -> None:
         await client.pages_back()
         assert sample("baton_wasted_prefill_tokens_total") == before + 60
         gate.open()
-
-
-async def test_an_unfetched_export_ends_with_its_lease() -> None:
-    async with serving(lease_s=0.05) as client:
-        await client.done(transfer_id="t")
-        await client.pages_back()
 
 
 async def test_cancelling_after_done_leaves_the_export_to_its_lease() -> None:

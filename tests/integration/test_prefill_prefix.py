@@ -12,7 +12,6 @@ from baton.engine.fake import FakeEngine, expected_tokens
 from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.kv.prefix.contract import FetchRate
 from baton.kv.prefix.fetch_cost import Decision, FetchCostModel
-from baton.pb import admin_pb2, admin_pb2_grpc
 from baton.request import CachePolicy, SamplingParams
 from tests.peers import exporter
 from tests.prefill import (
@@ -143,13 +142,6 @@ async def test_replays_find_their_prompt_and_count_only_it_as_cached() -> None:
             assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT[:40], 31)[-1]
 
 
-async def test_tenants_do_not_share() -> None:
-    async with serving() as client:
-        await client.done(salt=b"a")
-        assert (await client.done(salt=b"b")).cached_tokens == 0
-        assert (await client.done(salt=b"a")).cached_tokens == 96
-
-
 async def test_prompt_logprobs_need_the_whole_prompt_computed_and_leave_it_for_others() -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=0)
     async with serving(**HOST) as client:
@@ -275,42 +267,6 @@ async def test_pages_that_lost_their_blocks_after_the_look_up_send_it_round_agai
         assert by_tier(await waiting) == {"host": 96}
 
 
-async def test_a_damaged_block_is_computed_again(valkey: Server) -> None:
-    async with serving(redis=valkey.url) as client:
-        await client.done()
-        await flushed(client)
-        client.app.engine.drop_cached()
-        with valkey.client() as redis:
-            for key in redis.scan_iter():
-                value = redis.get(key)
-                redis.set(key, value[:-1] + bytes([value[-1] ^ 1]))
-        done = await client.done()
-        assert done.cached_tokens == 0
-        assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT, 1)[0]
-
-
-async def test_a_dead_redis_is_only_slower(valkey: Server) -> None:
-    async with serving(redis=valkey.url) as client:
-        await client.done()
-        await flushed(client)
-        valkey.kill()
-        for _ in range(3):
-            client.app.engine.drop_cached()
-            done = await client.done()
-            assert done.cached_tokens == 0
-            assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT, 1)[0]
-
-
-async def test_a_stalled_redis_costs_its_budget(valkey: Server) -> None:
-    async with serving(redis=valkey.url, cache_budget_s=0.1) as client:
-        await client.done()
-        await flushed(client)
-        client.app.engine.drop_cached()
-        with valkey.stalled():
-            assert (await client.done()).cached_tokens == 0
-        valkey.kill()
-
-
 async def test_a_call_cancelled_during_the_look_up_leaves_nothing(valkey: Server) -> None:
     async with serving(redis=valkey.url) as client:
         await client.done()
@@ -352,21 +308,6 @@ async def test_only_what_is_quicker_to_fetch_than_to_compute_is_fetched(
 
 def decided(decision: str) -> float:
     return REGISTRY.get_sample_value("baton_prefix_decisions_total", {"decision": decision}) or 0.0
-
-
-async def test_the_report_tells_of_the_tiers_and_clear_empties_them() -> None:
-    async with serving(**HOST) as client:
-        admin = admin_pb2_grpc.AdminStub(client.channel)
-        await client.done()
-        await flushed(client)
-        await client.done()
-        await flushed(client)
-        pool, host = (await admin.Cache(admin_pb2.CacheRequest())).tiers
-        assert (pool.name, pool.blocks, pool.hits, pool.misses) == ("pool", 6, 6, 6)
-        assert (host.name, host.blocks) == ("host", 6)
-        pool, host = (await admin.ClearCache(admin_pb2.ClearCacheRequest())).dropped
-        assert (pool.blocks, host.blocks) == (6, 6)
-        assert (await client.done()).cached_tokens == 0
 
 
 async def test_watchers_are_told_of_blocks() -> None:

@@ -1,9 +1,6 @@
 """A prefill worker watched: its heartbeats, the limits of its states, its stall, its ledger and its audits."""
 
 import asyncio
-import json
-import sys
-from asyncio.subprocess import PIPE
 from typing import Any
 
 import grpc
@@ -71,18 +68,6 @@ async def test_a_prefill_that_crawls_is_given_up(monkeypatch: pytest.MonkeyPatch
         await client.pages_back()
 
 
-async def test_a_full_line_refuses_with_a_delay() -> None:
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate), max_waiting=1) as client:
-        first = asyncio.create_task(read(client.call()))
-        await gate.reached()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(read(client.call()), WAIT_S)
-        assert from_rpc_error(caught.value).retry_after > 0
-        gate.open()
-        await first
-
-
 async def test_a_wedged_engine_is_told_to_watchers_and_so_is_its_recovery() -> None:
     gate = Gate()
     async with serving(FakeEngine(chunk_time=1.0, delay=gate), stall_s=0.2) as client:
@@ -105,38 +90,6 @@ async def test_an_idle_worker_audits_itself_and_ends_when_an_owner_was_forgotten
             await asyncio.wait_for(asyncio.shield(client.app.failed), WAIT_S)
         assert "503 of 512 pages are free, 6 are cached" in caplog.text
         assert (await status_of(client.call()))[0] is grpc.StatusCode.UNAVAILABLE
-        engine.free(forgotten)
-
-
-async def ledger_command(*args: str) -> tuple[int, str, str]:
-    """Status, output and errors of `baton ledger`."""
-    command = [sys.executable, "-m", "baton", "ledger", *args]
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
-    output, errors = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode is not None
-    return process.returncode, output.decode(), errors.decode()
-
-
-async def test_the_ledger_command_lists_owners_and_fails_for_a_violation_and_a_silent_process() -> None:
-    engine = FakeEngine()
-    async with serving(engine, lease_s=60) as client:
-        await client.done(transfer_id="t-1")
-        where = client.app.addresses.control
-        status, output, errors = await ledger_command("--target", where)
-        assert (status, errors) == (0, "")
-        for word in ("prefill", client.app.status.identity.incarnation, "export", "held", "t-1", "505 of 512"):
-            assert word in output
-
-        status, output, errors = await ledger_command("--target", f"{where},127.0.0.1:1", "--json")
-        (found,) = json.loads(output)
-        assert [(entry["kind"], entry["pages"]) for entry in found["entries"]] == [("export", 7)]
-        assert status == 75
-        assert errors.startswith("error: 127.0.0.1:1: UNAVAILABLE")
-
-        forgotten = engine.reserve("gone/3", 40)
-        status, _, errors = await ledger_command("--target", where)
-        assert status == 1
-        assert "gone/3" in errors
         engine.free(forgotten)
 
 

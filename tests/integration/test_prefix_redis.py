@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from baton.kv.format import KvFormat, KvPart
-from baton.kv.prefix.record import RecordCodec
 from baton.kv.prefix.redis import RedisPrefixCache, key_prefix
 from tests.prefix_redis import (
     BLOCKS,
@@ -54,27 +53,6 @@ async def test_records_expire(server: Server) -> None:
     with server.client() as client:
         assert 0 < client.ttl(KEYS[0]) <= 77
     await cache.close()
-
-
-async def test_bad_values_are_misses_by_reason(server: Server, cache: RedisPrefixCache) -> None:
-    await fill(cache)
-    good = CODEC.encode(DIGESTS[2], BLOCKS[2])
-    forged = RecordCodec(FORMAT, "guess").encode(DIGESTS[2], BLOCKS[2])
-    flipped = good[:-1] + bytes([good[-1] ^ 1])
-    swapped = CODEC.encode(DIGESTS[3], BLOCKS[3])
-    with server.client() as client:
-        for value, reason in [(forged, "forged"), (flipped, "corrupt"), (swapped, "misplaced")]:
-            before = faults(reason)
-            client.set(KEYS[2], value)
-            assert await hits(cache) == (6, 2)
-            assert faults(reason) == before + 1
-            await cache.flush()  # the refused record is gone
-        for value in (b"", b"short", good + b"x"):
-            client.set(KEYS[2], value)
-            assert await hits(cache) == (2, 2)
-            await cache.flush()
-        client.set(KEYS[2], good)
-        assert await hits(cache) == (6, 6)
 
 
 async def test_of_a_longer_value_no_more_comes_than_a_record(server: Server, cache: RedisPrefixCache) -> None:
@@ -182,30 +160,6 @@ async def test_a_late_answer_is_not_taken_for_that_to_another_question(server: S
     await cache.close()
 
 
-async def test_a_full_server_drops_writes_and_still_answers(server: Server, cache: RedisPrefixCache) -> None:
-    await fill(cache)
-    with server.client() as client:
-        client.delete(KEYS[3])
-        client.config_set("maxmemory", "1")
-    before, lost = faults("oom"), dropped()
-    assert cache.put(DIGESTS[3], BLOCKS[3])
-    await cache.flush()
-    assert (faults("oom"), dropped()) == (before + 1, lost + 1)
-    assert await hits(cache) == (3, 3)
-
-
-async def test_a_read_only_replica_serves_reads(server: Server, cache: RedisPrefixCache) -> None:
-    await fill(cache)
-    before = faults("readonly")
-    with server.client() as client:
-        client.replicaof("127.0.0.1", 1)
-        client.config_set("replica-serve-stale-data", "yes")
-    cache.put(os.urandom(32), BLOCKS[0])
-    await cache.flush()
-    assert faults("readonly") == before + 1
-    assert await hits(cache) == (6, 6)
-
-
 async def test_the_write_queue_is_bounded_and_drops(server: Server) -> None:
     cache = open_cache(server.url, queue_bytes=3 * CODEC.payload_bytes)
     before = dropped()
@@ -239,19 +193,6 @@ async def test_close_leaves_no_connection(server: Server) -> None:
                 pass  # the server sees the end of a connection in its own time
 
 
-async def test_password_and_wrong_password(tmp_path: Path) -> None:
-    with running("valkey", tmp_path, "--requirepass", "pass", tcp=True) as server:
-        before = faults("auth")
-        wrong = open_cache(server.url.replace("redis://", "redis://:guess@"))
-        assert await hits(wrong) == (0, 0)
-        assert faults("auth") == before + 1
-        right = open_cache(server.url.replace("redis://", "redis://:pass@"))
-        await fill(right)
-        assert await hits(right) == (6, 6)
-        await wrong.close()
-        await right.close()
-
-
 async def test_a_user_who_may_not_write_still_reads(tmp_path: Path) -> None:
     with running("valkey", tmp_path, tcp=True) as server, server.client() as client:
         client.execute_command("ACL", "SETUSER", "writer", "on", ">p@ss", "~baton:*", "+@all")
@@ -270,13 +211,6 @@ async def test_a_user_who_may_not_write_still_reads(tmp_path: Path) -> None:
         assert faults("auth") == before + 2
         for cache in (writer, reader, nobody):
             await cache.close()
-
-
-async def test_nothing_listens() -> None:
-    cache = open_cache("redis://127.0.0.1:1")
-    assert await hits(cache) == (0, 0)
-    assert not cache.put(DIGESTS[0], BLOCKS[0]), "not worth queueing"
-    await cache.close()
 
 
 async def test_a_lost_store_is_logged_once_and_so_is_its_return(
@@ -329,18 +263,6 @@ async def test_large_blocks(server: Server) -> None:
         client.delete(key_prefix(kv_format) + digests[20].hex())
     assert [bytes(payload) for payload in await cache.fetch(digests)] == blocks[:20]
     await cache.close()
-
-
-async def test_a_writer_without_the_secret_plants_nothing(server: Server, cache: RedisPrefixCache) -> None:
-    attacker = RedisPrefixCache(server.url, FORMAT, "guess")
-    before = faults("forged")
-    await fill(attacker)
-    assert await found(cache) == 6, "it is there, by its size"
-    assert await cache.fetch(DIGESTS) == []
-    assert faults("forged") == before + 1
-    await fill(cache)
-    assert await hits(cache) == (6, 6)
-    await attacker.close()
 
 
 async def test_touching_prolongs_lives(server: Server) -> None:

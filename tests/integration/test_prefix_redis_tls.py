@@ -1,7 +1,6 @@
 """The Redis prefix cache over TLS, to a real server behind a TLS end of its own: the embedded one has none."""
 
 import asyncio
-import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -9,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.kv.format import KvFormat, KvPart
-from baton.kv.prefix.redis import RedisPrefixCache
 from tests import certificates
 from tests.prefix_redis import fill, hits, open_cache
 from tests.redis_server import Server, agreed, cluster, running
@@ -55,19 +52,6 @@ async def test_tls_with_our_ca_and_client_certificates(server: Server) -> None:
         cache = open_cache(f"rediss://127.0.0.1:{port}?{options}")
         await fill(cache)
         assert await hits(cache) == (6, 6)
-        await cache.close()
-
-
-async def test_large_blocks_over_tls(server: Server) -> None:
-    kv_format = KvFormat((KvPart("k", "float32", (4, 64)),), layers=24, block_size=16)
-    digests = [os.urandom(32) for _ in range(10)]
-    blocks = [os.urandom(kv_format.token_bytes * kv_format.block_size) for _ in digests]
-    async with tls_end(server) as port:
-        url = f"rediss://localhost:{port}?ssl_ca_certs={certificates.fleet()}/ca.crt"
-        cache = RedisPrefixCache(url, kv_format, "secret")
-        assert all(map(cache.put, digests, blocks))
-        await cache.flush()
-        assert [bytes(payload) for payload in await cache.fetch(digests)] == blocks
         await cache.close()
 
 

@@ -13,10 +13,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.engine.fake import expected_tokens
 from baton.errors import Overloaded, PermissionDenied, TicketRefused
 from baton.pb import admin_pb2, decode_pb2, inference_pb2, kv_pb2, prefill_pb2, worker_pb2
-from baton.rpc.channel import control_channel, kv_channel
+from baton.rpc.channel import kv_channel
 from baton.rpc.server import listen
 from baton.rpc.tls import principal_of
 from baton.transfer.exports import Exports
@@ -25,7 +24,7 @@ from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
 from baton.transfer.tickets import LEEWAY_S, TicketSigner, TicketVerifier
 from baton.worker.listeners import KV_ROLES
-from tests.integration.secure_fleet import MAX_STREAMS, VOCABULARY, Files, SecureFleet, client_channel, secure_fleet
+from tests.integration.secure_fleet import MAX_STREAMS, Files, SecureFleet, client_channel, secure_fleet
 from tests.integration.transfer_pair import faults
 from tests.unit.transfer.support import INCARNATION, Engine, contents, handoff, prefilled, ready, whole
 
@@ -196,12 +195,6 @@ async def fleet(tmp_path: Path, files: Files) -> AsyncIterator[SecureFleet]:
         yield fleet
 
 
-async def test_a_fleet_with_everything_on_serves(fleet: SecureFleet) -> None:
-    async with fleet.client("acme") as client:
-        answer = await client.complete(PROMPT, max_tokens=4, temperature=0, ignore_eos=True, timeout=60)
-    assert answer.choices[0].token_ids == expected_tokens(PROMPT, 4, vocab_size=VOCABULARY)
-
-
 async def test_every_method_needs_a_key_and_is_refused_before_its_message_is_looked_at(fleet: SecureFleet) -> None:
     services = (inference_pb2.DESCRIPTOR.services_by_name["Inference"], admin_pb2.DESCRIPTOR.services_by_name["Admin"])
     async with fleet.channel() as channel:
@@ -233,21 +226,6 @@ async def test_a_tenant_over_its_limit_is_refused_and_others_are_not(fleet: Secu
         assert (await other.complete(PROMPT, max_tokens=1, timeout=60)).choices
         for stream in streams:
             await stream.aclose()
-
-
-async def test_another_ca_opens_no_connection(fleet: SecureFleet, strangers: Files) -> None:
-    """Neither to who trusts another one, nor with a certificate of another one, on any listener."""
-    control = fleet.decode.addresses.control
-    watch = f"/{worker_pb2.DESCRIPTOR.services_by_name['Worker'].full_name}/Watch"
-    channels = [
-        client_channel(fleet.app.address, strangers),
-        *(kv_channel(address, strangers.tls("decode-1", fleet.files), role) for address, role in kv_addresses(fleet)),
-        control_channel(control, strangers.tls("router", fleet.files), "decode"),
-    ]
-    for channel in channels:
-        async with channel:
-            error = await refused(channel.unary_unary(watch)(b"", timeout=60))
-            assert error.code() is Status.UNAVAILABLE
 
 
 async def test_client_certificates_can_be_required_besides_keys(tmp_path: Path, files: Files, strangers: Files) -> None:

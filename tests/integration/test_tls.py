@@ -32,7 +32,6 @@ from tests.fleet import Fleet
 PROMPT = [5, 6, 7] * 20
 WAIT_S = 60.0
 SECRET = "a secret of the tests"
-TAKEN = {("control", "router"), ("control", "admin"), ("kv", "prefill"), ("kv", "decode")}
 """Listeners of a worker and the roles that may call them."""
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
@@ -119,28 +118,6 @@ async def test_a_request_from_end_to_end(checkpoint: Path, tmp_path: Path) -> No
                     await client.get_model()
 
 
-async def test_a_router_that_wants_certificates_of_clients(checkpoint: Path) -> None:
-    ours, theirs = fleet(), fleet("theirs")
-    async with Fleet(checkpoint) as running:
-        prefill = await running.prefill(engine=engine(), **worker(ours, "prefill"))
-        decode = await running.decode(engine=engine(), **worker(ours, "decode"))
-        app = await running.start_router([prefill], [decode], **router(ours), client_certs=True)
-        await until_serving(app, control_channel(app.address, tls("admin")))
-        for directory, name, error in (
-            (ours, "client", None),
-            (ours, "decode", "is that of decode, not of client or admin"),
-            (theirs, "client", "Socket closed|CERTIFICATE_VERIFY_FAILED|Broken pipe|reset"),
-        ):
-            security: dict[str, Any] = {
-                "ca": ours / "ca.crt",
-                "cert": directory / f"{name}.crt",
-                "key": directory / f"{name}.key",
-            }
-            async with asyncio.timeout(WAIT_S), AsyncClient(app.address, **security) as client:
-                with pytest.raises(Exception, match=error) if error else contextlib.nullcontext():
-                    await client.get_model()
-
-
 async def test_workers_that_are_not_what_the_router_expects_are_named(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,22 +152,6 @@ async def test_a_process_with_the_certificate_of_another_role_does_not_start(che
         prefill = await running.prefill(engine=engine())
         with pytest.raises(ConfigError, match=words.format("client", "router.baton", "client")):
             await running.start_router([prefill], [prefill], **router(fleet(), "client"), model="/nowhere")
-
-
-async def test_each_listener_takes_its_roles_only(checkpoint: Path) -> None:
-    async with Fleet(checkpoint) as running:
-        app = await running.prefill(engine=engine(), **worker(fleet(), "prefill"))
-        for name in ("router", "prefill", "decode", "admin", "client"):
-            for listener, dial in (("control", control_channel), ("kv", kv_channel)):
-                async with dial(getattr(app.addresses, listener), tls(name), "prefill") as channel:
-                    check = health_pb2_grpc.HealthStub(channel).Check
-                    if (listener, name) in TAKEN:
-                        await check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
-                    else:
-                        words = f"certificate is that of {name}, not of"
-                        with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
-                            await check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
-                        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 class Gate:

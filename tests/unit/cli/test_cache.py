@@ -22,7 +22,6 @@ from baton.errors import InvalidRequest, Overloaded, Unsupported
 from baton.ledger import Ledger
 from baton.pb import inference_pb2 as pb
 from baton.rpc.server import Listener, listen
-from tests.certificates import fleet, tls
 from tests.fake_router import Router
 from tests.fake_router import served as router_served
 
@@ -186,20 +185,6 @@ async def test_a_clear_of_a_process_that_falls_silent_is_given_up(monkeypatch: p
         await process.cancelled.wait()
     assert result.exit_code != 0
     assert f"error: {listener.address}: " in result.stderr
-
-
-async def test_only_admins_reach_a_worker_and_no_worker_sees_the_key() -> None:
-    files = {"ca": "ca.crt", "cert": "admin.crt", "key": "admin.key"}
-    flags = [f"--{flag}={fleet() / file}" for flag, file in files.items()]
-    process = Process("prefill")
-    async with served(process, tls=tls("prefill"), roles=("router", "admin")) as listener:
-        target = f"--target={listener.address}"
-        assert (await cache("stats", target, *flags)).exit_code == 0
-        client = [flag.replace("admin.", "client.") for flag in flags]
-        refused = await cache("clear", target, "--yes", *client)
-    assert refused.exit_code == 1
-    assert "PERMISSION_DENIED" in refused.stderr
-    assert process.cleared == []
 
 
 async def test_a_silent_process_and_a_bad_flag_have_statuses_of_their_own() -> None:

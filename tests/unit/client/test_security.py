@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -114,13 +113,6 @@ async def test_generate_takes_the_key_from_the_environment() -> None:
         assert await asyncio.to_thread(run, BATON_API_KEY="from-environment") == 0
         assert await asyncio.to_thread(run, "--api-key=from-flag", BATON_API_KEY="from-environment") == 0
     assert [key for key, _ in router.seen] == ["Bearer from-environment", "Bearer from-flag"]
-
-
-async def test_generate_names_a_file_that_can_not_be_read(tmp_path: Path) -> None:
-    missing = tmp_path / "ca.crt"
-    result = await asyncio.to_thread(CliRunner().invoke, main, ["generate", f"--ca={missing}", "x"])
-    assert result.exit_code == 2
-    assert f"Invalid value for '--ca': '{missing}' can't be read" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Collection
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, Overloaded
@@ -263,46 +261,3 @@ def test_waiting_is_bounded_and_tells_when_to_retry() -> None:
     with pytest.raises(Overloaded) as caught:
         s.admit(1, 0.0)
     assert caught.value.retry_after == pytest.approx(35.1)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 500), st.integers(0, 499), st.floats(0, 5)), min_size=1, max_size=12),
-    st.integers(1, 200),
-    st.integers(32, 40),
-)
-def test_every_prompt_is_computed_whole_and_once(prompts: list[tuple[int, int, float]], chunk: int, pages: int) -> None:
-    """Random prompts with random hits through a small pool: each ends, in steps that join."""
-    s, now, free = scheduler(pages=pages, chunk=chunk), 0.0, pages
-    coming = sorted(prompts, key=lambda prompt: prompt[2])
-    computed: dict[Prompt, int] = {}
-
-    def take(prompt: Prompt) -> bool:
-        nonlocal free
-        if prompt.pages > free:
-            return False
-        free -= prompt.pages
-        return True
-
-    while coming or computed:
-        while coming and coming[0][2] <= now:
-            tokens, cached, _ = coming.pop(0)
-            prompt = s.admit(tokens, now)
-            s.await_pages(prompt, min(cached, tokens - 1))
-            computed[prompt] = prompt.done
-        for prompt in allocate(s, now, take):
-            s.make_ready(prompt, prompt.done)
-        choice = s.next_chunk()
-        if choice is None:
-            assert coming, "prompts wait and nothing runs"
-            now = coming[0][2]
-            continue
-        prompt, end = choice
-        assert computed[prompt] == prompt.done < end <= min(prompt.tokens, prompt.done + chunk)
-        s.finish_chunk(prompt, end, 0.01)
-        computed[prompt], now = end, now + 0.01
-        if end == prompt.tokens:
-            s.remove(prompt)
-            del computed[prompt]
-            free += prompt.pages
-    assert free == pages
-    assert s.waiting == s.running == s.pending_tokens == 0

@@ -188,29 +188,6 @@ async def test_without_roles_clients_need_no_certificate() -> None:
     assert service.callers == [("", frozenset())] * 2
 
 
-async def test_new_files_are_used_without_a_restart(tmp_path: Path) -> None:
-    """A running stream goes on; afterwards only the new CA's certificates are taken."""
-    service = Service()
-    old, new = tls("router"), tls("router", fleet("theirs"))
-    files = copied(tmp_path / "files", "prefill")
-    async with (
-        serving(service, tls=tls("prefill", files), roles=("router",)) as listener,
-        control_channel(listener.address, old, "prefill") as channel,
-    ):
-        stream = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="x"))
-        service.permits.put_nowait(None)
-        assert (await stream.read()).request_id == "r"
-        assert (await refused(kv_channel(listener.address, new)))[0] is grpc.StatusCode.UNAVAILABLE
-
-        copied(files, "prefill", source=fleet("theirs"))
-        await ask(kv_channel(listener.address, new))
-        assert (await refused(kv_channel(listener.address, old)))[0] is grpc.StatusCode.UNAVAILABLE
-        service.permits.put_nowait(None)
-        assert (await asyncio.wait_for(stream.read(), WAIT_S)).request_id == "r"
-        stream.cancel()
-    assert len(service.callers) == 1
-
-
 def half_written(files: Path) -> None:
     (files / "prefill.key").write_bytes((fleet("theirs") / "prefill.key").read_bytes())
 
@@ -278,29 +255,3 @@ async def test_calls_over_the_limit_wait_until_their_deadline_or_their_turn() ->
         streams[0].cancel()
         await third
         streams[1].cancel()
-
-
-@pytest.mark.parametrize(
-    ("given", "lacking"),
-    [
-        ({"keys": {"ticket_keys": ""}}, "tls_cert, tls_key, tls_ca, ticket_keys are not set"),
-        ({"keys": {"ticket_keys": "file"}}, "tls_cert, tls_key, tls_ca are not set"),
-        ({"keys": {"ticket_keys": ""}, "tls": True}, "ticket_keys is not set"),
-    ],
-)
-async def test_beyond_loopback_only_with_tls_and_keys(given: dict[str, Any], lacking: str) -> None:
-    if "tls" in given:
-        given = {**given, "tls": tls("prefill")}
-    keywords: dict[str, Any] = {"insecure": False, "add": Service().add, "services": [INFERENCE], **given}
-    with pytest.raises(errors.ConfigError) as caught:
-        await listen("0.0.0.0:0", field="kv", **keywords).__aenter__()
-    assert str(caught.value) == (
-        f"kv: 0.0.0.0:0 can be reached from other machines, and {lacking}; --insecure allows that"
-    )
-
-
-async def test_with_tls_and_keys_a_listener_may_be_reached() -> None:
-    keys = {"ticket_keys": "file"}
-    add = Service().add
-    async with listen("0.0.0.0:0", insecure=False, add=add, services=[], tls=tls("prefill"), keys=keys) as listener:
-        assert listener.address.startswith("0.0.0.0:")
