@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from baton.config.options import option
 from baton.config.worker import WorkerConfig
-from baton.engine.config import RESIDENT_KV_MEMORY, EngineConfig
+from baton.engine.config import EngineConfig
 from baton.kv.format import KvCompression
 
 
@@ -24,11 +24,6 @@ class DecodeConfig(WorkerConfig):
     )
     host_kv_memory: int = option(
         512 << 20, help="Host memory for the KV of sequences paused for want of pages.", unit="bytes"
-    )
-    resident_kv_memory: int = option(
-        RESIDENT_KV_MEMORY,
-        help="Memory, on CPU, for copies of running sequences' KV that steps read; at most the pool's, 0 for none.",
-        unit="bytes",
     )
     convert_kv: bool = option(
         False, help="Accept KV of another element type and convert it; none is then left for later prompts."
@@ -60,5 +55,4 @@ class DecodeConfig(WorkerConfig):
             super().engine_config(),
             slots=self.slots,
             host_kv_memory=self.host_kv_memory,
-            resident_kv_memory=self.resident_kv_memory,
         )

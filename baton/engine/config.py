@@ -12,9 +12,6 @@ CPU_PAGE_SIZE = 16
 CUDA_PAGE_SIZE = 256
 """Default page sizes; stock flash-attn kernels want a multiple of 256."""
 
-RESIDENT_KV_MEMORY = 1 << 30
-"""Default bytes for copies of running sequences' KV."""
-
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -27,8 +24,7 @@ class EngineConfig:
     of prompt and output together, 0 for the model's. `page_size`: tokens, 0 for 16 on CPU and 256 on CUDA.
     `kv_memory`: bytes of the page pool, 0 for automatic. `slots`: places in the generation batch, 0 on a
     prefill worker. `block_size`: tokens of a prefix block, one for the fleet. `threads`: of torch on CPU, 0
-    for torch's choice. `host_kv_memory`: bytes for the KV of paused sequences, 0 for none. `resident_kv_memory`: bytes
-    for the copies of running sequences' KV that steps on CPU read (`baton.model.attention.resident`), 0 for none.
+    for torch's choice. `host_kv_memory`: bytes for the KV of paused sequences, 0 for none.
     """
 
     model: str
@@ -42,7 +38,6 @@ class EngineConfig:
     block_size: int = 16
     threads: int = 0
     host_kv_memory: int = 0
-    resident_kv_memory: int = RESIDENT_KV_MEMORY
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -60,7 +55,6 @@ class EngineConfig:
             "slots",
             "threads",
             "host_kv_memory",
-            "resident_kv_memory",
         ):
             value = getattr(self, name)
             if value < 0:

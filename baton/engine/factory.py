@@ -66,9 +66,7 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     )
     # On CUDA a page more, which the rows of a graph write to that no sequence has.
     kv = model.new_kv_cache(pages + int(device.type == "cuda"), page_size, kv_dtype)
-    # Copies of what the pages hold need not be larger.
-    runner = ModelRunner(model, kv, spec, min(config.resident_kv_memory, pages * kv.page_bytes))
-    engine = EngineCore(spec, InProcessExecutor(runner), config.host_kv_memory)
+    engine = EngineCore(spec, InProcessExecutor(ModelRunner(model, kv, spec)), config.host_kv_memory)
     memory = huge_pages.resident()
     _log.info(
         "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "

@@ -27,7 +27,7 @@ from baton.engine.plan import Chunk, ForwardPlan, PlanResult, Step
 from baton.engine.step_inputs import StepInputs
 from baton.engine.torch_memory import TorchMemory
 from baton.errors import EngineError, NoToken
-from baton.model.attention import AttentionBatch, KvCache, ResidentKv, select
+from baton.model.attention import AttentionBatch, KvCache, select
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.load import LoadedModel
 from baton.model.sampled import token_infos
@@ -57,7 +57,7 @@ class _Forwarded:
 class ModelRunner:
     """See the module's text and `baton.engine.executor.Runner`; made by `baton.engine.factory.build`."""
 
-    def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec, resident_kv_memory: int = 0) -> None:
+    def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec) -> None:
         self._cuda = CudaMemory(kv) if model.device.type == "cuda" else None
         self._memory: KvMemory = self._cuda or TorchMemory(kv)
         self._spec = spec
@@ -70,9 +70,8 @@ class ModelRunner:
         width = spec.pages_for(spec.max_model_len + spec.steps_ahead)
         graphs = spec.slots > 0 and isinstance(backend, FlashAttention)
         rows = padded(spec.slots) if graphs else max(1, spec.slots)
-        resident = ResidentKv(kv, resident_kv_memory) if resident_kv_memory and self._cuda is None else None
         scratch = min(spec.pages, kv.num_pages - 1)
-        self._inputs = StepInputs(rows, width, spec.page_size, scratch, model.device, resident)
+        self._inputs = StepInputs(rows, width, spec.page_size, scratch, model.device)
         self._graphs = DecodeGraphs(self._run, self._inputs) if graphs else None
         self._slots: dict[int, _Slot] = {}
         self._rows: list[_Slot] = []

@@ -8,12 +8,12 @@ sequence has gained.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from baton.model.attention import AttentionBatch, ResidentKv
+from baton.model.attention import AttentionBatch
 from baton.model.upload import upload
 
 
@@ -27,18 +27,15 @@ class StepInputs:
         page_size: int,
         scratch: int,
         device: torch.device,
-        resident: ResidentKv | None = None,
     ) -> None:
-        """`scratch` is the page of rows that nobody has; `resident` what steps may read in place of pages."""
+        """`scratch` is the page of rows that nobody has."""
         self.page_size = page_size
         self.ids = torch.zeros(slots, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
         self.tables = torch.full((slots, width), scratch, dtype=torch.int32, device=device)
         self._scratch = scratch
         self._device = device
-        self._resident = resident
         self._filled: list[int] = []
-        self._owners: list[Hashable] = []
 
     def add(self, token_id: int, position: int, pages: Sequence[int]) -> None:
         """A new last row: its newest token, where that is in its sequence, and the sequence's pages."""
@@ -46,7 +43,6 @@ class StepInputs:
         entry = upload([token_id, position], torch.int64, self._device)
         self.ids[row], self.positions[row] = entry[0], entry[1]
         self._filled.append(0)
-        self._owners.append(object())
         self.extend(row, pages)
 
     def extend(self, row: int, pages: Sequence[int]) -> None:
@@ -60,33 +56,24 @@ class StepInputs:
     def remove(self, index: int) -> None:
         """Row `index` left, and the last one takes its place."""
         last = len(self._filled) - 1
-        filled, owner = self._filled.pop(), self._owners.pop()
+        filled = self._filled.pop()
         for part in (self.ids, self.positions, self.tables):
             if index < last:
                 part[index] = part[last]
         if index < last:
-            self._filled[index], self._owners[index] = filled, owner
+            self._filled[index] = filled
         self.positions[last] = 0
         self.tables[last] = self._scratch
 
     def clear(self) -> None:
-        """No row is left, and what steps have read counts for nothing."""
-        if self._resident is not None:
-            self._resident.clear()
+        """No row is left."""
         while self._filled:
             self.remove(len(self._filled) - 1)
 
     def batch(self, contexts: Sequence[int], width: int) -> AttentionBatch:
         """The first rows as attention sees them; `contexts` count the new token, and need `width` pages at most."""
         count = len(contexts)
-        return AttentionBatch.step(
-            contexts,
-            self.positions[:count],
-            self.tables[:count, :width],
-            self.page_size,
-            self._owners[:count],
-            self._resident,
-        )
+        return AttentionBatch.step(contexts, self.positions[:count], self.tables[:count, :width], self.page_size)
 
     def advance(self, tokens: Tensor) -> None:
         """A step over the first rows has chosen `tokens`, int64 `[n]`."""

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 from baton.errors import EngineError, OutOfPages
 from baton.kv.cached_blocks import CachedBlockIndex, PrefixesChanged
-from baton.kv.free_pages import FreePages
 
 DRAINING = " (draining)"
 """Behind an owner's name in the audit when it gave up pages that are still pinned."""
@@ -102,15 +101,13 @@ class PageCopy:
 class PagePool:
     """Hands out `pages` pages of `page_size` tokens each, numbered from 0; blocks have as many tokens by default."""
 
-    def __init__(self, pages: int, page_size: int, block_size: int | None = None, neighbours: bool = True) -> None:
+    def __init__(self, pages: int, page_size: int, block_size: int | None = None) -> None:
         if pages < 1 or page_size < 1:
             raise EngineError(f"a pool needs a page of a token or more, got {pages} pages of {page_size}")
         self.pages = pages
         self.page_size = page_size
         self._lock = threading.Lock()
-        self._free = FreePages(pages)
-        # Evicted at a time: what was reserved together lies together, and so can the next. Bounded, as it takes time.
-        self._evicted = min(pages // 16, 1024) if neighbours else 0
+        self._free = list(reversed(range(pages)))
         self._refs = [0] * pages
         self._block_index = CachedBlockIndex(self._refs, page_size, block_size or page_size)
         self._leases: set[_Lease] = set()
@@ -151,7 +148,7 @@ class PagePool:
             if need > (available := self._available(shared)):
                 raise OutOfPages(need + len(shared), available + len(shared), self.pages)
             self._share(shared + cut)
-            own = self._allocate(need, shared)
+            own = self._allocate(need)
             handle = self._handle(owner, shared + own, cached)
             if not cut or copy is None:
                 return handle
@@ -184,14 +181,14 @@ class PagePool:
     def drop_cached(self) -> int:
         """See `Engine.drop_cached`."""
         with self._changing():
-            self._free.add(freed := self._block_index.clear())
+            self._free += (freed := self._block_index.clear())
             return len(freed)
 
     def retract(self, handle: PageHandle) -> None:
         """See `Engine.retract`."""
         with self._changing():
             if handle.alive:
-                self._free.add(self._block_index.remove(handle._lease.pages))
+                self._free += self._block_index.remove(handle._lease.pages)
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
         """See `Engine.watch_prefixes`."""
@@ -203,7 +200,7 @@ class PagePool:
         with self._changing():
             self._check_alive(handle)
             pages = handle._lease.pages
-            pages += self._allocate(max(0, self.pages_for(tokens) - len(pages)), pages)
+            pages += self._allocate(max(0, self.pages_for(tokens) - len(pages)))
 
     def fork(
         self, handle: PageHandle, owner: str, shared_tokens: int, tokens: int, spare: PageHandle | None = None
@@ -221,7 +218,7 @@ class PagePool:
             full, rest = divmod(shared_tokens, self.page_size)
             need = self.pages_for(tokens) - full
             shared = handle._lease.pages[:full]
-            own = self._allocate(need, shared) if spare is None else self._convert(spare, need)
+            own = self._allocate(need) if spare is None else self._convert(spare, need)
             self._share(shared)
             copy = PageCopy(handle._lease.pages[full], own[0], rest) if rest else None
             return self._handle(owner, shared + own), copy
@@ -287,7 +284,7 @@ class PagePool:
     def free_all(self) -> None:
         """Free every handle, and forget all that was published."""
         with self._changing():
-            self._free.add(self._block_index.clear())
+            self._free += self._block_index.clear()
             for lease in [lease for lease in self._leases if lease.held]:
                 self._give_up(lease)
 
@@ -356,12 +353,12 @@ class PagePool:
         """Pages that can be taken if the cached ones among `shared` can't."""
         return len(self._free) + self._block_index.idle_pages - sum(not self._refs[page] for page in shared)
 
-    def _allocate(self, count: int, before: Sequence[int] = ()) -> list[int]:
+    def _allocate(self, count: int) -> list[int]:
         if count > (available := self._available()):
             raise OutOfPages(count, available, self.pages)
         if (missing := count - len(self._free)) > 0:
-            self._free.add(self._block_index.evict(max(missing, self._evicted) if count > 1 else missing))
-        taken = self._free.take(count, before[-1] if before else None)
+            self._free += self._block_index.evict(missing)
+        taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._refs[page] = 1
         return taken
@@ -378,7 +375,7 @@ class PagePool:
         lease = spare._lease
         if lease.pins or any(not self._private(page) for page in lease.pages):
             raise EngineError(f"{lease.owner}: its pages are in use, a fork can't have them")
-        more = self._allocate(max(0, count - len(lease.pages)), lease.pages)
+        more = self._allocate(max(0, count - len(lease.pages)))
         kept, lease.pages = lease.pages[:count], lease.pages[count:]
         self._give_up(lease)
         return kept + more
@@ -398,7 +395,7 @@ class PagePool:
         for page in lease.pages:
             self._refs[page] -= 1
             self._returns += not self._refs[page]
-        self._free.add(self._block_index.release(lease.pages))
+        self._free += self._block_index.release(lease.pages)
 
     def _private(self, page: int) -> bool:
         return self._refs[page] == 1 and not self._block_index.is_cached(page)

@@ -6,7 +6,6 @@ sequence's pages, itself included. A chunk and a decode batch are the same two c
 
     AttentionBatch   the lengths and page tables of one forward, and what is derived from them once
     KvCache          the pool, and the only code that knows how pages lie in memory
-    ResidentKv       working copies of running sequences' K and V on CPU, which an engine keeps from step to step
     AttentionBackend the contract; `select` picks one: flash-attn on CUDA, torch anywhere, and the
                      reference (a loop) in tests
 
@@ -19,7 +18,6 @@ from __future__ import annotations
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.contract import AttentionBackend
 from baton.model.attention.kv_cache import KvCache
-from baton.model.attention.resident import ResidentKv
 from baton.model.attention.select import select
 
-__all__ = ["AttentionBackend", "AttentionBatch", "KvCache", "ResidentKv", "select"]
+__all__ = ["AttentionBackend", "AttentionBatch", "KvCache", "select"]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from baton.model.attention.resident import ResidentKv
 
 T = TypeVar("T")
 
@@ -23,16 +20,13 @@ class AttentionBatch:
 
     `query_lens`: new tokens of each sequence, 1 or more. `context_lens`: all its tokens, with the new ones.
     `page_tables`: int32 `[B, max_pages]` on the compute device; entries past a sequence's last page are never
-    followed. Derived tensors are computed at first use and kept, so each is made once a forward. `resident`: working
-    copies that a step may read instead of pages; `owners` says whose rows they are.
+    followed. Derived tensors are computed at first use and kept, so each is made once a forward.
     """
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     page_tables: Tensor
     page_size: int
-    owners: tuple[Hashable, ...] = ()
-    resident: ResidentKv | None = None
     _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -58,23 +52,10 @@ class AttentionBatch:
 
     @classmethod
     def step(
-        cls,
-        context_lens: Sequence[int],
-        positions: Tensor,
-        page_tables: Tensor,
-        page_size: int,
-        owners: Sequence[Hashable] = (),
-        resident: ResidentKv | None = None,
+        cls, context_lens: Sequence[int], positions: Tensor, page_tables: Tensor, page_size: int
     ) -> AttentionBatch:
-        """One new token for each sequence, at `positions` (int64 `[B]`, on the tables' device): the last of each.
-
-        `owners`, which `resident` needs, are one for each sequence and the same in all its steps.
-        """
+        """One new token for each sequence, at `positions` (int64 `[B]`, on the tables' device): the last of each."""
         batch = cls.build([1] * len(context_lens), context_lens, page_tables, page_size)
-        if resident is not None:
-            if len(set(owners)) != len(context_lens):
-                raise ValueError(f"{len(set(owners))} owners of {len(context_lens)} sequences")
-            batch = replace(batch, owners=tuple(owners), resident=resident)
         batch.__dict__["positions"] = positions
         return batch
 
@@ -136,16 +117,6 @@ class AttentionBatch:
         """The slots of `positions` (int64 `[n, S]`) of the sequences (int64 `[n]`): int64 `[n, S]`."""
         pages = self.page_tables[sequences[:, None], positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size
-
-    def run(self, sequence: int, positions: range) -> int | None:
-        """The slot of the first of `positions`, 1 or more, of a sequence, if their slots follow each other.
-
-        The host waits for the page tables.
-        """
-        pages = self.page_tables[sequence, positions.start // self.page_size : -(-positions.stop // self.page_size)]
-        first = int(pages[0])
-        follow = torch.arange(first, first + len(pages), dtype=pages.dtype, device=pages.device)
-        return first * self.page_size + positions.start % self.page_size if torch.equal(pages, follow) else None
 
     def derive(self, key: Any, make: Callable[[], T]) -> T:
         """A backend's own derived value: made at first use, then kept for this forward's other layers."""

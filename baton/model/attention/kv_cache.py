@@ -16,7 +16,7 @@ class KvCache:
     """Pages for all layers: a listed set of parts, each `[layers, pages, page_size, kv_heads, head_dim]`.
 
     Who owns which page is decided elsewhere; this is memory. A *slot* is one token's place
-    (page * page_size + offset), a *row* one head of one slot (slot * kv_heads + head).
+    (page * page_size + offset).
     """
 
     parts: dict[str, Tensor]
@@ -79,16 +79,6 @@ class KvCache:
         return next(iter(self.parts.values()))
 
     @cached_property
-    def _layers(self) -> dict[tuple[str, int], tuple[Tensor, ...]]:
-        """Each part's pages by (part, elements a row), as views made once: of slots and of rows."""
-        widths = {self.kv_heads * self.head_dim, self.head_dim}
-        return {
-            (name, width): tuple(layer.view(-1, width) for layer in part)
-            for name, part in self.parts.items()
-            for width in widths
-        }
-
-    @cached_property
     def _slots(self) -> dict[str, tuple[Tensor, ...]]:
         """Each part's layers as `[slots, kv_heads, head_dim]`, views made once."""
         return {name: tuple(layer.flatten(0, 1) for layer in part) for name, part in self.parts.items()}
@@ -97,27 +87,13 @@ class KvCache:
         """Store `values` `[T, kv_heads, head_dim]` at `slots` (int64 `[T]`), cast to the storage dtype."""
         self._slots[part][layer].index_copy_(0, slots, values.to(self.dtype))
 
-    def rows(self, slots: Tensor) -> Tensor:
-        """The rows of slots `[..., S]`, head by head: `[..., kv_heads, S]`, in the slots' dtype."""
-        heads = torch.arange(self.kv_heads, device=slots.device, dtype=slots.dtype)
-        return slots[..., None, :] * self.kv_heads + heads[:, None]
-
-    def gather(self, part: str, layer: int, places: Tensor, out: Tensor) -> None:
-        """Copy what lies at `places` (int32 or int64 `[n]`) into `out`, in its dtype.
-
-        With `out` `[n, kv_heads * head_dim]` places are slots, with `[n, head_dim]` rows.
-        """
-        source = self._layers[part, out.shape[1]][layer]
+    def gather(self, part: str, layer: int, slots: Tensor, out: Tensor) -> None:
+        """Copy what lies at `slots` (int32 or int64 `[n]`) into `out` `[n, kv_heads, head_dim]`, in its dtype."""
+        source = self._slots[part][layer]
         if out.dtype == self.dtype:
-            torch.index_select(source, 0, places, out=out)
+            torch.index_select(source, 0, slots, out=out)
         else:
-            out.copy_(source.index_select(0, places))
-
-    def run(self, part: str, layer: int, first: int, count: int, length: int) -> Tensor:
-        """`count` times `length` slots from slot `first` on: `[count, kv_heads, length, head_dim]`, a view."""
-        slots, width = self._slots[part][layer], self.kv_heads * self.head_dim
-        shape, strides = (count, self.kv_heads, length, self.head_dim), (length * width, self.head_dim, width, 1)
-        return slots.as_strided(shape, strides, slots.storage_offset() + first * width)
+            out.copy_(source.index_select(0, slots))
 
     def pages(self, part: str, layer: int) -> Tensor:
         """One layer's pages `[pages, page_size, kv_heads, head_dim]`, for kernels that follow page tables."""

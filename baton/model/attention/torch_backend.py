@@ -1,13 +1,11 @@
 """Attention on torch's own operators, on any device.
 
 Sequences with one new token are computed together, in groups of like length (`torch_decode`); chunks a
-sequence at a time, in blocks of queries (`torch_prefill`). On CPU, K and V of one sequence are read where they lie if
-its pages follow each other (`sources`). Others are copied out of the pages, into scratch memory or, where the batch
-brings them, into working copies that the next step finds again (`resident`). K and V are never repeated: the query
-group of each KV head becomes rows of one matmul.
+sequence at a time, in blocks of queries (`torch_prefill`). K and V are copied out of the pages into scratch memory
+(`gathered`), and never repeated: the query group of each KV head becomes rows of one matmul.
 
-What is read in place is exactly a sequence's tokens, and padding repeats its own keys, so no sequence ever reads what
-is not its own: a NaN left in a freed page can't reach another request.
+What is copied is exactly a sequence's tokens, and padding repeats its own keys, so no sequence ever reads what is not
+its own: a NaN left in a freed page can't reach another request.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from baton.model.attention import torch_kernel
 from baton.model.attention.batch import AttentionBatch
+from baton.model.attention.gathered import Gathered
 from baton.model.attention.kv_cache import KvCache
 from baton.model.attention.scratch import Scratch
-from baton.model.attention.sources import Gathered, InPlace, Source
 
 _LONG_BLOCK = 512
 """Queries a block where the past is longer than that: K and V of a middle are packed once a block."""
@@ -37,9 +37,9 @@ class Chunk:
 
     tokens: slice
     block: int
-    middle: Source | None
+    middle: Gathered | None
     ranges: tuple[tuple[int, int], ...]
-    edges: Source
+    edges: Gathered
     mask: Tensor
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, out: Tensor) -> None:
@@ -88,19 +88,15 @@ def plan(kv: KvCache, q: Tensor, batch: AttentionBatch, sequence: int, window: i
     lowest = min((low for low, high in seen if low < high), default=0)
     highest = max((high for low, high in seen if low < high), default=0)
     keys, mask = _edges(firsts, size, reach)
-    middle = edges = None
+    middle = None
     if lowest < highest:
-        middle = InPlace.of(kv, q, batch, sequence, range(lowest, highest)) or Gathered(
-            kv, _slots(batch, sequence, torch.arange(lowest, highest)), 1, scratch
-        )
-    if reach is None and len(firsts) * size == tokens:
-        edges = InPlace.of(kv, q, batch, sequence, range(past, context), len(firsts))
+        middle = Gathered(kv, _slots(batch, sequence, torch.arange(lowest, highest)), 1, scratch)
     return Chunk(
         tokens=slice(batch.query_starts[sequence], batch.query_starts[sequence + 1]),
         block=size,
         middle=middle,
         ranges=tuple((low - lowest, high - lowest) for low, high in seen),
-        edges=edges or Gathered(kv, _slots(batch, sequence, keys.clamp(0, context - 1)), len(firsts), scratch),
+        edges=Gathered(kv, _slots(batch, sequence, keys.clamp(0, context - 1)), len(firsts), scratch),
         mask=mask[:, None].repeat_interleave(group, dim=2).to(q.device, q.dtype),
     )
 

@@ -34,7 +34,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
     sharpness: float = 1  # what queries are multiplied by
-    consecutive: bool = False  # each sequence's pages follow each other
 
     def __str__(self) -> str:
         kind = "mixed" if self.lengths == MIXED else f"{len(self.lengths)}seq"
@@ -42,8 +41,7 @@ class Case:
         shape = f"page{self.page_size}-heads{self.heads}:{self.kv_heads}x{self.head_dim}"
         longest = max(context for _, context in self.lengths)
         sharp = "" if self.sharpness == 1 else f"-sharp{self.sharpness:g}"
-        run = "-run" if self.consecutive else ""
-        return f"{kind}{longest}-{shape}-window{self.window}-{dtypes}{sharp}{run}"
+        return f"{kind}{longest}-{shape}-window{self.window}-{dtypes}{sharp}"
 
 
 def cases(page_sizes: tuple[int, ...] = (16, 256)) -> list[Case]:
@@ -109,11 +107,6 @@ def in_dtypes(listed: list[Case], dtype: torch.dtype, kv_dtype: torch.dtype) -> 
     return [replace(case, dtype=dtype, kv_dtype=kv_dtype) for case in listed]
 
 
-def in_runs(listed: list[Case]) -> list[Case]:
-    """The same cases on pages that follow each other."""
-    return [replace(case, consecutive=True) for case in listed]
-
-
 def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """float32 attention of the last `len(q)` tokens over `k` and `v`, `[tokens, heads, head_dim]` each."""
     group = q.shape[1] // k.shape[1]
@@ -131,7 +124,7 @@ def check(backend: AttentionBackend, case: Case, device: torch.device, tolerance
     torch.manual_seed(0)
     needed = [-(-context // case.page_size) for _, context in case.lengths]
     kv = _poisoned(case, sum(needed) + 3, device)
-    tables = _tables(needed, kv.num_pages, case.consecutive).to(device)
+    tables = _tables(needed, kv.num_pages).to(device)
     context = sum(total for _, total in case.lengths)
     keys = torch.randn(context, case.kv_heads, case.head_dim, device=device).to(case.kv_dtype)
     values = torch.randn(context, case.kv_heads, case.head_dim, device=device).to(case.kv_dtype)
@@ -172,10 +165,10 @@ def _poisoned(case: Case, num_pages: int, device: torch.device) -> KvCache:
     return kv
 
 
-def _tables(needed: list[int], num_pages: int, consecutive: bool) -> Tensor:
-    """Pages for each sequence, scattered if not `consecutive`; unused entries name page 0, whoever owns it."""
+def _tables(needed: list[int], num_pages: int) -> Tensor:
+    """Pages for each sequence, scattered; unused entries name page 0, whoever owns it."""
     tables = torch.zeros(len(needed), max(needed) + 1, dtype=torch.int32)
-    order = torch.arange(num_pages).roll(-1) if consecutive else torch.randperm(num_pages)
+    order = torch.randperm(num_pages)
     free = order.split([*needed, num_pages - sum(needed)])
     for table, pages in zip(tables, free, strict=False):
         table[: len(pages)] = pages

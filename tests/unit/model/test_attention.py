@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, flash_backend, select
 from baton.model.attention.flash_backend import FlashAttention
@@ -22,7 +20,6 @@ from tests.unit.model.attention_contract import (
     check,
     decode_cases,
     in_dtypes,
-    in_runs,
     sharp_cases,
 )
 from tests.unit.model.flash_standin import KERNELS
@@ -93,52 +90,6 @@ def test_blocks_of_queries_equal_dense_attention(case: Case) -> None:
 @pytest.mark.parametrize("case", decode_cases(), ids=str)
 def test_ragged_steps_equal_dense_attention(case: Case) -> None:
     check(TorchAttention(), case, CPU, tolerance=2e-5)
-
-
-@pytest.mark.parametrize("case", in_runs([*cases((16,))[16:], *block_cases(), *decode_cases()]), ids=str)
-def test_pages_that_follow_each_other_equal_dense_attention(case: Case) -> None:
-    check(TorchAttention(), case, CPU, tolerance=2e-5)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3)], ids=str)
-def test_pages_that_follow_each_other_in_other_dtypes(dtype: torch.dtype, tolerance: float) -> None:
-    for case in in_dtypes(in_runs([*block_cases()[:12], *decode_cases()[:5]]), dtype, dtype):
-        check(TorchAttention(), case, CPU, tolerance=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "window", "expected"),
-    [
-        ((1, 33), None, 0),
-        ((1, 5000), None, 0),
-        ((1, 320), 40, 0),
-        ((70, 600), None, 0),
-        ((1024, 2048), None, 0),
-        # The keys of blocks with a padded one, and those that leave the window within a block.
-        ((600, 1000), None, 1024),
-        ((70, 600), 300, 70 + 69),
-    ],
-)
-def test_what_lies_in_a_run_is_not_copied(
-    lengths: tuple[int, int], window: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[int] = []
-    gather = KvCache.gather
-
-    def counting(kv: KvCache, part: str, layer: int, places: Tensor, out: Tensor) -> None:
-        if part == "v":
-            copied.append(out.numel() // (kv.kv_heads * kv.head_dim))
-        gather(kv, part, layer, places, out)
-
-    monkeypatch.setattr(KvCache, "gather", counting)
-    case = Case(lengths=(lengths,), window=window)
-    check(TorchAttention(), replace(case, consecutive=True), CPU, tolerance=2e-5)
-    assert sum(copied) == expected
-    # On scattered pages, or where the storage dtype is not that of q, all is.
-    for other in (case, replace(case, consecutive=True, kv_dtype=torch.bfloat16)):
-        copied.clear()
-        check(TorchAttention(), other, CPU, tolerance=2e-5)
-        assert sum(copied) >= min(window or lengths[1], lengths[1])
 
 
 @pytest.mark.parametrize("case", sharp_cases(), ids=str)

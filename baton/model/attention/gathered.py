@@ -1,0 +1,30 @@
+"""K and V of sequences, copied out of the pages into scratch memory, in each forward pass that reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.model.attention.kv_cache import KvCache
+from baton.model.attention.scratch import Scratch
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """K and V of `count` groups of S keys each, from `slots` (int32 `[count * S]`)."""
+
+    kv: KvCache
+    slots: Tensor
+    count: int
+    scratch: Scratch
+
+    def load(self, part: str, layer: int, q: Tensor) -> Tensor:
+        """`[count, kv_heads, S, head_dim]` of q's dtype, the last dimension contiguous.
+
+        What was loaded before, the other part apart, is lost.
+        """
+        shape = (len(self.slots), self.kv.kv_heads, self.kv.head_dim)
+        buffer = self.scratch.take(f"gathered {part}", shape, q)
+        self.kv.gather(part, layer, self.slots, buffer)
+        return buffer.unflatten(0, (self.count, -1)).transpose(1, 2)
