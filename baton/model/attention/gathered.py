@@ -27,4 +27,5 @@ class Gathered:
         shape = (len(self.slots), self.kv.kv_heads, self.kv.head_dim)
         buffer = self.scratch.take(f"gathered {part}", shape, q)
         self.kv.gather(part, layer, self.slots, buffer)
-        return buffer.unflatten(0, (self.count, -1)).transpose(1, 2)
+        gathered: Tensor = buffer.unflatten(0, (self.count, -1))
+        return gathered.transpose(1, 2)
