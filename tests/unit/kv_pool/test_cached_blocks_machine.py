@@ -225,8 +225,11 @@ class CachedBlocksMachine(RuleBasedStateMachine):
             with pytest.raises(OutOfPages):
                 self.pool.extend(sequence.handle, tokens)
         else:
+            owners = self.owned()
             self.pool.extend(sequence.handle, tokens)
             self.gained = set(pages[before:])
+            assert len(self.gained) == max(0, need)
+            assert not self.gained & owners.keys()
             self.settle(need)
 
     @rule(index=INDEX, count=st.integers(1, 40))
@@ -295,7 +298,10 @@ class CachedBlocksMachine(RuleBasedStateMachine):
                 self.pool.fork(parent.handle, "x", shared, tokens)
             return
         self.number += 1
+        owners = self.owned()
         child, copy = self.pool.fork(parent.handle, str(self.number), shared, tokens)
+        assert list(child.pages[:full]) == list(parent.handle.pages[:full])
+        assert not owners.keys() & set(child.pages[full:])
         self.copied = []
         if copy is not None:
             self.copy(copy)
