@@ -68,6 +68,7 @@ class PrefillTask:
     output_ids: Sequence[int]
     choices: Sequence[int]
     params: SamplingParams
+    tenant: bytes = b""
     cache_salt: bytes = b""
     cache: CachePolicy = CachePolicy.READ_WRITE
     source: PrefixSource | None = None

@@ -10,10 +10,16 @@ What is cached of a prompt is known twice: when it was looked up, and, since it 
 its pages are allocated (`expect`). A prompt that does best to wait for another one, because that one computes much of
 its prefix, is `deferred`: the caller names these.
 
-At each chunk boundary the READY prompt with the fewest tokens left goes next, so that a short prompt does not
+Tenants share the engine by weighted fair queueing with equal weights (Demers, Keshav and Shenker, 1989): at each chunk
+boundary the prompt goes next that would finish first if all tenants with prompts here were served at the same time, at
+the same rate. So neither many prompts of a tenant nor a long one delay the prompt of another tenant by more than a
+chunk and that tenant's own share. A tenant that has had no prompt here begins with as much service as the least served.
+
+Among the prompts of one tenant the READY one with the fewest tokens left goes next, so that a short prompt does not
 wait for a long one. So that nothing starves, being overtaken earns credit: a tenth of the tokens that the worker
-computes meanwhile for prompts that came later. Later prompts thus hold up a prompt for at most about ten times as long
-as it takes. Waiting for earlier ones earns nothing, or a queue of long prompts would soon go before every short one.
+computes meanwhile for prompts of the tenant that came later. Later prompts thus hold up a prompt for at most about ten
+times as long as it takes. Waiting for earlier ones earns nothing, or a queue of long prompts would soon go before every
+short one.
 
 Pages are allocated in the same order, all that a prompt needs at once, and only to the first PREPARED_AHEAD
 prompts that have not begun, since pages held by a prompt that does not run serve nobody. A prompt whose pages
@@ -75,14 +81,15 @@ class Stage(enum.Enum):
 class Prompt:
     """A prompt as the scheduler sees it.
 
-    `done` tokens are computed, or found in a cache and expected to load. `overtaken_s` is for how long later prompts
-    were computed meanwhile. Times are in seconds.
+    `done` tokens are computed, or found in a cache and expected to load. `overtaken_s` is for how long later prompts of
+    the tenant were computed meanwhile. Times are in seconds.
     """
 
     tokens: int
     pages: int
     admitted_at: float
     order: int
+    tenant: bytes = b""
     stage: Stage = Stage.LOOKUP
     done: int = 0
     begun: bool = False
@@ -105,6 +112,8 @@ class Scheduler:
     rate: DecayingRate = field(default_factory=DecayingRate)
     _prompts: dict[Prompt, None] = field(default_factory=dict)
     _orders: itertools.count[int] = field(default_factory=itertools.count)
+    _served_s: dict[bytes, float] = field(default_factory=dict)
+    """For how long the engine has served each tenant that has prompts here, on the scale that they share."""
 
     @property
     def waiting(self) -> int:
@@ -121,8 +130,8 @@ class Scheduler:
         """Tokens to be computed for all prompts."""
         return sum(prompt.left for prompt in self._prompts)
 
-    def admit(self, tokens: int, now: float) -> Prompt:
-        """Take a prompt in.
+    def admit(self, tokens: int, now: float, tenant: bytes = b"") -> Prompt:
+        """Take in a prompt of `tenant`.
 
         Raises InvalidRequest if it can never be computed here, Overloaded if too many wait.
         """
@@ -146,8 +155,9 @@ class Scheduler:
             raise Overloaded(
                 f"{self.waiting} prompts wait, at most {self.max_waiting} may", min(high, max(low, seconds))
             )
-        prompt = Prompt(tokens, pages, now, next(self._orders))
+        prompt = Prompt(tokens, pages, now, next(self._orders), tenant)
         self._prompts[prompt] = None
+        self._served_s.setdefault(tenant, min(self._served_s.values(), default=0.0))
         return prompt
 
     def await_pages(self, prompt: Prompt, cached: int) -> None:
@@ -222,17 +232,20 @@ class Scheduler:
 
     def charge(self, prompt: Prompt, seconds: float) -> None:
         """The engine was the prompt's for so long, whatever came of it: those that it has overtaken earn credit."""
+        self._served_s[prompt.tenant] += seconds
         for other in self._prompts:
-            if other.order < prompt.order:
+            if other.tenant == prompt.tenant and other.order < prompt.order:
                 other.overtaken_s += seconds
 
     def rank(self, prompt: Prompt) -> float:
-        """Tokens that it has left, less the credit for being overtaken: the least goes first."""
+        """Tokens that it has left, less the credit for being overtaken: the least of a tenant goes first."""
         return prompt.left - AGEING * (self.rate.value or UNKNOWN_RATE) * prompt.overtaken_s
 
     def remove(self, prompt: Prompt) -> None:
         """The prompt is finished or given up."""
         self._prompts.pop(prompt, None)
+        if all(other.tenant != prompt.tenant for other in self._prompts):
+            self._served_s.pop(prompt.tenant, None)
 
     def _allocation_order(self, now: float, deferred: Collection[Prompt]) -> list[Prompt]:
         """Prompts that have not begun and know their hit; one that has lost patience stands alone."""
@@ -248,4 +261,10 @@ class Scheduler:
         return sorted(starved, key=lambda prompt: prompt.order)[:1] or self._in_order(prompts)
 
     def _in_order(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        return sorted(prompts, key=lambda prompt: (self.rank(prompt), prompt.order))
+        """By the virtual time at which each would finish, were its tenant served all the while."""
+        finish_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_RATE
+        keyed: list[tuple[float, int, Prompt]] = []
+        for prompt in sorted(prompts, key=lambda prompt: (self.rank(prompt), prompt.order)):
+            finish_s[prompt.tenant] += prompt.left / rate
+            keyed.append((finish_s[prompt.tenant], len(keyed), prompt))
+        return [prompt for *_, prompt in sorted(keyed, key=lambda each: each[:2])]

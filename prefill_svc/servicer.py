@@ -25,6 +25,7 @@ from prefill_svc.job import PrefillDone, PrefillProgress, PrefillTask, PrefixSou
 from prefill_svc.worker import PrefillWorker
 
 MOST_SALT_BYTES = 64
+MOST_TENANT_BYTES = 64
 _LARGE_TOKENS = 16_384
 
 
@@ -69,6 +70,7 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
     check_id("request_id", request.request_id)
     check_id("transfer_id", request.transfer_id, optional=True)
     check_length("cache_salt", request.cache_salt, MOST_SALT_BYTES)
+    check_length("tenant", request.tenant, MOST_TENANT_BYTES)
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", "must not be empty")
     for name in ("prompt_token_ids", "output_token_ids"):
@@ -84,6 +86,7 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
         output_ids=tuple(output_ids),
         choices=_choices(request, params),
         params=params,
+        tenant=request.tenant,
         cache_salt=request.cache_salt,
         cache=cache_policy_from_proto(request.cache),
         source=_source(request.prefix_source) if request.HasField("prefix_source") else None,

@@ -189,6 +189,7 @@ class Attempt:
             output_ids=self._output_ids,
             choices=self._choices,
             params=request.params,
+            tenant=request.tenant,
             cache_salt=request.salt,
             cache=request.cache,
         )

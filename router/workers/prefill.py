@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import grpc
@@ -43,6 +44,7 @@ LARGE_REPORT = 256
 """Prompt tokens from which on their log-probabilities are converted on a thread."""
 
 _ABANDON_TIMEOUT_S = 2.0
+_TENANT_BYTES = 8
 
 LARGE_REQUEST = 16_384
 """Token ids from which on a request is made into a message on a thread."""
@@ -128,6 +130,7 @@ def prefill_message(
     output_ids: Sequence[int],
     choices: Sequence[int],
     params: SamplingParams,
+    tenant: str,
     cache_salt: bytes,
     cache: CachePolicy,
 ) -> PrefillMessage:
@@ -137,6 +140,7 @@ def prefill_message(
         attempt=attempt,
         choice_indexes=choices,
         sampling=sampling_to_proto(params),
+        tenant=sha256(tenant.encode()).digest()[:_TENANT_BYTES] if tenant else b"",
         cache_salt=cache_salt,
         cache=cache_policy_to_proto(cache),
     )

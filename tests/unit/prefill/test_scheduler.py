@@ -35,8 +35,8 @@ def allocate(
     return allocated
 
 
-def admit_ready(s: Scheduler, tokens: int, now: float = 0.0, done: int = 0) -> Prompt:
-    prompt = s.admit(tokens, now)
+def admit_ready(s: Scheduler, tokens: int, now: float = 0.0, done: int = 0, tenant: bytes = b"") -> Prompt:
+    prompt = s.admit(tokens, now, tenant)
     s.await_pages(prompt, done)
     s.make_ready(prompt, done)
     return prompt
@@ -179,6 +179,55 @@ def test_waiting_for_earlier_prompts_earns_nothing() -> None:
         s.remove(prompt)
     short = admit_ready(s, 50, now=11.0)
     assert s.next_chunk() == (short, 50)
+
+
+def run(s: Scheduler) -> Prompt:
+    """Compute the next chunk on a machine that computes 1,000 tokens/s; its prompt."""
+    prompt, end = s.next_chunk() or pytest.fail("no prompt is ready")
+    took = (end - prompt.done) / 1_000
+    s.charge(prompt, took)
+    s.finish_chunk(prompt, end, took)
+    if not prompt.left:
+        s.remove(prompt)
+    return prompt
+
+
+def test_prompts_of_a_tenant_delay_those_of_another_by_a_chunk_only() -> None:
+    s = scheduler()
+    flood = [admit_ready(s, 100, tenant=b"a") for _ in range(4)]
+    assert run(s) is flood[0]
+    other = admit_ready(s, 100, tenant=b"b")
+    assert [run(s) for _ in range(4)] == [flood[1], other, *flood[2:]], "equals go in order of arrival"
+    flood = [admit_ready(s, 100, tenant=b"a") for _ in range(4)]
+    other = admit_ready(s, 100, tenant=b"b")
+    assert [run(s) for _ in range(5)] == [flood[0], other, *flood[1:]]
+
+
+def test_what_a_tenant_overtook_earns_no_credit_against_it() -> None:
+    """A long prompt of one tenant gets half of the engine at least, and none of it in advance of short ones."""
+    s = scheduler()
+    long = admit_ready(s, 4_000, tenant=b"a")
+    run(s)
+    order = []
+    while long.left > 100:
+        short = admit_ready(s, 50, tenant=b"b")
+        assert run(s) is short, "it waited for more than the chunk before it"
+        order.append(run(s))
+    assert set(order) == {long}
+
+
+def test_a_tenant_with_long_prompts_gets_its_share() -> None:
+    """Others ask for all of the engine and more."""
+    s, served = scheduler(), {b"a": 0.0, b"b": 0.0}
+    long = admit_ready(s, 4_000, tenant=b"a")
+    for _ in range(8):
+        admit_ready(s, 50, tenant=b"b")
+    while long.left:
+        prompt = run(s)
+        served[prompt.tenant] += 0.05 if prompt is not long else 0.1
+        if prompt is not long:
+            admit_ready(s, 50, tenant=b"b")
+    assert served[b"b"] < 2 * 4.0 + 0.2, "it was held up for longer than twice its own time"
 
 
 def test_only_a_few_are_prepared_ahead() -> None:
