@@ -1,4 +1,4 @@
-"""One call of a client: its deadline, how far it came, and its failure in words that say so."""
+"""One call of a client: its deadline, its progress, and an error message that contains both."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Unavailab
 from baton.rpc.errors import from_rpc_error
 
 MAX_TIMEOUT_S = 366 * 24 * 3600
-"""Longest timeout of a call; gRPC turns one that is much longer into none, or into one that has passed."""
+"""Longest timeout of a call. gRPC treats a much longer one as no timeout, or as one that has already passed."""
 
-# What gRPC says when it ends a call at its deadline itself.
+# gRPC's message when gRPC itself ends a call at its deadline.
 _SAYS_NOTHING = re.compile(r"(stream removed )?\(?(deadline exceeded)?\)?\.?", re.IGNORECASE)
-# How a TLS listener answers what is no handshake.
+# gRPC's message when a TLS listener gets a call without TLS.
 _CLOSED = re.compile(r"failed to connect to all addresses.*Socket closed", re.DOTALL)
 
 
@@ -38,16 +38,16 @@ class Call:
         self._tokens: int | None = None
 
     def streams(self) -> None:
-        """The call begins to stream tokens."""
+        """Note that the call streams tokens."""
         self._tokens = 0
 
     def took(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
-        """Count what has come; the same deltas."""
+        """Count the tokens in `deltas`; returns `deltas`."""
         self._tokens = (self._tokens or 0) + sum(len(delta.tokens) for delta in deltas)
         return deltas
 
     def failure(self, error: grpc.RpcError) -> BatonError:
-        """The Baton error that the call failed with."""
+        """The Baton error of a failed call."""
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self.timeout is not None:
             more = "" if _SAYS_NOTHING.fullmatch(details) else f": {details}"

@@ -1,12 +1,12 @@
 """Channels between processes, and the options that both ends of a connection share.
 
-A peer that is closed is noticed by TCP at once; one that is stopped or cut off by keepalive pings, within
-`KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`. Pings are answered by gRPC's own threads, so a peer that
-computes, or a stream on which nothing is said, is not mistaken for a dead one. KV has a subchannel pool of
-its own, so that its bulk never shares a connection with control.
+TCP reports a closed peer at once. Keepalive pings find a peer that is stopped or cut off, within
+`KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`. gRPC's own threads answer pings, so a peer that
+is busy computing, or a silent stream, is not mistaken for a dead one. KV has a subchannel pool of
+its own, so that it never shares a connection with control.
 
-Credentials of a channel do not change. Who keeps a channel for long therefore compares the `generation` of its `Tls`
-with the one that the channel was made with, and dials anew when it differs.
+The credentials of a channel do not change. Code that keeps a channel for long must compare the `generation` of its
+`Tls` with the one that the channel was made with, and dial again when it differs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Options = Sequence[tuple[str, int | str]]
 KEEPALIVE: Options = [
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    # No keepalive ping is sent while a bandwidth probe's ping is in flight, which would have a minute.
+    # gRPC sends no keepalive ping while a bandwidth probe's ping is in flight, whose own timeout is a minute.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 
 _DIAL: Options = [
     *KEEPALIVE,
-    # Workers are dialled directly, whatever proxy the environment names for the outside world.
+    # Dial workers directly, even if the environment sets a proxy.
     ("grpc.enable_http_proxy", 0),
-    # A restarted worker should be found again at once.
+    # Connect to a restarted worker at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # This is in fact how long one attempt may take, TCP and TLS handshake together, on a slow line or a busy machine.
     ("grpc.min_reconnect_backoff_ms", 5000),
@@ -51,7 +51,7 @@ CLIENT_OPTIONS: Options = [*_DIAL, ("grpc.max_receive_message_length", CONTROL_M
 
 
 METADATA_BYTES, METADATA_MOST_BYTES = 16 << 10, 32 << 10
-"""Size of a call's metadata from which on a listener may refuse it, and from which on it always does."""
+"""Sizes of a call's metadata: above the first a listener may refuse it, above the second it always does."""
 
 
 def control_channel(address: str, tls: Tls | None = None, role: str = "router") -> grpc.aio.Channel:

@@ -1,7 +1,7 @@
 """Between the wire's messages and the dataclasses that the rest of the code uses.
 
-`x_to_proto` and `x_from_proto` are inverse to each other, but for float32: sampling parameters and
-log-probabilities travel as 32-bit floats. What comes from the wire is checked by the dataclasses, which
+`x_to_proto` and `x_from_proto` are inverse to each other, except that sampling parameters and
+log-probabilities are sent as 32-bit floats. The dataclasses check all values from the wire, and
 raise InvalidRequest.
 """
 
@@ -77,11 +77,11 @@ _REPEATED = ("stop", "stop_token_ids", "allowed_token_ids")
 
 _TOKEN_IDS = 2**32
 _PIECE = 16_384
-"""Token ids converted at a time: one call holds the GIL until it ends, so a thread must make many."""
+"""Token ids converted at a time. One call keeps the GIL until it ends, so a thread must make several calls."""
 
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
-    """All that is set; token ids and counts must fit 32 bits."""
+    """The message with all set fields; token ids and counts must fit 32 bits."""
     message = inference_pb2.SamplingParams(logit_bias=dict(params.logit_bias))
     for name in (*_OPTIONAL, *_PLAIN):
         if (value := getattr(params, name)) is not None:
@@ -136,7 +136,7 @@ def token_to_proto(token: TokenInfo) -> inference_pb2.TokenInfo:
 
 
 def add_token(tokens: RepeatedCompositeFieldContainer[inference_pb2.TokenInfo], token: TokenInfo) -> None:
-    """Append `token_to_proto(token)`; a plain one is made in its place, which is far cheaper."""
+    """Append `token_to_proto(token)`; a token without log-probabilities is filled in place, which is far cheaper."""
     if token.logprob is None and not token.top:
         tokens.add(token_id=token.token_id)
     else:
@@ -158,12 +158,12 @@ def _plain_token(token_id: int) -> TokenInfo:
 
 
 def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:
-    """A finish reason; None while the choice goes on."""
+    """A finish reason; None while the choice runs."""
     return _FINISH_TO_PROTO[reason]
 
 
 def finish_from_proto(value: inference_pb2.FinishReason) -> FinishReason | None:
-    """A finish reason; None while the choice goes on, or for a value of a later version."""
+    """A finish reason; None while the choice runs, or for a value of a later version."""
     return _FINISH_FROM_PROTO.get(value)
 
 
@@ -173,7 +173,7 @@ def cache_policy_to_proto(policy: CachePolicy) -> inference_pb2.CachePolicy:
 
 
 def cache_policy_from_proto(value: int) -> CachePolicy:
-    """How a request uses the prefix cache; raises InvalidRequest naming a value that has no meaning."""
+    """How a request uses the prefix cache; raises InvalidRequest naming an unknown value."""
     if (policy := _CACHE_FROM_PROTO.get(value)) is None:
         raise InvalidRequest("cache", f"must be one of {', '.join(each.value for each in CachePolicy)}", value)
     return policy

@@ -1,14 +1,14 @@
-"""The one point where Baton's errors and gRPC statuses are turned into each other.
+"""The one place that converts between Baton's errors and gRPC statuses.
 
-On a server, `Boundary` stands around every handler:
+On a server, `Boundary` wraps every handler:
 
     request bytes ── strict deserializer ── handler ── BatonError       its status, the message as details
                           │ undecodable              ├ CancelledError   passes through
                           └── INVALID_ARGUMENT       └ anything else    logged with traceback, INTERNAL
 
-A streaming handler is closed before its call ends, so that what its `finally` frees is free as soon as the
-client is gone, not when the garbage collector comes by. On a client, `from_rpc_error` turns a failed call
-into the same exception that the server raised.
+A streaming handler is closed before its call ends, so that its `finally` runs as soon as the client is gone, and not
+when the garbage collector runs. On a client, `from_rpc_error` turns a failed call into the same exception that the
+server raised.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RETRY_AFTER = "retry-after"
 _DETAILS_BYTES = 2000
 
 _ABORT_S = 1.0
-"""How long a handler waits until its status has left."""
+"""Longest wait of a handler until its status was sent."""
 
 _logger = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ _CLASSES: dict[str, Callable[[str], errors.BatonError]] = {
 
 
 class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Puts the error mapping and the strict deserializer around every handler of a server."""
+    """Adds the error mapping and the strict deserializer to every handler of a server."""
 
     def __init__(self, admit: Callable[[Any], None] | None = None) -> None:
-        """`admit` is given the context of each call before its handler, and raises to refuse it."""
+        """`admit` is called with the context of each call before its handler, and raises to refuse the call."""
         self._admit = admit
         self._wrapped: dict[str, tuple[Any, Any]] = {}
         self._running: set[asyncio.Task[Any]] = set()
@@ -72,7 +72,7 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return known[1]
 
     async def ended(self, timeout: float) -> None:
-        """Return when no handler runs; those that still do after `timeout` seconds are logged."""
+        """Return when no handler runs; log the handlers that still run after `timeout` seconds."""
         if self._running:
             _, late = await asyncio.wait(self._running, timeout=timeout)
             for task in late:
@@ -84,14 +84,14 @@ async def write(context: Any, response: Any) -> None:
     try:
         await context.write(response)
     except grpc.aio.InternalError as error:
-        # What a client that leaves has not taken fails, often before gRPC cancels the handler.
+        # When a client leaves, sending fails, often before gRPC cancels the handler.
         raise asyncio.CancelledError from error
 
 
 async def begin(context: Any) -> None:
     """Send the initial metadata ahead of the first response; raises CancelledError when the client has gone.
 
-    gRPC would send both at once, and could not end the call by a status while a client does not take the response.
+    Otherwise gRPC sends both together, and can't end the call with a status while the client does not read them.
     """
     try:
         await context.send_initial_metadata(())
@@ -105,7 +105,7 @@ def status_of(error: errors.BatonError) -> grpc.StatusCode:
 
 
 def from_rpc_error(error: grpc.RpcError) -> errors.BatonError:
-    """The Baton error that a failed call stands for; BatonError where the status has no class of its own."""
+    """The Baton error of a failed call; BatonError if the status has no class of its own."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         field, separator, problem = details.partition(": ")
@@ -131,7 +131,7 @@ def _retry_after(error: grpc.RpcError) -> float | None:
 def _wrap(handler: Any, method: str, running: set[asyncio.Task[Any]], admit: Callable[[Any], None] | None) -> Any:
     behaviour, make = _behaviour(handler)
     if not (inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)):
-        # Served as it is, it would be open to those whom `admit` refuses.
+        # Without the wrapper, it would also serve callers that `admit` refuses.
         raise TypeError(f"the handler of {method} is not async")
     return make(
         _guarded(behaviour, method, running, admit, stream_in=handler.request_streaming),
@@ -178,8 +178,8 @@ def _guarded(
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
-            # gRPC keeps the exception that ends the call, and with it this frame, which has the call's context. Only
-            # the garbage collector ends that cycle, and messages must not wait for it.
+            # gRPC keeps the exception that ends the call. It refers to this frame, and the frame to the call: a cycle
+            # that only the garbage collector ends. The messages must be freed before that.
             request = response = responses = None
             await _abort(context, error, method)
 
@@ -198,7 +198,7 @@ class _Decoded:
 
     async def __anext__(self) -> Any:
         if self._requests is None:
-            # gRPC warns of an iterator that is made and not used, as by a handler that refuses at once.
+            # gRPC warns about an iterator that is created and not used, for example by a handler that refuses at once.
             self._requests = aiter(self._stream)
         request = await anext(self._requests)
         if isinstance(request, Undecodable):
@@ -208,7 +208,7 @@ class _Decoded:
 
 async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
     if context.cancelled() or context.done():
-        # Nobody is left to be told, and gRPC refuses an abort of a call that has ended.
+        # The client has gone, and gRPC refuses to abort a call that has ended.
         raise asyncio.CancelledError from error
     if not isinstance(error, errors.BatonError):
         _logger.error("%s raised an unexpected error", method, exc_info=error)
@@ -229,7 +229,7 @@ async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Drop what led to an error: tracebacks hold the frames of handlers, and these hold messages."""
+    """Drop an error's tracebacks and causes: tracebacks keep the frames of handlers alive, and these keep messages."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
 
 

@@ -1,6 +1,6 @@
 """Client requests from Python values, and Python values from responses.
 
-What the server could only refuse is refused here, with the same exception: InvalidRequest naming field and
+A request that the server would refuse is refused here, with the same exception: InvalidRequest naming field and
 value.
 """
 
@@ -49,7 +49,7 @@ def generate_request(
     cache: Cache = CachePolicy.READ_WRITE,
     cache_salt: str = "",
 ) -> pb.GenerateRequest:
-    """A Generate request; a str is text, other sequences are token ids or messages, by their first element."""
+    """A Generate request. A str is text; other sequences are token ids or messages; their first element decides."""
     params = _params(dict(sampling))
     request = pb.GenerateRequest(
         model=model,
@@ -98,7 +98,7 @@ def _salt(cache_salt: Any) -> str:
 
 
 def _params(values: dict[str, Any]) -> SamplingParams:
-    """Sampling parameters of any Python values, each of which is of the right type or named."""
+    """Sampling parameters from any Python values; raises InvalidRequest naming a value of the wrong type."""
     for name in _OPTIONAL & values.keys():
         if values[name] is None:
             del values[name]
@@ -212,7 +212,7 @@ def _too_large(name: str, size: int) -> InvalidRequest:
 
 
 def deltas(response: pb.GenerateResponse) -> list[Delta]:
-    """One delta for each choice of the event; what concerns the request comes with the first or the last."""
+    """One delta for each choice of the event. Fields of the whole request are in the first or the last delta."""
     found = [_delta(response.request_id, choice) for choice in response.choices]
     if not found:
         found = [Delta(response.request_id, 0)]

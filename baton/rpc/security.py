@@ -1,4 +1,4 @@
-"""What a client says about TLS, as credentials and channel options."""
+"""A client's TLS settings as credentials and channel options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS: Options = [
 
 
 class Security(TypedDict, total=False):
-    """TLS settings of a client; without any it speaks in the clear."""
+    """TLS settings of a client; without any, the connection is not encrypted."""
 
     tls: bool
     ca: File | None
@@ -38,7 +38,7 @@ def client_credentials(
     key: File | None = None,
     server_name: str | None = None,
 ) -> tuple[grpc.ChannelCredentials | None, Options]:
-    """Credentials, None for a channel in the clear, and the channel's options.
+    """Credentials (None for a channel without TLS), and the channel's options.
 
     Raises ConfigError naming the setting that is missing or whose file can't be used.
     """

@@ -4,9 +4,9 @@
         listener.set_serving(True)       NOT_SERVING until then
         ...                                    at the end: NOT_SERVING, no new calls, `grace` for running ones
 
-Every handler stands behind `Boundary`: errors become statuses, undecodable requests INVALID_ARGUMENT.
+`Boundary` wraps every handler: errors become statuses, undecodable requests INVALID_ARGUMENT.
 
-A listener that other machines can reach has TLS and the keys that tell friend from foe, or says that it is insecure:
+A listener that other machines can reach needs TLS and the keys that identify callers, or the setting `insecure`:
 
     tls     roles            a peer needs
     None                     nothing
@@ -34,7 +34,7 @@ from baton.rpc.tls import SETTINGS, Tls, admit
 from baton.sockets import bind
 
 MAX_STREAMS = 4096
-"""Calls of one connection at a time; more wait at the client, each until its deadline."""
+"""Concurrent calls of one connection; further calls wait at the client, each until its deadline."""
 
 _HANDLERS_S = 5.0
 _Status = health_pb2.HealthCheckResponse
@@ -53,7 +53,7 @@ class Listener:
 
     def __init__(self, address: str, services: Sequence[str], servicer: health.aio.HealthServicer) -> None:
         self.address = address
-        """"host:port" as bound; a port of 0 has become a real one."""
+        """"host:port" as bound; a port of 0 is replaced by the real one."""
         self._services = ("", *services)
         self._health = servicer
         self._serving = False
@@ -65,7 +65,7 @@ class Listener:
         self._changed.set()
 
     async def report(self) -> None:
-        """Tell the health servicer of every change; runs as long as the listener."""
+        """Report every change to the health servicer; runs as long as the listener."""
         while True:
             self._changed.clear()
             status = _Status.SERVING if self._serving else _Status.NOT_SERVING
@@ -94,15 +94,15 @@ async def listen(
     """Serve what `add` registers on `address` ("host:port"; port 0 picks a free one).
 
     `services` are full names, for health and reflection. At the end running calls have `grace` seconds;
-    no handler runs after the block. `roles` are those that callers must have a certificate of, if there is `tls`;
-    `keys` are the settings, by name, without which callers could not be told apart; `message_bytes` is the size of
-    the largest request; `guards` are interceptors that stand behind the error mapping; `shared` lets other processes
-    listen on the same port. Raises ConfigError naming `field`, the setting that the address comes from, and the address
-    if it can't be bound, or lies beyond loopback without TLS and keys and without `insecure`.
+    no handler runs after the block. With `tls`, callers need a certificate of one of `roles`;
+    `keys` are the settings, by name, that identify callers; `message_bytes` is the size of
+    the largest request; `guards` are interceptors inside the error mapping; `shared` lets other processes
+    listen on the same port. Raises ConfigError naming the address and `field`, the setting that it comes from,
+    if it can't be bound, or if it is not loopback and TLS, keys and `insecure` are missing.
     """
     check_reach(address, insecure=insecure, tls=tls is not None, keys=keys, field=field)
     try:
-        # gRPC logs a failure at length, and its error does not tell the reason.
+        # gRPC logs a failure at length, and its error does not contain the reason.
         bind(address, shared=shared).close()
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from None
@@ -127,7 +127,7 @@ async def listen(
         await asyncio.gather(reporting, return_exceptions=True)
         await servicer.enter_graceful_shutdown()
         await server.stop(grace)
-        # gRPC cancels the handlers and does not wait for what they do at their end.
+        # gRPC cancels the handlers and does not wait for their `finally` blocks.
         await boundary.ended(_HANDLERS_S)
 
 
@@ -138,14 +138,14 @@ def _server(
         *_OPTIONS,
         ("grpc.max_concurrent_streams", streams),
         ("grpc.max_receive_message_length", message_bytes),
-        # Two processes on one port share its connections without a word, so it must be meant.
+        # Two processes on one port share its connections silently, so this must be requested.
         ("grpc.so_reuseport", int(shared)),
     ]
     return grpc.aio.server(interceptors=interceptors, options=options)
 
 
 def check_reach(address: str, *, insecure: bool, tls: bool, keys: Mapping[str, str], field: str) -> None:
-    """Raise ConfigError naming what lacks if others could reach `address` and nothing would hold them off."""
+    """Raise ConfigError naming the missing settings if other machines could reach `address` without TLS or keys."""
     lacking = [*(() if tls else SETTINGS), *(name for name, value in keys.items() if not value)]
     if lacking and not insecure and not is_loopback(parse_address(address)[0]):
         problem = f"can be reached from other machines, and {', '.join(lacking)} "

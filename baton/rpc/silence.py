@@ -1,7 +1,7 @@
-"""Notices that a stream which should speak regularly does not.
+"""Detects a stream on which no message came for too long.
 
-A process that was stopped, or whose loop was held up, finds all its timers due at once, before it has read what came
-meanwhile. So a check that comes late judges nobody: it gives the stream another moment.
+When a process was stopped, or its loop was blocked, all its timers are due at once, before it has read the messages
+that came meanwhile. So a check that runs late does not end the stream, but waits once more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Silence:
     def __init__(self, limit_s: float, on_silence: Callable[[], object]) -> None:
         self.limit_s = limit_s
         self.fell = False
-        """Whether it was silent for too long."""
+        """Whether the stream was silent for too long."""
         self._on_silence = on_silence
         self._loop = asyncio.get_running_loop()
         self._due = 0.0
@@ -34,12 +34,12 @@ class Silence:
         self.stop()
 
     def stop(self) -> None:
-        """Nothing more is expected."""
+        """Stop watching the stream."""
         if self._timer is not None:
             self._timer.cancel()
 
     def heard(self) -> None:
-        """Something was said."""
+        """Note that a message came."""
         self._due_of_speech = self._loop.time() + self.limit_s
 
     def _arm(self, due: float) -> None:

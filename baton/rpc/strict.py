@@ -1,4 +1,4 @@
-"""Request deserializers that say what is wrong with a request.
+"""Request deserializers that report what is wrong with a request.
 
 A proto3 string that is not UTF-8 makes protobuf refuse the whole message without naming the field, and gRPC
 answers INTERNAL before any handler runs. A strict deserializer hands the handler an `Undecodable` instead,
@@ -24,7 +24,7 @@ Deserializer = Callable[[bytes], object]
 
 _SHOWN_BYTES = 8
 _MOST_ELEMENTS = 4096
-"""Elements of a repeated field or a map that are searched; a request within its limits has no more."""
+"""Elements of a repeated field or a map that are searched; a valid request has no more."""
 
 
 _SEARCHED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE)
@@ -32,7 +32,7 @@ _SEARCHED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE)
 
 @dataclass(frozen=True, slots=True)
 class Undecodable:
-    """Stands where a request should be; the handler's wrapper raises `error`."""
+    """Takes the place of a request that could not be decoded; the handler's wrapper raises `error`."""
 
     error: InvalidRequest
 
@@ -55,7 +55,7 @@ def strict(deserializer: Deserializer | None, method: str) -> Deserializer | Non
 
 
 def explain(descriptor: Descriptor, data: bytes) -> InvalidRequest:
-    """Why `data` is no such message: the first string that is not UTF-8, or no message at all."""
+    """Why `data` is not a valid message: the first string that is not UTF-8, or another reason."""
     try:
         shadow = _shadow_class(descriptor.full_name).FromString(data)
     except DecodeError:

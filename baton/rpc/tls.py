@@ -1,17 +1,17 @@
-"""Mutual TLS between processes: files that are read again when they change, and who the peer is.
+"""Mutual TLS between processes: certificate files that are read again when they change, and the identity of the peer.
 
-A process has one certificate, its key, and the CA whose certificates it believes (`tls_cert`, `tls_key`, `tls_ca`). The
-names in a certificate say what its holder may be:
+A process has one certificate, its key, and the CA that it trusts (`tls_cert`, `tls_key`, `tls_ca`). The
+names in a certificate identify its holder:
 
     DNS   router.baton | prefill.baton | decode.baton | admin.baton | client.baton     its role
     URI   baton://decode/decode-1                                                      its principal
 
-Addresses of workers come and go, so who dials checks the role it expects and not the host. A listener checks the role
-of who calls (`peer_roles`); what is meant for one process is bound to its principal (`peer_principal`).
+Addresses of workers change, so a dialling process checks the role of the peer and not its host. A listener checks the
+role of the caller (`peer_roles`). Tickets for one process are bound to its principal (`peer_principal`).
 
-A `Tls` looks at its files before every handshake of a listener and before every dial. New contents are a new
-generation: handshakes from then on use it, connections that stand are left alone. Contents that can't be used, such as
-a new certificate whose key has not been written yet, are logged once, and the old ones stay.
+A `Tls` checks its files before every handshake of a listener and before every dial. New contents are a new
+generation: later handshakes use it, existing connections are not touched. Contents that can't be used, such as
+a new certificate whose key has not been written yet, are logged once, and the old contents stay in use.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SCHEME = "baton://"
 
 
 class TlsSettings(Protocol):
-    """What a configuration says about TLS; all three are empty without it."""
+    """The TLS settings of a configuration; all three are empty without TLS."""
 
     @property
     def tls_cert(self) -> str:
-        """PEM file with the certificate, and those between it and the CA."""
+        """PEM file with the certificate, and the intermediate certificates up to the CA."""
 
     @property
     def tls_key(self) -> str:
@@ -47,7 +47,7 @@ class TlsSettings(Protocol):
 
     @property
     def tls_ca(self) -> str:
-        """PEM file with the certificates of the CAs that are believed."""
+        """PEM file with the certificates of the trusted CAs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Tls:
     """One process's certificate, key and CA; may be used from any thread."""
 
     def __init__(self, cert: str, key: str, ca: str, role: str = "") -> None:
-        """The certificate must be that of `role`, where one is given."""
+        """If `role` is given, the certificate must contain it."""
         self._role = role
         self._paths = dict(zip(SETTINGS, (cert, key, ca), strict=True))
         self._lock = threading.Lock()
@@ -87,9 +87,9 @@ class Tls:
 
     @classmethod
     def load(cls, settings: TlsSettings, role: str) -> Tls | None:
-        """What the settings of a process of `role` say; None when they say nothing.
+        """The `Tls` for the settings of a process of `role`; None if they are empty.
 
-        Raises ConfigError naming the setting that is missing, unreadable, does not match the others, or is that of
+        Raises ConfigError naming a setting that is missing, unreadable, does not match the others, or belongs to
         another role.
         """
         given = {name: getattr(settings, name) for name in SETTINGS}
@@ -117,7 +117,7 @@ class Tls:
     def server_credentials(self, *, require_client: bool) -> grpc.ServerCredentials:
         """Credentials of a listener, up to date at every handshake.
 
-        With `require_client` a peer without a certificate of the CA is refused; without, it is not asked for one.
+        With `require_client` a peer without a certificate of the CA is refused; otherwise no certificate is requested.
         """
         served, identity = self.identity()
 
@@ -132,7 +132,7 @@ class Tls:
         return grpc.dynamic_ssl_server_credentials(_server_configuration(identity), fetch, require_client)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Credentials of one dial; they do not change, so every dial takes new ones."""
+        """Credentials for one dial. They never change, so every dial must get new ones."""
         _, identity = self.identity()
         return grpc.ssl_channel_credentials(identity.ca, identity.key, identity.cert)
 
@@ -156,9 +156,9 @@ def _server_configuration(identity: Identity) -> grpc.ServerCertificateConfigura
 def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, str]) -> list[str]:
     """URI and DNS names in the certificate.
 
-    Raises ConfigError naming the setting whose contents are no PEM, or do not match.
+    Raises ConfigError naming the setting whose contents are not PEM, or do not match.
     """
-    # Only who uses TLS pays for loading it.
+    # Import this only where TLS is used: it is slow to load.
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -197,18 +197,18 @@ def _signed(certificate: Any, authority: Any) -> bool:
 
 
 def peer_roles(context: grpc.aio.ServicerContext) -> frozenset[str]:
-    """Roles in the verified certificate of who calls; none without a certificate."""
+    """Roles in the verified certificate of the caller; none without a certificate."""
     names = _peer_names(context)
     return frozenset(role for role in ROLES if role_name(role) in names)
 
 
 def peer_principal(context: grpc.aio.ServicerContext) -> str:
-    """Principal in the verified certificate of who calls; empty without a certificate."""
+    """Principal in the verified certificate of the caller; empty without a certificate."""
     return _principal(_peer_names(context))
 
 
 def admit(context: grpc.aio.ServicerContext, roles: Collection[str]) -> None:
-    """Raise PermissionDenied unless who calls has a certificate of one of `roles`."""
+    """Raise PermissionDenied unless the caller has a certificate of one of `roles`."""
     seen = peer_roles(context)
     if not seen.intersection(roles):
         names = " and ".join(sorted(seen)) or "no role"

@@ -11,14 +11,18 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 REQUESTS = Counter("baton_requests_total", "Requests that ended, by gRPC status.", ["status"])
 ATTEMPTS_FAILED = Counter("baton_attempts_failed_total", "Attempts that failed, by reason.", ["reason"])
-REPLAYS = Counter("baton_replays_total", "Attempts that followed a failed one, by what ended that.", ["cause"])
-RETRIES_REFUSED = Counter("baton_retries_refused_total", "Faults that the empty retry budget made final.")
-BREAKERS_OPEN = Gauge("baton_breakers_open", "Circuit breakers that are not closed, by what they guard.", ["guards"])
+REPLAYS = Counter("baton_replays_total", "Attempts that repeat a failed one, by the cause of the failure.", ["cause"])
+RETRIES_REFUSED = Counter(
+    "baton_retries_refused_total", "Failures that were not retried because the retry budget was empty."
+)
+BREAKERS_OPEN = Gauge("baton_breakers_open", "Circuit breakers that are open, by what they protect.", ["guards"])
 INDEX_BLOCKS = Gauge("baton_index_blocks", "Prefix blocks that the router knows of, by role of the holder.", ["role"])
 PLACED_TOKENS = Counter(
-    "baton_placed_prefix_tokens_total", "Prompt tokens thought to be cached, and found cached, at prefill.", ["kind"]
+    "baton_placed_prefix_tokens_total",
+    "Prompt tokens that the router expected to be cached at prefill, and that were cached.",
+    ["kind"],
 )
-LINE_LENGTH = Gauge("baton_line_requests", "Requests in the router's waiting line.")
+LINE_LENGTH = Gauge("baton_line_requests", "Requests in the router's queue.")
 CLIENTS_STALLED = Counter("baton_clients_stalled_total", "Streams ended because their client did not read.")
 TTFT = Histogram("baton_time_to_first_token_seconds", "From arrival to the first token.", buckets=_SECONDS)
 ITL = Histogram("baton_inter_token_seconds", "Time between two tokens of a choice.", buckets=_SECONDS)
@@ -30,24 +34,28 @@ STEP_SECONDS = Histogram("baton_decode_step_seconds", "Duration of a decode step
 BATCH_SIZE = Histogram(
     "baton_decode_batch_size", "Sequences in a decode step.", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
 )
-SEQUENCES_PAUSED = Counter("baton_sequences_paused_total", "Sequences moved to host memory for want of pages.")
-SEQUENCES_RESUMED = Counter("baton_sequences_resumed_total", "Paused sequences that came back.")
-SEQUENCES_PREEMPTED = Counter("baton_sequences_preempted_total", "Sequences given back because host memory was full.")
+SEQUENCES_PAUSED = Counter("baton_sequences_paused_total", "Sequences moved to host memory because no pages were free.")
+SEQUENCES_RESUMED = Counter("baton_sequences_resumed_total", "Paused sequences that run again.")
+SEQUENCES_PREEMPTED = Counter(
+    "baton_sequences_preempted_total", "Sequences returned to the router because host memory was full."
+)
 PAGES = Gauge("baton_pages", "Pages of the KV pool, by state.", ["role", "state"])
 
-REUSED_TOKENS = Counter("baton_decode_reused_tokens_total", "Context tokens that decode held and did not fetch.")
+REUSED_TOKENS = Counter(
+    "baton_decode_reused_tokens_total", "Context tokens whose KV decode already had and did not fetch."
+)
 UNSHARED_TOKENS = Counter(
     "baton_decode_unshared_tokens_total",
-    "Context tokens whose KV may not be as computed, and is not left for later prompts.",
+    "Context tokens whose KV was compressed or converted on the way, and is not shared with later prompts.",
 )
 PREFIX_EXPORTS = Counter("baton_decode_prefix_exports_total", "Pinned prefixes opened for prefill workers to fetch.")
 TRANSFER_BYTES = Counter("baton_transfer_bytes_total", "KV bytes moved, by direction.", ["direction"])
-TRANSFER_FAULTS = Counter("baton_transfer_faults_total", "Faults caught in transfers, by kind.", ["kind"])
-EXPORTS_OPEN = Gauge("baton_exports_open", "KV exports held for decode.")
-LEASES_EXPIRED = Counter("baton_leases_expired_total", "Exports reaped because nobody fetched or renewed them.")
+TRANSFER_FAULTS = Counter("baton_transfer_faults_total", "Faults detected in transfers, by kind.", ["kind"])
+EXPORTS_OPEN = Gauge("baton_exports_open", "KV exports that wait for decode to fetch them.")
+LEASES_EXPIRED = Counter("baton_leases_expired_total", "Exports freed because nobody fetched or renewed them.")
 
 PREFIX_BLOCKS = Counter("baton_prefix_blocks_total", "Prefix-cache blocks, by tier and outcome.", ["tier", "outcome"])
 PREFIX_FAULTS = Counter("baton_prefix_faults_total", "Prefix-cache faults, each a miss, by reason.", ["reason"])
 PREFIX_DECISIONS = Counter(
-    "baton_prefix_decisions_total", "How much of a prefix found outside of the pages was worth fetching.", ["decision"]
+    "baton_prefix_decisions_total", "Decisions how much of a cached prefix to fetch into the pages.", ["decision"]
 )

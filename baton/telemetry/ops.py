@@ -1,6 +1,6 @@
 """The ops listener: plain HTTP with /live, /ready and /metrics, and nothing else.
 
-It runs on the process's own event loop, so /live answers exactly as long as the loop turns.
+It runs on the process's own event loop, so /live answers only while the loop runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OpsListener:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that is a guest in the process: it leaves the signal handlers alone."""
+    """A uvicorn server that does not install signal handlers."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

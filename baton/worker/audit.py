@@ -1,10 +1,10 @@
-"""A worker's ledger, and the audit that it makes of itself whenever it is idle.
+"""A worker's ledger, and the audit that the worker runs whenever it is idle.
 
-The pool's own audit says whether each page is free, cached, or counted by the owners listed. The ledger holds those
-owners against what the service knows to hold pages: an owner that no entry names has been forgotten, and its pages
-would never come back. Owners have names ("request/attempt", with "/choice" behind it where choices have pages of their
-own). One that two audits list, and the service neither between them nor after them, is such an orphan and no race: the
-second look is for a caller that uses a name again for the next request, which must not end the worker.
+The pool's own audit checks that each page is free, cached, or counted by its owners. The ledger compares these
+owners with the entries of the service. If no entry names an owner, the service has lost it, and its pages
+would never be freed. An owner's name is "request/attempt", followed by "/choice" where choices have pages of their
+own. An owner is such an orphan if two audits list it, and the service names it neither between them nor after them. The
+second audit is needed because a caller may use a name again for its next request, which must not end the worker.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _log = logging.getLogger(__name__)
 
 
 async def take_ledger(identity: WorkerIdentity, engine: Engine, entries: Callable[[], Sequence[LedgerEntry]]) -> Ledger:
-    """The ledger now: what `entries` lists, pages given up with copies in flight, and whether the sums are right.
+    """The ledger now: the entries, freed pages that copies still use, and whether the sums are right.
 
-    `entries` is called on the loop; an entry names the owner of pages as `Engine.reserve` was told it.
+    `entries` is called on the loop. An entry has the owner's name that was given to `Engine.reserve`.
     """
     violation, draining, listed = "", list[LedgerEntry](), entries()
     page_bytes = engine.spec.page_size * engine.spec.kv_format.token_bytes
@@ -45,7 +45,7 @@ async def take_ledger(identity: WorkerIdentity, engine: Engine, entries: Callabl
             orphans &= _held(await asyncio.to_thread(engine.audit))
             orphans -= {entry.owner for entry in entries()}
         if orphans:
-            violation = f"nothing that goes on holds the pages of {', '.join(sorted(orphans))}"
+            violation = f"no running request owns the pages of {', '.join(sorted(orphans))}"
     except EngineError as error:
         violation = str(error)
     stats = engine.stats()
@@ -66,9 +66,9 @@ def _held(pages: dict[str, int]) -> set[str]:
 
 
 class IdleAudit:
-    """Takes the ledger when the worker has become idle, at most every MIN_INTERVAL_S; off the critical path.
+    """Makes the ledger when the worker has become idle, at most every MIN_INTERVAL_S; off the critical path.
 
-    `broken` is called, once, on the loop, when the ledger shows a violation.
+    Calls `broken` on the loop, once, when the ledger shows a violation.
     """
 
     def __init__(self, ledger: LedgerSource, idle: Callable[[], bool], broken: Callable[[EngineError], object]) -> None:
@@ -83,7 +83,7 @@ class IdleAudit:
             self._wanted.set()
 
     async def run(self) -> None:
-        """Audit whenever it is due; until cancelled, or a violation was found."""
+        """Audit whenever the worker becomes idle, until cancelled, or until a violation is found."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()

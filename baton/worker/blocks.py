@@ -1,9 +1,9 @@
-"""Between prefix cache and KV pages: name a sequence's blocks, load cached ones, write new ones back.
+"""Copies between prefix cache and KV pages: hash a sequence's blocks, load cached ones, write new ones back.
 
-It works beside the engine, off the asyncio loop. Blocks go in slices of SLICE_BYTES, so that a long prefix is never
-whole in memory beside the pages: one slice is fetched while the one before is copied. Copies run in threads, which
-can't be cancelled: a job that no longer goes on, or `stop`, ends a load after COPY_BYTES and a write-back after the
-slice, and the caller keeps the handle until they have returned.
+Copies run in threads, beside the engine and the asyncio loop, in slices of SLICE_BYTES. So memory never holds a second
+copy of a long prefix: one slice is fetched while the one before is copied. Threads can't be cancelled. When a job has
+ended, or after `stop`, a load ends after COPY_BYTES and a write-back after its slice; the caller keeps the handle until
+they have returned.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SLICE_BYTES = 16 << 20
 COPY_BYTES = 4 << 20
 MOST_WRITE_BACKS = 4
 LONG_TOKENS = 8192
-"""From here on hashing leaves the loop; below, it takes less time than to reach another thread and come back."""
+"""From this number on, hashing runs in a thread. Below, it takes less time than the way to a thread and back."""
 
 
 class Blocks:
-    """The prefix blocks of one worker's sequences; lives on the asyncio loop."""
+    """The prefix blocks of one worker's sequences; used from the asyncio loop only."""
 
     def __init__(self, engine: Engine, cache: PrefixCache) -> None:
         self._engine = engine
@@ -38,17 +38,17 @@ class Blocks:
         self._stopped = False
 
     def stop(self) -> None:
-        """Make `load` and `write_back` return soon."""
+        """Let `load` and `write_back` return soon."""
         self._stopped = True
 
     async def names(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
-        """The digests of all full blocks of `ids`; at once unless there are many."""
+        """The digests of all full blocks of `ids`; uses a thread if there are many."""
         if len(ids) < LONG_TOKENS:
             return self.digests(ids, salt)
         return await asyncio.to_thread(self.digests, ids, salt)
 
     def digests(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
-        """What `names` gives; about a microsecond for each block."""
+        """The same on this thread; about a microsecond for each block."""
         root = chain_root(self._fingerprint, self._format.digest, salt)
         return block_digests(root, ids, self._format.block_size)
 
@@ -60,10 +60,10 @@ class Blocks:
         going: Callable[[], bool],
         loaded: Callable[[int], object] = lambda _: None,
     ) -> int:
-        """Write the cached `blocks` of the chain `digests` into the handle's pages, as far as they are there.
+        """Write the cached `blocks` of the chain `digests` into the handle's pages, up to the first that is gone.
 
-        Returns the end of what is in place, of which `loaded` is told after each slice. Returns or raises, when
-        cancelled as well, only once nothing is being written any more.
+        Returns the end of the blocks loaded, and calls `loaded` with it after each slice. Returns or raises, also when
+        cancelled, only after the last write has ended.
         """
         at, fetching = blocks.start, self._fetch(digests, blocks)
         try:
@@ -89,10 +89,10 @@ class Blocks:
     async def write_back(
         self, handle: KvHandle, digests: Sequence[bytes], first: int, going: Callable[[], bool], *, least: int = 0
     ) -> None:
-        """Put those blocks of the chain that the cache wants, until it takes no more; all of them are final.
+        """Put the blocks of the chain that the cache wants, until it refuses one; all of them must be final.
 
-        The first `first` blocks were not computed but found; the first `least` are others' to put. The caller keeps the
-        handle meanwhile. MOST_WRITE_BACKS run at a time; the blocks of more are dropped.
+        The first `first` blocks were cache hits; other workers put the first `least`. The caller keeps the
+        handle meanwhile. At most MOST_WRITE_BACKS run at a time; further ones are dropped.
         """
         if not self._cache.stores:
             return
@@ -133,7 +133,7 @@ class Blocks:
 
 
 async def _through(copy: Coroutine[Any, Any, Any]) -> Any:
-    """Wait for a copy, through a cancel as well, which is raised after it."""
+    """Wait for a copy, even when cancelled; the cancellation is raised after it."""
     copying = asyncio.ensure_future(copy)
     try:
         return await asyncio.shield(copying)

@@ -1,4 +1,4 @@
-"""A worker's prefix cache as an operator sees it: its own pages first, then the tiers beyond them."""
+"""A worker's prefix cache as an operator sees it: its own pages first, then the other tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POOL = "pool"
 
 
 class Caches:
-    """What Admin answers from: the engine's cached pages, and the tiers of `cache`."""
+    """The cache tiers for the Admin service: the engine's cached pages, and the tiers of `cache`."""
 
     def __init__(self, engine: Engine, cache: PrefixCache) -> None:
         self._engine = engine
@@ -23,7 +23,7 @@ class Caches:
         self._hits = self._misses = 0
 
     def reserved(self, hits: int, blocks: int) -> None:
-        """Pages were taken for a prompt, with `hits` of its full `blocks` in them."""
+        """Count a prompt whose pages were reserved: `hits` of its full `blocks` were cached in them."""
         self._hits += hits
         self._misses += blocks - hits
         metrics.PREFIX_BLOCKS.labels(POOL, "hit").inc(hits)
@@ -37,7 +37,7 @@ class Caches:
         return [pool, *await self._cache.stats()]
 
     async def clear(self, shared: bool) -> list[CacheTier]:
-        """Drop all that is cached, in Redis too if `shared`; the tiers with what was dropped."""
+        """Drop all cached blocks, in Redis too if `shared`; returns the tiers with the dropped blocks and bytes."""
         pages = await asyncio.to_thread(self._engine.drop_cached)
         return [self._pool(pages), *await self._cache.clear(shared=shared)]
 

@@ -1,4 +1,4 @@
-"""When requests without a token mean that the worker itself computes wrong."""
+"""Detects a worker that computes wrong values, by requests that get no token."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ LIMIT = 3
 
 
 class Faults:
-    """Requests that no token could be computed for, in succession.
+    """The latest requests for which no token could be computed.
 
-    One request whose logits are not finite is that request's fault, as often as it comes. LIMIT different ones, without
-    a single good token of anybody between them, are the worker's: bad weights or bad memory.
+    If the logits of one request are not finite, the request is the cause, however often it comes. If this happens to
+    LIMIT different requests without a good token of any request between them, the worker has bad weights or bad memory.
     """
 
     def __init__(self) -> None:
         self._requests: set[str] = set()
 
     def computed(self) -> None:
-        """A token was computed."""
+        """Note that a token was computed."""
         self._requests.clear()
 
     def failed(self, request_id: str) -> None:
-        """None could be computed for this request. Raises EngineError when that makes too many."""
+        """Note that no token could be computed for this request. Raises EngineError after LIMIT different requests."""
         self._requests.add(request_id)
         if len(self._requests) >= LIMIT:
             raise EngineError(
-                f"{LIMIT} requests in succession got no token, and nobody did between them: {sorted(self._requests)}"
+                f"{LIMIT} different requests got no token, with no good token between them: {sorted(self._requests)}"
             )

@@ -1,6 +1,7 @@
 """A worker's three listeners: control for routers, kv for peers, ops for probes and metrics.
 
-The kv listener binds first, because the status that control serves names its address; they close in reverse.
+The kv listener binds first, because the status on the control listener contains its address. They close in
+reverse order.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KV_ROLES = ("decode", "prefill")
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A gRPC service to be served: its full name, and what adds it to a server."""
+    """A gRPC service: its full name, and the function that adds it to a server."""
 
     name: str
     add: Callable[[grpc.aio.Server], None]
@@ -41,7 +42,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a worker really listens, each "host:port"."""
+    """The bound addresses of a worker, each "host:port"."""
 
     control: str
     kv: str
@@ -52,7 +53,7 @@ class Addresses:
 
 
 def check_addresses(config: WorkerConfig) -> None:
-    """Judge, before a model is loaded, where the worker is to listen; raises ConfigError as `listen` does."""
+    """Check the worker's listen addresses before a model is loaded; raises ConfigError as `listen` does."""
     for field in ("kv", "control"):
         check_reach(
             getattr(config, field), insecure=config.insecure, tls=bool(config.tls_cert), keys=_keys(config), field=field
@@ -79,12 +80,12 @@ async def listeners(
     tls: Tls | None = None,
     tickets: TicketVerifier | None = None,
 ) -> AsyncIterator[Addresses]:
-    """Serve `control` (beside Worker, Admin, health and reflection), `kv` and ops until the block ends.
+    """Serve `control` (with Worker, Admin, health and reflection), `kv` and ops until the block ends.
 
-    Both gRPC listeners tell their health, ops its readiness and `status` a stall by `progress`. Raises ConfigError
-    naming an address that is refused or taken. With `tls`, control takes calls of CONTROL_ROLES only, kv of KV_ROLES.
-    `ledger`, `cache` and `clear` are what Admin answers from. `tickets` is what the kv service verifies tickets with;
-    `status` tells routers by which keys.
+    `progress` decides the health of both gRPC listeners, the readiness of ops, and the stall in `status`. Raises
+    ConfigError naming an address that is not allowed or already in use. With `tls`, control accepts calls of
+    CONTROL_ROLES only, kv of KV_ROLES. Admin uses `ledger`, `cache` and `clear`. The kv service verifies tickets with
+    `tickets`, and `status` reports their key ids to routers.
     """
 
     def add_control(server: grpc.aio.Server) -> None:

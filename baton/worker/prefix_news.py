@@ -1,12 +1,12 @@
-"""Which prefix blocks a worker holds, as news for those who watch its status.
+"""Changes of a worker's cached prefix blocks, for the watchers of its status.
 
-A block is held while the engine's pages or the cache's host memory have it: it is told as stored when the first of
-them gets it, as dropped when the last has lost it. What happens to it in between is no news.
+A block counts as cached while the engine's pages or the cache's host memory have it. It is reported as stored when the
+first of them gets it, and as dropped when the last has lost it.
 
-The tiers tell of their changes from any thread, the engine with its pool's lock held. So a change only goes into an
-inbox, and is merged soon after on the asyncio loop, where all else happens. Each follower keeps what it has not been
-told yet, of each block the latest state only. When that becomes longer than all that is held, everything is told anew:
-a follower that does not listen costs no more than that.
+The tiers report changes from any thread, and the engine holds its pool's lock meanwhile. So a change only goes into an
+inbox; the asyncio loop merges it soon after. Each follower keeps the changes that it has not sent yet, only the latest
+state of each block. When these become more than all cached blocks, it sends the whole list again. This bounds the
+memory of a follower that nobody reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.kv.prefix import PrefixCache
 from baton.worker.status import PREFIX_NAME_BYTES, PrefixChange
 
 MOST_NAMES = 4096
-"""Names in one message; the rest is told in the next ones."""
+"""Names in one message; the others follow in the next ones."""
 
 _POOL, _HOST = 1, 2
 
@@ -47,17 +47,17 @@ class PrefixNews:
         cache.watch(partial(self._put, _HOST))
 
     def follow(self) -> Follower:
-        """Someone new who knows nothing yet."""
+        """Add a follower, which begins with the whole list."""
         follower = Follower(self._tiers)
         self._followers.add(follower)
         return follower
 
     def leave(self, follower: Follower) -> None:
-        """Nobody listens there any more."""
+        """Remove a follower."""
         self._followers.discard(follower)
 
     def close(self) -> None:
-        """Listen to the tiers no longer."""
+        """Stop watching the tiers."""
         self._engine.watch_prefixes(None)
         self._cache.watch(None)
 
@@ -66,12 +66,12 @@ class PrefixNews:
         self._inbox.append((tier, stored, dropped))
         if not self._due:
             self._due = True
-            # A closed loop has nobody to tell.
+            # The loop is closed: there are no followers.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._merge)
 
     def _merge(self) -> None:
-        # First: what is put from here on is due again.
+        # Reset this first: a change that comes from now on needs another merge.
         self._due = False
         news: dict[bytes, bool] = {}
         while self._inbox:
@@ -97,7 +97,7 @@ class PrefixNews:
 
 
 class Follower:
-    """What one watcher has not been told yet."""
+    """The changes that one watcher has not received yet."""
 
     def __init__(self, held: Mapping[bytes, int]) -> None:
         self._held = held
@@ -106,11 +106,11 @@ class Follower:
 
     @property
     def more(self) -> bool:
-        """Whether something is left to be told."""
+        """Whether there is something to send."""
         return self._anew or bool(self._untold)
 
     def add(self, news: Mapping[bytes, bool]) -> None:
-        """Blocks that are held now (True) or no longer."""
+        """Add blocks that are cached now (True) or no longer (False)."""
         if self._anew:
             return
         self._untold.update(news)
@@ -119,7 +119,7 @@ class Follower:
             self._untold.clear()
 
     def take(self) -> PrefixChange | None:
-        """The next message: all blocks that are held, or what changed since; None if nothing has."""
+        """The next message: all cached blocks, or the changes since the last message; None if there are none."""
         if not self.more:
             return None
         reset, self._anew = self._anew, False

@@ -1,4 +1,4 @@
-"""Health means progress: a worker whose engine has work but does not move is not serving."""
+"""Health means progress: a worker is NOT_SERVING if its engine has work but makes no progress."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ _CHECKS_PER_LIMIT = 4
 
 
 class Progress:
-    """When the engine thread last moved; written by that thread, read by any."""
+    """When the engine thread last made progress; written by that thread, read by any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._moved_at: float | None = None
 
     def moved(self) -> None:
-        """There is work, and it has just moved."""
+        """Note that there is work, and that it has just made progress."""
         self._moved_at = self._clock()
 
     def idle(self) -> None:
-        """There is no work."""
+        """Note that there is no work."""
         self._moved_at = None
 
     def stalled(self) -> float:
-        """Seconds since work last moved; 0 without work."""
+        """Seconds since the last progress; 0 without work."""
         moved_at = self._moved_at
         return 0.0 if moved_at is None else self._clock() - moved_at
 
 
 async def watch_progress(progress: Progress, limit_s: float, report: Callable[[bool], object]) -> None:
-    """Call `report(False)` when work has stood still for `limit_s` seconds, `report(True)` once it moves.
+    """Call `report(False)` after `limit_s` seconds without progress, and `report(True)` when there is progress again.
 
-    Runs until cancelled; looks four times in each `limit_s`.
+    Runs until cancelled; checks four times in each `limit_s`.
     """
     healthy = True
     while True:

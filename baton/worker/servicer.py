@@ -1,4 +1,4 @@
-"""The Worker service: status in messages, and back for those who watch."""
+"""The Worker service, and the conversion between a worker's status and its message."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Watch(
         self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.WorkerStatus]:
-        """Stream the status until the worker stops or the watcher goes."""
+        """Stream the status until the worker stops or the watcher cancels."""
         async for status in self._status.watch():
             yield status_to_proto(status)
 
 
 def status_to_proto(status: WorkerStatus) -> worker_pb2.WorkerStatus:
-    """A status as its message."""
+    """The message of a status."""
     identity = status.identity
     return worker_pb2.WorkerStatus(
         identity=worker_pb2.WorkerIdentity(
@@ -79,8 +79,8 @@ def status_to_proto(status: WorkerStatus) -> worker_pb2.WorkerStatus:
 def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
     """The status in a message.
 
-    Raises InvalidRequest when the role is not known, no shard is named, an address or the size of blocks is none, or
-    names of prefixes are cut.
+    Raises InvalidRequest for an unknown role, no shard, a bad address, a block size below 1, or prefix names of
+    the wrong length.
     """
     identity = message.identity
     if not identity.shards:

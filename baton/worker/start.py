@@ -1,4 +1,4 @@
-"""How every worker starts: checkpoint, tokenizer, engine on its thread, identity; in reverse at the end."""
+"""The start of every worker: checkpoint, tokenizer, engine on its thread, identity. The end runs in reverse order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a service is built upon."""
+    """The parts from which a service is built."""
 
     thread: EngineThread
     engine: Engine
@@ -39,11 +39,11 @@ class Started:
 async def started(
     config: WorkerConfig, role: WorkerRole, *, engine: Engine | None = None, converts_kv: bool = False
 ) -> AsyncIterator[Started]:
-    """An engine on its thread, and the identity of the worker, until the block ends.
+    """Yield an engine on its thread, and the identity of the worker, until the block ends.
 
-    `engine` None builds the torch engine from the settings; one that is passed in stays open. Raises ModelError, and,
-    before anything is loaded, ConfigError for files of certificates or ticket keys that can't be used, and addresses
-    that other machines could reach without them.
+    `engine` None builds the torch engine from the settings; an engine that is passed in is not closed. Raises
+    ModelError. Before it loads anything, raises ConfigError for bad certificate or ticket-key files, and for addresses
+    that other machines could reach without these.
     """
     check_addresses(config)
     tls = Tls.load(config, role.value)
@@ -63,7 +63,7 @@ async def started(
 
 
 def _warn_of_small_memory(spec: EngineSpec) -> None:
-    """Say so when requests of the model's length don't fit: those that ask for as much will be refused."""
+    """Warn if the KV memory can't hold a request of the model's length, because such requests will be refused."""
     if (tokens := spec.pages * spec.page_size) < spec.max_model_len:
         _log.warning(
             "the KV memory holds %d tokens, less than max_model_len, which is %d: longer requests are refused; "
@@ -74,9 +74,9 @@ def _warn_of_small_memory(spec: EngineSpec) -> None:
 
 
 def prefix_cache(config: WorkerConfig, kv_format: KvFormat, *, cache_memory: int = 0) -> PrefixCache:
-    """The prefix cache behind the worker's pages, with so many bytes of host memory before Redis.
+    """The worker's prefix cache: `cache_memory` bytes of host memory, then Redis.
 
-    Raises ConfigError for a URL of no use.
+    Raises ConfigError for a bad URL.
     """
     limits = None
     if config.redis not in ("", "none"):

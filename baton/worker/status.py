@@ -1,9 +1,9 @@
-"""Who a worker is and how it fares, and the Watch stream that tells routers.
+"""The identity and the load of a worker, and the Watch stream that sends them to routers.
 
-`WorkerIdentity` holds for one incarnation, which is a new random id at every start. `StatusHub` is the
-worker's side: services call `changed`, `drain` and `stall`; each watcher gets the status at once, then after a change
-(changes that come while a message is on its way, or within MIN_INTERVAL_S of it, are told together) and at
-least every MAX_INTERVAL_S.
+`WorkerIdentity` is valid for one incarnation, which is a new random id at every start. `StatusHub` is the
+worker's side: services call `changed`, `drain` and `stall`. Each watcher gets the status at once, then after each
+change, and at least every MAX_INTERVAL_S. Changes that come while a message is being sent, or within MIN_INTERVAL_S of
+it, are sent together.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from baton.worker.prefix_news import PrefixNews
 
 PREFIX_NAME_BYTES = 8
-"""Leading bytes of a block's digest that name it in news of prefixes."""
+"""Leading bytes of a block's digest that identify it in `PrefixChange`."""
 
 MAX_INTERVAL_S = 1.0
 MIN_INTERVAL_S = 0.02
 
 
 class WorkerRole(enum.Enum):
-    """What a worker does."""
+    """The role of a worker."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -42,7 +42,7 @@ class WorkerRole(enum.Enum):
 class Shard:
     """One part of a worker's KV with an address of its own; ranges are half-open.
 
-    An empty host in `kv_address` (":7001") means the one that the worker was dialled at.
+    An empty host in `kv_address` (":7001") means the host at which the router dials the worker.
     """
 
     kv_address: str
@@ -54,7 +54,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """What does not change during one incarnation, but for the ids of ticket keys."""
+    """Facts that do not change during one incarnation, except the ids of ticket keys."""
 
     worker_id: str
     role: WorkerRole
@@ -68,12 +68,12 @@ class WorkerIdentity:
     shards: tuple[Shard, ...]
     principal: str = ""
     ticket_key_ids: tuple[bytes, ...] = ()
-    """Ids of the keys whose tickets the kv listener takes, as of now: they may change. Empty: it asks for none."""
+    """Ids of the keys whose tickets the kv listener accepts now; they may change. Empty: it needs no tickets."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What changes all the time; `tokens_per_second` is 0 while unknown."""
+    """Facts that change all the time; `tokens_per_second` is 0 while unknown."""
 
     waiting: int = 0
     running: int = 0
@@ -87,14 +87,14 @@ class WorkerLoad:
     sequences_paused: int = 0
     pages_cached: int = 0
     newcomers: int = 0
-    """Requests of all routers that have had no token from the worker yet."""
+    """Requests of all routers that have not received a token from the worker yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixChange:
-    """Blocks that a worker holds from now on, and no longer, by the first PREFIX_NAME_BYTES of their digests.
+    """Blocks that a worker has stored and dropped, by the first PREFIX_NAME_BYTES of their digests.
 
-    None is in both. After a `reset` it holds no others than are stored in this message and in later ones.
+    No block is in both. After a `reset` the worker has only the blocks that this message and later ones list as stored.
     """
 
     reset: bool
@@ -140,9 +140,9 @@ def new_identity(
 
 
 class StatusHub:
-    """Gathers a worker's status and wakes its watchers; lives on the asyncio loop.
+    """Collects a worker's status and wakes its watchers; used from the asyncio loop only.
 
-    With `prefixes`, each watcher is told which prefix blocks the worker holds, and then what changes about them.
+    With `prefixes`, each watcher gets the list of cached prefix blocks, and then its changes.
     """
 
     def __init__(
@@ -158,18 +158,18 @@ class StatusHub:
 
     @property
     def identity(self) -> WorkerIdentity:
-        """Who the worker is."""
+        """The worker's identity."""
         if self._ticket_key_ids is None:
             return self._identity
         return replace(self._identity, ticket_key_ids=self._ticket_key_ids())
 
     @property
     def draining(self) -> bool:
-        """Whether the worker takes no new work."""
+        """Whether the worker refuses new work."""
         return self._draining
 
     def status(self) -> WorkerStatus:
-        """The status now, without news of prefixes."""
+        """The status now, without changes of prefixes."""
         return WorkerStatus(self.identity, self._load(), self._draining, self._stalled)
 
     def advertise(self, kv_address: str) -> None:
@@ -179,22 +179,22 @@ class StatusHub:
         self.changed()
 
     def ask_for_tickets(self, key_ids: Callable[[], tuple[bytes, ...]]) -> None:
-        """Tell watchers that KV needs tickets; `key_ids` says by which keys, anew in every status."""
+        """Tell watchers that KV needs tickets; every status calls `key_ids` for the keys that are valid then."""
         self._ticket_key_ids = key_ids
         self.changed()
 
     def changed(self) -> None:
-        """Tell watchers that the load is another."""
+        """Tell watchers that the load has changed."""
         self._news.set()
         self._news = asyncio.Event()
 
     def drain(self) -> None:
-        """Tell watchers that the worker takes no new work."""
+        """Tell watchers that the worker refuses new work."""
         self._draining = True
         self.changed()
 
     def stall(self, stalled: bool) -> None:
-        """Tell watchers whether the engine has work that does not move."""
+        """Tell watchers whether the engine has work but makes no progress."""
         if stalled != self._stalled:
             self._stalled = stalled
             self.changed()

@@ -115,7 +115,7 @@ async def test_prompts_without_a_token_fail_alone_and_many_in_succession_end_the
             assert (await status_of(client.call()))[0] is grpc.StatusCode.INTERNAL
             assert not client.app.failed.done()
         await status_of(client.call())
-        with pytest.raises(EngineError, match="3 requests in succession got no token"):
+        with pytest.raises(EngineError, match="3 different requests got no token"):
             await asyncio.wait_for(asyncio.shield(client.app.failed), WAIT_S)
 
 

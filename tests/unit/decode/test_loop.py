@@ -181,7 +181,7 @@ def test_one_request_without_tokens_is_no_fault_of_the_worker_but_many_in_succes
     turns.until_finished(100)
     fails_alone("c")
     fails_alone("d")
-    with pytest.raises(EngineError, match="3 requests in succession got no token"):
+    with pytest.raises(EngineError, match="3 different requests got no token"):
         fails_alone("e")
 
 

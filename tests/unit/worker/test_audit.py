@@ -31,7 +31,7 @@ async def test_the_ledger_holds_owners_of_pages_against_those_whom_the_service_k
     assert (ledger.process, ledger.role, ledger.incarnation) == ("w", "decode", IDENTITY.incarnation)
     assert (ledger.pages_total, ledger.pages_free, ledger.violation) == (8, 4, "")
     ledger = await take_ledger(IDENTITY, engine, lambda: [entry("a/0", 2)])
-    assert ledger.violation == "nothing that goes on holds the pages of b/0"
+    assert ledger.violation == "no running request owns the pages of b/0"
     engine.free(forgotten)
     assert (await take_ledger(IDENTITY, engine, lambda: [entry("a/0", 2)])).violation == ""
     engine.free(known)
