@@ -2,18 +2,18 @@
 
 A *run* is the least number of tokens that is both whole pages and whole blocks: lcm(page, block) tokens. Its key is the
 digest of its last block, whose chain (`baton.kv.hashing`) covers every token before. Runs form trees, and one is here
-only while the one before it in its chain is: a look-up that ends at its first miss has missed nothing. The beginning of
-a run is found by its inner blocks, which several runs may have in common, but it is only ever copied: sequences that go
-on differently have no page of the run in common. What a sequence leaves of its last run at its end is such a beginning,
-in a *part* of a run, which has inner blocks only.
+only while the one before it in its chain is, so a look-up may end at its first miss. The beginning of
+a run is found by its inner blocks. Several runs may contain the same inner blocks. The beginning is always copied,
+because sequences that continue differently can't share a page of the run. When a sequence ends within a run, it leaves
+such a beginning as a *part* of a run, which has inner blocks only.
 
-A run with pages that nobody owns is *idle*, and may be evicted: the least recently used goes first. Whenever an owner
-leaves, the runs of its chain become the most recently used, from the last to the first, so that the end of a chain is
-evicted before its beginning. If two sequences have computed the same run, that of the first to publish it is cached,
-and the second owns a copy which is not. Such a sequence may own the end of a chain whose beginning is idle. When that
-beginning is evicted, all that follows it is forgotten with it; its owner may publish it again, in its own pages.
+A run that has pages without an owner is *idle*, and may be evicted: the least recently used goes first. When an owner
+frees its pages, the runs of its chain become the most recently used, from the last to the first. So the end of a chain
+is evicted before its beginning. If two sequences have computed the same run, the first that publishes it is cached,
+and the copy of the second is not. The second may then own the end of a chain whose beginning is idle. When that
+beginning is evicted, all runs after it are removed with it; their owner may publish them again, in its own pages.
 
-Pure bookkeeping without a lock: the pool has it, and counts the owners of its pages.
+Pure bookkeeping without a lock: the pool calls it with its lock held, and counts the owners of each page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 PrefixesChanged = Callable[[Sequence[bytes], Sequence[bytes]], object]
-"""Gets the digests of blocks that are found from now on, and of those that are no longer."""
+"""Called with the digests of blocks that were added, and of those that were removed."""
 
 
 class CachedRun:
@@ -55,7 +55,7 @@ class CachedRun:
 
     @property
     def whole(self) -> bool:
-        """Whether it is no part."""
+        """Whether it is a whole run, and not a part."""
         return len(self.inner) < len(self.blocks)
 
     def unlink(self) -> None:
@@ -98,9 +98,9 @@ class CachedBlockIndex:
         return len(runs) * self.run_tokens + blocks * self._block_size
 
     def match_prefix(self, digests: Sequence[bytes], most: int) -> tuple[list[int], list[int], int]:
-        """Where the leading tokens of the chain are, `most` of them, and how many they are.
+        """The pages of the chain's leading cached tokens, up to `most`, and the number of these tokens.
 
-        First the pages of whole runs, then those of the run of which only the beginning is wanted.
+        First the pages of whole runs, then those of the run of which only the beginning matches.
         """
         wanted = -(-most // self.run_tokens) * self._run_blocks
         runs, part, blocks = self._match(digests[:wanted])
@@ -112,13 +112,13 @@ class CachedBlockIndex:
         return [page for run in runs[:whole] for page in run.pages], cut, tokens
 
     def insert(self, pages: Sequence[int], digests: Sequence[bytes], *, ends: bool = False) -> None:
-        """Cache the runs of a sequence that owns `pages`; those that are cached already stay where they are.
+        """Cache the runs of a sequence that owns `pages`; runs that are already cached stay in their pages.
 
-        As far as they are whole, unless the sequence `ends`, so that nothing is written behind its last block.
+        Only whole runs, unless the sequence `ends`: then nothing is written after its last block any more.
         """
         size, width = self._run_blocks, self._run_pages
         whole = min(len(digests) // size, len(pages) // width)
-        # A run is cached only while the one before it is: none follows the first that is not.
+        # A run is cached only while the one before it is, so stop at the first that is not.
         known = bisect.bisect_left(range(1, whole + 1), True, key=lambda end: digests[end * size - 1] not in self._runs)
         parent = self._runs[digests[known * size - 1]] if known else None
         for index in range(known, whole):
@@ -145,7 +145,7 @@ class CachedBlockIndex:
                     del lru[run]
 
     def release(self, pages: Sequence[int]) -> list[int]:
-        """An owner of `pages`, in token order, left; returns those neither owned nor cached, to be freed."""
+        """Note that an owner of `pages`, in token order, has freed them; returns those neither owned nor cached."""
         owners, run_of, lru = self._owners, self._run_of, self._lru
         last: CachedRun | None = None
         uncached = []
@@ -161,21 +161,21 @@ class CachedBlockIndex:
                     run.idle += 1
                     lru[run] = None
         while last is not None:
-            # Also what is idle in pages that were another's: the whole chain was in use.
+            # Also mark idle runs in pages of other sequences: the whole chain was in use.
             if last.idle:
                 lru.move_to_end(last)
             last = last.parent
         return uncached
 
     def evict(self, count: int) -> list[int]:
-        """Forget least recently used runs; returns their pages without owner, `count` or more if there are so many."""
+        """Remove least recently used runs; returns their pages without owner, at least `count` if there are enough."""
         freed: list[int] = []
         while len(freed) < count and self._lru:
             freed += self._remove(next(iter(self._lru)))
         return freed
 
     def remove(self, pages: Sequence[int]) -> list[int]:
-        """Forget the runs in these pages, and all that follow them; returns their pages without owner."""
+        """Remove the runs in these pages, and all runs after them; returns their pages without owner."""
         freed: list[int] = []
         for page in pages:
             run = self._run_of[page]
@@ -184,7 +184,7 @@ class CachedBlockIndex:
         return freed
 
     def clear(self) -> list[int]:
-        """Forget all runs; returns their pages without owner."""
+        """Remove all runs; returns their pages without owner."""
         begins = [run for run in self._runs.values() if run.parent is None]
         return [page for run in begins for page in self._remove(run)]
 
@@ -196,7 +196,7 @@ class CachedBlockIndex:
             changed([*self._inner, *(name for name, run in self._runs.items() if run.whole)], [])
 
     def notify(self) -> None:
-        """Tell the watcher of what has changed since the last call."""
+        """Report the changes since the last call to the watcher."""
         if self._stored or self._dropped:
             stored, self._stored = self._stored, []
             dropped, self._dropped = self._dropped, []
@@ -204,7 +204,7 @@ class CachedBlockIndex:
                 self._changed(stored, dropped)
 
     def check_integrity(self) -> list[str]:
-        """What does not agree between keys, pages and the order of eviction; empty if all is well."""
+        """Contradictions between keys, pages and the order of eviction; empty if there are none."""
         faults, idle_pages = [], 0
         for name, run in self._runs.items():
             idle = sum(not self._owners[page] for page in run.pages)
@@ -223,9 +223,9 @@ class CachedBlockIndex:
         return faults
 
     def _index(self, run: CachedRun) -> CachedRun | None:
-        """Take in a new run; None, and nothing is done, if one of its pages is in another.
+        """Add a new run; does nothing and returns None if one of its pages is in another run.
 
-        That is so because a fork may share no more than the first pages of one.
+        This happens because a fork may share only the first pages of a run.
         """
         if any(self._run_of[page] is not None for page in run.pages):
             run.unlink()
@@ -237,7 +237,7 @@ class CachedBlockIndex:
         return run
 
     def _add_blocks(self, run: CachedRun) -> list[bytes]:
-        """Find the run by its blocks; returns the digests that no other run has."""
+        """Enter the run's blocks in the index; returns the digests that no other run has."""
         new = []
         for digest in run.inner:
             holders = self._inner.get(digest)
@@ -265,7 +265,7 @@ class CachedBlockIndex:
         last: CachedRun | None = None
         for name in digests[size - 1 :: size]:
             run = runs.get(name)
-            # Digests that are no chain lead nowhere, as if they were unknown.
+            # Digests that are not a chain count as unknown.
             if run is None or run.parent is not last or not run.whole:
                 break
             found.append(run)
@@ -279,7 +279,7 @@ class CachedBlockIndex:
         return found, None, 0
 
     def _remove(self, first: CachedRun) -> list[int]:
-        """Forget a run and all that follow it; returns those of their pages that nobody owns."""
+        """Remove a run and all runs after it; returns their pages without owner."""
         runs, run_of, owners = self._runs, self._run_of, self._owners
         first.unlink()
         freed, going = [], [first]

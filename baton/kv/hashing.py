@@ -1,15 +1,15 @@
-"""Names of prefix blocks: a SHA-256 chain, the same in every process, on every machine, for ever.
+"""Digests of prefix blocks: a SHA-256 chain, the same in every process, on every machine and in every version.
 
     root = SHA-256(fields("baton prefix chain 1", model fingerprint, KV format digest, salt))
     d[0] = SHA-256(root ‖ ids of block 0)
     d[i] = SHA-256(d[i-1] ‖ ids of block i)
 
-`fields` puts each field's length before it as a little-endian uint32, so that no two tuples of fields meet;
-token ids are little-endian uint32. A digest thus names a block together with all that its KV depends on: the
-model, the layout, the tenant, and every token before it. Only full blocks have one. Root and parent both have
-32 bytes, and a block's length is part of the KV format, so a root can't be taken for a block.
+`fields` writes each field's length before it as a little-endian uint32, so that two different tuples of fields never
+give the same bytes. Token ids are little-endian uint32. A digest identifies a block together with everything that its
+KV depends on: the model, the layout, the tenant, and every token before it. Only full blocks have a digest. Root and
+parent both have 32 bytes, and a block's length is part of the KV format, so a root can't be mistaken for a block.
 
-The golden vectors in the tests hold this encoding fast: a fleet mid-upgrade must agree on it.
+The golden vectors in the tests fix this encoding: all versions in a fleet must agree on it during an upgrade.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def tenant_salt(fleet_secret: str, tenant: str) -> bytes:
 
 
 def request_salt(fleet_secret: str, tenant: str, cache_salt: str = "") -> bytes:
-    """Salt of a request's chain, for which its tenant may have chosen a `cache_salt` to set it further apart.
+    """Salt of a request's chain; requests with different `cache_salt` share no blocks.
 
-    Without one it is the tenant's salt. Where the fleet keeps no secret there is one tenant at most, whose salt is
-    empty; a `cache_salt` then counts for itself.
+    Without a `cache_salt` it is the tenant's salt. Without a fleet secret there is at most one tenant, whose salt is
+    empty; then only the `cache_salt` counts.
     """
     if not cache_salt:
         return tenant_salt(fleet_secret, tenant) if fleet_secret else b""

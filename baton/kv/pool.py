@@ -4,14 +4,13 @@
                   │  └ detach (paused: alive, without pages) ─ extend (resumed)
                   └ pin … unpin   around every read, write and forward pass on its pages
 
-A handle holds a *lease* on a list of pages. Giving the lease up (`free`, `detach`) takes effect at once for
-the handle, but the pages return to the pool only when the pins on that lease have drained: a late frame or a
-running forward pass never touches pages that have a new owner. Leases share full pages: a fork those of its
-parent, and a handle reserved with a prefix those that were published of it (`baton.kv.cached_blocks`). So each page
-carries a reference count, and a page that is shared or published is never written. The invariant that `audit`
-checks: each page is free, cached (published, and without owner), or its count equals the leases that list it.
-Cached pages are evicted when pages are wanted and none is free, so whoever waits for pages waits for both; `watch`
-tells of every time that some have returned, also of those that return late.
+A handle has a *lease* on a list of pages. `free` and `detach` end the lease at once for
+the handle, but the pages return to the pool only when all pins on that lease have ended: a late frame or a
+running forward pass never touches pages that have a new owner. Leases share full pages: a fork shares those of its
+parent, and a handle reserved with a prefix shares its published pages (`baton.kv.cached_blocks`). So each page
+has a reference count, and a page that is shared or published is never written. `audit` checks this invariant:
+each page is free, cached (published, and without owner), or its count equals the number of leases that list it.
+Cached pages are evicted when no page is free. `watch` reports every return of pages, also a late one.
 
 Pure bookkeeping: pages are numbers, and the memory behind them belongs to the engine. Every method may be
 called from any thread.
@@ -28,7 +27,7 @@ from baton.errors import EngineError, OutOfPages
 from baton.kv.cached_blocks import CachedBlockIndex, PrefixesChanged
 
 DRAINING = " (draining)"
-"""Behind an owner's name in the audit when it gave up pages that are still pinned."""
+"""Suffix of an owner's name in the audit if it freed pages that are still pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +60,12 @@ class PageHandle:
 
     @property
     def owner(self) -> str:
-        """Who holds it, for the ledger."""
+        """Name of its owner, for the ledger."""
         return self._lease.owner
 
     @property
     def capacity(self) -> int:
-        """Tokens that its pages hold."""
+        """Number of tokens for which it has pages."""
         return len(self._lease.pages) * self._page_size
 
     @property
@@ -81,7 +80,7 @@ class PageHandle:
 
     @property
     def pages(self) -> Sequence[int]:
-        """Its pages in token order. They only grow in number while a pin is held."""
+        """Its pages in token order. While it is pinned, their number can only grow."""
         return self._lease.pages
 
     def __repr__(self) -> str:
@@ -91,7 +90,7 @@ class PageHandle:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """What a new handle's first own page must get: the first `tokens` of page `source` go to page `target`."""
+    """A copy that a new handle needs: the first `tokens` of page `source` go to page `target`."""
 
     source: int
     target: int
@@ -99,7 +98,7 @@ class PageCopy:
 
 
 class PagePool:
-    """Hands out `pages` pages of `page_size` tokens each, numbered from 0; blocks have as many tokens by default."""
+    """A pool of `pages` pages of `page_size` tokens each, numbered from 0; `block_size` is `page_size` by default."""
 
     def __init__(self, pages: int, page_size: int, block_size: int | None = None) -> None:
         if pages < 1 or page_size < 1:
@@ -115,7 +114,7 @@ class PagePool:
         self._returned: Callable[[], object] | None = None
 
     def watch(self, returned: Callable[[], object] | None) -> None:
-        """Call `returned`, from any thread and without any lock held, when pages have come back; None ends that."""
+        """Call `returned`, from any thread and without a lock, when pages have returned; None ends this."""
         with self._lock:
             self._returned = returned
 
@@ -131,7 +130,7 @@ class PagePool:
         max_cached_tokens: int | None = None,
         copy: Callable[[PageCopy], object] | None = None,
     ) -> PageHandle:
-        """A handle of capacity `tokens` at least. Raises OutOfPages, and then takes nothing.
+        """Reserve a handle of at least `tokens` tokens. Raises OutOfPages, and then allocates nothing.
 
         It has the longest run of published blocks that begins the chain `prefix`, up to `max_cached_tokens`: whole
         units in shared pages, the rest by calls of `copy`, without any lock held, if there is one and a page to spare
@@ -196,7 +195,7 @@ class PagePool:
             self._block_index.watch(changed)
 
     def extend(self, handle: PageHandle, tokens: int) -> None:
-        """Grow the handle to capacity `tokens` at least. Raises OutOfPages, and then changes nothing."""
+        """Grow the handle to at least `tokens` tokens. Raises OutOfPages, and then changes nothing."""
         with self._changing():
             self._check_alive(handle)
             pages = handle._lease.pages
@@ -207,8 +206,8 @@ class PagePool:
     ) -> tuple[PageHandle, PageCopy | None]:
         """A new handle of capacity `tokens` that shares the full pages of the first `shared_tokens`.
 
-        The partly filled page after them, if any, is for the caller to copy. The pages of `spare`, which dies, are
-        used before free ones. Raises OutOfPages, changing nothing.
+        The caller must copy the partly filled page after them, if any. The pages of `spare`, which is freed, are
+        used before free ones. Raises OutOfPages, and then changes nothing.
         """
         with self._changing():
             self._check_alive(handle)
@@ -263,9 +262,9 @@ class PagePool:
                     self._unpin(lease)
 
     def detach(self, handle: PageHandle) -> bool:
-        """Give up the handle's pages, but not the handle: its capacity is 0 until it is extended.
+        """Free the handle's pages, but not the handle: its capacity is 0 until it is extended.
 
-        False if the handle is dead, and so has none.
+        False if the handle was freed before.
         """
         with self._changing():
             lease = handle._lease
@@ -275,14 +274,14 @@ class PagePool:
             return handle.alive
 
     def free(self, handle: PageHandle, digests: Sequence[bytes] = (), but: Container[PageHandle] = ()) -> None:
-        """Kill the handle; its pages return once unpinned. Leaves `digests` (`Engine.free`) unless it is in `but`."""
+        """Free the handle; its pages return once unpinned. Caches `digests` (`Engine.free`) unless it is in `but`."""
         with self._changing():
             if handle.alive:
                 self._block_index.insert(handle._lease.pages, () if handle in but else digests, ends=True)
                 self._give_up(handle._lease)
 
     def free_all(self) -> None:
-        """Free every handle, and forget all that was published."""
+        """Free every handle, and remove all published blocks."""
         with self._changing():
             self._free += self._block_index.clear()
             for lease in [lease for lease in self._leases if lease.held]:
@@ -302,7 +301,7 @@ class PagePool:
     def audit(self) -> dict[str, int]:
         """Check the conservation invariant; pages by owner, shared ones counted for each.
 
-        Owners that gave up pages still pinned are listed with DRAINING behind their name. Raises EngineError with the
+        Owners that freed pages which are still pinned are listed with the suffix DRAINING. Raises EngineError with the
         ledger.
         """
         with self._lock:
@@ -315,7 +314,7 @@ class PagePool:
                 for page in lease.pages:
                     counts[page] += 1
                 if not lease.held and lease.pins <= 0:
-                    faults.append(f"{lease.owner} gave up {len(lease.pages)} pages that did not return")
+                    faults.append(f"{lease.owner} freed {len(lease.pages)} pages that did not return")
             free = set(self._free)
             if len(free) != len(self._free):
                 faults.append("a page is twice in the free list")
@@ -332,7 +331,7 @@ class PagePool:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """The lock, with word of published units in it; once released, word to the watcher if pages have returned."""
+        """Hold the lock, and report changed blocks in it; after its release, report returned pages to the watcher."""
         with self._lock:
             before = self._returns
             yield
@@ -350,7 +349,7 @@ class PagePool:
         return PageHandle(self._lease(owner, pages), self.page_size, cached)
 
     def _available(self, shared: Sequence[int] = ()) -> int:
-        """Pages that can be taken if the cached ones among `shared` can't."""
+        """Pages that can be allocated if the cached ones among `shared` must stay."""
         return len(self._free) + self._block_index.idle_pages - sum(not self._refs[page] for page in shared)
 
     def _allocate(self, count: int) -> list[int]:
@@ -370,11 +369,11 @@ class PagePool:
             refs[page] += 1
 
     def _convert(self, spare: PageHandle, count: int) -> list[int]:
-        """`count` pages, those of `spare` first, which dies; what it has beyond them returns."""
+        """Allocate `count` pages, first those of `spare`, which is freed; its other pages return to the pool."""
         self._check_alive(spare)
         lease = spare._lease
         if lease.pins or any(not self._private(page) for page in lease.pages):
-            raise EngineError(f"{lease.owner}: its pages are in use, a fork can't have them")
+            raise EngineError(f"{lease.owner}: its pages are in use, a fork can't use them")
         more = self._allocate(max(0, count - len(lease.pages)))
         kept, lease.pages = lease.pages[:count], lease.pages[count:]
         self._give_up(lease)

@@ -37,7 +37,7 @@ _PORT, _SENTINEL_PORT = 6379, 26379
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """A parsed URL. `url` is what redis-py understands of it: its user, options and first host."""
+    """A parsed URL. `url` is the part that redis-py understands: its user, options and first host."""
 
     kind: Literal["server", "cluster", "sentinel"]
     url: str = field(repr=False)
@@ -48,7 +48,7 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """Raises ConfigError, which says what is wrong but no password."""
+    """Raises ConfigError for a bad URL; the message contains no password."""
     scheme, found, rest = url.partition("://")
     if not found or f"{scheme}://" not in SCHEMES:
         raise ConfigError(f"redis: must be none or begin with {', '.join(SCHEMES)}, got {_shown(url)!r}")
@@ -57,7 +57,7 @@ def parse_redis_url(url: str) -> RedisAddress:
     authority, _, path = rest.partition("/")
     user, at, hosts = authority.rpartition("@")
     if "@" in query or "#" in url or not authority.isascii() or set("[]").intersection(user):
-        # Whoever parses this may take a part of the password for something else, and show it.
+        # A parser could mistake a part of the password for another field, and show it.
         raise ConfigError("redis: users, passwords and options must be percent-encoded")
     options = _options(query, base == "rediss", kind == "sentinel", url)
     plain = "&".join(pair for pair in query.split("&") if not pair.startswith("sentinel_"))

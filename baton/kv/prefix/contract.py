@@ -5,11 +5,11 @@
     wants(digests)  → which of them are worth a put; counts as one sighting of each
     put(digest, payload) → at once; stored later, or dropped
 
-A payload is the canonical KV of one block (`baton.kv.format`). A cache never fails: whatever goes wrong
-inside is a miss or a dropped write, counted by reason in `metrics.PREFIX_FAULTS`. A block may go between
+A payload is the canonical KV of one block (`baton.kv.format`). A cache never raises: every fault
+is a miss or a dropped write, counted by reason in `metrics.PREFIX_FAULTS`. A block may be evicted between
 look-up and fetch; that only shortens the hit.
 
-Implementations: `NullPrefixCache`, `MemoryPrefixCache` (a dictionary, the measure for the others), `HostPrefixCache`
+Implementations: `NullPrefixCache`, `MemoryPrefixCache` (a dictionary, the reference for the others), `HostPrefixCache`
 (bounded, in this process), `RedisPrefixCache` and `TieredPrefixCache`; one contract suite runs over all that store.
 The pages of an engine are a tier of their own, without copies: `Engine.publish` and `Engine.reserve`.
 """
@@ -25,7 +25,7 @@ from baton.cache_report import CacheTier as CacheTier
 Payload: TypeAlias = bytes | memoryview
 
 PrefixesChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes]], object]
-"""Gets the digests of blocks that are held now, and of those that are no longer."""
+"""Called with the digests of blocks that were stored, and of those that were dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class FetchRate:
-    """What fetching from a tier was measured to take: seconds to the first byte, then bytes per second."""
+    """The measured speed of fetches from a tier: seconds to the first byte, then bytes per second."""
 
     latency_s: float
     bytes_per_s: float
@@ -53,54 +53,54 @@ class PrefixCache(Protocol):
 
     @property
     def stores(self) -> bool:
-        """Whether anything put here can ever be found again; if not, callers spare themselves the work."""
+        """Whether a block that is put here can be found again; if not, callers need not put any."""
 
     async def check(self) -> None:
-        """Try the store, so that the log tells now, and not at the first request, if it is out of reach."""
+        """Try the store, so that a store that can't be reached is logged now, and not at the first request."""
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest run of leading digests whose blocks are there."""
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
-        """Payloads of the leading digests, up to the first miss; callers bound how many."""
+        """Payloads of the leading digests, up to the first miss; callers limit the number of digests."""
 
     def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Whether each block is worth a put: it is not known to be there, and was seen often enough.
+        """Whether each block should be put: it is not known to be stored, and was seen often enough.
 
-        Asked once a request, when its KV is final, with its whole chain from the first block on: that counts its
-        sightings, and a bounded cache evicts the end of a chain before its beginning. The first `hits` blocks were
-        not computed but found (in pages, here, at a peer): those are wanted only for stores that others share.
+        Call it once for each request, when its KV is final, with its whole chain from the first block on. It counts
+        how often each block was seen, and marks the chain as used, so that its end is evicted before its beginning. The
+        first `hits` blocks were hits (in pages, here, at a peer): only a store that workers share wants these.
         """
 
     def put(self, digest: bytes, payload: Payload) -> bool:
-        """Take a block for storing; False if it was dropped: the rest of its chain is then useless."""
+        """Store a block, at once or later; False if it was dropped, and the rest of its chain is useless."""
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """These blocks were used without a look-up here, as hits in the engine's pages are.
+        """Note that these blocks were used without a look-up here, for example as hits in the engine's pages.
 
-        Keeps them from going stale in shared stores: in the background, and only for a sample of the calls.
+        Renews their expiry in shared stores: in the background, and only for a sample of the calls.
         """
 
     def rates(self) -> Mapping[str, FetchRate]:
-        """What fetching takes, by tier; tiers from which nothing was fetched yet lack."""
+        """The measured fetch rates by tier, without tiers from which nothing was fetched yet."""
 
     def watch(self, changed: PrefixesChanged | None) -> None:
-        """Call `changed(stored, dropped)` for the blocks held in this process; None ends it. Quick, must not raise.
+        """Call `changed(stored, dropped)` for the blocks in this process; None ends this.
 
-        Blocks that are there already are told at once.
+        Blocks that are there already are reported at once. `changed` must be quick and must not raise.
         """
 
     async def stats(self) -> list[CacheTier]:
         """The tiers, nearest first; bounded in time."""
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
-        """Drop all blocks held in this process, and those of this KV format in shared stores if asked to.
+        """Drop all blocks in this process, and if `shared` those of this KV format in shared stores.
 
         Returns the tiers that were cleared, with the blocks and bytes dropped.
         """
 
     async def flush(self) -> None:
-        """Wait until what was put is stored or dropped."""
+        """Wait until all blocks that were put are stored or dropped."""
 
     async def close(self) -> None:
-        """Store what is pending if that is quickly done, and let go of all resources."""
+        """Store pending blocks if that takes little time, and release all resources."""

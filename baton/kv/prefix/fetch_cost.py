@@ -5,16 +5,16 @@ Fetching a run of n blocks from tier t is expected to take
     latency_s[t] + n · block_bytes / bytes_per_s[t]     seconds,
 
 and computing it n · block_tokens / prefill_rate, with prefill_rate in tokens per second. Only leading blocks can be
-used, so runs are taken from the nearest on; taken are those runs after which the most time is saved. Both sides are
-linear in n, so part of a run is never better than all or nothing of it. So a quick link and a slow model fetch all,
-a fast GPU and a slow Redis nothing, and a run that loses is fetched all the same if what lies behind it wins more.
+used. So the model adds runs from the first on, and chooses the number of runs that saves the most time. Both sides are
+linear in n, so part of a run is never better than all or none of it. A quick link and a slow model fetch everything,
+a fast GPU and a slow Redis nothing. A run that costs time is still fetched if the runs after it save more.
 
-A tie is fetched: the engine then has time for others. What is not known yet costs nothing to fetch (rates lack until
-something was fetched), and a prefill rate of 0 is not known either. There is no margin: a wrong choice near the tie
-loses next to nothing, and the next request chooses anew.
+A tie is fetched: the engine then has time for other prompts. Unknown rates count as free: a tier has no rate until
+something was fetched, and a prefill rate of 0 is unknown too. There is no margin: a wrong choice near the tie
+costs almost nothing, and the next request decides again.
 
-A tier that is refused is not measured, and would be refused for ever. So once in TRIAL_EVERY_S it is tried: as many
-blocks as should take TRIAL_S by its last rates, at least one. Any fetch of a tier puts off its next trial.
+A tier that is never chosen is never measured. So once in TRIAL_EVERY_S a trial fetches from it as many
+blocks as should take TRIAL_S by its last rates, at least one. Any fetch from a tier delays its next trial.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRIAL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many of the `found` leading blocks to fetch, and the seconds that this should save as far as is known."""
+    """How many of the `found` leading blocks to fetch, and the seconds that this should save by the known rates."""
 
     found: int
     blocks: int
@@ -39,7 +39,7 @@ class Decision:
 
     @property
     def name(self) -> str:
-        """Metric label: "nothing" was found; "all", "part" or "none" of it is fetched; or a "trial" is."""
+        """Metric label: "nothing" was found; "all", "part" or "none" of the blocks, or a "trial", is fetched."""
         if not self.found:
             return "nothing"
         if self.trial:
@@ -55,7 +55,7 @@ class FetchCostModel:
         self._measured: dict[str, float] = {}
 
     def decide(self, hits: Hits, rates: Mapping[str, FetchRate], prefill_rate: float, now: float) -> Decision:
-        """Choose for one request; `now` in seconds of any clock that does not go back."""
+        """Decide for one request; `now` is in seconds of a monotonic clock."""
         runs, gain_s, saves_s, taken = hits.runs, 0.0, 0.0, 0
         for number, (tier, blocks) in enumerate(runs, 1):
             gain_s += self.computing_s(blocks, prefill_rate) - self.fetching_s(blocks, rates.get(tier))

@@ -1,12 +1,13 @@
 """Prefix blocks in this process's memory, bounded in bytes: the least recently used go first.
 
-Blocks stand in runs, and a run's blocks in the order of their chain. Each use of a chain moves the blocks of it that
-are held into a new run; a block that is put joins the run of the block before it. Evicted is the end of the oldest
+Blocks are kept in runs, in the order of their chain. Each use of a chain moves its cached blocks
+into a new run. A block that is put joins the run of the block before it. Eviction removes the end of the oldest
 run. So a chain loses its end before its beginning, and a block that many chains share stays as long as the latest of
-them. A chain too long for the memory keeps its beginning: what would take the place of its own predecessors is
-refused, and so is all that follows it.
+them. A chain that is too long for the memory keeps its beginning: a block that would evict its own predecessors is
+refused, and so are all blocks after it.
 
-What is kept is owned: a view of a larger or mutable buffer is copied, so that it pins nothing. Nothing waits.
+The cache owns its payloads: it copies a view of a larger or mutable buffer, so that it keeps no other memory alive.
+No method waits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _HIT, _MISS, _FETCHED, _EVICTED = (
 
 
 class _Run:
-    """Blocks of one use of a chain, in its order; those that have moved to a later run since are to be skipped."""
+    """Blocks of one use of a chain, in its order. Blocks that have moved to a later run since must be skipped."""
 
     __slots__ = ("digests",)
 
@@ -54,17 +55,17 @@ class HostPrefixCache:
 
     @property
     def stores(self) -> bool:
-        """Whether anything fits."""
+        """Whether the capacity is above 0."""
         return self._capacity > 0
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._payloads
 
     async def check(self) -> None:
-        """Nothing can be out of reach."""
+        """Do nothing: there is no server to reach."""
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
-        """The longest run of leading hits, which are used now."""
+        """The leading hits; marks them as used."""
         found = sum(1 for _ in takewhile(self._payloads.__contains__, digests))
         self.mark_used(digests[:found])
         self.count_lookup(found, len(digests) - found)
@@ -77,21 +78,21 @@ class HostPrefixCache:
         return payloads
 
     def get(self, digest: bytes) -> Payload | None:
-        """A block's payload if it is held."""
+        """A block's payload, or None."""
         return self._payloads.get(digest)
 
     def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Whatever is not held and was no hit nearer by; the chain is used now."""
+        """Blocks that are not cached here and were no hits; marks the chain as used."""
         wanted = self.missing(digests, hits)
         self.mark_used(digests, wanted)
         return wanted
 
     def missing(self, digests: Sequence[bytes], hits: int) -> list[bool]:
-        """What `wants` answers, without a use of the chain."""
+        """The same as `wants`, without marking the chain as used."""
         return [self.stores and index >= hits and digest not in self for index, digest in enumerate(digests)]
 
     def put(self, digest: bytes, payload: Payload) -> bool:
-        """Keep the block; False if there is no room but in place of the chain before it."""
+        """Keep the block; False if it would have to evict the blocks before it in its chain."""
         if digest in self._payloads:
             return True
         parent, size = self._awaited.pop(digest, None), _held_bytes(payload)
@@ -108,9 +109,9 @@ class HostPrefixCache:
         return kept
 
     def mark_used(self, digests: Sequence[bytes], follow: Sequence[bool] | None = None) -> None:
-        """Consecutive blocks of a chain are used now; `follow` tells which of those not held will be put (all).
+        """Mark consecutive blocks of a chain as used; `follow`: which of the missing ones will be put (default: all).
 
-        A block to be put that follows another such, or one held, is kept only if that one still is by then.
+        Such a block is kept only if the block before it is still cached when it is put.
         """
         if not self.stores:
             return
@@ -131,21 +132,21 @@ class HostPrefixCache:
             self._compact()
 
     def count_fetched(self, blocks: int) -> None:
-        """Note that payloads were handed out."""
+        """Count fetched blocks."""
         _FETCHED.inc(blocks)
 
     def count_lookup(self, hits: int, misses: int) -> None:
-        """Note what a look-up found."""
+        """Count the hits and misses of a look-up."""
         self._hits += hits
         self._misses += misses
         _HIT.inc(hits)
         _MISS.inc(misses)
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Nothing: blocks that are used in the engine's pages need no second copy."""
+        """Do nothing: blocks that are used in the engine's pages need no second copy."""
 
     def rates(self) -> Mapping[str, FetchRate]:
-        """Empty: handing out a payload takes no time."""
+        """Empty: a fetch from memory takes no time."""
         return {}
 
     def watch(self, changed: PrefixesChanged | None) -> None:
@@ -182,7 +183,7 @@ class HostPrefixCache:
         self._places += 1
 
     def _make_room(self, size: int, keep: _Run) -> list[bytes]:
-        """Evict until `size` fits, or `keep` is the oldest run; returns what went."""
+        """Evict until `size` fits, or `keep` is the oldest run; returns the evicted digests."""
         dropped: list[bytes] = []
         while self._bytes + size > self._capacity and self._runs and self._runs[0] is not keep:
             run = self._runs[0]
@@ -200,7 +201,7 @@ class HostPrefixCache:
         return dropped
 
     def _compact(self) -> None:
-        """Forget the places that blocks have left."""
+        """Remove the entries of blocks that have moved to other runs."""
         for run in self._runs:
             run.digests = [digest for digest in run.digests if self._run_of.get(digest) is run]
         self._runs = deque(run for run in self._runs if run.digests)
@@ -217,7 +218,7 @@ def own(payload: Payload) -> Payload:
 
 
 def is_owned(payload: Payload) -> bool:
-    """Whether keeping a payload keeps no mutable buffer, nor one larger than it by more than 1/16."""
+    """Whether the payload's buffer is immutable and at most 1/16 larger than the payload."""
     return _buffer(payload) is not None
 
 

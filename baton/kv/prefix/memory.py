@@ -63,7 +63,7 @@ class NullPrefixCache:
 
 
 class MemoryPrefixCache:
-    """A dictionary, unbounded: for tests, and as the measure of what the others must do."""
+    """A dictionary, unbounded: for tests, and as the reference for the other caches."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, Payload] = {}

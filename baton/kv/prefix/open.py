@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigError for a setting of which no prefix cache can be made."""
+    """Raise ConfigError for a setting that is not a valid URL of a prefix cache."""
     if url not in ("", "none"):
         parse_redis_url(url)
 
@@ -33,10 +33,10 @@ def open_prefix_cache(
     limits: RedisLimits | None = None,
     writes: str = "first",
 ) -> PrefixCache:
-    """Host memory of `cache_memory` bytes before the store at `url`; either may be none, by 0 and "none" or "".
+    """A cache of `cache_memory` bytes of host memory, then the store at `url`; 0 and "none" or "" leave them out.
 
-    `writes` tells when blocks go to the store: "first", "second" or "never". Raises ConfigError for a URL that can't
-    be used. Connects at the first use: a Redis that is not there is a miss.
+    `writes` says when blocks go to the store: "first", "second" or "never". Raises ConfigError for a URL that can't
+    be used. Connects at the first use; without a Redis there, look-ups miss.
     """
     check_url(url)
     host = HostPrefixCache(cache_memory)

@@ -1,4 +1,4 @@
-"""One cached block as stored: a record that says what it is, and proves who wrote it.
+"""The stored record of one cached block: it describes itself, and proves that its writer has the fleet's secret.
 
     offset  size
          0     4  magic "BKVR"
@@ -17,12 +17,12 @@ The MAC is AES-256-GMAC (NIST SP 800-38D) with the payload as associated data, u
     fleet key  = HMAC-SHA256(fleet secret, "baton prefix record 2")
     record key = HMAC-SHA256(fleet key, bytes 0..95)
 
-So only a holder of the fleet's secret can plant a block, and a changed header, such as another digest, asks for
-another key. The nonce keeps two writers of one block with different payloads from sharing a key; within a key the IV
-is thus constant. A forger without the key succeeds with a probability of (payload bytes / 16) / 2**128 a try.
+So only a process with the fleet's secret can write a valid block, and a changed header, for example another digest,
+gives another key. The nonce gives different keys to two writers of one block with different payloads, so a constant IV
+is safe. A forger without the key succeeds with a probability of (payload bytes / 16) / 2**128 for each try.
 
-The checksum tells damage from forgery, so it is computed on reading only if the MAC fails. A check costs about a
-tenth of what HMAC-SHA256 over the payload did, and lets go of the interpreter's lock
+The checksum distinguishes damage from forgery, so a reader computes it only if the MAC fails. A check costs about a
+tenth of HMAC-SHA256 over the payload, and releases the GIL
 (docs/decisions/0005-one-time-gmac-for-cached-blocks.md).
 """
 
@@ -52,7 +52,7 @@ _IV = bytes(12)
 
 
 class BadRecord(BatonError):
-    """Bytes that are not the wanted block; `reason` is a metric label."""
+    """A record that is not the requested block; `reason` is a metric label."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"not a usable prefix record: {reason}")
@@ -75,7 +75,7 @@ class RecordCodec:
         self._random_bytes = random_bytes
 
     def header(self, digest: bytes, payload: Payload) -> bytes:
-        """The record of a block up to its payload, which follows as it is."""
+        """The record of a block without its payload, which follows unchanged."""
         nonce = self._random_bytes(NONCE_BYTES)
         fields = _FIELDS.pack(MAGIC, VERSION, self._format, digest, len(payload), crc32c(payload), nonce)
         return fields + self._gmac(fields).encrypt(_IV, b"", payload)
@@ -85,7 +85,7 @@ class RecordCodec:
         return b"".join((self.header(digest, payload), payload))
 
     def decode(self, digest: bytes, record: Payload) -> memoryview:
-        """The payload, a view of `record`; raises BadRecord unless all of it is as `encode` made it."""
+        """The payload, a view of `record`; raises BadRecord if `encode` can't have made the record."""
         view = memoryview(record)
         if len(view) < HEADER_BYTES:
             raise BadRecord("truncated" if view[: len(MAGIC)] == MAGIC else "foreign")

@@ -1,4 +1,4 @@
-"""How quick a tier is, from the look-ups and fetches that were made. Pure."""
+"""The speed of a tier, measured at its look-ups and fetches. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from baton.kv.prefix.contract import FetchRate
 from baton.rates import DecayingAverage, DecayingRate
 
 ENOUGH_BYTES = 256 << 10
-"""Bytes of the smallest fetch from which a rate can be told."""
+"""Bytes of the smallest fetch that is used to measure a rate."""
 
 _LATENCY_WEIGHT = 0.2
 
@@ -19,16 +19,16 @@ class Throughput:
         self._bytes_per_s = DecayingRate()
 
     def looked_up(self, seconds: float) -> None:
-        """A look-up was answered after so long."""
+        """Record a look-up that took `seconds`."""
         self._latency_s.add(seconds)
 
     def fetched(self, size: int, seconds: float) -> None:
-        """So many bytes were there after so long."""
+        """Record a fetch of `size` bytes that took `seconds`."""
         if size >= ENOUGH_BYTES and seconds > 0:
             self._bytes_per_s.add(size, seconds)
 
     @property
     def rate(self) -> FetchRate | None:
-        """None until a fetch was large enough to tell."""
+        """The measured rate; None until there was a large enough fetch."""
         bytes_per_s = self._bytes_per_s.value
         return FetchRate(self._latency_s.value, bytes_per_s) if bytes_per_s else None

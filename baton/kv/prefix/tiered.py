@@ -1,7 +1,7 @@
 """Host memory before a store that workers share: one `PrefixCache` of both.
 
-A look-up asks the store, once, for the blocks that host memory lacks; so the runs of a hit may alternate between the
-tiers. A fetch takes each block from where it is, and keeps in host memory what came from the store.
+A look-up asks the store, once, for the blocks that are not in host memory; so the runs of a hit may alternate between
+the tiers. A fetch reads each block from its tier, and keeps blocks from the store in host memory.
 
 `wants` counts a sighting of each block; `put` hands a block to host memory at once, and to the store
 
@@ -9,13 +9,13 @@ tiers. A fetch takes each block from where it is, and keeps in host memory what 
     second  if it was seen by an earlier request as well; its KV may come from host memory then
     never   not at all
 
-What was found in the store or given to it is remembered (`baton.kv.prefix.write_filter`) until a look-up misses it or
-the store reports that it is lost or was refused, so that nobody copies KV out of the engine for nothing.
+The cache remembers which blocks are in the store (`baton.kv.prefix.write_filter`) until a look-up misses them, or the
+store reports them as lost or refused. So no KV is copied out of the engine without need.
 
-Blocks that are used do not go stale in the store. A fetch renews the lives of the blocks that it delivers, never of one
-that was found and then refused. It does so for each fetch from the store. Of the fetches from host memory alone, and of
-the hits in the engine's pages that `touch` reports, it is one in eight, picked at random: any fixed rhythm might pass
-over the same prompt for ever.
+Blocks that are used do not expire in the store. Every fetch from the store renews the expiry of the blocks that it
+delivers, but not of a block that was found and then refused. Of the fetches from host memory alone, and of
+the hits in the engine's pages that `touch` reports, one in eight renews it, picked at random: a fixed rhythm might
+always skip the same prompt.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TieredPrefixCache:
         return payloads
 
     def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Blocks computed that host memory lacks, and all that the store shall have; host memory gives what it can."""
+        """Computed blocks that are not in host memory, and all that the store needs and host memory can't supply."""
         seen = self._write_filter.observe(digests)
         due = [digest for digest, times in zip(digests, seen, strict=True) if times in self._due]
         absent = {digest for digest, wanted in zip(due, self._shared.wants(due), strict=True) if wanted}
@@ -115,7 +115,7 @@ class TieredPrefixCache:
         return wanted
 
     def put(self, digest: bytes, payload: Payload) -> bool:
-        """Keep the block, and store it if it is due; False if neither was done."""
+        """Keep the block in host memory, and write it to the store if `writes` says so; False if neither was done."""
         if self._host.stores:
             payload = own(payload)
         kept = self._host.put(digest, payload)
@@ -123,7 +123,7 @@ class TieredPrefixCache:
         return (seen in self._due and self._store(digest, payload)) or kept or seen is BlockState.STORED
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Keep the blocks from going stale in the store, if the call is one of the sample."""
+        """Renew the expiry of the blocks in the store, if the call is one of the sample."""
         if digests and random.random() < self._touch_share:
             self._shared.touch(digests)
 

@@ -1,11 +1,11 @@
-"""What a worker remembers of blocks that it need not hold: seen once, seen again, stored or refused in Redis. Pure.
+"""What a worker remembers of blocks: seen once, seen again, stored in Redis, or refused on reading. Pure.
 
-By the first 8 bytes of their digests, in two generations of a dictionary: when the young one is full, the old one is
-forgotten. A block met in either is young again once it is noted. At most about 18 MB for 2 × 65,536 blocks. Two
-blocks of the same name, or a forgotten one, cost a write that is not made, or made once more.
+Keyed by the first 8 bytes of the digests, in two generations of a dictionary. When the young generation is full, it
+becomes the old one, and the old one is dropped. An update moves a block to the young generation. At most about 18 MB
+for 2 × 65,536 blocks. If two blocks have the same key, or a block was dropped, a write is skipped or repeated.
 
-A block whose record was refused is written again with the next sighting of its chain, and so are the blocks behind it
-that were taken for stored: a look-up compares sizes only, and what damaged one record may have damaged many.
+A block whose record was refused is written again when its chain is seen next. So are the blocks after it
+that counted as stored: a look-up compares sizes only, and what damaged one record may have damaged many.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAME_BYTES = 8
 
 
 class BlockState(IntEnum):
-    """How far a block has come."""
+    """What is known of a block."""
 
     NEVER = 0
     ONCE = 1
@@ -49,7 +49,7 @@ class WriteFilter:
         self._young[digest[:NAME_BYTES]] = state
 
     def observe(self, digests: Sequence[bytes]) -> list[BlockState]:
-        """Count one sighting of each block of a chain, in its order; returns what they have come to."""
+        """Note that the blocks of a chain were seen once more; returns their new states, in the same order."""
         seen: list[BlockState] = []
         doubted = False
         for digest in digests:
@@ -61,27 +61,27 @@ class WriteFilter:
         return seen
 
     def mark_stored(self, digests: Iterable[bytes]) -> None:
-        """They are known to be stored."""
+        """Note that these blocks are stored."""
         for digest in digests:
             self.set(digest, BlockState.STORED)
 
     def mark_found(self, digests: Iterable[bytes]) -> None:
-        """Something of the right size is stored under their names, which is no news of one that was refused."""
+        """Note that records of the right size exist; this does not change blocks whose record was refused."""
         self.mark_stored(digest for digest in digests if self.state(digest) is not BlockState.REFUSED)
 
     def mark_missed(self, digests: Iterable[bytes]) -> None:
-        """They are not known to be stored any more."""
+        """Note that these blocks may not be stored any more."""
         for digest in digests:
             if self.state(digest) in (BlockState.STORED, BlockState.REFUSED):
                 self.set(digest, BlockState.AGAIN)
 
     def mark_refused(self, digests: Iterable[bytes]) -> None:
-        """What is stored under their names was read, and is not these blocks."""
+        """Note that the records of these blocks were read and refused."""
         for digest in digests:
             self.set(digest, BlockState.REFUSED)
 
     def mark_checked(self, digests: Iterable[bytes]) -> None:
-        """They were read and are right: of those that were refused, somebody has written good records since."""
+        """Note that the records were read and are valid; a refused one was replaced since."""
         self.mark_stored(digest for digest in digests if self.state(digest) is BlockState.REFUSED)
 
     def clear(self) -> None:
