@@ -11,7 +11,6 @@
     ├── Cancelled             CANCELLED
     ├── Unavailable           UNAVAILABLE          no worker, a lost worker, a draining worker
     ├── Unsupported           UNIMPLEMENTED        this process does not do that
-    ├── PairingRefused        FAILED_PRECONDITION  two processes that must agree do not
     ├── TransferError         ABORTED              a KV transfer failed; a new attempt may succeed
     │   ├── CorruptFrame                           a checksum, header or payload is wrong
     │   ├── IncompleteTransfer                     the stream, its manifest or its commit lacks something
@@ -126,13 +125,6 @@ class Unsupported(BatonError):
 
     grpc_status = "UNIMPLEMENTED"
     http_status = 501
-
-
-class PairingRefused(BatonError):
-    """Two processes that must agree (fingerprint, KV format, tokenizer) do not."""
-
-    grpc_status = "FAILED_PRECONDITION"
-    http_status = 503
 
 
 class TransferError(BatonError):

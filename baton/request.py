@@ -158,7 +158,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """All that decode must know beside the KV itself (DESIGN: handoff, version 1).
+    """All that decode must know beside the KV itself (DESIGN: handoff).
 
     The KV covers `prompt_ids + output_ids`; each choice continues with its first token, whose KV does not exist yet.
     """
@@ -169,8 +169,6 @@ class Handoff:
     output_ids: Sequence[int]
     params: SamplingParams
     first_tokens: tuple[FirstToken, ...]
-    cached_tokens: int
-    prefill_ms: float
 
 
 class CachePolicy(enum.Enum):

@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import save_file
 
 from baton.config.decode import DecodeConfig
+from baton.engine.contract import KvHandle
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor, OnLayer
 from baton.engine.factory import build
@@ -42,6 +43,7 @@ from baton.model.layers import Parallel
 from baton.model.linear import Placement
 from baton.request import CachePolicy, FirstToken, Handoff, SamplingParams, TokenInfo
 from baton.transfer.exports import Exports
+from baton.transfer.remote import RemoteExport
 from baton.worker.start import prefix_cache
 from baton.worker.status import WorkerRole, new_identity
 from baton.worker.thread import EngineThread
@@ -116,9 +118,8 @@ async def measure(config: DecodeConfig, batch: int, context: int, steps: int) ->
     prompt = [_TOKEN] * context
     passes = Passes(engine, batch)
 
-    async def fetched(*_: Any, transfer_id: str, **__: Any) -> Handoff:
-        first = FirstToken(0, TokenInfo(_TOKEN), None)
-        return Handoff(transfer_id, 0, prompt, (), params, (first,), 0, 0.0)
+    async def fetched(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
+        return Handoff(source.transfer_id, 0, prompt, (), params, (FirstToken(0, TokenInfo(_TOKEN)),))
 
     identity = new_identity(config, WorkerRole.DECODE, engine.spec, "", converts_kv=False)
     cache = prefix_cache(config, engine.spec.kv_format)
@@ -131,13 +132,13 @@ async def measure(config: DecodeConfig, batch: int, context: int, steps: int) ->
         for key in keys:
             reserve = Reserve(key, context, params.max_tokens, 1, cache=CachePolicy.OFF)
             service.handle(session, reserve)
-            service.handle(session, Start(key, key.request_id, "127.0.0.1:1", "", None))
+            service.handle(session, Start(key, RemoteExport(key.request_id, "", ())))
         left = batch
         async for down in session.messages():
             down_to_proto(down).SerializeToString()
             if down.failures:
-                raise RuntimeError(down.failures[0].message)
-            left -= sum(output.finish is not None for output in down.outputs)
+                raise RuntimeError(down.failures[0][1].message)
+            left -= sum(output.finish is not None for _, output in down.outputs)
             if not left:
                 break
     finally:

@@ -14,12 +14,12 @@ from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.pb import decode_pb2_grpc
 from baton.transfer.exports import Exports
-from baton.transfer.fetcher import fetch
 from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
 from baton.worker.listeners import Addresses, Service, listeners
 from baton.worker.start import prefix_cache, started
 from baton.worker.status import WorkerRole
+from decode_svc.fetches import fetching
 from decode_svc.service import DecodeService
 from decode_svc.servicer import DecodeServicer
 
@@ -65,8 +65,10 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         cache = prefix_cache(config, base.engine.spec.kv_format)
         stack.push_async_callback(cache.close)
         await cache.check()
-        exports = Exports(base.engine, base.identity.incarnation)
-        service = DecodeService(config, base.engine, base.identity, fetch, exports, cache, base.tls)
+        exports = Exports(base.engine, base.identity.incarnation, shards=base.identity.shards)
+        consumer = base.identity.principal or base.identity.incarnation
+        fetch = await stack.enter_async_context(fetching(config, base.engine, consumer, base.tls))
+        service = DecodeService(config, base.engine, base.identity, fetch, exports, cache)
 
         def add_decode(server: grpc.aio.Server) -> None:
             decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service), server)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
-import grpc
-
-from baton.config import parse_address
 from baton.config.decode import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import BatonError, ConfigError, EngineError, SourceUnreachable, TransferError
+from baton.errors import BatonError, EngineError, SourceUnreachable
 from baton.kv.format import KvCompression
 from baton.request import Handoff
 from baton.rpc.tls import Tls
 from baton.transfer.channels import KvChannels
+from baton.transfer.fetcher import fetch
+from baton.transfer.remote import RemoteExport
+from baton.transfer.source import open_sources
 from decode_svc.attempt import Attempt
 from decode_svc.messages import FailureKind, Start
 
@@ -25,28 +26,35 @@ _log = logging.getLogger(__name__)
 
 
 class Fetch(Protocol):
-    """What `baton.transfer.fetcher.fetch` does."""
+    """Pulls tokens `[first, tokens)` of an export into the handle; raises TransferError if they do not all arrive."""
 
-    async def __call__(
-        self,
-        channel: grpc.aio.Channel,
-        engine: Engine,
-        handle: KvHandle,
-        *,
-        transfer_id: str,
-        incarnation: str,
-        tokens: int,
-        first: int,
-        timeout_s: float,
-        stall_timeout_s: float,
-        ticket: bytes,
-        consumer: str,
-        compression: KvCompression,
-    ) -> Handoff: ...
+    async def __call__(self, source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff: ...
+
+
+@contextlib.asynccontextmanager
+async def fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tls | None) -> AsyncIterator[Fetch]:
+    """Fetches over gRPC in the name of `consumer`, as the settings say."""
+    channels = KvChannels(tls)
+
+    async def fetch_kv(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
+        async with open_sources(
+            channels,
+            source,
+            timeout_s=config.fetch_timeout_s,
+            stall_timeout_s=config.fetch_stall_s,
+            consumer=consumer,
+            compression=KvCompression(config.kv_compression),
+        ) as sources:
+            return await fetch(sources, engine, handle, tokens=tokens, first=first, timeout_s=config.fetch_timeout_s)
+
+    try:
+        yield fetch_kv
+    finally:
+        await channels.close()
 
 
 class Fetches:
-    """Runs fetches into attempts' first handles, in the name of `consumer`; lives on the asyncio loop.
+    """Runs fetches into attempts' first handles; lives on the asyncio loop.
 
     What an attempt has pinned is not fetched. `names` computes the digests of a handoff's blocks, None where nobody
     needs them. `fetched` gets the handoff, those, and the milliseconds that it took, `failed` the kind of fault and a
@@ -55,21 +63,13 @@ class Fetches:
 
     def __init__(
         self,
-        config: DecodeConfig,
-        engine: Engine,
         fetch: Fetch,
-        consumer: str,
-        tls: Tls | None,
         *,
         names: Callable[[Attempt, Handoff], Awaitable[Sequence[bytes] | None]],
         fetched: Callable[[Attempt, Handoff, Sequence[bytes] | None, float], object],
         failed: Callable[[Attempt, FailureKind, str], object],
     ) -> None:
-        self._config = config
-        self._engine = engine
         self._fetch = fetch
-        self._consumer = consumer
-        self._channels = KvChannels(tls)
         self._names = names
         self._fetched, self._failed = fetched, failed
         self._running: dict[Attempt, asyncio.Task[None]] = {}
@@ -95,27 +95,12 @@ class Fetches:
     async def close(self) -> None:
         """Wait for all fetches, which must have been stopped."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channels.close()
 
     async def _run(self, attempt: Attempt, start: Start) -> None:
         started = time.monotonic()
         try:
-            _check_source(start)
-            async with self._channels.use(start.source_address) as channel:
-                handoff = await self._fetch(
-                    channel,
-                    self._engine,
-                    attempt.handle,
-                    transfer_id=start.transfer_id,
-                    incarnation=start.source_incarnation,
-                    tokens=attempt.request.context_tokens,
-                    first=attempt.handle.cached,
-                    timeout_s=self._config.fetch_timeout_s,
-                    stall_timeout_s=self._config.fetch_stall_s,
-                    ticket=start.ticket,
-                    consumer=self._consumer,
-                    compression=KvCompression(self._config.kv_compression),
-                )
+            tokens, first = attempt.request.context_tokens, attempt.handle.cached
+            handoff = await self._fetch(start.source, attempt.handle, tokens=tokens, first=first)
             digests = await self._names(attempt, handoff)
             if self._going(attempt):
                 self._fetched(attempt, handoff, digests, (time.monotonic() - started) * 1e3)
@@ -134,16 +119,6 @@ class Fetches:
     def _fail(self, attempt: Attempt, kind: FailureKind, message: str) -> None:
         if self._going(attempt):
             self._failed(attempt, kind, message)
-
-
-def _check_source(start: Start) -> None:
-    """Raise TransferError unless the start names something that can be fetched."""
-    if not start.transfer_id:
-        raise TransferError(f"{start.key}: transfer_id is empty")
-    try:
-        parse_address(start.source_address)
-    except ConfigError as error:
-        raise TransferError(f"{start.key}: source_address {error}") from None
 
 
 def _kind(error: BatonError) -> FailureKind:

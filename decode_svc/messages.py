@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.request import CachePolicy, FinishReason, TokenInfo
+from baton.request import CachePolicy
+from baton.transfer.remote import RemoteExport
+from baton.worker.messages import Output, Reserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,14 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Says where to fetch the KV, and shows the ticket for it; `deadline_s` as in Reserve.
+    """Says where to fetch the KV; `deadline_s` as in Reserve.
 
     What was pinned is exported as `prefix_transfer_id`, unless that is empty.
     """
 
     key: AttemptKey
-    transfer_id: str
-    source_address: str
-    source_incarnation: str
-    deadline_s: float | None
-    ticket: bytes = b""
+    source: RemoteExport
+    deadline_s: float | None = None
     prefix_transfer_id: str = ""
 
 
@@ -73,44 +71,6 @@ class Heartbeat:
 Command = Reserve | Start | Cancel | Heartbeat
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Answers a Reserve; `never` when the request can't fit even an empty worker, `retry_after_s` 0 when unknown.
-
-    The KV of the context's first `cached_tokens` is here, and stays. `room_tokens` are the largest context that another
-    request could have now, where this one was refused for want of pages.
-    """
-
-    key: AttemptKey
-    granted: bool
-    reason: str = ""
-    never: bool = False
-    retry_after_s: float = 0.0
-    cached_tokens: int = 0
-    room_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTimings:
-    """Durations on decode's clock, in milliseconds: Start to commit, commit to slot, slot to first result."""
-
-    fetch_ms: float
-    slot_wait_ms: float
-    first_step_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What one step yielded for one choice; `timings` come with its first."""
-
-    key: AttemptKey
-    choice_index: int
-    output_index: int
-    tokens: Sequence[TokenInfo]
-    finish: FinishReason | None
-    timings: DecodeTimings | None
-
-
 class FailureKind(enum.Enum):
     """What ended an attempt before its time."""
 
@@ -126,7 +86,6 @@ class FailureKind(enum.Enum):
 class Failure:
     """Ends an attempt with a fault."""
 
-    key: AttemptKey
     kind: FailureKind
     message: str
 
@@ -135,9 +94,9 @@ class Failure:
 class Down:
     """One message to a router; `live` are all the attempts of the session, where a heartbeat is due."""
 
-    reserved: list[Reserved] = field(default_factory=list)
-    outputs: list[Output] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    reserved: list[tuple[AttemptKey, Reserved]] = field(default_factory=list)
+    outputs: list[tuple[AttemptKey, Output]] = field(default_factory=list)
+    failures: list[tuple[AttemptKey, Failure]] = field(default_factory=list)
     live: list[AttemptKey] | None = None
 
     def __bool__(self) -> bool:

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 from baton.engine.contract import EngineSpec, KvHandle
 from baton.request import FinishReason, SequenceState, TokenInfo, finish_reason
+from baton.worker.messages import DecodeTimings
 from decode_svc.block_hasher import RollingBlockHasher
-from decode_svc.messages import DecodeTimings
 
 RESUME_TOKENS = 64
 """Steps that there must be room for, for each sequence of the batch, before a paused one joins it."""
@@ -191,7 +191,6 @@ class Scheduler:
             timings = sequence.timings = DecodeTimings(
                 fetch_ms=sequence.fetch_ms,
                 slot_wait_ms=(sequence.inserted_at - sequence.ready_at) * 1e3,
-                first_step_ms=(now - sequence.inserted_at) * 1e3,
             )
         if sequence.hasher is not None:
             sequence.hasher.extend(token.token_id for token in tokens[:taken])

@@ -31,12 +31,12 @@ from baton.kv.prefix import PrefixCache
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import State
 from baton.request import Handoff
-from baton.rpc.tls import Tls
 from baton.telemetry import metrics
 from baton.transfer.exports import Exports
 from baton.worker.audit import IdleAudit, take_ledger
 from baton.worker.blocks import Blocks
 from baton.worker.caches import Caches
+from baton.worker.messages import Output, Reserved
 from baton.worker.prefix_news import PrefixNews
 from baton.worker.progress import Progress
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad
@@ -51,7 +51,7 @@ from decode_svc.grants import Grants
 from decode_svc.ledger import entries
 from decode_svc.load import Load
 from decode_svc.loop import DecodeLoop, Report
-from decode_svc.messages import Cancel, Command, Failure, FailureKind, Heartbeat, Output, Reserve, Reserved, Start
+from decode_svc.messages import Cancel, Command, Failure, FailureKind, Heartbeat, Reserve, Start
 from decode_svc.prefixes import PrefixExports
 from decode_svc.reservation import Refused, pinnable
 from decode_svc.scheduler import Decoding
@@ -72,7 +72,6 @@ class DecodeService:
         fetch: Fetch,
         exports: Exports,
         cache: PrefixCache,
-        tls: Tls | None = None,
     ) -> None:
         self._asyncio = loop = asyncio.get_running_loop()
         self._news = PrefixNews(engine, cache, lambda: self.status.changed())
@@ -97,10 +96,7 @@ class DecodeService:
         self._sessions: dict[int, Session] = {}
         self._numbers = itertools.count()
         self._deadlines = Deadlines(self._overdue)
-        consumer = identity.principal or identity.incarnation
-        self._fetches = Fetches(
-            config, engine, fetch, consumer, tls, names=self._names, fetched=self._fetched, failed=self._fail
-        )
+        self._fetches = Fetches(fetch, names=self._names, fetched=self._fetched, failed=self._fail)
         self._idle = asyncio.Event()
         self._idle.set()
         self._load_due = False
@@ -151,7 +147,7 @@ class DecodeService:
             return
         match command:
             case Reserve():
-                session.tell(self._reserve(session, command))
+                session.tell(command.key, self._reserve(session, command))
             case Start():
                 self._start(session, command)
             case Cancel():
@@ -208,33 +204,33 @@ class DecodeService:
 
     def _reserve(self, session: Session, request: Reserve) -> Reserved:
         if self.status.draining:
-            return Reserved(request.key, False, "the worker is draining")
+            return Reserved(False, "the worker is draining")
         if self.failed.done():
-            return Reserved(request.key, False, "the worker's engine has failed")
+            return Reserved(False, "the worker's engine has failed")
         now = self._asyncio.time()
         try:
             attempt = self._grants.reserve(session.number, request, now, self._config.start_timeout_s)
         except Refused as error:
-            return Reserved(request.key, False, str(error), never=True)
+            return Reserved(False, str(error), never=True)
         except OutOfPages as error:
             retry_after = min(self._grants.admission.retry_after(now), RENEW_S)
             room = self._grants.room(now)
-            return Reserved(request.key, False, str(error), retry_after_s=retry_after, room_tokens=room)
+            return Reserved(False, str(error), retry_after_s=retry_after, room_tokens=room)
         except Overloaded as error:
             retry_after = error.retry_after or self._grants.admission.retry_after(now)
-            return Reserved(request.key, False, str(error), retry_after_s=retry_after)
+            return Reserved(False, str(error), retry_after_s=retry_after)
         self._idle.clear()
         self._deadlines.set(attempt)
         self._fork()
         self._load_changed()
         cached = attempt.handle.cached
         self.caches.reserved(cached // self._engine.spec.kv_format.block_size, len(pinnable(request)))
-        return Reserved(request.key, True, cached_tokens=cached)
+        return Reserved(True, cached_tokens=cached)
 
     def _start(self, session: Session, start: Start) -> None:
         attempt = self.attempts.get(session.number, start.key)
         if attempt is None:
-            session.tell(Failure(start.key, FailureKind.TRANSFER, f"nothing is reserved for {start.key}"))
+            session.tell(start.key, Failure(FailureKind.TRANSFER, f"nothing is reserved for {start.key}"))
             return
         if attempt.life.state is not State.RESERVED:
             return
@@ -318,7 +314,7 @@ class DecodeService:
             attempt, choice = owner
             attempt.stepped = True
             self._sessions[attempt.session].tell(
-                Output(attempt.key, choice, output.output_index, output.tokens, output.finish, output.timings)
+                attempt.key, Output(choice, output.output_index, output.tokens, output.finish, output.timings)
             )
             if output.finish is not None:
                 self.attempts.sequence_ended(output.id, now, output.digests)
@@ -345,7 +341,7 @@ class DecodeService:
 
     def _fail(self, attempt: Attempt, kind: FailureKind, message: str) -> None:
         if not attempt.life.ended:
-            self._sessions[attempt.session].tell(Failure(attempt.key, kind, message))
+            self._sessions[attempt.session].tell(attempt.key, Failure(kind, message))
             self._end(attempt, sound=kind is not FailureKind.ENGINE)
 
     def _fail_all(self, kind: FailureKind, message: str) -> None:

@@ -13,23 +13,21 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.errors import DeadlineExceeded, InvalidRequest
+from baton.kv.format import WIRE_VERSION
 from baton.pb import decode_pb2, decode_pb2_grpc
-from baton.request import MAX_ADDRESS_LENGTH, CachePolicy, check_id, check_length
-from baton.rpc.convert import add_token, cache_policy_from_proto, finish_to_proto
+from baton.request import CachePolicy, check_id
+from baton.rpc.convert import add_token, cache_policy_from_proto, export_from_proto, finish_to_proto
 from baton.rpc.silence import Silence
-from baton.transfer.tickets import MAX_TICKET_BYTES
+from baton.worker.messages import DecodeTimings, Output, Reserved
 from decode_svc.messages import (
     AttemptKey,
     Cancel,
     Command,
-    DecodeTimings,
     Down,
     Failure,
     FailureKind,
     Heartbeat,
-    Output,
     Reserve,
-    Reserved,
     Start,
 )
 from decode_svc.service import DecodeService
@@ -98,6 +96,9 @@ async def _hello(requests: AsyncIterator[decode_pb2.SessionUp]) -> str:
     if first is None or kind != "hello":
         raise InvalidRequest("message", "the first message of a session must be hello", kind or "nothing")
     check_id("hello.router_id", first.hello.router_id, optional=True)
+    if first.hello.wire_version != WIRE_VERSION:
+        problem = f"this worker speaks version {WIRE_VERSION}, the router must be of the same release"
+        raise InvalidRequest("hello.wire_version", problem, first.hello.wire_version)
     return first.hello.router_id
 
 
@@ -122,14 +123,11 @@ def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
             )
         case "start":
             start = message.start
-            _check_start(start)
+            check_id("start.prefix_transfer_id", start.prefix_transfer_id, optional=True)
             return Start(
                 _key(start.key, kind),
-                start.transfer_id,
-                start.source_address,
-                start.source_incarnation,
+                export_from_proto("start.source", start.source),
                 start.deadline_ms / 1e3 if start.deadline_ms else None,
-                start.ticket,
                 start.prefix_transfer_id,
             )
         case "cancel":
@@ -147,20 +145,12 @@ def down_to_proto(down: Down) -> decode_pb2.SessionDown:
     heartbeat = None if down.live is None else decode_pb2.Heartbeat(live=map(_key_to_proto, down.live))
     message = decode_pb2.SessionDown(
         heartbeat=heartbeat,
-        reserved=[_reserved(each) for each in down.reserved],
-        failures=[_failure(each) for each in down.failures],
+        reserved=[_reserved(*each) for each in down.reserved],
+        failures=[_failure(*each) for each in down.failures],
     )
-    for output in down.outputs:
-        _add_output(message, output)
+    for key, output in down.outputs:
+        _add_output(message, key, output)
     return message
-
-
-def _check_start(start: decode_pb2.Start) -> None:
-    check_id("start.transfer_id", start.transfer_id, optional=True)
-    check_id("start.source_incarnation", start.source_incarnation, optional=True)
-    check_id("start.prefix_transfer_id", start.prefix_transfer_id, optional=True)
-    check_length("start.source_address", start.source_address, MAX_ADDRESS_LENGTH)
-    check_length("start.ticket", start.ticket, MAX_TICKET_BYTES)
 
 
 def _key(key: decode_pb2.AttemptKey, kind: str) -> AttemptKey:
@@ -180,9 +170,9 @@ def _key_to_proto(key: AttemptKey) -> decode_pb2.AttemptKey:
     return decode_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt)
 
 
-def _reserved(result: Reserved) -> decode_pb2.ReserveResult:
+def _reserved(key: AttemptKey, result: Reserved) -> decode_pb2.ReserveResult:
     return decode_pb2.ReserveResult(
-        key=_key_to_proto(result.key),
+        key=_key_to_proto(key),
         granted=result.granted,
         reason=result.reason,
         never=result.never,
@@ -192,7 +182,7 @@ def _reserved(result: Reserved) -> decode_pb2.ReserveResult:
     )
 
 
-def _add_output(down: decode_pb2.SessionDown, output: Output) -> None:
+def _add_output(down: decode_pb2.SessionDown, key: AttemptKey, output: Output) -> None:
     """Make the output in its place: messages made apart and copied cost three times as much, a step for each."""
     message = down.outputs.add(
         choice_index=output.choice_index,
@@ -200,8 +190,8 @@ def _add_output(down: decode_pb2.SessionDown, output: Output) -> None:
         finish_reason=finish_to_proto(output.finish),
         timings=_timings(output.timings),
     )
-    key = message.key
-    key.request_id, key.attempt = output.key.request_id, output.key.attempt
+    name = message.key
+    name.request_id, name.attempt = key.request_id, key.attempt
     for token in output.tokens:
         add_token(message.tokens, token)
 
@@ -209,10 +199,8 @@ def _add_output(down: decode_pb2.SessionDown, output: Output) -> None:
 def _timings(timings: DecodeTimings | None) -> decode_pb2.DecodeTimings | None:
     if timings is None:
         return None
-    return decode_pb2.DecodeTimings(
-        fetch_ms=timings.fetch_ms, slot_wait_ms=timings.slot_wait_ms, first_step_ms=timings.first_step_ms
-    )
+    return decode_pb2.DecodeTimings(fetch_ms=timings.fetch_ms, slot_wait_ms=timings.slot_wait_ms)
 
 
-def _failure(failure: Failure) -> decode_pb2.AttemptFailure:
-    return decode_pb2.AttemptFailure(key=_key_to_proto(failure.key), kind=_KINDS[failure.kind], message=failure.message)
+def _failure(key: AttemptKey, failure: Failure) -> decode_pb2.AttemptFailure:
+    return decode_pb2.AttemptFailure(key=_key_to_proto(key), kind=_KINDS[failure.kind], message=failure.message)

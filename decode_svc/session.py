@@ -16,7 +16,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from baton.errors import BatonError
-from decode_svc.messages import AttemptKey, Down, Failure, Output, Reserved
+from baton.worker.messages import Output, Reserved
+from decode_svc.messages import AttemptKey, Down, Failure
 
 HEARTBEAT_S = 1.0
 MAX_ANSWERS = 10_000
@@ -41,15 +42,15 @@ class Session:
         """Answers and failures that the router has not taken yet."""
         return len(self._down.reserved) + len(self._down.failures)
 
-    def tell(self, message: Reserved | Output | Failure) -> None:
-        """Put something into the next message."""
+    def tell(self, key: AttemptKey, message: Reserved | Output | Failure) -> None:
+        """Put something of an attempt into the next message."""
         match message:
             case Reserved():
-                self._down.reserved.append(message)
+                self._down.reserved.append((key, message))
             case Output():
-                self._down.outputs.append(message)
+                self._down.outputs.append((key, message))
             case Failure():
-                self._down.failures.append(message)
+                self._down.failures.append((key, message))
         self._news.set()
 
     def end(self, error: BatonError | None = None) -> None:

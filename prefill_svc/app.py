@@ -79,7 +79,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
         cache = prefix_cache(config, spec.kv_format, cache_memory=config.cache_memory)
         stack.push_async_callback(cache.close)
         await cache.check()
-        exports = Exports(base.engine, incarnation, lease_s=config.lease_s)
+        exports = Exports(base.engine, incarnation, lease_s=config.lease_s, shards=base.identity.shards)
         peers = Peers(base.engine, base.tls, consumer, config.cache_budget_s)
         progress = Progress()
         news = PrefixNews(base.engine, cache, lambda: status.changed())

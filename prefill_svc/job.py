@@ -28,6 +28,7 @@ from baton.request import (
     finish_reason,
 )
 from baton.transfer.export import Export
+from baton.transfer.remote import PrefixSource
 from prefill_svc.plan import Run
 from prefill_svc.scheduler import Prompt
 
@@ -40,17 +41,6 @@ QUEUED_S = 120.0
 _TIERS = ("pool", "host", "redis", "peer")
 
 _PREFILLING_S, _PREFILLING_TOKEN_S = 60.0, 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixSource:
-    """A decode worker's export of the prompt's first `tokens` tokens, and the ticket to fetch it with."""
-
-    address: str
-    incarnation: str
-    transfer_id: str
-    ticket: bytes
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +100,6 @@ class PrefillDone:
     first_tokens: tuple[FirstToken, ...]
     cached: CachedTokens
     prompt_tokens: tuple[TokenInfo, ...]
-    queue_ms: float
-    compute_ms: float
 
 
 @dataclass(eq=False, slots=True)
@@ -129,7 +117,6 @@ class Job:
     task: PrefillTask
     entry: Prompt
     ids: Sequence[int]
-    admitted_at: float
     life: Lifecycle
     handle: KvHandle | None = None
     export: Export | None = None
@@ -140,7 +127,6 @@ class Job:
     sources: list[tuple[str, int]] = field(default_factory=list)
     computed: int = 0
     computing: int = 0
-    started_at: float | None = None
     prompt_tokens: list[TokenInfo] = field(default_factory=list)
     error: BatonError | None = None
     begun: bool = False
@@ -155,11 +141,10 @@ class Job:
         """The job of a task that was just admitted."""
         deadline = math.inf if task.deadline is None else task.deadline
         life = Lifecycle(State.QUEUED, now, request_deadline=deadline, limit_s=QUEUED_S)
-        return cls(task, entry, [*task.prompt_ids, *task.output_ids], now, life)
+        return cls(task, entry, [*task.prompt_ids, *task.output_ids], life)
 
     def start(self, now: float) -> None:
         """The first chunk begins."""
-        self.started_at = now
         self.life.enter(State.PREFILLING, now, _PREFILLING_S + _PREFILLING_TOKEN_S * len(self.ids))
 
     @property
@@ -222,11 +207,9 @@ def by_tier(sources: Sequence[tuple[str, int]], most: int) -> dict[str, int]:
     return counts
 
 
-def finished(
-    job: Job, tokens: Sequence[TokenInfo], eos_token_ids: frozenset[int], now: float
-) -> tuple[Handoff, PrefillDone]:
+def finished(job: Job, tokens: Sequence[TokenInfo], eos_token_ids: frozenset[int]) -> tuple[Handoff, PrefillDone]:
     """What decode and what the router get of a computed job, given one token for each choice."""
-    task, started_at, cached = job.task, job.started_at or now, job.cached()
+    task, cached = job.task, job.cached()
     first_tokens = tuple(
         FirstToken(choice, token, finish_reason(task.params, [*task.output_ids, token.token_id], eos_token_ids))
         for choice, token in zip(task.choices, tokens, strict=True)
@@ -241,11 +224,8 @@ def finished(
         task.output_ids,
         task.params,
         first_tokens,
-        cached.total,
-        (now - job.admitted_at) * 1e3,
     )
-    queue_ms, compute_ms = (started_at - job.admitted_at) * 1e3, (now - started_at) * 1e3
-    return handoff, PrefillDone(first_tokens, cached, prompt_tokens, queue_ms, compute_ms)
+    return handoff, PrefillDone(first_tokens, cached, prompt_tokens)
 
 
 def overdue(job: Job) -> BatonError:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import time
 
-from baton.config import parse_address
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import ConfigError, TransferError
+from baton.errors import TransferError
 from baton.kv.prefix.contract import FetchRate
 from baton.rates import DecayingRate
 from baton.rpc.tls import Tls
 from baton.transfer.channels import KvChannels
 from baton.transfer.fetcher import fetch_prefix
-from prefill_svc.job import PrefixSource
+from baton.transfer.remote import PrefixSource
+from baton.transfer.source import open_sources
 
 _SLOWEST_BYTES_PER_S = 100e6
 
@@ -48,25 +48,26 @@ class Peers:
         Returns or raises, when cancelled as well, only once nothing is being written any more.
         """
         size, arrived, began = len(tokens) * self._token_bytes, 0, time.monotonic()
+        timeout_s = self._budget_s + size / _SLOWEST_BYTES_PER_S
         try:
-            parse_address(source.address)
-            async with self._channels.use(source.address) as channel:
+            async with open_sources(
+                self._channels,
+                source.export,
+                timeout_s=timeout_s,
+                stall_timeout_s=self._budget_s,
+                consumer=self._consumer,
+            ) as sources:
                 await fetch_prefix(
-                    channel,
+                    sources,
                     self._engine,
                     handle,
-                    transfer_id=source.transfer_id,
-                    incarnation=source.incarnation,
                     tokens=tokens,
                     length=source.tokens,
                     digest=digest,
-                    timeout_s=self._budget_s + size / _SLOWEST_BYTES_PER_S,
-                    stall_timeout_s=self._budget_s,
-                    ticket=source.ticket,
-                    consumer=self._consumer,
+                    timeout_s=timeout_s,
                 )
             arrived = size
-        except (TransferError, ConfigError) as error:
+        except TransferError as error:
             _log.info("%s: the prefix could not be fetched, and is computed: %s", handle.owner, error)
         finally:
             self._bytes_per_s.add(arrived, time.monotonic() - began)

@@ -11,17 +11,17 @@ import grpc
 from baton.engine.contract import EngineSpec
 from baton.errors import Cancelled, InvalidRequest
 from baton.pb import prefill_pb2, prefill_pb2_grpc
-from baton.request import MAX_ADDRESS_LENGTH, MAX_CHOICES, SamplingParams, check_count, check_id, check_length
+from baton.request import MAX_CHOICES, SamplingParams, check_count, check_id, check_length
 from baton.rpc.convert import (
     cache_policy_from_proto,
     cached_to_proto,
     first_token_to_proto,
+    prefix_source_from_proto,
     sampling_from_proto,
     token_ids_from_proto,
     token_to_proto,
 )
-from baton.transfer.tickets import MAX_TICKET_BYTES
-from prefill_svc.job import PrefillDone, PrefillProgress, PrefillTask, PrefixSource
+from prefill_svc.job import PrefillDone, PrefillProgress, PrefillTask
 from prefill_svc.worker import PrefillWorker
 
 MOST_SALT_BYTES = 64
@@ -89,7 +89,7 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
         tenant=request.tenant,
         cache_salt=request.cache_salt,
         cache=cache_policy_from_proto(request.cache),
-        source=_source(request.prefix_source) if request.HasField("prefix_source") else None,
+        source=prefix_source_from_proto(request.prefix_source) if request.HasField("prefix_source") else None,
         deadline=deadline,
     )
 
@@ -108,8 +108,6 @@ def event_to_proto(event: PrefillProgress | PrefillDone) -> prefill_pb2.PrefillE
             cached_tokens=event.cached.total,
             cached=cached_to_proto(event.cached),
             prompt_tokens=[token_to_proto(token) for token in event.prompt_tokens],
-            queue_ms=event.queue_ms,
-            compute_ms=event.compute_ms,
         )
     )
 
@@ -117,14 +115,6 @@ def event_to_proto(event: PrefillProgress | PrefillDone) -> prefill_pb2.PrefillE
 def _token_ids(request: prefill_pb2.PrefillRequest) -> int:
     prompt, output, allowed = request.prompt_token_ids, request.output_token_ids, request.sampling.allowed_token_ids
     return len(prompt) + len(output) + len(allowed)
-
-
-def _source(source: prefill_pb2.PrefixSource) -> PrefixSource:
-    check_id("prefix_source.transfer_id", source.transfer_id, optional=True)
-    check_id("prefix_source.incarnation", source.incarnation, optional=True)
-    check_length("prefix_source.address", source.address, MAX_ADDRESS_LENGTH)
-    check_length("prefix_source.ticket", source.ticket, MAX_TICKET_BYTES)
-    return PrefixSource(source.address, source.incarnation, source.transfer_id, source.ticket, source.tokens)
 
 
 def _sampling(request: prefill_pb2.PrefillRequest, spec: EngineSpec) -> SamplingParams:

@@ -253,12 +253,11 @@ class PrefillWorker:
 
     def _commit(self, job: Job, result: ChunkResult) -> PrefillDone:
         """Hand the KV over, with the first token of each choice."""
-        now = time.monotonic()
-        handoff, done = finished(job, result.tokens, self._engine.spec.eos_token_ids, now)
+        handoff, done = finished(job, result.tokens, self._engine.spec.eos_token_ids)
         if job.export is not None:
             job.export.commit(handoff)
             if not job.export.ended:
-                job.life.enter(State.HELD, now)
+                job.life.enter(State.HELD, time.monotonic())
         return done
 
     async def _keep(self, job: Job) -> None:

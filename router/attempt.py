@@ -26,8 +26,10 @@ from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
 from baton.telemetry.metrics import PLACED_TOKENS, WASTED_PREFILL_TOKENS
+from baton.transfer.remote import PrefixSource, RemoteExport
+from baton.worker.messages import Output
 from router.dispatcher import Dispatcher
-from router.events import Blame, Cause, Event, Failed, Output, Prefilled
+from router.events import Blame, Cause, Event, Failed, Prefilled
 from router.output.processor import OutputProcessor
 from router.placement.block_hasher import BlockHasher
 from router.placement.policy import PlacementQuery
@@ -40,7 +42,6 @@ from router.workers.prefill import (
     LOSS_GRACE_S,
     Abandoner,
     PrefillMessage,
-    PrefixSource,
     call_prefill,
     prefill_message,
 )
@@ -226,7 +227,8 @@ class Attempt:
             return None
         transfer_id = secrets.token_hex(16)
         kv_ticket = self._kv_ticket(transfer_id, peer.incarnation, placement.prefill.consumer)
-        return PrefixSource(peer.kv_address, peer.incarnation, transfer_id, kv_ticket, placement.pinned_tokens)
+        export = RemoteExport(transfer_id, peer.incarnation, peer.shards, kv_ticket)
+        return PrefixSource(export, placement.pinned_tokens)
 
     def _kv_ticket(self, transfer_id: str, incarnation: str, consumer: str) -> bytes:
         """What lets `consumer` fetch KV until the deadline; empty where the fleet has no keys."""
@@ -262,13 +264,12 @@ class Attempt:
         if placement.decode is None:
             self._finished.update(self._choices)
             return
+        prefill = placement.prefill
+        kv_ticket = self._kv_ticket(transfer_id, prefill.incarnation, placement.consumer)
         placement.decode.start(
-            transfer_id=transfer_id,
-            source=placement.prefill.kv_address,
-            incarnation=placement.prefill.incarnation,
+            source=RemoteExport(transfer_id, prefill.incarnation, prefill.shards, kv_ticket),
             deadline_ms=math.ceil(1e3 * (self._remaining() or 0.0)),
-            ticket=self._kv_ticket(transfer_id, placement.prefill.incarnation, placement.consumer),
-            prefix_transfer_id=source.transfer_id if source else "",
+            prefix_transfer_id=source.export.transfer_id if source else "",
         )
 
     async def _follow(self, placement: Placement) -> None:

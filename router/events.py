@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from baton.request import CachedTokens, FinishReason, FirstToken, TokenInfo
+from baton.request import CachedTokens, FirstToken, TokenInfo
+from baton.worker.messages import Output
 from router.workers.losses import WorkerLoss
 
 
@@ -38,14 +39,6 @@ class Cause(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTimings:
-    """Durations on decode's clock, in milliseconds: Start to commit, commit to slot."""
-
-    fetch_ms: float
-    slot_wait_ms: float
-
-
-@dataclass(frozen=True, slots=True)
 class Prefilled:
     """Prefill is done; `prompt_tokens` carry prompt log-probabilities, if they were asked for.
 
@@ -56,20 +49,6 @@ class Prefilled:
     cached_tokens: int
     prompt_tokens: tuple[TokenInfo, ...] = ()
     cached: CachedTokens = field(default_factory=CachedTokens)
-
-
-@dataclass(slots=True)
-class Output:
-    """Tokens of one choice; `output_index` is that of the first, `finish` belongs to the last.
-
-    One is made for every token, and a frozen one would take three times as long.
-    """
-
-    choice_index: int
-    output_index: int
-    tokens: tuple[TokenInfo, ...]
-    finish: FinishReason | None = None
-    timings: DecodeTimings | None = None
 
 
 @dataclass(frozen=True, slots=True)

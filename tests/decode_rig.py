@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.config.decode import DecodeConfig
 from baton.engine.contract import Engine
 from baton.engine.fake import FakeEngine
+from baton.kv.format import WIRE_VERSION
 from baton.lifecycle import State
 from baton.pb import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, finish_reason
 from baton.rpc.channel import control_channel
-from baton.rpc.convert import finish_from_proto
+from baton.rpc.convert import export_to_proto, finish_from_proto
 from baton.rpc.server import listen
 from baton.transfer.exports import Exports
+from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import KvServicer
 from decode_svc.admission import Admission
 from decode_svc.app import App, run
@@ -33,6 +35,11 @@ class Exporter:
         self.engine = engine or FakeEngine(page_size=8, pages=512)
         self.exports = Exports(self.engine, "inc-1")
         self.address = ""
+
+    def source(self, transfer_id: str, incarnation: str = "inc-1", address: str = "") -> RemoteExport:
+        """Where an export of its is."""
+        shard = replace(self.engine.spec.kv_format.whole, kv_address=address or self.address)
+        return RemoteExport(transfer_id, incarnation, (shard,))
 
     def open(self, transfer_id: str, prompt: Sequence[int], outputs: Sequence[int] = ()) -> Callable[..., None]:
         """Open an export; the returned function prefills it and commits, for given params and choices."""
@@ -51,7 +58,7 @@ class Exporter:
                 for choice, token in zip(choices, result.tokens, strict=True)
             )
             request_id = transfer_id.partition("/")[0]
-            handoff = Handoff(request_id, attempt, tuple(prompt), tuple(outputs), params, firsts, 0, 1.0)
+            handoff = Handoff(request_id, attempt, tuple(prompt), tuple(outputs), params, firsts)
             self.firsts = {first.choice_index: first for first in firsts}
             export.commit(handoff)
 
@@ -120,13 +127,11 @@ class Router:
         return self.exporter.open(self.transfer_id(name, attempt), prompt, outputs)
 
     async def start(self, name: str, attempt: int = 0, **change: Any) -> None:
-        start = {
-            "transfer_id": self.transfer_id(name, attempt),
-            "source_address": self.exporter.address,
-            "source_incarnation": "inc-1",
-            **change,
-        }
-        await self.say(start=decode_pb2.Start(key=key(name, attempt), **start))
+        """Say where the export is, or that it is elsewhere: `change` are fields of a Start, or parts of its source."""
+        parts = {name: change.pop(name) for name in ("transfer_id", "incarnation", "address") if name in change}
+        source = self.exporter.source(**{"transfer_id": self.transfer_id(name, attempt), **parts})
+        start = decode_pb2.Start(key=key(name, attempt), source=export_to_proto(source), **change)
+        await self.say(start=start)
 
     async def cancel(self, name: str, choice: int | None = None) -> None:
         await self.say(cancel=decode_pb2.Cancel(key=key(name), choice_index=choice))
@@ -197,7 +202,7 @@ class Rig:
         channel = await self.stack.enter_async_context(control_channel(self.app.addresses.control))
         call = decode_pb2_grpc.DecodeStub(channel).Session()
         router = Router(call, self.exporter)
-        await router.say(hello=decode_pb2.Hello(router_id="router"))
+        await router.say(hello=decode_pb2.Hello(router_id="router", wire_version=WIRE_VERSION))
         tasks = [asyncio.create_task(router.listen())]
         if beats:
             tasks.append(asyncio.create_task(router.beat()))

@@ -72,7 +72,7 @@ def prefill(
         engine.read_kv(handle, layer, range(len(ids)), range(engine.spec.kv_format.heads))
         for layer in range(engine.spec.kv_format.layers)
     ]
-    handoff = Handoff(request_id, attempt, tuple(prompt), tuple(outputs), params, firsts, 0, 0.0)
+    handoff = Handoff(request_id, attempt, tuple(prompt), tuple(outputs), params, firsts)
     return Prefilled(handoff, layers)
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from baton.engine.contract import Engine, KvHandle
 from baton.pb import prefill_pb2
+from baton.rpc.convert import prefix_source_to_proto
 from baton.transfer.exports import Exports
+from baton.transfer.remote import PrefixSource, RemoteExport
 from baton.transfer.servicer import KvServicer
 from tests.decoding import digests
 from tests.prefill import PROMPT, decoder
@@ -36,9 +39,12 @@ class Peer:
         export = self.exports.open(transfer_id, handle, tokens, on_closed=self._closed)
         blocks = digests(self._engine, prompt[:tokens])
         export.commit_prefix(blocks[-1])
-        return prefill_pb2.PrefixSource(
-            address=self.address, incarnation=INCARNATION, transfer_id=transfer_id, tokens=tokens
-        )
+        return self.source(transfer_id, tokens)
+
+    def source(self, transfer_id: str, tokens: int) -> prefill_pb2.PrefixSource:
+        """Where an export is, or would be."""
+        shard = replace(self._engine.spec.kv_format.whole, kv_address=self.address)
+        return prefix_source_to_proto(PrefixSource(RemoteExport(transfer_id, INCARNATION, (shard,)), tokens))
 
     def _closed(self) -> None:
         self.released += 1

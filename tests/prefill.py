@@ -27,6 +27,8 @@ from baton.request import CachePolicy, Handoff, SamplingParams, SequenceState
 from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.convert import cache_policy_to_proto, sampling_to_proto
 from baton.transfer.fetcher import fetch
+from baton.transfer.remote import RemoteExport
+from baton.transfer.source import GrpcSource
 from prefill_svc.app import App, run
 from prefill_svc.job import Job
 
@@ -123,16 +125,11 @@ class Client:
     async def fetch(self, engine: FakeEngine, handle: Any, transfer_id: str, tokens: int) -> Handoff:
         """Pull finished KV, as decode does."""
         async with kv_channel(self.app.addresses.kv) as channel:
-            return await fetch(
-                channel,
-                engine,
-                handle,
-                transfer_id=transfer_id,
-                incarnation=self.app.status.identity.incarnation,
-                tokens=tokens,
-                timeout_s=WAIT_S,
-                stall_timeout_s=WAIT_S,
-            )
+            identity = self.app.status.identity
+            (shard,) = identity.shards
+            export = RemoteExport(transfer_id, identity.incarnation, identity.shards)
+            source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, stall_timeout_s=WAIT_S)
+            return await fetch([source], engine, handle, tokens=tokens, timeout_s=WAIT_S)
 
     async def status(self, wanted: Callable[[worker_pb2.WorkerStatus], bool]) -> worker_pb2.WorkerStatus:
         """Watch until the worker is as wanted."""

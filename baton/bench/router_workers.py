@@ -22,17 +22,18 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import grpc
 
 from baton import bundled
 from baton.digest import tokenizer_digest
-from baton.kv.format import KvFormat, KvPart
+from baton.kv.format import KvFormat, attention_parts
 from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.pb.worker_pb2_grpc import add_WorkerServicer_to_server
 from baton.rpc.server import listen
 from baton.worker.servicer import WorkerServicer
-from baton.worker.status import Shard, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
+from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
 
 FIRST_TOKEN, TOKENS = 300, 200
 """Tokens of the bundled model that steps are told by: ordinary ones."""
@@ -186,18 +187,18 @@ async def _read(
 
 def _identity(role: WorkerRole) -> WorkerIdentity:
     folder = bundled.path()
-    parts = (KvPart("k", "float32", (1, 8)), KvPart("v", "float32", (1, 8)))
+    kv_format = KvFormat(attention_parts("float32", 1, 8), layers=1, block_size=16)
     return WorkerIdentity(
         worker_id=f"{role.value}-0",
         role=role,
         incarnation=f"of-{role.value}",
         model=folder.name,
         fingerprint="0" * 64,
-        kv_format=KvFormat(parts, layers=1, block_size=16),
+        kv_format=kv_format,
         converts_kv=False,
         tokenizer_digest=tokenizer_digest(folder),
         max_model_len=MAX_MODEL_LEN,
-        shards=(Shard(":1", 0, 1, 0, 1),),
+        shards=(replace(kv_format.whole, kv_address=":1"),),
     )
 
 

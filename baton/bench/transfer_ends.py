@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,15 +33,17 @@ from baton.engine.plan import ForwardPlan, PlanResult
 from baton.engine.process import prepare
 from baton.engine.torch_memory import TorchMemory
 from baton.errors import EngineError
-from baton.kv.format import KvFormat, KvPart
+from baton.kv.format import KvFormat, attention_parts
 from baton.kv.pool import PageHandle
 from baton.model.attention import KvCache
 from baton.request import FirstToken, Handoff, SamplingParams, TokenInfo
-from baton.rpc.channel import kv_channel
 from baton.rpc.server import listen
+from baton.transfer.channels import KvChannels
 from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch
+from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import SERVICE, KvServicer
+from baton.transfer.source import open_sources
 
 PAGE = 64
 RAW_BYTES = 1 << 20
@@ -85,7 +87,7 @@ class Pages(EngineCore):
     """A pool that KV is read from and written to; nothing is computed."""
 
     def __init__(self, shape: Shape, tokens: int, streams: int) -> None:
-        parts = tuple(KvPart(name, "bfloat16", (shape.kv_heads, shape.head_dim)) for name in ("k", "v"))
+        parts = attention_parts("bfloat16", shape.kv_heads, shape.head_dim)
         pages = streams * -(-tokens // PAGE)
         kv = KvCache.allocate(
             num_layers=shape.layers,
@@ -167,7 +169,7 @@ class Producer(_End):
             for layer in range(self._engine.spec.kv_format.layers):
                 export.advance(layer, self._tokens)
             first = (FirstToken(0, TokenInfo(1)),)
-            export.commit(Handoff(transfer_id, 0, (1,) * self._tokens, (), params, first, 0, 0.0))
+            export.commit(Handoff(transfer_id, 0, (1,) * self._tokens, (), params, first))
         return {}
 
     async def raw(self, streams: int, size: int) -> Answer:
@@ -198,30 +200,21 @@ class Consumer(_End):
 
     async def start(self, stack: AsyncExitStack) -> Answer:
         """Nothing to tell."""
-        self._stack = stack
-        self._channel: Any = None
+        self._channels = KvChannels()
+        stack.push_async_callback(self._channels.close)
         return {}
 
     async def fetch(self, kv: str, ids: Sequence[str]) -> Answer:
         """Seconds from the first request until all of the KV is in the pages, and committed."""
-        if self._channel is None:
-            self._channel = await self._stack.enter_async_context(kv_channel(kv))
+        shards = (replace(self._engine.spec.kv_format.whole, kv_address=kv),)
+        exports = [RemoteExport(transfer_id, INCARNATION, shards) for transfer_id in ids]
         began = time.perf_counter()
-        fetches = [
-            fetch(
-                self._channel,
-                self._engine,
-                handle,
-                transfer_id=transfer_id,
-                incarnation=INCARNATION,
-                tokens=self._tokens,
-                timeout_s=_TIMEOUT_S,
-                stall_timeout_s=_TIMEOUT_S,
-            )
-            for transfer_id, handle in zip(ids, self._handles, strict=False)
-        ]
-        await asyncio.gather(*fetches)
+        await asyncio.gather(*map(self._fetch, exports, self._handles))
         return {"seconds": time.perf_counter() - began}
+
+    async def _fetch(self, export: RemoteExport, handle: PageHandle) -> None:
+        async with open_sources(self._channels, export, timeout_s=_TIMEOUT_S, stall_timeout_s=_TIMEOUT_S) as sources:
+            await fetch(sources, self._engine, handle, tokens=self._tokens, timeout_s=_TIMEOUT_S)
 
     async def raw(self, port: int, streams: int, size: int) -> Answer:
         """Seconds until `size` bytes of each of `streams` connections were received."""

@@ -15,7 +15,7 @@ from baton.engine.executor import InProcessExecutor
 from baton.engine.model_runner import ModelRunner
 from baton.engine.torch_memory import DTYPES, dtype_name
 from baton.errors import ConfigError
-from baton.kv.format import KvFormat, KvPart
+from baton.kv.format import KvFormat, attention_parts
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.load import LoadedModel, load_model
@@ -114,8 +114,7 @@ def _max_model_len(wanted: int, model: int) -> int:
 
 
 def _kv_format(model: LoadedModel, dtype: torch.dtype, block_size: int) -> KvFormat:
-    shape = (model.config.num_kv_heads, model.config.head_dim)
-    parts = tuple(KvPart(name, dtype_name(dtype), shape) for name in ("k", "v"))
+    parts = attention_parts(dtype_name(dtype), model.config.num_kv_heads, model.config.head_dim)
     return KvFormat(parts, model.config.num_layers, block_size)
 
 

@@ -37,7 +37,7 @@ from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor, OnLayer
 from baton.engine.plan import Chunk, ForwardPlan, PlanResult
 from baton.errors import EngineError, NoToken
-from baton.kv.format import DTYPE_BYTES, KvFormat, KvPart, PartData
+from baton.kv.format import DTYPE_BYTES, KvFormat, PartData, attention_parts
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
 BASE = 251
@@ -354,8 +354,7 @@ class FakeEngine(EngineCore):
     ) -> None:
         if not 1 < vocab_size <= BASE**head_dim:
             raise EngineError(f"vocab_size {vocab_size} can't be told apart in {head_dim} digits of base {BASE}")
-        parts = tuple(KvPart(name, kv_dtype, (heads, head_dim)) for name in ("k", "v"))
-        kv_format = KvFormat(parts, layers, block_size)
+        kv_format = KvFormat(attention_parts(kv_dtype, heads, head_dim), layers, block_size)
         spec = EngineSpec(
             fingerprint, kv_format, vocab_size, max_model_len, eos_token_ids, page_size, pages, slots, steps_ahead
         )

@@ -8,13 +8,19 @@ after layer, part after part, each `[block_size, kv_heads, ...]`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
+"""Version of all that Baton's own processes say to each other; processes of different versions refuse each other."""
+
+KEYS, VALUES = "k", "v"
+"""Names of the parts of plain attention. Nothing but this module spells them."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Element types of pages and cached blocks."""
@@ -45,6 +51,23 @@ class KvPart:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+def attention_parts(dtype: str, kv_heads: int, head_dim: int) -> tuple[KvPart, ...]:
+    """The parts of plain attention: keys and values, each `(kv_heads, head_dim)`."""
+    return tuple(KvPart(name, dtype, (kv_heads, head_dim)) for name in (KEYS, VALUES))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Layers and KV heads that one process of a worker holds, and the address ("host:port") where it serves them.
+
+    An empty host (":7001") means the one that the worker was dialled at. In manifests and commits there is no address.
+    """
+
+    kv_address: str
+    layers: range
+    heads: range
+
+
 @dataclass(frozen=True, slots=True)
 class KvFormat:
     """What both ends of a transfer and every reader of a cached block must agree on."""
@@ -60,6 +83,11 @@ class KvFormat:
         return self.parts[0].shape[0]
 
     @property
+    def whole(self) -> Shard:
+        """The shard of a worker that has only one."""
+        return Shard("", range(self.layers), range(self.heads))
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers and parts."""
         return self.layers * sum(part.token_bytes for part in self.parts)
@@ -73,6 +101,13 @@ class KvFormat:
     def digest(self) -> str:
         """SHA-256 in hex over the canonical JSON of all fields."""
         return _digest(self)
+
+    def made_up_of(self, shards: Sequence[Shard]) -> bool:
+        """Whether the shards hold every layer and head exactly once."""
+        if any(shard.layers.stop > self.layers or shard.heads.stop > self.heads for shard in shards):
+            return False
+        covered = [at for shard in shards for at in itertools.product(shard.layers, shard.heads)]
+        return sorted(covered) == list(itertools.product(range(self.layers), range(self.heads)))
 
     def convertible_from(self, other: KvFormat) -> bool:
         """Whether KV of `other` differs from this format in element types only."""

@@ -1,4 +1,5 @@
 from baton.pb import inference_pb2 as _inference_pb2
+from baton.pb import kv_pb2 as _kv_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -17,10 +18,12 @@ class AttemptKey(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("router_id",)
+    __slots__ = ("router_id", "wire_version")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     router_id: str
-    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+    wire_version: int
+    def __init__(self, router_id: _Optional[str] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("key", "context_tokens", "max_new_tokens", "choices", "deadline_ms", "prefix_digests", "cache_salt", "cache")
@@ -43,22 +46,16 @@ class Reserve(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., context_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., choices: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., prefix_digests: _Optional[bytes] = ..., cache_salt: _Optional[bytes] = ..., cache: _Optional[_Union[_inference_pb2.CachePolicy, str]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("key", "transfer_id", "source_address", "source_incarnation", "deadline_ms", "ticket", "prefix_transfer_id")
+    __slots__ = ("key", "source", "deadline_ms", "prefix_transfer_id")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
-    transfer_id: str
-    source_address: str
-    source_incarnation: str
+    source: _kv_pb2.RemoteExport
     deadline_ms: int
-    ticket: bytes
     prefix_transfer_id: str
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., transfer_id: _Optional[str] = ..., source_address: _Optional[str] = ..., source_incarnation: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., ticket: _Optional[bytes] = ..., prefix_transfer_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., source: _Optional[_Union[_kv_pb2.RemoteExport, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., prefix_transfer_id: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key", "choice_index")
@@ -123,14 +120,12 @@ class SequenceOutput(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., choice_index: _Optional[int] = ..., output_index: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_inference_pb2.TokenInfo, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., timings: _Optional[_Union[DecodeTimings, _Mapping]] = ...) -> None: ...
 
 class DecodeTimings(_message.Message):
-    __slots__ = ("fetch_ms", "slot_wait_ms", "first_step_ms")
+    __slots__ = ("fetch_ms", "slot_wait_ms")
     FETCH_MS_FIELD_NUMBER: _ClassVar[int]
     SLOT_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     fetch_ms: float
     slot_wait_ms: float
-    first_step_ms: float
-    def __init__(self, fetch_ms: _Optional[float] = ..., slot_wait_ms: _Optional[float] = ..., first_step_ms: _Optional[float] = ...) -> None: ...
+    def __init__(self, fetch_ms: _Optional[float] = ..., slot_wait_ms: _Optional[float] = ...) -> None: ...
 
 class AttemptFailure(_message.Message):
     __slots__ = ("key", "kind", "message")

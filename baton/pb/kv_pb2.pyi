@@ -39,8 +39,34 @@ class KvFormat(_message.Message):
     block_size: int
     def __init__(self, version: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[KvPartFormat, _Mapping]]] = ..., layers: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
+class Shard(_message.Message):
+    __slots__ = ("kv_address", "layer_start", "layer_end", "head_start", "head_end")
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    HEAD_START_FIELD_NUMBER: _ClassVar[int]
+    HEAD_END_FIELD_NUMBER: _ClassVar[int]
+    kv_address: str
+    layer_start: int
+    layer_end: int
+    head_start: int
+    head_end: int
+    def __init__(self, kv_address: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ...) -> None: ...
+
+class RemoteExport(_message.Message):
+    __slots__ = ("transfer_id", "incarnation", "shards", "ticket")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    incarnation: str
+    shards: _containers.RepeatedCompositeFieldContainer[Shard]
+    ticket: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
 class FetchKvRequest(_message.Message):
-    __slots__ = ("transfer_id", "incarnation", "token_start", "token_end", "layer_start", "layer_end", "head_start", "head_end", "ticket", "consumer", "stream", "retry", "compression")
+    __slots__ = ("transfer_id", "incarnation", "token_start", "token_end", "layer_start", "layer_end", "head_start", "head_end", "ticket", "consumer", "retry", "compression")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_START_FIELD_NUMBER: _ClassVar[int]
@@ -51,7 +77,6 @@ class FetchKvRequest(_message.Message):
     HEAD_END_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     CONSUMER_FIELD_NUMBER: _ClassVar[int]
-    STREAM_FIELD_NUMBER: _ClassVar[int]
     RETRY_FIELD_NUMBER: _ClassVar[int]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
@@ -64,10 +89,9 @@ class FetchKvRequest(_message.Message):
     head_end: int
     ticket: bytes
     consumer: str
-    stream: int
     retry: int
     compression: KvCompression
-    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., ticket: _Optional[bytes] = ..., consumer: _Optional[str] = ..., stream: _Optional[int] = ..., retry: _Optional[int] = ..., compression: _Optional[_Union[KvCompression, str]] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., ticket: _Optional[bytes] = ..., consumer: _Optional[str] = ..., retry: _Optional[int] = ..., compression: _Optional[_Union[KvCompression, str]] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transfer_id", "incarnation", "consumer", "expires_unix_ms")
@@ -132,48 +156,48 @@ class KvRange(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ...) -> None: ...
 
 class KvManifest(_message.Message):
-    __slots__ = ("frames", "ranges", "digest")
+    __slots__ = ("frames", "ranges", "digest", "shard")
     FRAMES_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     frames: int
     ranges: _containers.RepeatedCompositeFieldContainer[KvRange]
     digest: int
-    def __init__(self, frames: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[KvRange, _Mapping]]] = ..., digest: _Optional[int] = ...) -> None: ...
+    shard: Shard
+    def __init__(self, frames: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[KvRange, _Mapping]]] = ..., digest: _Optional[int] = ..., shard: _Optional[_Union[Shard, _Mapping]] = ...) -> None: ...
 
 class KvCommit(_message.Message):
-    __slots__ = ("length", "version", "handoff", "digest", "prefix_digest")
+    __slots__ = ("length", "version", "handoff", "digest", "prefix_digest", "shards")
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     length: int
     version: int
-    handoff: Handoff
+    handoff: bytes
     digest: bytes
     prefix_digest: bytes
-    def __init__(self, length: _Optional[int] = ..., version: _Optional[int] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., digest: _Optional[bytes] = ..., prefix_digest: _Optional[bytes] = ...) -> None: ...
+    shards: _containers.RepeatedCompositeFieldContainer[Shard]
+    def __init__(self, length: _Optional[int] = ..., version: _Optional[int] = ..., handoff: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., prefix_digest: _Optional[bytes] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ...) -> None: ...
 
 class Handoff(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "first_tokens", "cached_tokens", "prefill_ms")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "first_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.SamplingParams
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
-    cached_tokens: int
-    prefill_ms: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., prefill_ms: _Optional[float] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("choice_index", "token", "finish_reason")
@@ -196,24 +220,6 @@ class KvFrame(_message.Message):
     manifest: KvManifest
     commit: KvCommit
     def __init__(self, header: _Optional[_Union[KvHeader, _Mapping]] = ..., payload: _Optional[bytes] = ..., manifest: _Optional[_Union[KvManifest, _Mapping]] = ..., commit: _Optional[_Union[KvCommit, _Mapping]] = ...) -> None: ...
-
-class RenewLeaseRequest(_message.Message):
-    __slots__ = ("transfer_id", "incarnation", "ticket", "consumer")
-    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    CONSUMER_FIELD_NUMBER: _ClassVar[int]
-    transfer_id: str
-    incarnation: str
-    ticket: bytes
-    consumer: str
-    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., ticket: _Optional[bytes] = ..., consumer: _Optional[str] = ...) -> None: ...
-
-class RenewLeaseResponse(_message.Message):
-    __slots__ = ("lease_ms",)
-    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    lease_ms: int
-    def __init__(self, lease_ms: _Optional[int] = ...) -> None: ...
 
 class ReleaseKvRequest(_message.Message):
     __slots__ = ("transfer_id", "incarnation", "ticket", "consumer")

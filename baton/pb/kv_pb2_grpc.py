@@ -40,11 +40,6 @@ class KvStub:
                 request_serializer=baton_dot_v1_dot_kv__pb2.FetchKvRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_kv__pb2.KvFrame.FromString,
                 _registered_method=True)
-        self.RenewLease = channel.unary_unary(
-                '/baton.v1.Kv/RenewLease',
-                request_serializer=baton_dot_v1_dot_kv__pb2.RenewLeaseRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_kv__pb2.RenewLeaseResponse.FromString,
-                _registered_method=True)
         self.ReleaseKv = channel.unary_unary(
                 '/baton.v1.Kv/ReleaseKv',
                 request_serializer=baton_dot_v1_dot_kv__pb2.ReleaseKvRequest.SerializeToString,
@@ -58,13 +53,6 @@ class KvServicer:
 
     def FetchKv(self, request, context):
         """FetchKv streams frames of one export as they become final, then the manifest, then the commit.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RenewLease(self, request, context):
-        """RenewLease extends the time for which the exporter holds a finished KV cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,11 +72,6 @@ def add_KvServicer_to_server(servicer, server):
                     servicer.FetchKv,
                     request_deserializer=baton_dot_v1_dot_kv__pb2.FetchKvRequest.FromString,
                     response_serializer=baton_dot_v1_dot_kv__pb2.KvFrame.SerializeToString,
-            ),
-            'RenewLease': grpc.unary_unary_rpc_method_handler(
-                    servicer.RenewLease,
-                    request_deserializer=baton_dot_v1_dot_kv__pb2.RenewLeaseRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_kv__pb2.RenewLeaseResponse.SerializeToString,
             ),
             'ReleaseKv': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseKv,
@@ -124,33 +107,6 @@ class Kv:
             '/baton.v1.Kv/FetchKv',
             baton_dot_v1_dot_kv__pb2.FetchKvRequest.SerializeToString,
             baton_dot_v1_dot_kv__pb2.KvFrame.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RenewLease(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Kv/RenewLease',
-            baton_dot_v1_dot_kv__pb2.RenewLeaseRequest.SerializeToString,
-            baton_dot_v1_dot_kv__pb2.RenewLeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

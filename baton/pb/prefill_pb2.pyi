@@ -35,18 +35,12 @@ class PrefillRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice_indexes: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., cache: _Optional[_Union[_inference_pb2.CachePolicy, str]] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., tenant: _Optional[bytes] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
-    __slots__ = ("address", "incarnation", "transfer_id", "ticket", "tokens")
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("export", "tokens")
+    EXPORT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    address: str
-    incarnation: str
-    transfer_id: str
-    ticket: bytes
+    export: _kv_pb2.RemoteExport
     tokens: int
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., transfer_id: _Optional[str] = ..., ticket: _Optional[bytes] = ..., tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, export: _Optional[_Union[_kv_pb2.RemoteExport, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class AbandonRequest(_message.Message):
     __slots__ = ("transfer_id", "incarnation")
@@ -71,20 +65,16 @@ class PrefillProgress(_message.Message):
     def __init__(self, computed_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("first_tokens", "cached_tokens", "prompt_tokens", "queue_ms", "compute_ms", "cached")
+    __slots__ = ("first_tokens", "cached_tokens", "prompt_tokens", "cached")
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     first_tokens: _containers.RepeatedCompositeFieldContainer[_kv_pb2.FirstToken]
     cached_tokens: int
     prompt_tokens: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenInfo]
-    queue_ms: float
-    compute_ms: float
     cached: _inference_pb2.CachedTokens
-    def __init__(self, first_tokens: _Optional[_Iterable[_Union[_kv_pb2.FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[_Union[_inference_pb2.TokenInfo, _Mapping]]] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., cached: _Optional[_Union[_inference_pb2.CachedTokens, _Mapping]] = ...) -> None: ...
+    def __init__(self, first_tokens: _Optional[_Iterable[_Union[_kv_pb2.FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[_Union[_inference_pb2.TokenInfo, _Mapping]]] = ..., cached: _Optional[_Union[_inference_pb2.CachedTokens, _Mapping]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("progress", "done")

@@ -21,20 +21,6 @@ class WatchRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Shard(_message.Message):
-    __slots__ = ("kv_address", "layer_start", "layer_end", "head_start", "head_end")
-    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    LAYER_START_FIELD_NUMBER: _ClassVar[int]
-    LAYER_END_FIELD_NUMBER: _ClassVar[int]
-    HEAD_START_FIELD_NUMBER: _ClassVar[int]
-    HEAD_END_FIELD_NUMBER: _ClassVar[int]
-    kv_address: str
-    layer_start: int
-    layer_end: int
-    head_start: int
-    head_end: int
-    def __init__(self, kv_address: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ...) -> None: ...
-
 class WorkerIdentity(_message.Message):
     __slots__ = ("worker_id", "role", "incarnation", "model", "fingerprint", "kv_format", "converts_kv", "tokenizer_digest", "max_model_len", "shards", "principal", "ticket_key_ids")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -58,10 +44,10 @@ class WorkerIdentity(_message.Message):
     converts_kv: bool
     tokenizer_digest: str
     max_model_len: int
-    shards: _containers.RepeatedCompositeFieldContainer[Shard]
+    shards: _containers.RepeatedCompositeFieldContainer[_kv_pb2.Shard]
     principal: str
     ticket_key_ids: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv_format: _Optional[_Union[_kv_pb2.KvFormat, _Mapping]] = ..., converts_kv: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., principal: _Optional[str] = ..., ticket_key_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv_format: _Optional[_Union[_kv_pb2.KvFormat, _Mapping]] = ..., converts_kv: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_kv_pb2.Shard, _Mapping]]] = ..., principal: _Optional[str] = ..., ticket_key_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("waiting", "running", "pending_tokens", "pages_used", "pages_total", "page_size", "slots_used", "slots_total", "tokens_per_second", "sequences_paused", "pages_cached", "newcomers")

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidRequest
-from baton.kv.format import KvFormat, KvPart
-from baton.pb import inference_pb2, kv_pb2
+from baton.kv.format import KvFormat, KvPart, Shard
+from baton.pb import inference_pb2, kv_pb2, prefill_pb2
 from baton.request import (
+    MAX_ADDRESS_LENGTH,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -28,8 +29,11 @@ from baton.request import (
     TokenInfo,
     Usage,
     check_count,
+    check_id,
+    check_length,
     check_token_ids,
 )
+from baton.transfer.remote import MAX_SHARDS, MAX_TICKET_BYTES, PrefixSource, RemoteExport
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer, RepeatedScalarFieldContainer
@@ -205,7 +209,7 @@ def first_token_from_proto(message: kv_pb2.FirstToken) -> FirstToken:
 
 
 def handoff_to_proto(handoff: Handoff) -> kv_pb2.Handoff:
-    """The handoff, version 1."""
+    """The handoff."""
     return kv_pb2.Handoff(
         request_id=handoff.request_id,
         attempt=handoff.attempt,
@@ -213,13 +217,11 @@ def handoff_to_proto(handoff: Handoff) -> kv_pb2.Handoff:
         output_token_ids=handoff.output_ids,
         sampling=sampling_to_proto(handoff.params),
         first_tokens=[first_token_to_proto(first) for first in handoff.first_tokens],
-        cached_tokens=handoff.cached_tokens,
-        prefill_ms=handoff.prefill_ms,
     )
 
 
 def handoff_from_proto(message: kv_pb2.Handoff) -> Handoff:
-    """The handoff, version 1."""
+    """The handoff."""
     return Handoff(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -227,9 +229,56 @@ def handoff_from_proto(message: kv_pb2.Handoff) -> Handoff:
         output_ids=tuple(message.output_token_ids),
         params=sampling_from_proto(message.sampling),
         first_tokens=tuple(first_token_from_proto(first) for first in message.first_tokens),
-        cached_tokens=message.cached_tokens,
-        prefill_ms=message.prefill_ms,
     )
+
+
+def shard_to_proto(shard: Shard) -> kv_pb2.Shard:
+    """A shard."""
+    return kv_pb2.Shard(
+        kv_address=shard.kv_address,
+        layer_start=shard.layers.start,
+        layer_end=shard.layers.stop,
+        head_start=shard.heads.start,
+        head_end=shard.heads.stop,
+    )
+
+
+def shard_from_proto(message: kv_pb2.Shard) -> Shard:
+    """A shard."""
+    layers, heads = range(message.layer_start, message.layer_end), range(message.head_start, message.head_end)
+    return Shard(message.kv_address, layers, heads)
+
+
+def export_to_proto(export: RemoteExport) -> kv_pb2.RemoteExport:
+    """Where an export can be fetched."""
+    return kv_pb2.RemoteExport(
+        transfer_id=export.transfer_id,
+        incarnation=export.incarnation,
+        shards=map(shard_to_proto, export.shards),
+        ticket=export.ticket,
+    )
+
+
+def export_from_proto(field: str, message: kv_pb2.RemoteExport) -> RemoteExport:
+    """Where an export can be fetched; raises InvalidRequest naming what of the field is too long for what it is."""
+    check_id(f"{field}.transfer_id", message.transfer_id, optional=True)
+    check_id(f"{field}.incarnation", message.incarnation, optional=True)
+    check_length(f"{field}.ticket", message.ticket, MAX_TICKET_BYTES)
+    check_count(f"{field}.shards", len(message.shards), MAX_SHARDS, "shards")
+    for shard in message.shards:
+        check_length(f"{field}.shards.kv_address", shard.kv_address, MAX_ADDRESS_LENGTH)
+    shards = tuple(map(shard_from_proto, message.shards))
+    return RemoteExport(message.transfer_id, message.incarnation, shards, message.ticket)
+
+
+def prefix_source_to_proto(source: PrefixSource) -> prefill_pb2.PrefixSource:
+    """Where a prefix can be fetched."""
+    return prefill_pb2.PrefixSource(export=export_to_proto(source.export), tokens=source.tokens)
+
+
+def prefix_source_from_proto(message: prefill_pb2.PrefixSource) -> PrefixSource:
+    """Where a prefix can be fetched; raises InvalidRequest as `export_from_proto` does."""
+    return PrefixSource(export_from_proto("prefix_source.export", message.export), message.tokens)
 
 
 def kv_format_to_proto(fmt: KvFormat) -> kv_pb2.KvFormat:

@@ -45,7 +45,6 @@ _CLASSES: dict[str, Callable[[str], errors.BatonError]] = {
         errors.Cancelled,
         errors.Unavailable,
         errors.Unsupported,
-        errors.PairingRefused,
         errors.TransferError,
     )
 }

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from baton.errors import CorruptFrame
-from baton.transfer.wire import Run
+from baton.transfer.closing import Run
 
 
 @dataclass(frozen=True, slots=True)

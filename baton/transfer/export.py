@@ -5,9 +5,8 @@ next. One frame is read from the engine while the one before is being sent; that
 is, so a slow consumer costs two frames. A consumer that has the leading tokens already may have to wait for as long
 as they are computed here: meanwhile it is told of progress, every PROGRESS_S at most.
 
-The lease runs from the commit. Every frame that a consumer takes renews it, as RenewLease does; a consumer
-that neither takes frames nor renews loses the export even while its stream stands. Timers belong to the
-loop, not to any scheduler.
+The lease runs from the commit. Every frame that a consumer takes renews it; a consumer that takes none loses the
+export even while its stream stands. Timers belong to the loop, not to any scheduler.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, IncompleteTransfer, InvalidRequest, TransferError
-from baton.kv.format import KvCompression
+from baton.kv.format import KvCompression, Shard
 from baton.request import Handoff
 from baton.telemetry.metrics import LEASES_EXPIRED, TRANSFER_BYTES
 from baton.transfer import wire
+from baton.transfer.closing import Manifest, encode_commit, encode_manifest, pack
 from baton.transfer.compression import compress
 from baton.transfer.coverage import Box, Coverage
-from baton.transfer.handoff import pack
 from baton.transfer.waiters import waiter_in, wake_all
 
 PROGRESS_S = 1.0
@@ -46,6 +46,7 @@ class Export:
         *,
         lease_s: float,
         frame_bytes: int,
+        shards: Sequence[Shard],
         on_ended: Callable[[str], None],
         on_closed: Callable[[], None],
     ) -> None:
@@ -57,6 +58,7 @@ class Export:
         self._handle = handle
         self._lease_s = lease_s
         self._frame_bytes = frame_bytes
+        self._shards = shards
         self._on_ended = on_ended
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
@@ -137,19 +139,11 @@ class Export:
                 )
         self._committed, self._handoff = True, handoff
         self._wake_waiters()
-        self.renew()
+        self._renew()
 
     def fail(self, error: Exception) -> None:
         """End the export; its streams end with the error. Does nothing once it has ended."""
         self.end(f"failed at its source: {error}")
-
-    def renew(self) -> float:
-        """Let the lease run anew from now, and return its seconds; it does not run before the commit."""
-        if self._committed and not self.ended:
-            self._lease_until = self._loop.time() + self._lease_s
-            if self._timer is None:
-                self._timer = self._loop.call_at(self._lease_until, self._lease_due)
-        return self._lease_s
 
     def end(self, reason: str) -> None:
         """End the export for a reason that its streams report; idempotent."""
@@ -168,7 +162,7 @@ class Export:
 
         `box` lies within the export. Raises TransferError when the export ends before the stream does.
         """
-        self.renew()
+        self._renew()
         carried, digest, count = Coverage(box), 0, 0
         pieces = _Pieces(box, self._tokens_a_frame(box))
         ahead = None
@@ -188,10 +182,10 @@ class Export:
             ahead = self._read_next(pieces, box, compression)
             yield frame
             TRANSFER_BYTES.labels("sent").inc(payload)
-            self.renew()
+            self._renew()
             told_at = self._loop.time()
-        yield wire.encode_manifest(wire.Manifest(count, carried.runs(), digest))
-        self.renew()
+        yield encode_manifest(Manifest(count, carried.runs(), digest, Shard("", box.layers, box.heads)))
+        self._renew()
         while not self._committed:
             await self._changed()
             if self._loop.time() >= told_at + PROGRESS_S:
@@ -199,12 +193,13 @@ class Export:
                 told_at = self._loop.time()
         self._check()
         yield await asyncio.to_thread(self._encoded_commit)
-        self.renew()
+        self._renew()
 
     def _encoded_commit(self) -> bytes:
         if self._commit is None:
             handoff = None if self._handoff is None else pack(self._handoff)
-            self._commit = wire.encode_commit(self.tokens, handoff, prefix_digest=self._prefix_digest)
+            shards = [replace(shard, kv_address="") for shard in self._shards]
+            self._commit = encode_commit(self.tokens, handoff, shards, prefix_digest=self._prefix_digest)
         return self._commit
 
     def _tokens_a_frame(self, box: Box) -> int:
@@ -266,6 +261,13 @@ class Export:
 
     def _wake_waiters(self) -> None:
         wake_all(self._waiting)
+
+    def _renew(self) -> None:
+        """Let the lease run anew from now; it does not run before the commit."""
+        if self._committed and not self.ended:
+            self._lease_until = self._loop.time() + self._lease_s
+            if self._timer is None:
+                self._timer = self._loop.call_at(self._lease_until, self._lease_due)
 
     def _lease_due(self) -> None:
         self._timer = None

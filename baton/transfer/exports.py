@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import InvalidRequest, NotFound, StaleIncarnation, TransferError, Unavailable, shown
+from baton.kv.format import Shard
 from baton.telemetry.metrics import EXPORTS_OPEN
 from baton.transfer.export import Export
 from baton.transfer.waiters import waiter_in, wake_all
@@ -43,9 +44,12 @@ class Exports:
         lease_s: float = 10.0,
         unknown_wait_s: float = 2.0,
         frame_bytes: int = 4 << 20,
+        shards: Sequence[Shard] = (),
     ) -> None:
+        """`shards` are all those of the worker, each exported by its own process; none stands for a single one."""
         self._engine = engine
         self.incarnation = incarnation
+        self._shards = shards or (engine.spec.kv_format.whole,)
         self._lease_s = lease_s
         self._frame_bytes = frame_bytes
         self._unknown_wait_s = unknown_wait_s
@@ -101,6 +105,7 @@ class Exports:
             tokens,
             lease_s=self._lease_s,
             frame_bytes=self._frame_bytes,
+            shards=self._shards,
             on_ended=ended,
             on_closed=closed,
         )
@@ -130,13 +135,6 @@ class Exports:
                 if not self._awaited.get(transfer_id, True):
                     del self._awaited[transfer_id]
         return export
-
-    def renew(self, transfer_id: str, incarnation: str) -> float:
-        """Renew a lease and return its seconds. Raises StaleIncarnation or NotFound."""
-        self._check_incarnation(incarnation)
-        if (export := self._open.get(transfer_id)) is None:
-            raise NotFound(f"transfer {transfer_id} {self._ended.get(transfer_id, 'is unknown')}")
-        return export.renew()
 
     def release(self, transfer_id: str, incarnation: str, reason: str = "was released") -> None:
         """End an export; idempotent. An id not opened yet never will be; another incarnation's is gone."""

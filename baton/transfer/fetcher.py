@@ -1,8 +1,10 @@
 """Fetching: pull KV into a handle's pages, and return the handoff only of what is complete and committed.
 
-    frames ──▶ Receiver.take (in an executor) ──▶ gaps? each once more ──▶ commit ──▶ release
+    each shard:  frames ──▶ Receiver.take (in an executor) ──▶ gaps? each once more ──▶ commit
+    all shards:  ──▶ release
 
-`fetch` takes over a request, with the KV that is not there already; `fetch_prefix` takes KV alone.
+`fetch` takes over a request, with the KV that is not there already; `fetch_prefix` takes KV alone. Either is complete
+when every shard is.
 
 The next frame is received while the one before is checked and written, and no more than that. A write can't
 be cancelled, so neither function returns or raises before the last one has ended: the handle may be freed
@@ -13,121 +15,88 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-
-import grpc
+from dataclasses import replace
+from typing import Any
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import CorruptFrame, IncompleteTransfer, TransferError, WrongPrefix
-from baton.kv.format import KvCompression
+from baton.kv.format import Shard
 from baton.request import Handoff
 from baton.telemetry.metrics import TRANSFER_FAULTS
 from baton.transfer.coverage import Box
 from baton.transfer.receiver import Receiver
-from baton.transfer.source import GrpcSource, KvSource
+from baton.transfer.source import KvSource
 
 
 async def fetch(
-    channel: grpc.aio.Channel,
-    engine: Engine,
-    handle: KvHandle,
-    *,
-    transfer_id: str,
-    incarnation: str,
-    tokens: int,
-    first: int = 0,
-    timeout_s: float,
-    stall_timeout_s: float,
-    ticket: bytes = b"",
-    consumer: str = "",
-    compression: KvCompression = KvCompression.NONE,
+    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, *, tokens: int, first: int = 0, timeout_s: float
 ) -> Handoff:
     """Pull an export of `tokens` tokens into the handle, from token `first` on, and release it whatever happens.
 
-    The tokens before `first` are there already; if all are, the manifest and the commit alone are asked for.
-    `timeout_s` bounds all; `stall_timeout_s` the silence of the exporter once the export is open. `ticket` is the
-    router's for this export and `consumer` whom it names; an exporter with ticket keys asks for both. KV that comes in
-    a `compression` is not what the exporter holds, and must not be published. Raises only TransferError and its
-    subclasses, EncodingRefused where the exporter does not know the compression.
+    `sources` are its shards. The tokens before `first` are there already; if all are, the manifests and the commits
+    alone are asked for. `timeout_s` bounds all. KV that comes in a compression is not what the exporter holds, and must
+    not be published. Raises only TransferError and its subclasses, EncodingRefused where the exporter does not know the
+    compression.
     """
-    source = GrpcSource(
-        channel,
-        transfer_id,
-        incarnation,
-        timeout_s=timeout_s,
-        stall_timeout_s=stall_timeout_s,
-        ticket=ticket,
-        consumer=consumer,
-        compression=compression,
-    )
-    box = _box(engine, range(first, tokens))
-    async with _released(source):
-        return await pull(source, engine, handle, box, length=tokens, timeout_s=timeout_s)
+    async with _released(sources):
+        box = _whole(engine, range(first, tokens))
+        return await pull(sources, engine, handle, box, length=tokens, timeout_s=timeout_s)
 
 
 async def fetch_prefix(
-    channel: grpc.aio.Channel,
+    sources: Sequence[KvSource],
     engine: Engine,
     handle: KvHandle,
     *,
-    transfer_id: str,
-    incarnation: str,
     tokens: range,
     length: int,
     digest: bytes,
     timeout_s: float,
-    stall_timeout_s: float,
-    ticket: bytes = b"",
-    consumer: str = "",
 ) -> None:
     """Pull `tokens` of an export of `length` tokens that hands nothing over, and release it whatever happens.
 
     `digest` names the last full block of the export. It is never compressed. All else is as with `fetch`. Raises
     WrongPrefix, too, if the exporter holds what it sent by another name.
     """
-    source = GrpcSource(
-        channel,
-        transfer_id,
-        incarnation,
-        timeout_s=timeout_s,
-        stall_timeout_s=stall_timeout_s,
-        ticket=ticket,
-        consumer=consumer,
-    )
-    async with _released(source), _bounded(timeout_s):
-        held = (await _pull(source, engine, handle, _box(engine, tokens), length)).prefix_digest
-        if held != digest:
-            raise WrongPrefix(f"the prefix's last block is {digest.hex()}, the exporter sent {held.hex() or 'none'}")
+    async with _released(sources), _bounded(timeout_s):
+        for receiver in await _pull(sources, engine, handle, _whole(engine, tokens), length):
+            if (held := receiver.prefix_digest) != digest:
+                name = held.hex() or "none"
+                raise WrongPrefix(f"the prefix's last block is {digest.hex()}, the exporter sent {name}")
 
 
 async def pull(
-    source: KvSource, engine: Engine, handle: KvHandle, box: Box, *, length: int, timeout_s: float
+    sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, *, length: int, timeout_s: float
 ) -> Handoff:
-    """Pull one box of an export of `length` tokens into the handle; the export stays open.
+    """Pull one box of an export of `length` tokens into the handle, from the shards that have some of it.
 
-    A bad frame is fetched once more. Raises TransferError and its subclasses, each counted by kind.
+    The export stays open. A bad frame is fetched once more. Raises TransferError and its subclasses, each counted by
+    kind.
     """
     async with _bounded(timeout_s):
-        handoff = (await _pull(source, engine, handle, box, length)).handoff
-        if handoff is None:
+        first, *others = [receiver.handoff for receiver in await _pull(sources, engine, handle, box, length)]
+        if first is None:
             raise IncompleteTransfer("the commit hands nothing over: it is a prefix's")
-        return handoff
+        if any(other != first for other in others):
+            raise IncompleteTransfer("the shards hand over different requests")
+        return first
 
 
-def _box(engine: Engine, tokens: range) -> Box:
-    kv_format = engine.spec.kv_format
-    return Box(tokens, range(kv_format.layers), range(kv_format.heads))
+def _whole(engine: Engine, tokens: range) -> Box:
+    whole = engine.spec.kv_format.whole
+    return Box(tokens, whole.layers, whole.heads)
 
 
 @asynccontextmanager
-async def _released(source: KvSource) -> AsyncIterator[None]:
+async def _released(sources: Sequence[KvSource]) -> AsyncIterator[None]:
     """Release the export at the end of the block, however that comes."""
     try:
         yield
     finally:
         # A cancel must not end the release too: the exporter would hold its pages until the lease ends.
-        await _ended(asyncio.ensure_future(source.release()))
+        await _ended(asyncio.gather(*(source.release() for source in sources)))
 
 
 @asynccontextmanager
@@ -144,11 +113,42 @@ async def _bounded(timeout_s: float) -> AsyncIterator[None]:
         raise
 
 
-async def _pull(source: KvSource, engine: Engine, handle: KvHandle, box: Box, length: int) -> Receiver:
-    """The first receiver that saw the commit, once all gaps are filled."""
-    receivers = [Receiver(engine, handle, box, length, source.seed, source.compression)]
+async def _pull(sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, length: int) -> list[Receiver]:
+    """Pull from each shard what it has of the box; for each the receiver that saw its commit.
+
+    The first failure ends all.
+    """
+    shards = [replace(source.shard, kv_address="") for source in sources]
+    if not engine.spec.kv_format.made_up_of(shards):
+        raise IncompleteTransfer(f"the exporter's shards are not all of the KV, once: {shards}")
+    parts = [Box(box.tokens, _both(box.layers, each.layers), _both(box.heads, each.heads)) for each in shards]
+    try:
+        async with asyncio.TaskGroup() as group:
+            pulls = [
+                group.create_task(_pull_shard(source, engine, handle, part, length, shards))
+                for source, part in zip(sources, parts, strict=True)
+                if part.layers and part.heads
+            ]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [each.result() for each in pulls]
+
+
+def _both(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+async def _pull_shard(
+    source: KvSource, engine: Engine, handle: KvHandle, box: Box, length: int, shards: Sequence[Shard]
+) -> Receiver:
+    """The first receiver that saw the shard's commit, once all gaps are filled."""
+
+    def receiver(box: Box) -> Receiver:
+        return Receiver(engine, handle, box, length, shards, source.seed, source.compression)
+
+    receivers = [receiver(box)]
     for gap in await _receive(source, receivers[0]):
-        again = Receiver(engine, handle, gap, length, source.seed, source.compression)
+        again = receiver(gap)
         await _receive(source, again)
         if again.bad:
             raise CorruptFrame(f"layer {gap.layers.start}, tokens {gap.tokens}: bad again when fetched again")
@@ -177,7 +177,7 @@ async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:
     return receiver.gaps()
 
 
-async def _ended(work: asyncio.Future[None]) -> None:
+async def _ended(work: asyncio.Future[Any]) -> None:
     """Wait for a write or a release, through cancellations as well, which are raised after it."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():

@@ -8,21 +8,24 @@ one call at a time.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import CorruptFrame, IncompleteTransfer, TransferError
-from baton.kv.format import KvCompression, PartData
+from baton.kv.format import KvCompression, PartData, Shard
 from baton.request import Handoff
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer import wire
+from baton.transfer.closing import HANDOFF_VERSION, Commit, Manifest, unpack
 from baton.transfer.compression import expand
 from baton.transfer.coverage import Box, Coverage
-from baton.transfer.handoff import unpack
 
 
 class Receiver:
     """Receives the box of an export that is `length` tokens long into the handle's pages.
 
-    `seed` is that of the export's frames (`wire.seed_of`), `compression` what they were asked for in.
+    `shards` are those that make up the exporter's KV. `seed` is that of the export's frames (`wire.seed_of`),
+    `compression` what they were asked for in.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class Receiver:
         handle: KvHandle,
         box: Box,
         length: int,
+        shards: Collection[Shard],
         seed: int,
         compression: KvCompression = KvCompression.NONE,
     ) -> None:
@@ -45,12 +49,13 @@ class Receiver:
         self._engine = engine
         self._handle = handle
         self._length = length
+        self._shards = set(shards)
         self._seed = seed
         self._compression = compression
         self._coverage = Coverage(box)
         self._frames = 0
         self._digest = 0
-        self._manifest: wire.Manifest | None = None
+        self._manifest: Manifest | None = None
 
     def take(self, raw: bytes) -> None:
         """One frame; raises TransferError when the transfer can't succeed any more."""
@@ -67,9 +72,9 @@ class Receiver:
         match frame:
             case wire.KvData():
                 self._take_data(frame)
-            case wire.Manifest():
+            case Manifest():
                 self._take_manifest(frame)
-            case wire.Commit():
+            case Commit():
                 self._take_commit(frame)
 
     def gaps(self) -> list[Box]:
@@ -107,34 +112,40 @@ class Receiver:
         except Exception as error:
             raise TransferError(f"layer {layer} from token {token} on could not be written: {error}") from error
 
-    def _take_manifest(self, manifest: wire.Manifest) -> None:
+    def _take_manifest(self, manifest: Manifest) -> None:
         """Compare with what arrived; where frames were bad, with what should have arrived."""
         if self._manifest is not None:
             raise CorruptFrame("a second manifest was sent")
         tokens, layers = self.box.tokens, self.box.layers
         whole = tuple((layer, tokens.start, tokens.stop) for layer in layers) if tokens else ()
         runs, digest = (whole, manifest.digest) if self.bad else (self._coverage.runs(), self._digest)
-        arrived = wire.Manifest(self._frames + self.bad, runs, digest)
+        arrived = Manifest(self._frames + self.bad, runs, digest, Shard("", layers, self.box.heads))
         if manifest != arrived:
             raise IncompleteTransfer(
                 f"the manifest lists {manifest.frames} frames with digest {manifest.digest:#010x} in "
                 f"{len(manifest.runs)} ranges, {arrived.frames} frames with digest {arrived.digest:#010x} in "
-                f"{len(arrived.runs)} ranges arrived"
+                f"{len(arrived.runs)} ranges arrived, of {_part(manifest.shard)} and {_part(arrived.shard)}"
             )
         self._manifest = manifest
 
-    def _take_commit(self, commit: wire.Commit) -> None:
+    def _take_commit(self, commit: Commit) -> None:
         if self._manifest is None and not self.bad:
             raise IncompleteTransfer("the commit was sent without a manifest")
         handoff, lengths = None, {commit.length}
         if commit.handoff is not None:
-            if commit.version != wire.HANDOFF_VERSION:
-                raise TransferError(f"the handoff has version {commit.version}, this is {wire.HANDOFF_VERSION}")
+            if commit.version != HANDOFF_VERSION:
+                raise TransferError(f"the handoff has version {commit.version}, this is {HANDOFF_VERSION}")
             handoff = unpack(commit.handoff)
             lengths.add(len(handoff.prompt_ids) + len(handoff.output_ids))
         if lengths != {self._length}:
             raise IncompleteTransfer(f"the commit covers {sorted(lengths)} tokens, {self._length} are wanted")
+        if set(commit.shards) != self._shards:
+            raise IncompleteTransfer(f"the exporter has the shards {commit.shards}, fetched are {self._shards}")
         self.committed, self.handoff, self.prefix_digest = True, handoff, commit.prefix_digest
+
+
+def _part(shard: Shard) -> str:
+    return f"layers [{shard.layers.start}, {shard.layers.stop}) and heads [{shard.heads.start}, {shard.heads.stop})"
 
 
 def _described(missing: list[Box]) -> str:

@@ -27,7 +27,7 @@ SERVICE = "baton.v1.Kv"
 
 
 class KvServicer:
-    """Serves FetchKv, RenewLease and ReleaseKv; the server's interceptor turns errors into statuses.
+    """Serves FetchKv and ReleaseKv; the server's interceptor turns errors into statuses.
 
     Without `tickets` whoever reaches the listener and knows a transfer id may fetch and release it.
     """
@@ -42,11 +42,6 @@ class KvServicer:
             "FetchKv": grpc.unary_stream_rpc_method_handler(
                 self.FetchKv, request_deserializer=kv_pb2.FetchKvRequest.FromString
             ),
-            "RenewLease": grpc.unary_unary_rpc_method_handler(
-                self.RenewLease,
-                request_deserializer=kv_pb2.RenewLeaseRequest.FromString,
-                response_serializer=kv_pb2.RenewLeaseResponse.SerializeToString,
-            ),
             "ReleaseKv": grpc.unary_unary_rpc_method_handler(
                 self.ReleaseKv,
                 request_deserializer=kv_pb2.ReleaseKvRequest.FromString,
@@ -59,7 +54,7 @@ class KvServicer:
         self, request: kv_pb2.FetchKvRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[bytes, None]:
         """Encoded frames; the initial metadata is sent once the export is open."""
-        self._check(request, context, use=(_asked(request), request.stream, request.retry))
+        self._check(request, context, use=(_asked(request), request.retry))
         try:
             export = await self._exports.find(request.transfer_id, request.incarnation)
         except StaleIncarnation as error:
@@ -70,14 +65,6 @@ class KvServicer:
         async with aclosing(export.frames(box, compression)) as frames:
             async for frame in frames:
                 yield frame
-
-    async def RenewLease(
-        self, request: kv_pb2.RenewLeaseRequest, context: grpc.aio.ServicerContext
-    ) -> kv_pb2.RenewLeaseResponse:
-        """Let the lease run anew."""
-        self._check(request, context)
-        lease_s = self._exports.renew(request.transfer_id, request.incarnation)
-        return kv_pb2.RenewLeaseResponse(lease_ms=int(lease_s * 1000))
 
     async def ReleaseKv(
         self, request: kv_pb2.ReleaseKvRequest, context: grpc.aio.ServicerContext

@@ -7,13 +7,16 @@ its affair.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, NoReturn, Protocol
 
 import grpc
 
+from baton.config import parse_address
 from baton.errors import (
+    ConfigError,
     EncodingRefused,
     IncompleteTransfer,
     SourceUnreachable,
@@ -21,10 +24,12 @@ from baton.errors import (
     TicketRefused,
     TransferError,
 )
-from baton.kv.format import KvCompression
+from baton.kv.format import KvCompression, Shard
 from baton.pb import kv_pb2
 from baton.transfer import wire
+from baton.transfer.channels import KvChannels
 from baton.transfer.coverage import Box
+from baton.transfer.remote import RemoteExport
 
 FAULT_METADATA = "kv-fault"
 """Trailing metadata of a failed FetchKv whose class its status does not tell."""
@@ -42,7 +47,11 @@ _UNREACHABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
 
 
 class KvSource(Protocol):
-    """One export, as its consumer sees it."""
+    """One shard of an export, as its consumer sees it."""
+
+    @property
+    def shard(self) -> Shard:
+        """The layers and heads that it has."""
 
     @property
     def seed(self) -> int:
@@ -62,31 +71,68 @@ class KvSource(Protocol):
         """End the export if it can be reached; takes a bounded time, and does not raise if that fails."""
 
 
+@contextlib.asynccontextmanager
+async def open_sources(
+    channels: KvChannels,
+    export: RemoteExport,
+    *,
+    timeout_s: float,
+    stall_timeout_s: float,
+    consumer: str = "",
+    compression: KvCompression = KvCompression.NONE,
+) -> AsyncIterator[list[KvSource]]:
+    """A source for each shard of an export; see GrpcSource for the rest. Raises TransferError for what is no export."""
+    if not export.transfer_id:
+        raise TransferError("transfer_id is empty")
+    if not export.shards:
+        raise TransferError(f"transfer {export.transfer_id}: its source has no shards")
+    async with contextlib.AsyncExitStack() as stack:
+        sources: list[KvSource] = []
+        for shard in export.shards:
+            try:
+                parse_address(shard.kv_address)
+            except ConfigError as error:
+                raise TransferError(f"transfer {export.transfer_id}: its source's address {error}") from None
+            channel = await stack.enter_async_context(channels.use(shard.kv_address))
+            sources.append(
+                GrpcSource(
+                    channel,
+                    export,
+                    shard,
+                    timeout_s=timeout_s,
+                    stall_timeout_s=stall_timeout_s,
+                    consumer=consumer,
+                    compression=compression,
+                )
+            )
+        yield sources
+
+
 class GrpcSource:
-    """An export behind a gRPC channel.
+    """One shard of an export behind a gRPC channel.
 
     `timeout_s` bounds each call, at both of its ends. The clock of `stall_timeout_s` runs from the opening of
-    the export on, since a prompt may have to stand in line; it stands while the consumer itself is busy.
-    `ticket` is the router's for this export, made out to `consumer`; every stream is another retry of it.
+    the export on, since a prompt may have to wait in a queue; it stands while the consumer itself is busy.
+    The export's ticket is made out to `consumer`; every stream is another retry of it.
     """
 
     def __init__(
         self,
         channel: grpc.aio.Channel,
-        transfer_id: str,
-        incarnation: str,
+        export: RemoteExport,
+        shard: Shard,
         *,
         timeout_s: float,
         stall_timeout_s: float,
-        ticket: bytes = b"",
         consumer: str = "",
         compression: KvCompression = KvCompression.NONE,
     ) -> None:
+        self.shard = shard
         self.compression = compression
-        self.seed = wire.seed_of(transfer_id)
-        self._transfer_id = transfer_id
-        self._incarnation = incarnation
-        self._ticket = ticket
+        self.seed = wire.seed_of(export.transfer_id)
+        self._transfer_id = export.transfer_id
+        self._incarnation = export.incarnation
+        self._ticket = export.ticket
         self._consumer = consumer
         self._retries = itertools.count()
         self._timeout_s = timeout_s

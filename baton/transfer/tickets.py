@@ -9,7 +9,7 @@ transfer exists.
 
 A ticket names its consumer. On a kv listener with TLS the peer's certificate must name the same one, so that a ticket
 is of no use to who steals it; without TLS there is nobody to compare it with but who the request says it is. Besides,
-each (ticket, box, stream, retry) is accepted once. What was accepted is forgotten after MAX_USES others, long after its
+each (ticket, box, retry) is accepted once. What was accepted is forgotten after MAX_USES others, long after its
 export has ended; an exporter that restarts forgets it too, and is another incarnation, for which no old ticket was made
 out. So neither a flood nor requests with deadlines far away keep an exporter from serving.
 
@@ -28,6 +28,7 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import ConfigError, PermissionDenied, shown
 from baton.pb import kv_pb2
+from baton.transfer.remote import MAX_TICKET_BYTES
 from baton.watched import watch_file
 
 if TYPE_CHECKING:
@@ -38,9 +39,6 @@ DOMAIN = b"baton.v1.Ticket\0"
 LEEWAY_S = 5.0
 """Seconds after its end for which a ticket is still taken, for clocks that differ."""
 
-MAX_TICKET_BYTES = 4096
-"""Most bytes of a signed ticket; one has about 200."""
-
 MAX_USES = 131_072
 """Uses that are remembered, in about 30 MB: those of many minutes, where an export ends seconds after its prefill."""
 
@@ -50,8 +48,8 @@ _PUBLIC_END = b"-----END PUBLIC KEY-----"
 Asked = tuple[int, int, int, int, int, int]
 """A box as a request states it: first and end of tokens, of layers, of heads, where an end of 0 means all."""
 
-Use = tuple[Asked, int, int]
-"""The box, the number of the stream, and that of the retry."""
+Use = tuple[Asked, int]
+"""The box, and the number of the retry."""
 
 
 class TicketSigner:
@@ -110,12 +108,12 @@ class TicketVerifier:
             raise PermissionDenied(f"ticket: expired {late:.1f} s ago; clocks may differ by {LEEWAY_S:g} s")
         return ticket
 
-    def once(self, ticket: kv_pb2.Ticket, box: Asked, stream: int, retry: int) -> None:
+    def once(self, ticket: kv_pb2.Ticket, box: Asked, retry: int) -> None:
         """Accept this use of a ticket that was checked. Raises PermissionDenied the second time."""
-        use: Use = (box, stream, retry)
+        use: Use = (box, retry)
         name = hashlib.sha256(repr(use).encode() + ticket.SerializeToString(deterministic=True)).digest()
         if name in self._uses:
-            raise PermissionDenied(f"ticket: was used before for stream {stream}, retry {retry} of the same box")
+            raise PermissionDenied(f"ticket: was used before for retry {retry} of the same box")
         self._uses[name] = None
         if len(self._uses) > self._most:
             self._uses.popitem(last=False)

@@ -1,10 +1,10 @@
-"""The encoding of KV frames: made and read by hand, wire-compatible with the declared message `KvFrame`.
+"""The frames of a stream of KV. Data frames are made and read by hand, wire-compatible with the message `KvFrame`.
 
-A stream is data frames, then one manifest, then one commit:
+A stream is data frames, then one manifest, then one commit (`baton.transfer.closing`):
 
     data        0A <len> header   12 <len> payload        header: ... 3D <checksum>
     manifest    1A <len> KvManifest
-    commit      22 <len> KvCommit                        of a prefix: length and digests, without a handoff
+    commit      22 <len> KvCommit
 
 and, wherever a consumer would wait long for the next of them, PROGRESS: an empty message.
 
@@ -13,14 +13,12 @@ copied once on its way out and not at all on its way in. Reading is strict: fiel
 unknown, nothing left over.
 
 What a flipped bit meets: the checksum covers the header's bytes before it and the payload; tags and lengths
-outside must fit the frame exactly; manifest and commit must be byte for byte what their contents encode to,
-the manifest is compared with what arrived, the commit with the length asked for and the SHA-256 of its
-handoff. A frame of another export, sound in itself, meets the checksum too, which begins with the transfer id.
+outside must fit the frame exactly. A frame of another export, sound in itself, meets the checksum too, which begins
+with the transfer id.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,8 +29,7 @@ import crc32c
 
 from baton.errors import CorruptFrame, EncodingRefused, shown
 from baton.kv.format import WIRE_DTYPE_BYTES, PartData
-
-HANDOFF_VERSION = 1
+from baton.transfer import closing
 
 PROGRESS = b""
 """A frame without fields: the export goes on, though there is nothing to send yet."""
@@ -44,10 +41,8 @@ _FIXED = struct.Struct("<I")
 _UINT32_MAX = 2**32 - 1
 _MAX_VARINT_BYTES = 10
 _OUTER_FIELDS = 3
+_DATA = bytes((1 << 3 | _BYTES,))
 _MAX_SHAPE_BYTES = 64
-
-Run = tuple[int, int, int]
-"""(layer, first token, one past the last token)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +59,6 @@ class KvData:
     def payload_bytes(self) -> int:
         """Bytes of all parts."""
         return sum(len(part.data) for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a stream has carried; `digest` is the CRC-32C over the frames' checksums in the order sent."""
-
-    frames: int
-    runs: tuple[Run, ...]
-    digest: int
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """The end of a stream; `handoff` is a serialized Handoff whose SHA-256 was checked, None if it is a prefix's.
-
-    `prefix_digest` names the last full block of a prefix.
-    """
-
-    length: int
-    version: int
-    handoff: bytes | None
-    prefix_digest: bytes = b""
 
 
 def seed_of(transfer_id: str) -> int:
@@ -114,44 +87,22 @@ def encode_data(layer: int, tokens: range, heads: range, parts: Sequence[PartDat
     return b"".join((prefix, *views)), checksum
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """A manifest frame."""
-    runs = b"".join(
-        _bytes_field(2, _number_field(1, layer) + _number_field(2, start) + _number_field(3, end))
-        for layer, start, end in manifest.runs
-    )
-    digest = bytes((3 << 3 | _FIXED32,)) + _FIXED.pack(manifest.digest) if manifest.digest else b""
-    return _bytes_field(3, _number_field(1, manifest.frames) + runs + digest)
-
-
-def encode_commit(
-    length: int, handoff: bytes | None, version: int = HANDOFF_VERSION, prefix_digest: bytes = b""
-) -> bytes:
-    """A commit frame for an export of `length` tokens and a serialized Handoff; None if it hands nothing over."""
-    body = b"" if handoff is None else _number_field(2, version) + _bytes_field(3, handoff)
-    digest = hashlib.sha256(handoff or b"").digest()
-    prefix = _bytes_field(5, prefix_digest) if prefix_digest else b""
-    return _bytes_field(4, _number_field(1, length) + body + _bytes_field(4, digest) + prefix)
-
-
 def extend_digest(digest: int, checksum: int) -> int:
     """The manifest's digest after one more frame; it begins as 0."""
     return int(crc32c.crc32c(_FIXED.pack(checksum), digest))
 
 
-def decode(frame: bytes, seed: int = 0) -> KvData | Manifest | Commit:
+def decode(frame: bytes, seed: int = 0) -> KvData | closing.Manifest | closing.Commit:
     """Read and check one frame of the export with that seed; the payload is not copied.
 
     Raises CorruptFrame; EncodingRefused for a sound frame with an element type that is not known.
     """
+    if not frame.startswith(_DATA):
+        return closing.decode(frame)
     fields = list(islice(_fields(memoryview(frame)), _OUTER_FIELDS))
     match fields:
         case [(1, memoryview() as header), (2, memoryview() as payload)]:
             return _data(header, payload, seed)
-        case [(3, memoryview() as body)]:
-            return _manifest(body, frame)
-        case [(4, memoryview() as body)]:
-            return _commit(body, frame)
     raise CorruptFrame(f"a frame of {len(frame)} bytes has fields {[number for number, _ in fields]}")
 
 
@@ -201,31 +152,6 @@ def _parts(described: Iterable[memoryview], payload: memoryview, outer: tuple[in
         raise CorruptFrame(f"the parts have {offset} bytes, the payload {len(payload)}")
 
 
-def _manifest(body: memoryview, frame: bytes) -> Manifest:
-    numbers, ranges = _collect(body, repeated=2)
-    runs = []
-    for run in ranges:
-        bounds, _ = _collect(run)
-        runs.append((bounds.get(1, 0), bounds.get(2, 0), bounds.get(3, 0)))
-    manifest = Manifest(numbers.get(1, 0), tuple(runs), numbers.get(3, 0))
-    if encode_manifest(manifest) != frame:
-        raise CorruptFrame("a manifest is not encoded as its contents demand")
-    return manifest
-
-
-def _commit(body: memoryview, frame: bytes) -> Commit:
-    fields = dict(_ascending(body))
-    length, version, handoff, prefix = fields.get(1, 0), fields.get(2, 0), fields.get(3), fields.get(5, b"")
-    if not isinstance(length, int) or not isinstance(version, int):
-        raise CorruptFrame("a commit has fields of the wrong type")
-    if isinstance(handoff, int) or isinstance(prefix, int):
-        raise CorruptFrame("a commit has fields of the wrong type")
-    commit = Commit(length, version, None if handoff is None else bytes(handoff), bytes(prefix))
-    if encode_commit(length, commit.handoff, version, commit.prefix_digest) != frame:
-        raise CorruptFrame("a commit's digest is not that of its handoff")
-    return commit
-
-
 def _part(part: PartData, length: int) -> bytes:
     return (
         _bytes_field(1, part.name.encode())
@@ -262,7 +188,7 @@ def _collect(body: memoryview, repeated: int = 0) -> tuple[dict[int, int], list[
         elif number != repeated and isinstance(value, int) and value <= _UINT32_MAX:
             numbers[number] = value
         else:
-            raise CorruptFrame(f"field {number} of a header or manifest has the wrong type or value")
+            raise CorruptFrame(f"field {number} of a header has the wrong type or value")
     return numbers, messages
 
 

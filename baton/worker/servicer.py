@@ -8,12 +8,12 @@ import grpc
 
 from baton.config import parse_address
 from baton.errors import ConfigError, InvalidRequest
-from baton.pb import worker_pb2, worker_pb2_grpc
-from baton.rpc.convert import kv_format_from_proto, kv_format_to_proto
+from baton.kv.format import Shard
+from baton.pb import kv_pb2, worker_pb2, worker_pb2_grpc
+from baton.rpc.convert import kv_format_from_proto, kv_format_to_proto, shard_from_proto, shard_to_proto
 from baton.worker.status import (
     PREFIX_NAME_BYTES,
     PrefixChange,
-    Shard,
     StatusHub,
     WorkerIdentity,
     WorkerLoad,
@@ -56,16 +56,7 @@ def status_to_proto(status: WorkerStatus) -> worker_pb2.WorkerStatus:
             converts_kv=identity.converts_kv,
             tokenizer_digest=identity.tokenizer_digest,
             max_model_len=identity.max_model_len,
-            shards=[
-                worker_pb2.Shard(
-                    kv_address=shard.kv_address,
-                    layer_start=shard.layer_start,
-                    layer_end=shard.layer_end,
-                    head_start=shard.head_start,
-                    head_end=shard.head_end,
-                )
-                for shard in identity.shards
-            ],
+            shards=map(shard_to_proto, identity.shards),
             principal=identity.principal,
             ticket_key_ids=identity.ticket_key_ids,
         ),
@@ -109,13 +100,13 @@ def status_from_proto(message: worker_pb2.WorkerStatus) -> WorkerStatus:
     )
 
 
-def _shard(shard: worker_pb2.Shard) -> Shard:
+def _shard(shard: kv_pb2.Shard) -> Shard:
     address = shard.kv_address
     try:
         parse_address(f"dialled{address}" if address.startswith(":") else address)
     except ConfigError:
         raise InvalidRequest("identity.shards.kv_address", "must be HOST:PORT or :PORT", address) from None
-    return Shard(address, shard.layer_start, shard.layer_end, shard.head_start, shard.head_end)
+    return shard_from_proto(shard)
 
 
 def _prefixes_to_proto(change: PrefixChange | None) -> worker_pb2.PrefixNews | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import EngineSpec
-from baton.kv.format import KvFormat
+from baton.kv.format import KvFormat, Shard
 
 if TYPE_CHECKING:
     from baton.worker.prefix_news import PrefixNews
@@ -36,20 +36,6 @@ class WorkerRole(enum.Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One part of a worker's KV with an address of its own; ranges are half-open.
-
-    An empty host in `kv_address` (":7001") means the host at which the router dials the worker.
-    """
-
-    kv_address: str
-    layer_start: int
-    layer_end: int
-    head_start: int
-    head_end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +120,7 @@ def new_identity(
         converts_kv=converts_kv,
         tokenizer_digest=tokenizer_digest,
         max_model_len=spec.max_model_len,
-        shards=(Shard("", 0, spec.kv_format.layers, 0, spec.kv_format.heads),),
+        shards=(spec.kv_format.whole,),
         principal=principal,
     )
 
@@ -172,10 +158,11 @@ class StatusHub:
         """The status now, without changes of prefixes."""
         return WorkerStatus(self.identity, self._load(), self._draining, self._stalled)
 
-    def advertise(self, kv_address: str) -> None:
-        """Set the shard's address, once its listener is bound."""
-        (shard,) = self._identity.shards
-        self._identity = replace(self._identity, shards=(replace(shard, kv_address=kv_address),))
+    def advertise(self, *kv_addresses: str) -> None:
+        """Set the address of each shard, once their listeners are bound."""
+        addressed = zip(self._identity.shards, kv_addresses, strict=True)
+        shards = tuple(replace(shard, kv_address=address) for shard, address in addressed)
+        self._identity = replace(self._identity, shards=shards)
         self.changed()
 
     def ask_for_tickets(self, key_ids: Callable[[], tuple[bytes, ...]]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.request import Timings
-from router.events import DecodeTimings
+from baton.worker.messages import DecodeTimings
 
 
 @dataclass(slots=True)

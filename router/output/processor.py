@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from baton.request import CachedTokens, FinishReason, FirstToken, TokenInfo, Usage
 from baton.telemetry.metrics import ITL, TTFT
-from router.events import Output, Prefilled
+from baton.worker.messages import Output
+from router.events import Prefilled
 from router.output.account import Account
 from router.output.queue import OutputQueue
 from router.output.stops import StopMatcher

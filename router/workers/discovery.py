@@ -9,9 +9,11 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from baton.config import parse_address
 from baton.errors import ConfigError, shown
+from baton.kv.format import Shard
 
 _logger = logging.getLogger(__name__)
 
@@ -63,6 +65,11 @@ class Discovery:
 def host_of(address: str) -> str:
     """The host of "host:port", without brackets."""
     return parse_address(address)[0]
+
+
+def addressed(shards: Sequence[Shard], dialled: str) -> tuple[Shard, ...]:
+    """The shards of a worker that was dialled there, each with the host of its address."""
+    return tuple(replace(shard, kv_address=complete(shard.kv_address, dialled)) for shard in shards)
 
 
 def complete(kv_address: str, dialled: str) -> str:

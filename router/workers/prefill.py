@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -21,15 +20,17 @@ from baton.rpc.convert import (
     cache_policy_to_proto,
     cached_from_proto,
     first_token_from_proto,
+    prefix_source_to_proto,
     sampling_to_proto,
     token_from_proto,
 )
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.silence import Silence
+from baton.transfer.remote import PrefixSource
 from baton.worker.status import WorkerIdentity
 from router.events import Blame, Cause, Deliver, Failed, Prefilled
 from router.serving.threads import RunOnThread
-from router.workers.discovery import complete
+from router.workers.discovery import addressed
 from router.workers.losses import WorkerLoss
 
 if TYPE_CHECKING:
@@ -53,17 +54,6 @@ LARGE_REQUEST = 16_384
 PrefillMessage = prefill_pb2.PrefillRequest
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixSource:
-    """A decode worker that exports the leading `tokens` of the prompt under a transfer id; `ticket` may be empty."""
-
-    address: str
-    incarnation: str
-    transfer_id: str
-    ticket: bytes
-    tokens: int
-
-
 def consumer_of(identity: WorkerIdentity) -> str:
     """Whom KV tickets for a worker are made out to."""
     return identity.principal or identity.incarnation
@@ -79,7 +69,7 @@ class PrefillTicket:
         self.tokens = tokens
         self.cached_tokens = cached_tokens
         """Of the tokens, those that the worker was thought to hold when it was chosen."""
-        self.kv_address = complete(identity.shards[0].kv_address, link.address)
+        self.shards = addressed(identity.shards, link.address)
         """Where decode workers reach the worker's KV."""
         self.incarnation = identity.incarnation
         self.consumer = consumer_of(identity)
@@ -168,7 +158,7 @@ async def call_prefill(
     link = ticket.link
     request.transfer_id = transfer_id
     if source is not None:
-        request.prefix_source.CopyFrom(prefill_pb2.PrefixSource(**asdict(source)))
+        request.prefix_source.CopyFrom(prefix_source_to_proto(source))
     call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=timeout)
     done = False
     silence = Silence(silence_s, call.cancel)

@@ -9,19 +9,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.errors import BatonError
+from baton.kv.format import Shard
 from baton.lifecycle import Lifecycle, State
 from baton.request import CachePolicy
+from baton.worker.messages import Reserved
 from baton.worker.status import WorkerRole
 from router.events import Deliver
 from router.placement.block_hasher import Digests
 from router.placement.policy import PlacementQuery, Selection
 from router.retries import AvoidedWorker
 from router.workers.breaker import AttemptHealth, Breakers
-from router.workers.discovery import complete
+from router.workers.discovery import addressed
 from router.workers.link import WorkerLink
 from router.workers.pool import Pool
 from router.workers.prefill import PrefillTicket
-from router.workers.session import DecodeAttempt, Prefix, Reserved
+from router.workers.session import DecodeAttempt, Prefix
 
 _logger = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ class IsolationGrant:
 class Peer:
     """A worker that can give KV: where, and of which incarnation."""
 
-    kv_address: str
+    shards: tuple[Shard, ...]
     incarnation: str
 
 
@@ -222,10 +224,7 @@ class Reserver:
         status = decode.status
         if status is None or decode.namespace != ticket.link.namespace or not self._pool.signs_for(status.identity):
             return None
-        (shard, *others) = status.identity.shards
-        if others or not shard.kv_address:
-            return None
-        return Peer(complete(shard.kv_address, decode.address), status.identity.incarnation)
+        return Peer(addressed(status.identity.shards, decode.address), status.identity.incarnation)
 
     async def _ask(self, attempt: DecodeAttempt, request: PlacementRequest, prefix: Prefix) -> Reserved:
         """One worker's answer; one that doesn't come in time, or for a lost session, is a refusal."""

@@ -32,11 +32,14 @@ from baton.errors import (
     TransferError,
     Unavailable,
 )
+from baton.kv.format import WIRE_VERSION
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy
-from baton.rpc.convert import cache_policy_to_proto, finish_from_proto, token_from_proto
+from baton.rpc.convert import cache_policy_to_proto, export_to_proto, finish_from_proto, token_from_proto
 from baton.rpc.silence import Silence
-from router.events import Blame, Cause, DecodeTimings, Deliver, Failed, Output
+from baton.transfer.remote import RemoteExport
+from baton.worker.messages import DecodeTimings, Output, Reserved
+from router.events import Blame, Cause, Deliver, Failed
 from router.workers.losses import WorkerLoss
 
 HEARTBEAT_S = 1.0
@@ -56,23 +59,6 @@ _FAULTS: dict[int, tuple[Callable[[str], BatonError], Blame, Cause]] = {
 _UNKNOWN = (EngineError, Blame.DECODE, Cause.FAULT)
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """The answer to a reservation; `never` when it can't be granted even by an empty worker.
-
-    `retry_after_s` is when another try makes sense, 0 when unknown.
-    """
-
-    granted: bool
-    reason: str
-    never: bool
-    retry_after_s: float = 0.0
-    cached_tokens: int = 0
-    """Leading tokens of the context that the worker has and has pinned."""
-    room_tokens: int = 0
-    """Of a refusal: the largest context that another request could have there now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,23 +133,17 @@ class DecodeAttempt:
     def start(
         self,
         *,
-        transfer_id: str,
-        source: str,
-        incarnation: str,
+        source: RemoteExport,
         deadline_ms: int,
-        ticket: bytes,
         prefix_transfer_id: str = "",
     ) -> None:
-        """Tell where to fetch the KV, and with which ticket, and under which id to export the pinned prefix, if any."""
+        """Tell where to fetch the KV, and under which id to export the pinned prefix, if any."""
         self._session.send(
             decode_pb2.SessionUp(
                 start=decode_pb2.Start(
                     key=self._key,
-                    transfer_id=transfer_id,
-                    source_address=source,
-                    source_incarnation=incarnation,
+                    source=export_to_proto(source),
                     deadline_ms=deadline_ms,
-                    ticket=ticket,
                     prefix_transfer_id=prefix_transfer_id,
                 )
             )
@@ -242,7 +222,8 @@ class DecodeSession:
         # Holds a few messages for each attempt, and attempts are bounded by the tickets at prefill workers and by the
         # pages of the decode worker; a worker that takes none of them falls silent as well, which ends the session.
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
-        self._up.put_nowait(decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id=router_id)))
+        hello = decode_pb2.Hello(router_id=router_id, wire_version=WIRE_VERSION)
+        self._up.put_nowait(decode_pb2.SessionUp(hello=hello))
         self._attempts: dict[tuple[str, int], DecodeAttempt] = {}
         self._skipped: Counter[tuple[str, int]] = Counter()
         self._missed: set[tuple[str, int]] = set()

@@ -184,7 +184,6 @@ def kv_methods(incarnation: str) -> Sequence[Method]:
     named = {"transfer_id": "t0", "incarnation": incarnation}
     return (
         Method("/baton.v1.Kv/FetchKv", True, kv_pb2.FetchKvRequest(**named)),
-        Method("/baton.v1.Kv/RenewLease", False, kv_pb2.RenewLeaseRequest(**named)),
         Method("/baton.v1.Kv/ReleaseKv", False, kv_pb2.ReleaseKvRequest(**named)),
     )
 

@@ -15,19 +15,30 @@ import crc32c
 import pytest
 
 from baton.errors import TransferError
-from baton.kv.format import DTYPE_BYTES, WIRE_DTYPE_BYTES, KvCompression, PartData
+from baton.kv.format import DTYPE_BYTES, WIRE_DTYPE_BYTES, KvCompression, PartData, Shard
 from baton.pb import kv_pb2
 from baton.request import Handoff
-from baton.transfer import wire
+from baton.transfer import closing, wire
+from baton.transfer.closing import pack, unpack
 from baton.transfer.coverage import Box
 from baton.transfer.exports import Exports
 from baton.transfer.fetcher import pull
-from baton.transfer.handoff import pack, unpack
 from baton.transfer.receiver import Receiver
 from tests.effort import fuzz
 from tests.fuzz.mutation import arbitrary, damaged_stream, mutated, spliced
 from tests.property.virtual import VirtualLoop
-from tests.unit.transfer.support import HEADS, INCARNATION, LAYERS, SEED, Engine, collect, contents, handoff, whole
+from tests.unit.transfer.support import (
+    HEADS,
+    INCARNATION,
+    LAYERS,
+    SEED,
+    WHOLE,
+    Engine,
+    collect,
+    contents,
+    handoff,
+    whole,
+)
 from tests.unit.transfer.support import prompt as first_prompt
 
 TOKENS = 10
@@ -78,7 +89,7 @@ class Streams:
             memory = self.engine.memory._pages[page]
             memory[:] = b"\xee" * len(memory)
         try:
-            work = pull(_Source(self.of, mangle), self.engine, handle, BOX, length=TOKENS, timeout_s=20)
+            work = pull([_Source(self.of, mangle)], self.engine, handle, BOX, length=TOKENS, timeout_s=20)
             found = self.loop.run_until_complete(work)
             return found, contents(self.engine, handle, BOX)
         except TransferError:
@@ -89,6 +100,7 @@ class Streams:
 
 
 class _Source:
+    shard = WHOLE
     seed = SEED
     compression = KvCompression.NONE
 
@@ -110,7 +122,7 @@ def streams() -> Iterator[Streams]:
     streams.loop.close()
 
 
-def decoded(frame: bytes) -> wire.KvData | wire.Manifest | wire.Commit | None:
+def decoded(frame: bytes) -> wire.KvData | closing.Manifest | closing.Commit | None:
     try:
         return wire.decode(frame, SEED)
     except TransferError:
@@ -129,10 +141,13 @@ def test_a_damaged_frame_is_noticed(rng: random.Random, streams: Streams) -> Non
     found = decoded(damaged)
     if isinstance(found, wire.KvData):
         assert damaged == frame
-    elif isinstance(found, wire.Manifest):
-        assert wire.encode_manifest(found) == damaged
-    elif isinstance(found, wire.Commit):
-        assert wire.encode_commit(found.length, found.handoff, found.version, found.prefix_digest) == damaged
+    elif isinstance(found, closing.Manifest):
+        assert closing.encode_manifest(found) == damaged
+    elif isinstance(found, closing.Commit):
+        assert (
+            closing.encode_commit(found.length, found.handoff, found.shards, found.version, found.prefix_digest)
+            == damaged
+        )
 
 
 @fuzz("frames: damaged header, checksum made anew", 2000)
@@ -183,7 +198,7 @@ def test_two_streams_in_one_are_the_right_one_or_refused(rng: random.Random, str
 @fuzz("streams: invented frames", 400)
 def test_sound_frames_without_sense_are_refused(rng: random.Random, streams: Streams) -> None:
     handle = streams.engine.reserve("decode", TOKENS)
-    receiver = Receiver(streams.engine, handle, BOX, TOKENS, SEED)
+    receiver = Receiver(streams.engine, handle, BOX, TOKENS, [WHOLE], SEED)
     sent = [_invented(rng, streams) for _ in range(rng.randrange(12))]
     try:
         for frame in sent:
@@ -198,6 +213,11 @@ def test_sound_frames_without_sense_are_refused(rng: random.Random, streams: Str
         streams.engine.free(handle)
 
 
+def _shard(number: Callable[[int], int]) -> Shard:
+    spans = (range(LAYERS), range(HEADS)), (range(number(LAYERS), number(LAYERS)), range(number(HEADS), number(HEADS)))
+    return Shard("", *spans[min(number(1), 1)])
+
+
 def _invented(rng: random.Random, streams: Streams) -> bytes:
     def number(most: int) -> int:
         return rng.choice((0, 1, rng.randrange(most + 2), 2**31, 2**32 - 1))
@@ -207,10 +227,11 @@ def _invented(rng: random.Random, streams: Streams) -> bytes:
         return rng.choice((*streams.frames, wire.PROGRESS))
     if kind == 1:
         runs = tuple((number(LAYERS), number(TOKENS), number(TOKENS)) for _ in range(rng.randrange(5)))
-        return wire.encode_manifest(wire.Manifest(number(8), runs, number(99)))
+        return closing.encode_manifest(closing.Manifest(number(8), runs, number(99), _shard(number)))
     if kind == 2:
         body = rng.choice((mutated(rng, pack(handoff(TOKENS))), pack(handoff(TOKENS)), arbitrary(rng), None))
-        return wire.encode_commit(rng.choice((TOKENS, number(20))), body, rng.choice((1, 1, 1, number(3))))
+        shards = [_shard(number) for _ in range(rng.choice((1, 1, 0, 2)))]
+        return closing.encode_commit(rng.choice((TOKENS, number(20))), body, shards, rng.choice((2, 2, 2, number(3))))
     tokens, heads = rng.randrange(1, 4), rng.choice((HEADS, HEADS, 1, 3))
     start = rng.choice((rng.randrange(TOKENS), number(TOKENS)))
     names, dtypes = ("k", "v", "latent", "k" * 200, ""), ("float32", "float16", "bfloat16")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
-from baton.pb import decode_pb2
+from baton.kv.format import WIRE_VERSION
+from baton.pb import decode_pb2, kv_pb2
 from baton.rpc.channel import control_channel
 from tests.decode_rig import key, rig
 from tests.decoding import digests
@@ -45,7 +46,9 @@ async def test_sessions_of_nonsense_leave_nothing() -> None:
 
 def _session(rng: random.Random, names: Sequence[str], named: bytes) -> list[bytes]:
     """Commands about few attempts, so that they meet; most are sound in themselves."""
-    sent: list[Message] = [decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id=rng.choice(("", "router"))))]
+    sent: list[Message] = [
+        decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id=rng.choice(("", "router")), wire_version=WIRE_VERSION))
+    ]
     if rng.random() < 0.1:
         sent.clear()
     for _ in range(rng.randrange(1, 25)):
@@ -69,9 +72,18 @@ def _session(rng: random.Random, names: Sequence[str], named: bytes) -> list[byt
                 up.start.CopyFrom(
                     decode_pb2.Start(
                         key=attempt,
-                        transfer_id=rng.choice(("", "t0", "t1")),
-                        source_address=rng.choice(("", "127.0.0.1:1", "nonsense", ":0", names[3])),
-                        source_incarnation=rng.choice(("", "inc-1", "another")),
+                        source=kv_pb2.RemoteExport(
+                            transfer_id=rng.choice(("", "t0", "t1")),
+                            incarnation=rng.choice(("", "inc-1", "another")),
+                            shards=[
+                                kv_pb2.Shard(
+                                    kv_address=rng.choice(("", "127.0.0.1:1", "nonsense", ":0", names[3])),
+                                    layer_end=rng.choice((0, 2, 4, 2**32 - 1)),
+                                    head_end=rng.choice((0, 2, 4, 2**32 - 1)),
+                                )
+                                for _ in range(rng.choice((0, 1, 1, 2)))
+                            ],
+                        ),
                         deadline_ms=rng.choice((0, 1, 2000, 2**63)),
                         prefix_transfer_id=rng.choice(("", "p0", "p1", "t0")),
                     )

@@ -26,7 +26,7 @@ from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, pr
 from baton.rpc.server import listen
 from baton.worker.prefix_news import PrefixNews
 from baton.worker.servicer import WorkerServicer
-from baton.worker.status import Shard, StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
+from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
 
 MAX_MODEL_LEN = 64
 KV = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=2, block_size=16)
@@ -82,7 +82,7 @@ def identity(folder: Path, role: WorkerRole, number: int) -> WorkerIdentity:
         converts_kv=False,
         tokenizer_digest=tokenizer_digest(folder),
         max_model_len=MAX_MODEL_LEN,
-        shards=(Shard(":7001", 0, 2, 0, 2),),
+        shards=(replace(KV.whole, kv_address=":7001"),),
     )
 
 
@@ -302,7 +302,7 @@ class StubDecode(Stub, decode_pb2_grpc.DecodeServicer):
                 self.log.add(up)
 
     async def _decode(self, down: DownStream, start: decode_pb2.Start) -> None:
-        await self.script(down, start, await self.handoffs.of(start.transfer_id))
+        await self.script(down, start, await self.handoffs.of(start.source.transfer_id))
 
 
 async def continue_by_hand(down: DownStream, start: decode_pb2.Start, request: prefill_pb2.PrefillRequest) -> None:

@@ -19,6 +19,8 @@ from baton.lifecycle import State
 from baton.rpc.channel import kv_channel
 from baton.telemetry import metrics
 from baton.transfer.fetcher import fetch_prefix
+from baton.transfer.remote import RemoteExport
+from baton.transfer.source import GrpcSource
 from baton.transfer.tickets import TicketSigner
 from tests.decode_rig import WAIT_S, Rig, Router, rig
 from tests.decoding import alone, digests, greedy
@@ -27,23 +29,19 @@ from tests.integration.secure_fleet import Files
 from tests.property.attempts import held_payloads, payloads
 
 
-async def fetched(all_: Rig, transfer_id: str, **change: Any) -> tuple[FakeEngine, KvHandle]:
+async def fetched(
+    all_: Rig, transfer_id: str, *, ticket: bytes = b"", incarnation: str = ""
+) -> tuple[FakeEngine, KvHandle]:
     """Fetch a pinned prefix as a prefill worker does, into an engine of its own."""
     engine = FakeEngine(page_size=8, pages=32)
     handle = engine.reserve("peer", len(PROMPT))
     name = digests(all_.engine, PROMPT[:PINNED])[-1]
-    asked = {"tokens": range(PINNED), "length": PINNED, "digest": name, "consumer": "peer", **change}
+    identity = all_.app.service.status.identity
+    (shard,) = identity.shards
+    export = RemoteExport(transfer_id, incarnation or identity.incarnation, identity.shards, ticket)
     async with kv_channel(all_.app.addresses.kv) as channel:
-        await fetch_prefix(
-            channel,
-            engine,
-            handle,
-            transfer_id=transfer_id,
-            incarnation=all_.app.service.status.identity.incarnation,
-            timeout_s=WAIT_S,
-            stall_timeout_s=WAIT_S,
-            **asked,
-        )
+        source = GrpcSource(channel, export, shard, timeout_s=WAIT_S, stall_timeout_s=WAIT_S, consumer="peer")
+        await fetch_prefix([source], engine, handle, tokens=range(PINNED), length=PINNED, digest=name, timeout_s=WAIT_S)
     return engine, handle
 
 
@@ -200,18 +198,6 @@ async def test_in_any_state_what_was_pinned_is_let_go_once(state: State, end: st
 
 
 async def test_a_peer_that_asks_another_incarnation_is_refused() -> None:
-    async with rig() as all_, kv_channel(all_.app.addresses.kv) as channel:
-        engine = FakeEngine(page_size=8, pages=32)
+    async with rig() as all_:
         with pytest.raises(TransferError, match="incarnation"):
-            await fetch_prefix(
-                channel,
-                engine,
-                engine.reserve("peer", PINNED),
-                transfer_id="t",
-                incarnation="earlier",
-                tokens=range(PINNED),
-                length=PINNED,
-                digest=b"",
-                timeout_s=WAIT_S,
-                stall_timeout_s=WAIT_S,
-            )
+            await fetched(all_, "t", incarnation="earlier")

@@ -13,6 +13,7 @@ import pytest
 
 from baton.config.decode import DecodeConfig
 from baton.errors import ConfigError
+from baton.kv.format import WIRE_VERSION
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.rpc.channel import control_channel
 from baton.worker import start as worker_start
@@ -44,7 +45,9 @@ async def test_listens_holds_pages_drains_and_exits_with_zero_while_a_router_is_
             assert (word, sorted(addresses)) == ("listening", ["control", "kv", "ops"])
             async with control_channel(addresses["control"]) as channel:
                 session = decode_pb2_grpc.DecodeStub(channel).Session()
-                await session.write(decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id="x")))
+                await session.write(
+                    decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id="x", wire_version=WIRE_VERSION))
+                )
                 reserve = decode_pb2.Reserve(key=key, context_tokens=20, max_new_tokens=5, choices=1)
                 await session.write(decode_pb2.SessionUp(reserve=reserve))
                 assert (await session.read()).reserved[0].granted

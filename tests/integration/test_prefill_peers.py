@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from baton.engine.fake import expected_tokens
-from baton.pb import prefill_pb2
 from baton.telemetry.metrics import TRANSFER_FAULTS
-from tests.peers import INCARNATION, exporter
+from tests.peers import exporter
 from tests.prefill import PROMPT, WAIT_S, by_tier, fetch_all, serving
 
 
@@ -21,17 +20,15 @@ async def test_a_peer_that_fails_is_only_slower(fault: str) -> None:
     async with serving(cache_budget_s=0.1) as client, exporter() as (exporting, held):
         source = exporting.offer(held, 96)
         if fault == "gone":
-            source.address = "127.0.0.1:1"
+            source.export.shards[0].kv_address = "127.0.0.1:1"
         elif fault == "unknown":
-            source.transfer_id = "another"
+            source.export.transfer_id = "another"
         elif fault == "stranger":
-            source.incarnation = "another"
+            source.export.incarnation = "another"
         elif fault == "malformed":
-            source.address = "nowhere"
+            source.export.shards[0].kv_address = "nowhere"
         else:
-            source = prefill_pb2.PrefixSource(
-                address=exporting.address, incarnation=source.incarnation, transfer_id="announced", tokens=96
-            )
+            source = exporting.source("announced", 96)
             exporting.exports.announce("announced")
         done = await client.done(source=source)
         assert done.cached_tokens == 0
@@ -54,9 +51,7 @@ async def test_a_peer_that_holds_another_prefix_is_a_miss() -> None:
 async def test_a_call_cancelled_during_a_fetch_from_a_peer_leaves_nothing() -> None:
     async with serving(cache_budget_s=WAIT_S) as client, exporter() as (exporting, _):
         exporting.exports.announce("announced")
-        source = prefill_pb2.PrefixSource(
-            address=exporting.address, incarnation=INCARNATION, transfer_id="announced", tokens=96
-        )
+        source = exporting.source("announced", 96)
         call = client.call(transfer_id="t", source=source)
         await client.status(lambda status: status.load.pages_used == 7)
         call.cancel()

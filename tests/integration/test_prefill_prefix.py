@@ -68,7 +68,6 @@ async def test_a_prefix_is_not_computed_twice(valkey: Server, tier: str, again: 
             assert by_tier(done) == ({tier: cached} if cached else {})
             assert since(before) == {"computed": len(again) - cached, **({tier: cached} if cached else {})}
             handoff = await pulling
-            assert handoff.cached_tokens == cached
             assert decode(engine, handle, handoff, 4) == expected_tokens(again, 5)
 
 

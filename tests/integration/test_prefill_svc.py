@@ -24,7 +24,6 @@ async def test_first_token_and_progress(chunk: int) -> None:
         assert first.finish_reason == inference_pb2.FINISH_REASON_UNSPECIFIED
         computed = [event.progress.computed_tokens for event in events[:-1]]
         assert computed == list(range(0, 100, chunk or 100))
-        assert events[-1].done.compute_ms > 0
 
 
 @pytest.mark.parametrize("pages", [(16, 16), (16, 256), (256, 16), (7, 5)])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
+from baton.rpc.convert import export_from_proto
+from baton.transfer.remote import RemoteExport
 from tests.integration.router_bench import bench, whole
 from tests.integration.router_stubs import (
+    KV,
     LENGTH,
     MAX_MODEL_LEN,
     STOP,
@@ -35,9 +39,11 @@ async def test_happy_path(tmp_path: Path) -> None:
         assert t.slot_wait == 0.5
         assert {event.request_id for event in answer.events} == {b.prefill[0].requests[0].request_id}
         (start,) = b.decode[0].starts
-        assert start.source_address == "127.0.0.1:7001"
-        assert start.source_incarnation == "incarnation-prefill-0"
-        assert start.transfer_id == b.prefill[0].requests[0].transfer_id != ""
+        transfer_id = b.prefill[0].requests[0].transfer_id
+        assert transfer_id
+        shard = replace(KV.whole, kv_address="127.0.0.1:7001")
+        source = export_from_proto("source", start.source)
+        assert source == RemoteExport(transfer_id, "incarnation-prefill-0", (shard,))
         (reserve,) = b.decode[0].reserves
         assert (reserve.context_tokens, reserve.max_new_tokens, reserve.choices) == (3, 6, 1)
         sampling = b.prefill[0].requests[0].sampling

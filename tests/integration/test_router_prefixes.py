@@ -16,6 +16,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from baton.kv.hashing import block_digests, chain_root, request_salt
 from baton.pb import decode_pb2, inference_pb2, kv_pb2, prefill_pb2
 from baton.request import MAX_CACHE_SALT_BYTES
+from baton.rpc.convert import prefix_source_from_proto
+from baton.transfer.remote import PrefixSource, RemoteExport
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WorkerRole
 from tests.integration.router_bench import Answer, Bench, bench, refused, until, whole
@@ -166,13 +168,10 @@ async def test_decode_is_told_what_it_may_hold_and_prefill_where_to_fetch_it(tmp
         chain = digests([*PROMPT, *OTHER[0], *OTHER[1], *OTHER[2]])
         # What it is thought to hold, and some more.
         assert reserve.prefix_digests == b"".join(chain[: BLOCKS + 16])
-        assert start.prefix_transfer_id == request.prefix_source.transfer_id != start.transfer_id
-        assert request.prefix_source == prefill_pb2.PrefixSource(
-            address="127.0.0.1:7001",
-            incarnation="incarnation-decode-1",
-            transfer_id=start.prefix_transfer_id,
-            tokens=held,
-        )
+        assert start.prefix_transfer_id == request.prefix_source.export.transfer_id != start.source.transfer_id
+        shard = replace(KV.whole, kv_address="127.0.0.1:7001")
+        export = RemoteExport(start.prefix_transfer_id, "incarnation-decode-1", (shard,))
+        assert prefix_source_from_proto(request.prefix_source) == PrefixSource(export, held)
         assert (answer.usage.cached_tokens, answer.usage.cached.decode) == (5, held)
         # Now prefill has had the prompt too, and need not fetch it.
         await ask(b, PROMPT)
@@ -218,7 +217,9 @@ async def test_a_source_needs_a_ticket_where_decode_asks_for_one(tmp_path: Path,
         assert b.decode[0].reserves[0].prefix_digests
         assert request.HasField("prefix_source") is bool(start.prefix_transfer_id) is known
         if known:
-            ticket = kv_pb2.Ticket.FromString(kv_pb2.SignedTicket.FromString(request.prefix_source.ticket).ticket)
+            ticket = kv_pb2.Ticket.FromString(
+                kv_pb2.SignedTicket.FromString(request.prefix_source.export.ticket).ticket
+            )
             assert (ticket.transfer_id, ticket.incarnation) == (start.prefix_transfer_id, "incarnation-decode-0")
             assert ticket.consumer == "incarnation-prefill-0"
 

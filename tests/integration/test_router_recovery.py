@@ -381,8 +381,8 @@ async def test_tickets_and_salts_travel_where_the_fleet_has_keys(tmp_path: Path)
     async with bench(tmp_path, ticket_key=str(path), fleet_secret="secret") as b:
         assert (await b.answer(max_tokens=3)).text() == "abc"
         (start,), (asked,) = b.decode[0].starts, b.prefill[0].requests
-        ticket = kv_pb2.Ticket.FromString(kv_pb2.SignedTicket.FromString(start.ticket).ticket)
-        assert ticket.transfer_id == start.transfer_id
+        ticket = kv_pb2.Ticket.FromString(kv_pb2.SignedTicket.FromString(start.source.ticket).ticket)
+        assert ticket.transfer_id == start.source.transfer_id
         assert (ticket.incarnation, ticket.consumer) == ("incarnation-prefill-0", "incarnation-decode-0")
         assert ticket.expires_unix_ms == pytest.approx(1e3 * time.time() + 20_000, abs=5000)
         assert asked.cache_salt == tenant_salt("secret", "")

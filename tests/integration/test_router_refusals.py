@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.kv.format import KvFormat
+from baton.kv.format import WIRE_VERSION, KvFormat
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WorkerLoad, WorkerRole
@@ -100,6 +101,7 @@ async def test_a_request_that_never_fits_is_refused_with_numbers(tmp_path: Path)
 MISMATCHES = {
     "fingerprint": ("fingerprint", "0" * 64),
     "KV format": ("kv_format", KvFormat(KV.parts, layers=2, block_size=32)),
+    "wire version": ("kv_format", replace(KV, version=WIRE_VERSION - 1)),
     "tokenizer digest": ("tokenizer_digest", "1" * 64),
     "model": ("model", "another"),
     "role": ("role", WorkerRole.PREFILL),

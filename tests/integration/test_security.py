@@ -20,13 +20,15 @@ from baton.rpc.server import listen
 from baton.rpc.tls import principal_of
 from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch
+from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
+from baton.transfer.source import GrpcSource
 from baton.transfer.tickets import LEEWAY_S, TicketSigner, TicketVerifier
 from baton.worker.listeners import KV_ROLES
 from tests.integration.secure_fleet import MAX_STREAMS, Files, SecureFleet, client_channel, secure_fleet
 from tests.integration.transfer_pair import faults
-from tests.unit.transfer.support import INCARNATION, Engine, contents, handoff, prefilled, ready, whole
+from tests.unit.transfer.support import INCARNATION, WHOLE, Engine, contents, handoff, prefilled, ready, whole
 
 TOKENS = 40
 PROMPT = [5, 7, 11]
@@ -104,18 +106,9 @@ async def pull(exporter: Exporter, ticket: bytes) -> None:
     engine = Engine()
     handle = engine.reserve("decode", TOKENS)
     async with kv_channel(exporter.address, exporter.files.tls("decode-1")) as channel:
-        fetched = await fetch(
-            channel,
-            engine,
-            handle,
-            transfer_id="t",
-            incarnation=INCARNATION,
-            tokens=TOKENS,
-            timeout_s=10,
-            stall_timeout_s=10,
-            ticket=ticket,
-            consumer=CONSUMER,
-        )
+        export = RemoteExport("t", INCARNATION, (WHOLE,), ticket)
+        source = GrpcSource(channel, export, WHOLE, timeout_s=10, stall_timeout_s=10, consumer=CONSUMER)
+        fetched = await fetch([source], engine, handle, tokens=TOKENS, timeout_s=10)
     assert fetched == handoff(TOKENS)
     expected = Engine()
     box = whole(TOKENS)
@@ -140,8 +133,8 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("method", ["FetchKv", "RenewLease", "ReleaseKv"])
-async def test_a_stolen_transfer_id_fetches_renews_and_releases_nothing(
+@pytest.mark.parametrize("method", ["FetchKv", "ReleaseKv"])
+async def test_a_stolen_transfer_id_fetches_and_releases_nothing(
     files: Files, strangers: Files, attack: str, method: str
 ) -> None:
     fields, problem = ATTACKS[attack]
@@ -158,7 +151,7 @@ async def test_who_has_no_ticket_does_not_learn_whether_a_transfer_exists(files:
     async with exporting(files) as exporter:
         answers = set()
         for transfer_id in ("t", "unknown"):
-            for method in ("FetchKv", "RenewLease", "ReleaseKv"):
+            for method in ("FetchKv", "ReleaseKv"):
                 error = await refused(exporter.call(method, transfer_id=transfer_id))
                 answers.add((error.code(), error.details()))
         assert answers == {(Status.PERMISSION_DENIED, "ticket: is missing")}
@@ -172,13 +165,11 @@ async def test_a_ticket_is_no_use_a_second_time(files: Files) -> None:
         assert (await refused(exporter.call("FetchKv", ticket=ticket))).code() is Status.PERMISSION_DENIED
         assert await exporter.call("FetchKv", ticket=ticket, retry=1) == frames
         for _ in range(2):
-            await exporter.call("RenewLease", ticket=ticket)
-        for _ in range(2):
             await exporter.call("ReleaseKv", ticket=ticket)
         assert exporter.ends == ["t"]
         error = await refused(exporter.call("FetchKv", ticket=ticket))
         assert error.code() is Status.PERMISSION_DENIED
-        assert "was used before for stream 0, retry 0 of the same box" in (error.details() or "")
+        assert "was used before for retry 0 of the same box" in (error.details() or "")
 
 
 async def test_a_consumer_whose_ticket_is_refused_says_so(files: Files) -> None:

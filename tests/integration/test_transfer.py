@@ -15,17 +15,18 @@ from hypothesis import strategies as st
 from baton.errors import (
     BatonError,
     IncompleteTransfer,
+    TransferError,
     WrongPrefix,
 )
-from baton.kv.format import PartData
+from baton.kv.format import PartData, Shard
 from baton.pb import kv_pb2, kv_pb2_grpc
 from baton.rpc.errors import from_rpc_error
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer.coverage import Box
 from baton.transfer.exports import Exports
-from baton.transfer.fetcher import pull
+from baton.transfer.fetcher import fetch, pull
 from baton.transfer.servicer import KvServicer
-from tests.integration.transfer_pair import TOKENS, Pair, flip, running
+from tests.integration.transfer_pair import TOKENS, Pair, fetch_shards, flip, running, sharded
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
@@ -127,20 +128,53 @@ async def test_ranks_fetch_their_own_boxes(pair: Pair) -> None:
         for head in range(HEADS)
     ]
     got = await asyncio.gather(
-        *(pull(pair.source(), pair.engine, pair.handle, box, length=TOKENS, timeout_s=30) for box in boxes)
+        *(pull([pair.source()], pair.engine, pair.handle, box, length=TOKENS, timeout_s=30) for box in boxes)
     )
     assert got == [handoff(TOKENS)] * len(boxes)
     pair.assert_equal()
     assert ends == []
 
 
+async def test_a_transfer_is_complete_when_every_shard_is() -> None:
+    """One has the first layers, the other the rest; each is released, and what one lacks the other can't make up."""
+    async with sharded(range(2), range(2, LAYERS)) as (first, second):
+        ends = [ready(each.exports, each.exporter, "t", TOKENS)[1] for each in (first, second)]
+        asked = [source.shard for source in (first.source(), second.source())]
+        assert await fetch_shards(first, second) == handoff(TOKENS)
+        first.assert_equal()
+        for pair, shard in zip((first, second), asked, strict=True):
+            (request,) = pair.servicer.requests
+            assert range(request.layer_start, request.layer_end) == shard.layers
+        assert ends == [["t"], ["t"]]
+
+
+async def test_a_transfer_without_one_of_its_shards_fails() -> None:
+    async with sharded(range(2), range(2, LAYERS)) as (first, second):
+        for each in (first, second):
+            ready(each.exports, each.exporter, "t", TOKENS)
+        second.exports.release("t", INCARNATION, "was abandoned")
+        with pytest.raises(TransferError, match="was abandoned"):
+            await fetch_shards(first, second)
+        for lacking in ((first,), (first, first, second)):
+            with pytest.raises(IncompleteTransfer, match="not all of the KV, once"):
+                await fetch_shards(*lacking)
+
+
+async def test_shards_that_are_not_those_of_the_exporter_are_refused(pair: Pair) -> None:
+    """An exporter that has one shard, fetched as if it were two."""
+    ready(pair.exports, pair.exporter, "t", TOKENS)
+    halves = [pair.source(shard=Shard("", layers, range(HEADS))) for layers in (range(2), range(2, LAYERS))]
+    with pytest.raises(IncompleteTransfer, match="the exporter has the shards"):
+        await fetch(halves, pair.engine, pair.handle, tokens=TOKENS, timeout_s=30)
+
+
 async def test_what_is_held_already_is_not_fetched(pair: Pair) -> None:
     ready(pair.exports, pair.exporter, "t", TOKENS)
     rest = Box(range(23, TOKENS), range(LAYERS), range(HEADS))
-    await pull(pair.source(), pair.engine, pair.handle, rest, length=TOKENS, timeout_s=30)
+    await pull([pair.source()], pair.engine, pair.handle, rest, length=TOKENS, timeout_s=30)
     pair.assert_equal(rest)
     nothing = Box(range(TOKENS, TOKENS), range(LAYERS), range(HEADS))
-    got = await pull(pair.source(), pair.engine, pair.handle, nothing, length=TOKENS, timeout_s=30)
+    got = await pull([pair.source()], pair.engine, pair.handle, nothing, length=TOKENS, timeout_s=30)
     assert got == handoff(TOKENS)
 
 
@@ -215,7 +249,7 @@ def test_any_box_arrives_in_any_layout(
             )
             export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
             pulling = asyncio.create_task(
-                pull(pair.source(), pair.engine, pair.handle, box, length=TOKENS, timeout_s=30)
+                pull([pair.source()], pair.engine, pair.handle, box, length=TOKENS, timeout_s=30)
             )
             for end in [*sorted(chunks), TOKENS]:
                 await asyncio.to_thread(advance_all, export, end)
@@ -285,15 +319,12 @@ async def test_generated_stubs_can_fetch(pair: Pair) -> None:
     assert frames[-1].commit.length == TOKENS
 
 
-async def test_leases_are_renewed_and_exports_released_over_the_wire(pair: Pair) -> None:
+async def test_exports_are_released_over_the_wire(pair: Pair) -> None:
     _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
     stub = kv_pb2_grpc.KvStub(pair.channel)
-    renewed = await stub.RenewLease(kv_pb2.RenewLeaseRequest(transfer_id="t", incarnation=INCARNATION))
-    assert renewed.lease_ms == 10_000
     for transfer_id in ("t", "t", "unknown"):
         await stub.ReleaseKv(kv_pb2.ReleaseKvRequest(transfer_id=transfer_id, incarnation=INCARNATION))
     assert ends == ["t"]
-    await _refused(stub.RenewLease(kv_pb2.RenewLeaseRequest(transfer_id="t", incarnation=INCARNATION)), "released")
     await _refused(stub.ReleaseKv(kv_pb2.ReleaseKvRequest()), "transfer_id: must not be empty")
 
 
@@ -303,7 +334,6 @@ async def test_ids_that_are_long_are_refused_and_not_remembered(pair: Pair, fiel
     ids = {"transfer_id": "t", "incarnation": INCARNATION, field: "x" * (1 << 20)}
     for call in (
         stub.FetchKv(kv_pb2.FetchKvRequest(**ids)).read(),
-        stub.RenewLease(kv_pb2.RenewLeaseRequest(**ids)),
         stub.ReleaseKv(kv_pb2.ReleaseKvRequest(**ids)),
     ):
         await _refused(call, f"^{field}: must have at most 128 printable ASCII characters, got 'xxx")
@@ -313,14 +343,10 @@ async def test_ids_that_are_long_are_refused_and_not_remembered(pair: Pair, fiel
 async def test_a_caller_does_not_learn_the_incarnation_that_is_needed(pair: Pair) -> None:
     ready(pair.exports, pair.exporter, "t", TOKENS)
     stub = kv_pb2_grpc.KvStub(pair.channel)
-    for call in (
-        stub.FetchKv(kv_pb2.FetchKvRequest(transfer_id="t", incarnation="guess")).read(),
-        stub.RenewLease(kv_pb2.RenewLeaseRequest(transfer_id="t", incarnation="guess")),
-    ):
-        with pytest.raises(grpc.aio.AioRpcError, match="'guess'") as refused:
-            await call
-        assert INCARNATION not in str(refused.value)
-        assert INCARNATION not in str(refused.value.trailing_metadata())
+    with pytest.raises(grpc.aio.AioRpcError, match="'guess'") as refused:
+        await stub.FetchKv(kv_pb2.FetchKvRequest(transfer_id="t", incarnation="guess")).read()
+    assert INCARNATION not in str(refused.value)
+    assert INCARNATION not in str(refused.value.trailing_metadata())
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
 
+from baton.kv.format import Shard
 from baton.pb import kv_pb2
 from baton.request import Handoff
 from baton.rpc.channel import kv_channel
@@ -17,11 +18,14 @@ from baton.telemetry.metrics import EXPORTS_OPEN, TRANSFER_FAULTS
 from baton.transfer.coverage import Box
 from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch, fetch_prefix
+from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import SERVICE, KvServicer
 from baton.transfer.source import GrpcSource
 from tests.unit.transfer.support import (
+    HEADS,
     INCARNATION,
     LAYERS,
+    WHOLE,
     Engine,
     contents,
     prefilled,
@@ -70,28 +74,31 @@ class Pair:
             frame_bytes=sizes.get("frame_tokens", 8) * token_bytes,
             unknown_wait_s=0.05,
             lease_s=sizes.get("lease_s", 10.0),
+            shards=sizes.get("shards", ()),
         )
+        self.shard = sizes.get("shard", WHOLE)
         self.servicer = FaultyServicer(self.exports)
         self.handle = self.engine.reserve("decode", TOKENS)
         self.address = ""
         self.channel: grpc.aio.Channel
 
     async def fetch(self, transfer_id: str = "t", **changes: Any) -> Handoff:
-        options: dict[str, Any] = {
-            "incarnation": INCARNATION,
-            "tokens": TOKENS,
-            "timeout_s": 30.0,
-            "stall_timeout_s": 20.0,
-        }
-        return await fetch(self.channel, self.engine, self.handle, transfer_id=transfer_id, **(options | changes))
+        """Fetch all; `changes` are those of `source`, and `first`."""
+        first = changes.pop("first", 0)
+        timeout_s = changes.get("timeout_s", 30.0)
+        sources = [self.source(transfer_id, **changes)]
+        return await fetch(sources, self.engine, self.handle, tokens=TOKENS, first=first, timeout_s=timeout_s)
 
     async def fetch_prefix(self, tokens: range, **changes: Any) -> None:
-        options: dict[str, Any] = {"transfer_id": "t", "incarnation": INCARNATION, "length": TOKENS, "digest": b"name"}
-        options |= {"timeout_s": 30.0, "stall_timeout_s": 20.0}
-        await fetch_prefix(self.channel, self.engine, self.handle, tokens=tokens, **(options | changes))
+        options = {"length": TOKENS, "digest": b"name", "timeout_s": 30.0, **changes}
+        await fetch_prefix([self.source()], self.engine, self.handle, tokens=tokens, **options)
 
-    def source(self, transfer_id: str = "t") -> GrpcSource:
-        return GrpcSource(self.channel, transfer_id, INCARNATION, timeout_s=30, stall_timeout_s=20)
+    def source(
+        self, transfer_id: str = "t", *, incarnation: str = INCARNATION, shard: Shard | None = None, **changes: Any
+    ) -> GrpcSource:
+        shard = shard or self.shard
+        options = {"timeout_s": 30.0, "stall_timeout_s": 20.0, **changes}
+        return GrpcSource(self.channel, RemoteExport(transfer_id, incarnation, (shard,)), shard, **options)
 
     def assert_equal(self, box: Box | None = None) -> None:
         """The consumer's pages hold what a prefill of the same prompt gives."""
@@ -115,6 +122,20 @@ async def running(**sizes: Any) -> AsyncIterator[Pair]:
             await pair.exports.drained()
         assert EXPORTS_OPEN._value.get() == exports_open
     assert pair.exporter.in_flight == pair.engine.in_flight == 0
+
+
+@asynccontextmanager
+async def sharded(*layers: range) -> AsyncIterator[list[Pair]]:
+    """Processes of one exporter, each of which has some layers; all else is as in a Pair."""
+    shards = [Shard("", each, range(HEADS)) for each in layers]
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(running(shards=shards, shard=each)) for each in shards]
+
+
+async def fetch_shards(*pairs: Pair) -> Handoff:
+    """Fetch all from these processes of one exporter, into the first consumer's pages."""
+    sources = [pair.source() for pair in pairs]
+    return await fetch(sources, pairs[0].engine, pairs[0].handle, tokens=TOKENS, timeout_s=30.0)
 
 
 def faults(kind: str) -> float:

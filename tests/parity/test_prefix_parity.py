@@ -91,7 +91,6 @@ async def completed(
     pulling = asyncio.create_task(client.fetch(engine, handle, name, len(prompt)))  # type: ignore[arg-type]
     done = await client.done(prompt, params=PARAMS, transfer_id=name, **how)
     handoff = await pulling
-    assert handoff.cached_tokens == done.cached_tokens
     infos = [handoff.first_tokens[0].token]
     engine.insert(handle, SequenceState(PARAMS, prompt, [infos[0].token_id], 0))
     for _ in range(STEPS):

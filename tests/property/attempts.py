@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from baton.errors import NotFound, TransferError
 from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.request import CachePolicy, FinishReason
 from baton.transfer import wire
+from baton.transfer.closing import Commit, Manifest
 from baton.transfer.coverage import Box
 from baton.transfer.exports import Exports
 from decode_svc.messages import AttemptKey, Down, FailureKind
@@ -82,21 +83,21 @@ class Book:
             self._told(session, down)
 
     def _told(self, session: Session, down: Down) -> None:
-        for result in down.reserved:
-            ours = self._of(session, result.key)
+        for key, result in down.reserved:
+            ours = self._of(session, key)
             assert not ours.granted
             assert not ours.refused
             ours.granted, ours.refused = result.granted, not result.granted
             ours.cached = result.cached_tokens
             assert ours.cached <= len(ours.named)
-        for failure in down.failures:
-            ours = self._of(session, failure.key)
+        for key, failure in down.failures:
+            ours = self._of(session, key)
             assert ours.granted
             assert not ours.ended, f"{failure} of what had ended"
             assert failure.kind is not FailureKind.DEADLINE or self.loop.now >= ours.deadline
             ours.failed = failure.kind
-        for output in down.outputs:
-            ours, choice = self._of(session, output.key), output.choice_index
+        for key, output in down.outputs:
+            ours, choice = self._of(session, key), output.choice_index
             assert not ours.ended
             assert choice not in ours.cancelled
             assert choice not in ours.finished
@@ -165,25 +166,14 @@ async def read_prefix(exports: Exports, engine: Engine, ours: Try) -> bool:
         return False
     assert expected is not None
     *data, manifest, commit = frames
-    assert isinstance(manifest, wire.Manifest)
+    assert isinstance(manifest, Manifest)
     last = digests(engine, ours.named[: ours.cached])[-1]
-    assert commit == wire.Commit(ours.cached, 0, None, last)
+    assert commit == Commit(ours.cached, 0, None, (kv_format.whole,), last)
     for frame in data:
         assert isinstance(frame, wire.KvData)
         whole = expected.layers[frame.layer]
         assert [bytes(part.data) for part in frame.parts] == [bytes(part.data) for part in whole]
     return True
-
-
-class NoChannels:
-    """Fetches go through the test, not through gRPC."""
-
-    @contextlib.asynccontextmanager
-    async def use(self, address: str) -> AsyncIterator[None]:
-        yield None
-
-    async def close(self) -> None:
-        return
 
 
 class PausingEngine(LoggingEngine):

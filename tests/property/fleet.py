@@ -19,7 +19,7 @@ from baton.kv.format import KvFormat, KvPart
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
 from baton.rpc.convert import sampling_from_proto
 from baton.worker.servicer import status_to_proto
-from baton.worker.status import Shard, WorkerIdentity, WorkerLoad, WorkerRole, WorkerStatus
+from baton.worker.status import WorkerIdentity, WorkerLoad, WorkerRole, WorkerStatus
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 BEAT_S = 1.0
@@ -130,7 +130,7 @@ class Worker:
             converts_kv=False,
             tokenizer_digest="t",
             max_model_len=64,
-            shards=(Shard(":7001", 0, 2, 0, 2),),
+            shards=(replace(KV.whole, kv_address=":7001"),),
         )
         newcomers = sum(not held.said for held in self.held.values())
         newcomers += sum(not job.computed for job in self.jobs)
@@ -245,7 +245,7 @@ class Worker:
 
     def step(self, held: Held, *, count: int = 1, again: bool = False, swapped: bool = False) -> bool:
         """Say the next tokens of each choice of an attempt, perhaps in two messages of the wrong order, or twice."""
-        request = self.fleet.prefilled.get(held.start.transfer_id) if held.start else None
+        request = self.fleet.prefilled.get(held.start.source.transfer_id) if held.start else None
         if request is None or self.silent:
             return False
         messages, newcomer = [], not held.said

@@ -175,7 +175,7 @@ class Storm:
             if self.paused:
                 continue
             for held in list(worker.held.values()):
-                asked = self.fleet.prefilled.get(held.start.transfer_id) if held.start else None
+                asked = self.fleet.prefilled.get(held.start.source.transfer_id) if held.start else None
                 if asked is None:
                     continue
                 first = len(asked.output_token_ids) + 1

@@ -23,12 +23,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from baton.config.decode import DecodeConfig
 from baton.config.worker import WorkerConfig
-from baton.engine.contract import Engine, KvHandle
+from baton.engine.contract import KvHandle
 from baton.errors import EngineError, IncompleteTransfer
 from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.lifecycle import State
 from baton.request import CachePolicy, Handoff, SamplingParams
 from baton.transfer.exports import Exports
+from baton.transfer.remote import RemoteExport
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.admission import OFFER_S
 from decode_svc.loop import Report
@@ -37,7 +38,7 @@ from decode_svc.service import DecodeService
 from decode_svc.session import Session
 from tests.decoding import LoggingEngine, alone, digests, prefill
 from tests.effort import machine_test
-from tests.property.attempts import Book, NoChannels, PausingEngine, Try, check_left, goes_on, read_prefix
+from tests.property.attempts import Book, PausingEngine, Try, check_left, goes_on, read_prefix
 from tests.property.virtual import Hung, VirtualLoop
 
 SEED = 5
@@ -91,14 +92,11 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.exports = Exports(self.engine, "ours", unknown_wait_s=0.0)
         service = DecodeService(config, self.engine, identity, self._fetch, self.exports, self.cache)
         service.loop._emit = self.reports.append
-        service._fetches._channels = NoChannels()  # type: ignore[assignment]
         self.engine.watch_pages(service._pages_returned)
         return service
 
-    async def _fetch(
-        self, channel: object, engine: Engine, handle: KvHandle, *, transfer_id: str, first: int, **rest: object
-    ) -> Handoff:
-        ours = self.tries_of[transfer_id]
+    async def _fetch(self, source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
+        ours, engine = self.tries_of[source.transfer_id], self.engine
         assert first == ours.cached
         try:
             await ours.fetched
@@ -212,9 +210,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         if ours.session.number in self.open and not ours.ended and ours.started_at is None:
             ours.started_at = self.loop.now
             ours.deadline = min(ours.deadline, self.loop.now + (patience or math.inf))
-            start = Start(
-                ours.key, ours.key.request_id, "127.0.0.1:1", "i", patience, prefix_transfer_id=f"{ours.key}/prefix"
-            )
+            start = Start(ours.key, RemoteExport(ours.key.request_id, "i", ()), patience, f"{ours.key}/prefix")
             self.loop.call(self.service.handle, ours.session, start)
 
     def end_fetch(self, ours: Try, good: bool) -> None:

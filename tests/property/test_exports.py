@@ -33,7 +33,7 @@ from baton.transfer.exports import Exports
 from baton.transfer.receiver import Receiver
 from tests.effort import machine_test
 from tests.property.virtual import VirtualLoop
-from tests.unit.transfer.support import INCARNATION, LAYERS, Engine, contents, handoff, prefilled, whole
+from tests.unit.transfer.support import INCARNATION, LAYERS, WHOLE, Engine, contents, handoff, prefilled, whole
 
 TOKENS = 8
 LEASE_S, UNKNOWN_WAIT_S = 10.0, 2.0
@@ -193,7 +193,6 @@ class ExportsMachine(RuleBasedStateMachine):
             self.loop.call(ours.export.advance, 0, TOKENS)
             self.loop.call(ours.export.commit, handoff(TOKENS))
             self.loop.call(ours.export.fail, ValueError("out of memory"))
-            self.loop.call(ours.export.renew)
 
     @rule(index=IDS, stale=st.booleans())
     def release(self, index: int, stale: bool) -> None:
@@ -201,17 +200,6 @@ class ExportsMachine(RuleBasedStateMachine):
         self.loop.call(self.exports.release, transfer_id, "another" if stale else INCARNATION)
         if not stale and transfer_id not in self.ended:
             self._has_ended(transfer_id)
-
-    @rule(index=IDS, stale=st.booleans())
-    def renew(self, index: int, stale: bool) -> None:
-        transfer_id = self.id(index)
-        if stale:
-            self.refuses(StaleIncarnation, call=self.exports.renew, args=(transfer_id, "another"))
-        elif ours := self.open.get(transfer_id):
-            assert self.loop.call(self.exports.renew, transfer_id, INCARNATION) == LEASE_S
-            ours.renewed_at = self.loop.now
-        else:
-            self.refuses(NotFound, call=self.exports.renew, args=(transfer_id, INCARNATION))
 
     @rule(
         index=IDS, pause_s=st.sampled_from([0.0, 0.0, 1.0, 4.0, 11.0]), frames=st.integers(0, 12), stale=st.booleans()
@@ -235,7 +223,7 @@ class ExportsMachine(RuleBasedStateMachine):
             return "closing"
         (ours,) = (each for each in self.all if each.export is export)
         handle = self.consumer.reserve(transfer_id, TOKENS)
-        receiver = Receiver(self.consumer, handle, whole(TOKENS), TOKENS, wire.seed_of(transfer_id))
+        receiver = Receiver(self.consumer, handle, whole(TOKENS), TOKENS, [WHOLE], wire.seed_of(transfer_id))
         try:
             async with aclosing(export.frames(whole(TOKENS))) as frames:
                 ours.renewed_at = self.loop.now

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from baton.kv.format import KEYS, VALUES
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
 
@@ -72,14 +73,14 @@ class FlashAttention:
 
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         """See AttentionBackend."""
-        kv.write("k", layer, batch.slots, k)
-        kv.write("v", layer, batch.slots, v)
+        kv.write(KEYS, layer, batch.slots, k)
+        kv.write(VALUES, layer, batch.slots, v)
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
         """See AttentionBackend."""
         # flash-attn counts the keys before the query, and -1 means all.
         window_size = (-1, -1) if window is None else (window - 1, 0)
-        keys, values = kv.pages("k", layer), kv.pages("v", layer)
+        keys, values = kv.pages(KEYS, layer), kv.pages(VALUES, layer)
         if batch.is_step:
             return self._kernels.with_kvcache(
                 q[:, None],

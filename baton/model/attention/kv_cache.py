@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from baton.kv.format import KEYS, VALUES
 from baton.model.zeros import host_zeros
 
 
@@ -33,11 +34,11 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> KvCache:
-        """A pool with parts "k" and "v"; zeroed, and committed now, or soon on a CPU, so not in mid-request."""
+        """A pool with keys and values; zeroed, and committed now, or soon on a CPU, so not in mid-request."""
         shape = (num_layers, num_pages, page_size, kv_heads, head_dim)
         if device.type == "cpu":
-            return cls({name: host_zeros(shape, dtype) for name in ("k", "v")})
-        return cls({name: torch.zeros(shape, dtype=dtype, device=device) for name in ("k", "v")})
+            return cls({name: host_zeros(shape, dtype) for name in (KEYS, VALUES)})
+        return cls({name: torch.zeros(shape, dtype=dtype, device=device) for name in (KEYS, VALUES)})
 
     @property
     def num_layers(self) -> int:

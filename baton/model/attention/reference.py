@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kv.format import KEYS, VALUES
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
 
@@ -17,8 +18,8 @@ class ReferenceAttention:
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         """See AttentionBackend."""
         for token, (page, offset) in enumerate(self._places(batch)):
-            kv.pages("k", layer)[page, offset] = k[token].to(kv.dtype)
-            kv.pages("v", layer)[page, offset] = v[token].to(kv.dtype)
+            kv.pages(KEYS, layer)[page, offset] = k[token].to(kv.dtype)
+            kv.pages(VALUES, layer)[page, offset] = v[token].to(kv.dtype)
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
         """See AttentionBackend."""
@@ -27,8 +28,8 @@ class ReferenceAttention:
         token = 0
         sequences = zip(batch.page_tables, batch.query_lens, batch.context_lens, strict=True)
         for table, query, context in sequences:
-            keys = kv.pages("k", layer)[table.long()].flatten(0, 1).float()
-            values = kv.pages("v", layer)[table.long()].flatten(0, 1).float()
+            keys = kv.pages(KEYS, layer)[table.long()].flatten(0, 1).float()
+            values = kv.pages(VALUES, layer)[table.long()].flatten(0, 1).float()
             for last in range(context - query, context):
                 first = 0 if window is None else max(0, last - window + 1)
                 for head in range(q.shape[1]):

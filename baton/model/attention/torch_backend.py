@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kv.format import KEYS, VALUES
 from baton.model.attention import torch_decode, torch_prefill
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
@@ -30,8 +31,8 @@ class TorchAttention:
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         """See AttentionBackend."""
         slots = batch.slots
-        kv.write("k", layer, slots, k)
-        kv.write("v", layer, slots, v)
+        kv.write(KEYS, layer, slots, k)
+        kv.write(VALUES, layer, slots, v)
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
         """See AttentionBackend."""

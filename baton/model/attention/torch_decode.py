@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton.kv.format import KEYS, VALUES
 from baton.model.attention import torch_kernel
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.gathered import Gathered
@@ -39,7 +40,7 @@ class Group:
 
     def attend(self, layer: int, q: Tensor, kv_heads: int) -> Tensor:
         """`q` `[n, heads, head_dim]`; same shape back."""
-        keys, values = (self.source.load(part, layer, q) for part in ("k", "v"))
+        keys, values = (self.source.load(part, layer, q) for part in (KEYS, VALUES))
         return torch_kernel.attend(q.unflatten(1, (kv_heads, -1)), keys, values, self.bias)[0].flatten(1, 2)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kv.format import KEYS, VALUES
 from baton.model.attention import torch_kernel
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.gathered import Gathered
@@ -47,10 +48,10 @@ class Chunk:
         count = len(self.ranges)
         folded = self._fold(q, count, kv.kv_heads)
         found, lse = torch_kernel.attend(
-            folded, self.edges.load("k", layer, q), self.edges.load("v", layer, q), self.mask
+            folded, self.edges.load(KEYS, layer, q), self.edges.load(VALUES, layer, q), self.mask
         )
         if self.middle is not None:
-            keys, values = self.middle.load("k", layer, q), self.middle.load("v", layer, q)
+            keys, values = self.middle.load(KEYS, layer, q), self.middle.load(VALUES, layer, q)
         for index, (low, high) in enumerate(self.ranges):
             target = out[index * self.block : (index + 1) * self.block].unflatten(1, (kv.kv_heads, -1))
             edge = self._by_token(found[index], target)

@@ -9,7 +9,8 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from baton.errors import BatonError, DeadlineExceeded
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest
+from baton.kv.format import WIRE_VERSION
 from baton.pb import decode_pb2
 from decode_svc.messages import Command
 from decode_svc.service import DecodeService
@@ -41,11 +42,12 @@ class FakeService:
 class Router:
     """The router's side of a session with the real servicer."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
+    def __init__(self, loop: VirtualLoop, wire_version: int = WIRE_VERSION) -> None:
         self.service = FakeService()
         self._loop = loop
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
-        loop.call(self._up.put_nowait, decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id="r")))
+        hello = decode_pb2.Hello(router_id="r", wire_version=wire_version)
+        loop.call(self._up.put_nowait, decode_pb2.SessionUp(hello=hello))
         self.task = loop.spawn(self._session())
 
     def beat(self) -> None:
@@ -81,6 +83,13 @@ def test_a_silent_router_loses_its_session(loop: VirtualLoop) -> None:
     loop.advance(SILENCE_S + 0.1)
     assert router.service.session is None
     assert isinstance(router.task.exception(), DeadlineExceeded)
+
+
+def test_a_router_of_another_wire_version_is_refused_by_name(loop: VirtualLoop) -> None:
+    router = Router(loop, WIRE_VERSION - 1)
+    loop.advance(0.1)
+    assert isinstance(error := router.task.exception(), InvalidRequest)
+    assert f"hello.wire_version: this worker speaks version {WIRE_VERSION}" in str(error)
 
 
 def test_a_worker_that_was_paused_judges_no_router_by_that_time(loop: VirtualLoop) -> None:

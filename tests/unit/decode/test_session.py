@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded
-from baton.pb import decode_pb2, inference_pb2
+from baton.kv.format import WIRE_VERSION, Shard
+from baton.pb import decode_pb2, inference_pb2, kv_pb2
 from baton.request import FinishReason, TokenInfo
+from baton.rpc.convert import export_to_proto
+from baton.transfer.remote import RemoteExport
+from baton.worker.messages import DecodeTimings, Output, Reserved
 from decode_svc.messages import (
     AttemptKey,
     Cancel,
-    DecodeTimings,
     Down,
     Failure,
     FailureKind,
     Heartbeat,
-    Output,
     Reserve,
-    Reserved,
     Start,
 )
 from decode_svc.servicer import command_from_proto, down_to_proto
@@ -33,15 +34,15 @@ KEY_MESSAGE = decode_pb2.AttemptKey(request_id="r", attempt=2)
 
 async def test_what_came_up_together_is_one_message_and_the_end_comes_after_the_last() -> None:
     session = Session(1, "router")
-    output = Output(KEY, 0, 1, (TokenInfo(5),), None, None)
-    failure = Failure(KEY, FailureKind.ENGINE, "why")
-    session.tell(output)
-    session.tell(failure)
+    output = Output(0, 1, (TokenInfo(5),), None, None)
+    failure = Failure(FailureKind.ENGINE, "why")
+    session.tell(KEY, output)
+    session.tell(KEY, failure)
     messages = session.messages()
-    assert await anext(messages) == Down(outputs=[output], failures=[failure])
-    session.tell(Reserved(KEY, True))
+    assert await anext(messages) == Down(outputs=[(KEY, output)], failures=[(KEY, failure)])
+    session.tell(KEY, Reserved(True))
     session.end()
-    assert await anext(messages) == Down(reserved=[Reserved(KEY, True)])
+    assert await anext(messages) == Down(reserved=[(KEY, Reserved(True))])
     with pytest.raises(StopAsyncIteration):
         await anext(messages)
 
@@ -59,10 +60,10 @@ def test_once_a_second_a_message_lists_who_lives_whatever_else_it_says() -> None
 
         listening = asyncio.create_task(listen())
         await asyncio.sleep(0.75)
-        session.tell(Reserved(KEY, True))
+        session.tell(KEY, Reserved(True))
         await asyncio.sleep(0.75)
         live.clear()
-        session.tell(Failure(KEY, FailureKind.ENGINE, "why"))
+        session.tell(KEY, Failure(FailureKind.ENGINE, "why"))
         await asyncio.sleep(0.75)
         session.end()
         await listening
@@ -75,7 +76,7 @@ def test_once_a_second_a_message_lists_who_lives_whatever_else_it_says() -> None
 async def test_a_session_that_ends_by_an_error_keeps_nothing() -> None:
     session = Session(1, "router")
     for _ in range(3):
-        session.tell(Reserved(KEY, False))
+        session.tell(KEY, Reserved(False))
     assert session.unread == 3
     session.end(Overloaded("3 answers were not read"))
     assert [down async for down in session.messages()] == []
@@ -88,12 +89,9 @@ def test_commands_are_read() -> None:
     assert command_from_proto(up(reserve=reserve)) == Reserve(KEY, 5, 6, 2)
     reserve.deadline_ms = 2500
     assert command_from_proto(up(reserve=reserve)) == Reserve(KEY, 5, 6, 2, 2.5)
-    start = decode_pb2.Start(
-        key=KEY_MESSAGE, transfer_id="t", source_address="h:1", source_incarnation="i", deadline_ms=1500
-    )
-    assert command_from_proto(up(start=start)) == Start(KEY, "t", "h:1", "i", 1.5)
-    start.deadline_ms, start.ticket = 0, b"signed"
-    assert command_from_proto(up(start=start)) == Start(KEY, "t", "h:1", "i", None, b"signed")
+    source = RemoteExport("t", "i", (Shard("h:1", range(2), range(3)), Shard("h:2", range(2, 4), range(3))), b"signed")
+    start = decode_pb2.Start(key=KEY_MESSAGE, source=export_to_proto(source), deadline_ms=1500)
+    assert command_from_proto(up(start=start)) == Start(KEY, source, 1.5)
     assert command_from_proto(up(cancel=decode_pb2.Cancel(key=KEY_MESSAGE))) == Cancel(KEY)
     choice = decode_pb2.Cancel(key=KEY_MESSAGE, choice_index=0)
     assert command_from_proto(up(cancel=choice)) == Cancel(KEY, 0)
@@ -106,10 +104,14 @@ def test_a_command_without_a_request_id_and_a_second_hello_are_refused_by_name()
     with pytest.raises(InvalidRequest, match=r"cancel\.key\.request_id"):
         command_from_proto(decode_pb2.SessionUp(cancel=decode_pb2.Cancel()))
     with pytest.raises(InvalidRequest, match="hello"):
-        command_from_proto(decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id="x")))
+        command_from_proto(decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id="x", wire_version=WIRE_VERSION)))
 
 
 LONG = "x" * (1 << 20)
+
+
+def source(**fields: Any) -> dict[str, Any]:
+    return {"start": decode_pb2.Start(key=KEY_MESSAGE, source=kv_pb2.RemoteExport(**fields))}
 
 
 @pytest.mark.parametrize(
@@ -117,11 +119,11 @@ LONG = "x" * (1 << 20)
     [
         ("reserve.key.request_id", {"reserve": decode_pb2.Reserve(key=decode_pb2.AttemptKey(request_id=LONG))}),
         ("start.key.request_id", {"start": decode_pb2.Start(key=decode_pb2.AttemptKey(request_id=LONG))}),
-        ("start.transfer_id", {"start": decode_pb2.Start(key=KEY_MESSAGE, transfer_id=LONG)}),
-        ("start.source_incarnation", {"start": decode_pb2.Start(key=KEY_MESSAGE, source_incarnation=LONG)}),
-        ("start.source_address", {"start": decode_pb2.Start(key=KEY_MESSAGE, source_address=LONG)}),
+        ("start.source.transfer_id", source(transfer_id=LONG)),
+        ("start.source.incarnation", source(incarnation=LONG)),
+        ("start.source.shards.kv_address", source(shards=[kv_pb2.Shard(kv_address=LONG)])),
         ("start.prefix_transfer_id", {"start": decode_pb2.Start(key=KEY_MESSAGE, prefix_transfer_id=LONG)}),
-        ("start.ticket", {"start": decode_pb2.Start(key=KEY_MESSAGE, ticket=LONG.encode())}),
+        ("start.source.ticket", source(ticket=LONG.encode())),
         ("cancel.key.request_id", {"cancel": decode_pb2.Cancel(key=decode_pb2.AttemptKey(request_id=LONG))}),
         (
             "heartbeat.live.key.request_id",
@@ -136,11 +138,11 @@ def test_what_is_kept_of_a_router_is_short(field: str, message: dict[str, Any]) 
 
 
 def test_messages_are_written() -> None:
-    timings = DecodeTimings(1.0, 2.0, 3.0)
+    timings = DecodeTimings(1.0, 2.0)
     down = Down(
-        reserved=[Reserved(KEY, False, "full", never=True, retry_after_s=0.25)],
-        outputs=[Output(KEY, 1, 7, (TokenInfo(5, -0.5, ((5, -0.5),)),), FinishReason.STOP, timings)],
-        failures=[Failure(KEY, kind, "why") for kind in FailureKind],
+        reserved=[(KEY, Reserved(False, "full", never=True, retry_after_s=0.25))],
+        outputs=[(KEY, Output(1, 7, (TokenInfo(5, -0.5, ((5, -0.5),)),), FinishReason.STOP, timings))],
+        failures=[(KEY, Failure(kind, "why")) for kind in FailureKind],
     )
     message = down_to_proto(down)
     (reserved,), (output,) = message.reserved, message.outputs
@@ -152,6 +154,6 @@ def test_messages_are_written() -> None:
     assert (output.choice_index, output.output_index, output.tokens[0].token_id) == (1, 7, 5)
     assert output.tokens[0].top[0].logprob == -0.5
     assert output.finish_reason == inference_pb2.FINISH_REASON_STOP
-    assert output.timings.first_step_ms == 3.0
+    assert output.timings.slot_wait_ms == 2.0
     kinds = {failure.kind for failure in message.failures}
     assert kinds == set(decode_pb2.AttemptFailure.Kind.values()) - {0}

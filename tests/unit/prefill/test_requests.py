@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.fake import FakeEngine
 from baton.errors import InvalidRequest
-from baton.pb import prefill_pb2
+from baton.pb import kv_pb2, prefill_pb2
 from baton.request import SamplingParams
 from baton.rpc.convert import sampling_to_proto
 from prefill_svc.servicer import task_from_proto
@@ -29,7 +29,7 @@ def request(**changes: Any) -> prefill_pb2.PrefillRequest:
 
 
 def source(**fields: Any) -> dict[str, Any]:
-    return {"prefix_source": prefill_pb2.PrefixSource(**fields)}
+    return {"prefix_source": prefill_pb2.PrefixSource(export=kv_pb2.RemoteExport(**fields))}
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,10 @@ def source(**fields: Any) -> dict[str, Any]:
         ("request_id", {"request_id": LONG}),
         ("transfer_id", {"transfer_id": LONG}),
         ("cache_salt", {"cache_salt": LONG.encode()}),
-        ("prefix_source.address", source(address=LONG)),
-        ("prefix_source.incarnation", source(incarnation=LONG)),
-        ("prefix_source.transfer_id", source(transfer_id=LONG)),
-        ("prefix_source.ticket", source(ticket=LONG.encode())),
+        ("prefix_source.export.shards.kv_address", source(shards=[kv_pb2.Shard(kv_address=LONG)])),
+        ("prefix_source.export.incarnation", source(incarnation=LONG)),
+        ("prefix_source.export.transfer_id", source(transfer_id=LONG)),
+        ("prefix_source.export.ticket", source(ticket=LONG.encode())),
     ],
 )
 def test_what_is_kept_of_a_caller_is_short(field: str, changes: dict[str, Any]) -> None:

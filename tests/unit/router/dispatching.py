@@ -10,6 +10,7 @@ from typing import Any, cast
 from baton.config.router import RouterConfig
 from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
+from baton.worker.messages import Reserved
 from router.dispatcher import Dispatcher
 from router.placement.fleet import DecodeView, FleetView, PrefillView
 from router.placement.policy import PlacementQuery
@@ -17,7 +18,6 @@ from router.placement.prefix_directory import PrefixDirectory
 from router.retries import AvoidedWorker
 from router.workers.pool import Pool
 from router.workers.reservation import Placement, PlacementRequest
-from router.workers.session import Reserved
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 GRANTED, FULL = Reserved(True, "", False), Reserved(False, "full", False)

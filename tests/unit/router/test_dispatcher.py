@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.lifecycle import State
-from router.workers.session import Reserved
+from baton.worker.messages import Reserved
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,

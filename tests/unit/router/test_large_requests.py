@@ -14,6 +14,7 @@ from baton.config.router import RouterConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages, Overloaded
 from baton.lifecycle import Lifecycle, State
+from baton.worker.messages import Reserved
 from decode_svc.admission import Admission
 from decode_svc.attempt import Attempt
 from decode_svc.attempts import Attempts
@@ -24,7 +25,6 @@ from router.placement.fleet import DecodeView, PrefillView
 from router.placement.policy import PlacementQuery
 from router.workers.pool import Pool
 from router.workers.reservation import PlacementRequest
-from router.workers.session import Reserved
 from tests.property.virtual import VirtualLoop
 from tests.unit.router.dispatching import KV, FakeAttempt, FakePool
 

@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
+from baton.worker.messages import Reserved
 from router.dispatcher import Dispatcher
 from router.placement.fleet import DecodeView, PrefillView
-from router.workers.session import Reserved
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,

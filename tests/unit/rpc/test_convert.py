@@ -85,7 +85,7 @@ def test_token(token: TokenInfo) -> None:
 
 def test_handoff() -> None:
     first = (FirstToken(0, TOKEN), FirstToken(2, TokenInfo(1), FinishReason.STOP))
-    handoff = Handoff("r", 3, (1, 2, 3), (4,), RICH, first, cached_tokens=16, prefill_ms=1.5)
+    handoff = Handoff("r", 3, (1, 2, 3), (4,), RICH, first)
     wire = convert.handoff_to_proto(handoff).SerializeToString()
     assert convert.handoff_from_proto(kv_pb2.Handoff.FromString(wire)) == handoff
 

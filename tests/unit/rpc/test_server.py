@@ -92,7 +92,6 @@ async def stream_to_end(stub: Any) -> None:
         errors.DeadlineExceeded("too late"),
         errors.Cancelled("the caller left"),
         errors.Unavailable("no decode worker"),
-        errors.PairingRefused("fingerprints differ"),
         errors.Unsupported("a router caches no KV"),
         errors.StaleIncarnation("restarted"),
         errors.EngineError("out of memory: ünïcode"),

@@ -8,9 +8,9 @@ from contextlib import aclosing
 
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
-from baton.kv.format import KvCompression, PartData
+from baton.kv.format import KvCompression, PartData, Shard
 from baton.request import FirstToken, Handoff, SamplingParams, TokenInfo
-from baton.transfer import wire
+from baton.transfer import closing, wire
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
 from baton.transfer.exports import Exports
@@ -82,7 +82,7 @@ def handoff(tokens: int) -> Handoff:
     ids = prompt(tokens)
     params = SamplingParams(max_tokens=8, seed=3, temperature=0.5, logit_bias=((1, 2.0), (9, -1.0)))
     first = (FirstToken(0, TokenInfo(17, -1.0, ((17, -1.0), (4, -2.0)))), FirstToken(1, TokenInfo(18)))
-    return Handoff("request", 2, tuple(ids[:-1] or ids), tuple(ids[:-1] and ids[-1:]), params, first, 4, 12.5)
+    return Handoff("request", 2, tuple(ids[:-1] or ids), tuple(ids[:-1] and ids[-1:]), params, first)
 
 
 def prefilled(engine: Engine, tokens: int, *, until: int | None = None) -> KvHandle:
@@ -114,6 +114,10 @@ def ready(exports: Exports, engine: Engine, transfer_id: str, tokens: int) -> tu
     return export, ends
 
 
+WHOLE = Shard("", range(LAYERS), range(HEADS))
+"""A worker's only shard."""
+
+
 def whole(tokens: int) -> Box:
     """All of an export."""
     return Box(range(tokens), range(LAYERS), range(HEADS))
@@ -130,7 +134,7 @@ async def collect(export: Export, box: Box, compression: KvCompression = KvCompr
         return [frame async for frame in frames]
 
 
-def decoded(frame: bytes) -> wire.KvData | wire.Manifest | wire.Commit:
+def decoded(frame: bytes) -> wire.KvData | closing.Manifest | closing.Commit:
     """A frame of the export "t"."""
     return wire.decode(frame, SEED)
 
@@ -144,6 +148,7 @@ class MemorySource:
         mangle: Callable[[int, list[bytes]], list[bytes]],
         compression: KvCompression = KvCompression.NONE,
     ) -> None:
+        self.shard = export.kv_format.whole
         self.seed = wire.seed_of(export.transfer_id)
         self.compression = compression
         self.boxes: list[Box] = []

@@ -18,13 +18,14 @@ from baton.errors import (
     TransferError,
 )
 from baton.telemetry.metrics import EXPORTS_OPEN
-from baton.transfer import wire
+from baton.transfer import closing, wire
 from baton.transfer.coverage import Box
 from baton.transfer.exports import Exports
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
     LAYERS,
+    WHOLE,
     Engine,
     Gate,
     advance_all,
@@ -85,8 +86,10 @@ async def test_frames_follow_production(exports: Exports, engine: Engine) -> Non
             await anext(frames)
     chunks = [[(0, 4), (4, 5)], [(5, 9), (9, 12)]]
     assert places(seen) == [(layer, *run) for chunk in chunks for layer in range(LAYERS) for run in chunk]
-    assert manifest == wire.Manifest(len(seen), tuple((la, 0, TOKENS) for la in range(LAYERS)), manifest.digest)
-    assert isinstance(commit, wire.Commit)
+    assert manifest == closing.Manifest(
+        len(seen), tuple((la, 0, TOKENS) for la in range(LAYERS)), manifest.digest, WHOLE
+    )
+    assert isinstance(commit, closing.Commit)
     assert commit.length == TOKENS
 
 

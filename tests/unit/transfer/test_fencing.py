@@ -14,6 +14,7 @@ from baton.transfer.receiver import Receiver
 from tests.unit.transfer.support import (
     INCARNATION,
     SEED,
+    WHOLE,
     Engine,
     Gate,
     advance_all,
@@ -34,7 +35,7 @@ async def test_a_late_frame_does_not_reach_the_pages_next_owner() -> None:
     export, _ = ready(exports, source, "t", TOKENS)
     first, *_ = await collect(export, whole(TOKENS))
     dead = target.reserve("dead", 12)
-    receiver = Receiver(target, dead, whole(TOKENS), TOKENS, SEED)
+    receiver = Receiver(target, dead, whole(TOKENS), TOKENS, [WHOLE], SEED)
     target.free(dead)
     owner = prefilled(target, 12)
     assert list(owner.pages) == list(dead.pages)
@@ -71,7 +72,6 @@ async def test_nothing_brings_an_ended_export_back() -> None:
     exports.release("t", INCARNATION)
     advance_all(export, TOKENS)
     export.commit(handoff(TOKENS))
-    export.renew()
     export.fail(RuntimeError("late"))
     exports.release("t", INCARNATION)
     assert (ends, export.lease_left) == (["t"], math.inf)
@@ -80,6 +80,5 @@ async def test_nothing_brings_an_ended_export_back() -> None:
     committed, _ = ready(exports, engine, "u", TOKENS)
     assert committed.lease_left < math.inf
     exports.release("u", INCARNATION)
-    committed.renew()
     assert committed.lease_left == math.inf
     engine.free(handle)

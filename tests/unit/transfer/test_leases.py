@@ -94,8 +94,6 @@ async def test_an_ended_id_can_not_be_opened_again(exports: Exports, engine: Eng
             exports.open(transfer_id, handle, TOKENS, on_closed=nothing)
         with pytest.raises(NotFound, match="was released"):
             await exports.find(transfer_id, INCARNATION)
-        with pytest.raises(NotFound, match="was released"):
-            exports.renew(transfer_id, INCARNATION)
 
 
 async def test_remembering_is_bounded(exports: Exports, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +125,8 @@ async def test_the_lease_ends_an_export_that_nobody_fetches(exports: Exports, en
         await exports.find("t", INCARNATION)
 
 
-async def test_renewing_and_taking_frames_keep_the_lease(exports: Exports, engine: Engine, clock: Clock) -> None:
+async def test_taking_frames_keeps_the_lease(exports: Exports, engine: Engine, clock: Clock) -> None:
     export, ends = ready(exports, engine, "t", TOKENS)
-    for _ in range(3):
-        await clock.advance(9)
-        assert exports.renew("t", INCARNATION) == 10
     async with aclosing(export.frames(whole(TOKENS))) as frames:
         async for _ in frames:
             await clock.advance(9)
@@ -198,8 +193,6 @@ async def test_another_incarnation_is_refused_at_once(exports: Exports, engine: 
     for refused in (exports.find("t", "second"), exports.find("unknown", "second")):
         with pytest.raises(StaleIncarnation, match="'second'"):
             await refused
-    with pytest.raises(StaleIncarnation):
-        exports.renew("t", "second")
 
 
 async def test_what_is_remembered_of_ended_exports_is_bounded(exports: Exports, engine: Engine) -> None:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from baton.errors import CorruptFrame, IncompleteTransfer, InvalidRequest, TransferError
-from baton.transfer import wire
+from baton.transfer import closing, wire
 from baton.transfer.coverage import Box
 from baton.transfer.export import PROGRESS_S
 from baton.transfer.exports import Exports
@@ -21,6 +21,7 @@ from tests.unit.transfer.support import (
     INCARNATION,
     LAYERS,
     SEED,
+    WHOLE,
     Engine,
     Gate,
     MemorySource,
@@ -61,8 +62,8 @@ async def test_a_prefix_is_final_and_leased_at_once_and_hands_nothing_over(expor
     assert [(each.layer, each.tokens) for each in data if isinstance(each, wire.KvData)] == [
         (layer, range(TOKENS)) for layer in range(LAYERS)
     ]
-    assert isinstance(manifest, wire.Manifest)
-    assert commit == wire.Commit(TOKENS, 0, None, NAME)
+    assert isinstance(manifest, closing.Manifest)
+    assert commit == closing.Commit(TOKENS, 0, None, (WHOLE,), NAME)
     with pytest.raises(InvalidRequest, match="was committed already"):
         export.commit_prefix(NAME)
 
@@ -73,7 +74,7 @@ async def test_who_takes_a_request_over_insists_on_the_handoff(exports: Exports,
     consumer = Engine(page_size=4)
     handle = consumer.reserve("decode", TOKENS)
     with pytest.raises(IncompleteTransfer, match="hands nothing over"):
-        await pull(MemorySource(export, unchanged), consumer, handle, whole(TOKENS), length=TOKENS, timeout_s=20)
+        await pull([MemorySource(export, unchanged)], consumer, handle, whole(TOKENS), length=TOKENS, timeout_s=20)
 
 
 async def test_a_read_that_finds_its_handle_freed_after_the_end_tells_of_the_end(
@@ -124,8 +125,8 @@ def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: B
     assert told[:2] == [1.2, 2.4]
     assert [type(decoded(frame)) for _, frame in heard if frame != wire.PROGRESS] == [
         *[wire.KvData] * (LAYERS if box is REST else 0),
-        wire.Manifest,
-        wire.Commit,
+        closing.Manifest,
+        closing.Commit,
     ]
     assert len(told) <= 3
     loop.finish()
@@ -136,7 +137,7 @@ async def test_progress_is_no_frame_and_nothing_follows_the_commit(exports: Expo
     export, _ = ready(exports, engine, "t", TOKENS)
     frames = await collect(export, REST)
     consumer = Engine(page_size=4)
-    receiver = Receiver(consumer, consumer.reserve("decode", TOKENS), REST, TOKENS, SEED)
+    receiver = Receiver(consumer, consumer.reserve("decode", TOKENS), REST, TOKENS, [WHOLE], SEED)
     for frame in frames:
         receiver.take(wire.PROGRESS)
         receiver.take(frame)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import CorruptFrame, IncompleteTransfer, TransferError
+from baton.kv.format import Shard
 from baton.request import Handoff
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer import wire
+from baton.transfer.closing import Manifest, encode_commit, encode_manifest, pack
 from baton.transfer.coverage import Box
 from baton.transfer.exports import Exports
 from baton.transfer.fetcher import pull
-from baton.transfer.handoff import pack
 from baton.transfer.receiver import Receiver
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
     LAYERS,
     SEED,
+    WHOLE,
     Engine,
     MemorySource,
     collect,
@@ -54,7 +57,7 @@ class Pair:
 
     async def pull(self, mangle: Mangle) -> Handoff:
         self.source = MemorySource(self.export, mangle)
-        return await pull(self.source, self.engine, self.handle, whole(TOKENS), length=TOKENS, timeout_s=20)
+        return await pull([self.source], self.engine, self.handle, whole(TOKENS), length=TOKENS, timeout_s=20)
 
     @property
     def correct(self) -> bool:
@@ -98,7 +101,7 @@ async def test_every_flipped_bit_of_every_frame_is_caught(pair: Pair) -> None:
     data, manifest, commit = range(len(clean))
     for number, frame in enumerate(clean):
         for bit in range(8 * len(frame)):
-            receiver = Receiver(pair.engine, pair.handle, Box(range(6), range(1), range(HEADS)), TOKENS, SEED)
+            receiver = Receiver(pair.engine, pair.handle, Box(range(6), range(1), range(HEADS)), TOKENS, [WHOLE], SEED)
             try:
                 for at, sent in enumerate(clean):
                     receiver.take(flip(sent, bit) if at == number else sent)
@@ -142,7 +145,7 @@ async def test_a_bad_commit_is_fetched_again_alone(pair: Pair) -> None:
 
 
 async def test_many_bad_frames_are_fetched_again(pair: Pair) -> None:
-    assert await pair.pull(first_stream(lambda f: [flip(frame) for frame in f])) == handoff(TOKENS)
+    assert await pair.pull(first_stream(lambda f: [flip(frame, 0) for frame in f])) == handoff(TOKENS)
     assert pair.correct
     assert pair.source.boxes[1:] == [
         Box(range(TOKENS), range(layer, layer + 1), range(HEADS)) for layer in range(LAYERS)
@@ -210,21 +213,31 @@ LIES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], type[TransferError],
         "digest",
     ),
     "other length": (
-        lambda f: [*f[:-1], wire.encode_commit(TOKENS + 1, pack(handoff(TOKENS + 1)))],
+        lambda f: [*f[:-1], encode_commit(TOKENS + 1, pack(handoff(TOKENS + 1)), (WHOLE,))],
         IncompleteTransfer,
         "11",
     ),
     "handoff of another length": (
-        lambda f: [*f[:-1], wire.encode_commit(TOKENS, pack(handoff(TOKENS + 1)))],
+        lambda f: [*f[:-1], encode_commit(TOKENS, pack(handoff(TOKENS + 1)), (WHOLE,))],
         IncompleteTransfer,
         "11",
     ),
     "other version": (
-        lambda f: [*f[:-1], wire.encode_commit(TOKENS, pack(handoff(TOKENS)), 2)],
+        lambda f: [*f[:-1], encode_commit(TOKENS, pack(handoff(TOKENS)), (WHOLE,), 1)],
         TransferError,
-        "version 2",
+        "version 1",
     ),
-    "no handoff": (lambda f: [*f[:-1], wire.encode_commit(TOKENS, b"\xff")], TransferError, "can't be read"),
+    "other shards": (
+        lambda f: [*f[:-1], encode_commit(TOKENS, pack(handoff(TOKENS)), (WHOLE, replace(WHOLE, heads=range(1))))],
+        IncompleteTransfer,
+        "the exporter has the shards",
+    ),
+    "manifest of another shard": (
+        lambda f: [*f[:-2], _manifest(f[:-2], {}, replace(WHOLE, heads=range(1))), f[-1]],
+        IncompleteTransfer,
+        r"heads \[0, 1\)",
+    ),
+    "no handoff": (lambda f: [*f[:-1], encode_commit(TOKENS, b"\xff", (WHOLE,))], TransferError, "can't be read"),
     "bad frame that was not lost": (
         lambda f: [flip(f[0]), *f],
         IncompleteTransfer,
@@ -233,13 +246,13 @@ LIES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], type[TransferError],
 }
 
 
-def _manifest(frames: list[bytes], first_token: dict[int, int]) -> bytes:
+def _manifest(frames: list[bytes], first_token: dict[int, int], shard: Shard = WHOLE) -> bytes:
     digest = 0
     for frame in map(decoded, frames):
         assert isinstance(frame, wire.KvData)
         digest = wire.extend_digest(digest, frame.checksum)
     runs = tuple((layer, first_token.get(layer, 0), TOKENS) for layer in range(LAYERS))
-    return wire.encode_manifest(wire.Manifest(len(frames), runs, digest))
+    return encode_manifest(Manifest(len(frames), runs, digest, shard))
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import CorruptFrame, EncodingRefused, TransferError
-from baton.kv.format import DTYPE_BYTES, PartData
+from baton.kv.format import DTYPE_BYTES, PartData, Shard
 from baton.pb import kv_pb2
-from baton.transfer import wire
+from baton.transfer import closing, wire
+from tests.unit.transfer.support import WHOLE
 
 UINT32 = st.integers(0, 2**32 - 1)
 
@@ -69,43 +70,26 @@ def test_data_frames_are_what_the_generated_class_makes(
     assert wire.decode(frame) == wire.KvData(layer, tokens, heads, tuple(parts), checksum)
 
 
-@given(UINT32, st.lists(st.tuples(UINT32, UINT32, UINT32), max_size=4), UINT32)
-def test_manifests_are_what_the_generated_class_makes(frames: int, runs: list[wire.Run], digest: int) -> None:
-    manifest = wire.Manifest(frames, tuple(runs), digest)
-    ranges = [kv_pb2.KvRange(layer=a, token_start=b, token_end=c) for a, b, c in runs]
-    message = kv_pb2.KvFrame(manifest=kv_pb2.KvManifest(frames=frames, ranges=ranges, digest=digest))
-    assert message.SerializeToString() == wire.encode_manifest(manifest)
-    assert wire.decode(message.SerializeToString()) == manifest
+SPANS = st.tuples(UINT32, UINT32).map(lambda bounds: range(*bounds))
+SHARDS = st.builds(Shard, st.just(""), SPANS, SPANS)
 
 
-@given(UINT32, UINT32, st.lists(UINT32), st.text())
-def test_commits_are_what_the_generated_class_makes(length: int, version: int, ids: list[int], request_id: str) -> None:
-    handoff = kv_pb2.Handoff(request_id=request_id, prompt_token_ids=ids).SerializeToString()
-    frame = wire.encode_commit(length, handoff, version)
-    message = kv_pb2.KvFrame.FromString(frame)
-    assert (message.commit.length, message.commit.version) == (length, version)
-    assert message.commit.handoff.prompt_token_ids == ids
-    assert message.SerializeToString() == frame
-    assert wire.decode(frame) == wire.Commit(length, version, handoff)
+@given(UINT32, st.lists(st.tuples(UINT32, UINT32, UINT32), max_size=4), UINT32, SHARDS)
+def test_manifests_are_read_as_they_were_made(frames: int, runs: list[closing.Run], digest: int, shard: Shard) -> None:
+    manifest = closing.Manifest(frames, tuple(runs), digest, shard)
+    assert wire.decode(closing.encode_manifest(manifest)) == manifest
+
+
+@given(UINT32, UINT32, st.lists(SHARDS, max_size=3), st.binary(min_size=1))
+def test_commits_are_read_as_they_were_made(length: int, version: int, shards: list[Shard], handoff: bytes) -> None:
+    frame = closing.encode_commit(length, handoff, shards, version)
+    assert wire.decode(frame) == closing.Commit(length, version, handoff, tuple(shards))
 
 
 @given(UINT32, st.binary())
-def test_a_commit_names_its_prefix(length: int, name: bytes) -> None:
-    frame = wire.encode_commit(length, None, prefix_digest=name)
-    message = kv_pb2.KvFrame.FromString(frame)
-    assert message.commit.prefix_digest == name
-    assert message.SerializeToString() == frame
-    assert wire.decode(frame) == wire.Commit(length, 0, None, name)
-
-
-@given(UINT32)
-def test_a_commit_that_hands_nothing_over_is_no_empty_handoff(length: int) -> None:
-    frame = wire.encode_commit(length, None)
-    message = kv_pb2.KvFrame.FromString(frame)
-    assert message.SerializeToString() == frame
-    assert not message.commit.HasField("handoff")
-    assert wire.decode(frame) == wire.Commit(length, 0, None)
-    assert wire.decode(wire.encode_commit(length, b"")) == wire.Commit(length, wire.HANDOFF_VERSION, b"")
+def test_a_commit_that_hands_nothing_over_names_its_prefix(length: int, name: bytes) -> None:
+    frame = closing.encode_commit(length, None, (WHOLE,), prefix_digest=name)
+    assert wire.decode(frame) == closing.Commit(length, 0, None, (WHOLE,), name)
 
 
 def test_a_checksum_of_zero_is_sent_all_the_same() -> None:
@@ -133,10 +117,10 @@ def test_flipped_bits_of_a_large_frame_are_caught() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        wire.encode_manifest(wire.Manifest(3, ((0, 0, 5), (2, 7, 300)), 0xDEADBEEF)),
-        wire.encode_commit(300, b"handoff"),
-        wire.encode_commit(300, None),
-        wire.encode_commit(300, None, prefix_digest=b"name"),
+        closing.encode_manifest(closing.Manifest(3, ((0, 0, 5), (2, 7, 300)), 0xDEADBEEF, WHOLE)),
+        closing.encode_commit(300, b"handoff", (WHOLE,)),
+        closing.encode_commit(300, None, ()),
+        closing.encode_commit(300, None, (WHOLE, WHOLE), prefix_digest=b"name"),
     ],
 )
 def test_a_flipped_bit_of_manifest_or_commit_changes_or_breaks_it(frame: bytes) -> None:
@@ -149,7 +133,7 @@ def test_a_flipped_bit_of_manifest_or_commit_changes_or_breaks_it(frame: bytes) 
 
 @pytest.mark.parametrize("extra", [b"\x48\x01", b"\x18\x00", b"\x08\x03"])
 def test_a_manifest_with_anything_more_is_refused(extra: bytes) -> None:
-    body = b"\x08\x03" + extra
+    body = b"\x08\x03\x22\x00" + extra
     with pytest.raises(CorruptFrame):
         wire.decode(b"\x1a" + bytes((len(body),)) + body)
 
@@ -160,8 +144,8 @@ def test_arbitrary_bytes_are_refused_or_a_manifest(data: bytes) -> None:
         frame = wire.decode(data)
     except CorruptFrame:
         return
-    assert isinstance(frame, wire.Manifest)
-    assert wire.encode_manifest(frame) == data
+    assert isinstance(frame, closing.Manifest)
+    assert closing.encode_manifest(frame) == data
 
 
 @given(st.data())

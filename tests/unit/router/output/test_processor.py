@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from baton.errors import EngineError
 from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo, Usage
-from router.events import DecodeTimings, Output, Prefilled
+from baton.worker.messages import DecodeTimings, Output
+from router.events import Prefilled
 from router.output.account import Account
 from router.output.processor import OutputProcessor
 from router.output.queue import Delta, Update
