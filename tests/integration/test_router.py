@@ -77,7 +77,7 @@ async def test_token_two_before_token_one_and_duplicates(tmp_path: Path) -> None
         await b.decode[0].log.until(lambda: len(b.decode[0].starts) == 1)
         await b.prefill[0].log.until(lambda: len(b.prefill[0].requests) == 1)
         # The KV overtakes the first token: decode speaks while the prefill call has yet to.
-        b.prefill[0].handoffs.prefilled[b.decode[0].starts[0].transfer_id].set_result(b.prefill[0].requests[0])
+        b.prefill[0].handoffs.prefilled[b.decode[0].starts[0].source.transfer_id].set_result(b.prefill[0].requests[0])
         b.prefill[0].handoffs.prefilled.clear()
         asyncio.get_running_loop().call_later(0.05, gate.set)
         assert (await whole(call)).text() == "abcde"

@@ -123,7 +123,7 @@ async def test_a_finished_attempt_that_decode_no_longer_lists_is_not_lost(tmp_pa
         b.prefill[0].script, b.decode[0].script = late, early
         call = b.call(max_tokens=3)
         await b.decode[0].log.until(lambda: len(b.decode[0].starts) == 1)
-        b.prefill[0].handoffs.of(b.decode[0].starts[0].transfer_id).set_result(prefill_pb2.PrefillRequest())
+        b.prefill[0].handoffs.of(b.decode[0].starts[0].source.transfer_id).set_result(prefill_pb2.PrefillRequest())
         await b.decode[0].log.until(lambda: "all said" in b.decode[0].log.entries)
         b.prefill[0].handoffs.prefilled.clear()
         gate.set()

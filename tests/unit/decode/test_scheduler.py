@@ -101,7 +101,7 @@ def test_timings_come_once_and_are_durations() -> None:
     assert first is not None
     assert second is not None
     assert first.timings is not None
-    assert (first.timings.fetch_ms, first.timings.slot_wait_ms, first.timings.first_step_ms) == (7, 250, 500)
+    assert (first.timings.fetch_ms, first.timings.slot_wait_ms) == (7, 250)
     assert second.timings is None
     assert second.output_index == 2
 
