@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from baton.bench.machine import stolen_s
 from baton.bench.pairing import Entry, attempt, failures, median, ratio, spread, turned
 from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
 
@@ -68,9 +69,11 @@ def measure(
                 if number and peer in SLOW and case.get("tokens", 0) >= LONG_TOKENS:
                     turns[peer].append(None)
                     continue
+                stolen = stolen_s()
                 entry = attempt(lambda peer=peer, case=case: _timed(runners[peer], command, case))  # type: ignore[misc]
+                stolen = round(stolen_s() - stolen, 2)
                 before, state = state, machine(runners)
-                turns[peer].append({**entry, **beside(before, state)})
+                turns[peer].append({**entry, "stolen_s": stolen, **beside(before, state)})
                 if "error" in entry:
                     tell(f"{peer} failed: {entry['error']}")
     return {name: summary(case, found[name], shape) for case in cases if (name := case_name(case)) in found}
