@@ -126,13 +126,13 @@ async def measure(config: DecodeConfig, batch: int, context: int, steps: int) ->
     service = DecodeService(config, engine, identity, fetched, Exports(engine, identity.incarnation), cache)
     turning = service.start(thread)
     try:
-        session = service.open_session("overhead")
+        session = service.worker.open_session("overhead")
         keys = [AttemptKey(str(number), 0) for number in range(batch)]
         assert params.max_tokens is not None
         for key in keys:
             reserve = Reserve(key, context, params.max_tokens, 1, cache=CachePolicy.OFF)
-            service.handle(session, reserve)
-            service.handle(session, Start(key, RemoteExport(key.request_id, "", ())))
+            service.worker.handle(session, reserve)
+            service.worker.handle(session, Start(key, RemoteExport(key.request_id, "", ())))
         left = batch
         async for down in session.messages():
             down_to_proto(down).SerializeToString()

@@ -10,18 +10,25 @@ from dataclasses import dataclass
 import grpc
 
 from baton.config.decode import DecodeConfig
-from baton.engine.contract import Engine
+from baton.engine.contract import Engine, KvHandle
+from baton.kv.format import KvCompression
 from baton.kv.prefix import PrefixCache
 from baton.pb import decode_pb2_grpc
+from baton.request import Handoff
+from baton.rpc.tls import Tls
+from baton.transfer.channels import KvChannels
 from baton.transfer.exports import Exports
+from baton.transfer.fetcher import fetch as fetch_shards
+from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
+from baton.transfer.source import open_sources
 from baton.worker.listeners import Addresses, Service, listeners
 from baton.worker.start import prefix_cache, started
 from baton.worker.status import WorkerRole
-from decode_svc.fetches import fetching
 from decode_svc.service import DecodeService
 from decode_svc.servicer import DecodeServicer
+from decode_svc.worker import Fetch
 
 DECODE_SERVICE = "baton.v1.Decode"
 
@@ -67,11 +74,11 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         await cache.check()
         exports = Exports(base.engine, base.identity.incarnation, shards=base.identity.shards)
         consumer = base.identity.principal or base.identity.incarnation
-        fetch = await stack.enter_async_context(fetching(config, base.engine, consumer, base.tls))
+        fetch = await stack.enter_async_context(_fetching(config, base.engine, consumer, base.tls))
         service = DecodeService(config, base.engine, base.identity, fetch, exports, cache)
 
         def add_decode(server: grpc.aio.Server) -> None:
-            decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service), server)
+            decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service.worker), server)
 
         addresses = await stack.enter_async_context(
             listeners(
@@ -90,3 +97,27 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         turning = service.start(base.thread)
         stack.push_async_callback(service.close, turning)
         yield App(addresses, service, cache, base.engine, config)
+
+
+@contextlib.asynccontextmanager
+async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tls | None) -> AsyncIterator[Fetch]:
+    """Fetches over gRPC in the name of `consumer`, as the settings say."""
+    channels = KvChannels(tls)
+
+    async def fetch_kv(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
+        async with open_sources(
+            channels,
+            source,
+            timeout_s=config.fetch_timeout_s,
+            stall_timeout_s=config.fetch_stall_s,
+            consumer=consumer,
+            compression=KvCompression(config.kv_compression),
+        ) as sources:
+            return await fetch_shards(
+                sources, engine, handle, tokens=tokens, first=first, timeout_s=config.fetch_timeout_s
+            )
+
+    try:
+        yield fetch_kv
+    finally:
+        await channels.close()

@@ -5,7 +5,7 @@
 
 A reservation takes the pages of the context and of the first outputs of one choice, however many choices there are.
 At the commit the first choice becomes a sequence. The further choices are pending: a handle of their own (`context`)
-keeps the context's pages, and each of them is forked from it when a slot is free (`decode_svc.grants`). The last one
+keeps the context's pages, and each of them is forked from it when a slot is free (`decode_svc.admission`). The last one
 takes that handle over. The page that the context fills in part is the only one that they do not share with the first
 choice; it is reserved (`spare`), so that the commit does not run out of pages.
 
@@ -26,23 +26,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, IncompleteTransfer, OutOfPages
 from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SequenceState, check_token_ids
-from decode_svc.attempt import Attempt, Choice, Pending
-from decode_svc.block_hasher import RollingBlockHasher
 from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.reservation import Refused, Sizes, pinnable, sizes
-from decode_svc.scheduler import Decoding
+from decode_svc.sequence import Attempt, Choice, Pending, Refused, RollingBlockHasher, Sequence, Sizes, pinnable, sizes
 
-Left = Callable[[str, Sequence[bytes], int], object]
+Left = abc.Callable[[str, abc.Sequence[bytes], int], object]
 """Gets a sequence's owner at its end, the names of its final blocks, and how many of these are the context's."""
 
 
-def context_ids(handoff: Handoff) -> Sequence[int]:
+def context_ids(handoff: Handoff) -> abc.Sequence[int]:
     """All tokens whose KV is handed over; prompts may be long, and most have no output yet."""
     return (*handoff.prompt_ids, *handoff.output_ids) if handoff.output_ids else handoff.prompt_ids
 
@@ -75,7 +72,7 @@ class Attempts:
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> Iterator[Attempt]:
+    def __iter__(self) -> abc.Iterator[Attempt]:
         return iter(list(self._live.values()))
 
     @property
@@ -84,7 +81,7 @@ class Attempts:
         return sum(attempt.sequences for attempt in self._live.values())
 
     @property
-    def pending(self) -> Sequence[Attempt]:
+    def pending(self) -> abc.Sequence[Attempt]:
         """The attempts with choices that are still to be forked, in the order of their turns.
 
         The oldest, and the one with the fewest such choices, lead alternately: contexts are given back one after the
@@ -153,7 +150,7 @@ class Attempts:
             attempt.life.request_deadline = min(attempt.life.request_deadline, now + deadline_s)
         attempt.life.enter(State.TRANSFERRING, now, limit_s)
 
-    def named(self, attempt: Attempt) -> bool:
+    def needs_names(self, attempt: Attempt) -> bool:
         """Whether the commit needs the names of the context's blocks: to publish them, or to check pinned ones."""
         return self._publishes(attempt) or attempt.handle.cached > 0
 
@@ -163,8 +160,8 @@ class Attempts:
         handoff: Handoff,
         fetch_ms: float,
         now: float,
-        digests: Sequence[bytes] | None = None,
-    ) -> Decoding | None:
+        digests: abc.Sequence[bytes] | None = None,
+    ) -> Sequence | None:
         """Turn a fetched attempt into the sequence of its first choice that goes on; further ones are pending.
 
         `digests` name all full blocks of the context; without them nothing is published. Raises IncompleteTransfer or
@@ -217,7 +214,7 @@ class Attempts:
         """Tokens of the largest context that so many pages hold with the first outputs."""
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
-    def fork(self, attempt: Attempt) -> Decoding:
+    def fork(self, attempt: Attempt) -> Sequence:
         """Make a sequence of the attempt's next pending choice; others have the next turn. Raises OutOfPages."""
         pending = attempt.pending
         if pending is None:
@@ -236,7 +233,7 @@ class Attempts:
             attempt.pending = None
         return self._sequence(attempt, first, handle, pending.handoff, pending.hasher, pending.fetch_ms, pending.since)
 
-    def moved(self, sequence: int, state: State, now: float) -> None:
+    def set_state(self, sequence: int, state: State, now: float) -> None:
         """A sequence is in the batch, or paused; ignored for one that was ended meanwhile."""
         if (owner := self._owners.get(sequence)) is not None:
             attempt, index = owner
@@ -256,29 +253,29 @@ class Attempts:
         self.sequence_ended(going.sequence, now)
         return [going.sequence]
 
-    def sequence_ended(self, sequence: int, now: float, digests: Sequence[bytes] = ()) -> None:
+    def sequence_ended(self, sequence: int, now: float, digests: abc.Sequence[bytes] = ()) -> None:
         """Forget a sequence that is gone from the engine thread, where it published these blocks, or told to go."""
         attempt, choice = self._owners.pop(sequence)
         self._leave(attempt, attempt.choices.pop(choice), digests)
         self._settle(attempt, now)
 
-    def over(self, attempt: Attempt) -> bool:
+    def is_over(self, attempt: Attempt) -> bool:
         """Whether no choice of the attempt is left, so that it is to be ended."""
         if attempt.committed:
             return not attempt.choices and attempt.pending is None
         return len(attempt.cancelled) >= attempt.request.choices
 
-    def end(self, attempt: Attempt, now: float, *, sound: bool = True) -> list[int]:
+    def end(self, attempt: Attempt, now: float, *, publish: bool = True) -> list[int]:
         """End an attempt once: frees all that it holds, and returns the sequences to drop.
 
-        What is final of its KV is left for others, unless that is not `sound`.
+        What is final of its KV is left for others, unless `publish` is False.
         """
         held = attempt.handles
         if not attempt.life.end(now):
             return []
         del self._live[attempt.session, attempt.key]
         dropped = [choice.sequence for choice in attempt.choices.values()]
-        if sound:
+        if publish:
             for choice in attempt.choices.values():
                 self._release(attempt, choice)
         self._free(held)
@@ -316,12 +313,12 @@ class Attempts:
         hasher: RollingBlockHasher | None,
         fetch_ms: float,
         ready_at: float,
-    ) -> Decoding:
+    ) -> Sequence:
         """A choice with its KV in place, from now on one of those that decode."""
         output_ids = [*handoff.output_ids, first.token.token_id]
         state = SequenceState(handoff.params, handoff.prompt_ids, tuple(output_ids), first.choice_index)
         own = hasher and hasher.fork(first.token.token_id)
-        sequence = Decoding(next(self._ids), handle, state, output_ids, fetch_ms, ready_at, attempt.age, own)
+        sequence = Sequence(next(self._ids), handle, state, output_ids, fetch_ms, ready_at, attempt.age, own)
         sequence.request_id = attempt.key.request_id
         attempt.choices[first.choice_index] = Choice(sequence.id, handle, own, ready_at)
         self._owners[sequence.id] = (attempt, first.choice_index)
@@ -339,7 +336,7 @@ class Attempts:
             del self._pending[attempt]
             attempt.pending = None
 
-    def _hasher(self, attempt: Attempt, handoff: Handoff, digests: Sequence[bytes]) -> RollingBlockHasher:
+    def _hasher(self, attempt: Attempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> RollingBlockHasher:
         """The hasher of the context, whose full blocks have these digests."""
         spec = self._engine.spec
         rest = context_ids(handoff)[len(digests) * spec.kv_format.block_size :]
@@ -355,13 +352,13 @@ class Attempts:
         self._engine.free(choice.handle, digests)
         self._leave(attempt, choice, digests)
 
-    def _leave(self, attempt: Attempt, choice: Choice, digests: Sequence[bytes]) -> None:
+    def _leave(self, attempt: Attempt, choice: Choice, digests: abc.Sequence[bytes]) -> None:
         """Tell of what a sequence has published at its end."""
         if digests:
             found = attempt.request.context_tokens // self._engine.spec.kv_format.block_size
             self._left(choice.handle.owner, digests, found)
 
-    def _check_pinned(self, attempt: Attempt, digests: Sequence[bytes]) -> None:
+    def _check_pinned(self, attempt: Attempt, digests: abc.Sequence[bytes]) -> None:
         """Hold the pinned blocks against the ids that they are said to be of."""
         pinned = pinnable(attempt.request)[: attempt.handle.cached // self._engine.spec.kv_format.block_size]
         if pinned != list(digests[: len(pinned)]):

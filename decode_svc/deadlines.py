@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from decode_svc.attempt import Attempt
+from decode_svc.sequence import Attempt
 
 
 class Deadlines:

@@ -23,7 +23,7 @@ class Load:
     def reported(self, report: Report) -> None:
         """Count what a turn of the engine thread brought."""
         self._last = report
-        metrics.SEQUENCES_PAUSED.inc(sum(state is State.PAUSED for _, state in report.moves))
+        metrics.SEQUENCES_PAUSED.inc(sum(state is State.PAUSED for _, state in report.states))
         metrics.SEQUENCES_RESUMED.inc(report.resumed)
         metrics.SEQUENCES_PREEMPTED.inc(sum(lost.kind is FailureKind.PREEMPTED for lost in report.failures))
         if report.seconds:

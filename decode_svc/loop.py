@@ -27,8 +27,7 @@ import contextlib
 import logging
 import queue
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc, deque
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, KvHandle, StepHandle
@@ -38,7 +37,8 @@ from baton.request import TokenInfo
 from baton.worker.faults import Faults
 from baton.worker.progress import Progress
 from decode_svc.messages import FailureKind
-from decode_svc.scheduler import Decoding, Scheduler, StepOutput
+from decode_svc.scheduler import Scheduler, StepOutput
+from decode_svc.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -56,14 +56,14 @@ class Lost:
 class Report:
     """What a step brought, or the change of the batch before it: outputs, failed sequences, and the load after it.
 
-    `moves` tell in order which sequences joined the batch (DECODING) or were paused (PAUSED); `resumed` how many of
+    `states` tell in order which sequences joined the batch (DECODING) or were paused (PAUSED); `resumed` how many of
     them had been paused. `batch` and `seconds` are the step's sequences and duration, 0 when no step was read; a
     duration begins with the launch, or with the reading of the step before if that came later.
     """
 
     outputs: list[StepOutput] = field(default_factory=list)
     failures: list[Lost] = field(default_factory=list)
-    moves: list[tuple[int, State]] = field(default_factory=list)
+    states: list[tuple[int, State]] = field(default_factory=list)
     resumed: int = 0
     batch: int = 0
     seconds: float = 0.0
@@ -91,12 +91,12 @@ class _Launched:
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    sequences: Sequence[Decoding]
+    sequences: abc.Sequence[Sequence]
 
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    ids: Sequence[int]
+    ids: abc.Sequence[int]
 
 
 class _Wake:
@@ -114,16 +114,16 @@ class DecodeLoop:
         self,
         engine: Engine,
         progress: Progress,
-        emit: Callable[[Report], object],
-        clock: Callable[[], float] = time.monotonic,
-        spared: Callable[[], bool] = lambda: False,
+        emit: abc.Callable[[Report], object],
+        clock: abc.Callable[[], float] = time.monotonic,
+        reclaim: abc.Callable[[], bool] = lambda: False,
     ) -> None:
-        """`spared` gives back pages that are held for no request, from this thread; True if there were any."""
+        """`reclaim` gives back pages that are held for no request, from this thread; True if there were any."""
         self._engine = engine
         self._progress = progress
         self._emit = emit
         self._clock = clock
-        self._spared = spared
+        self._reclaim = reclaim
         self._scheduler = Scheduler(engine.spec)
         self._unread: deque[_Launched] = deque()
         self._read_at = 0.0
@@ -132,7 +132,7 @@ class DecodeLoop:
         self._faults = Faults()
 
     @property
-    def crowded(self) -> bool:
+    def short_of_pages(self) -> bool:
         """Whether a sequence had to leave for want of pages, and there is no room yet to take one on."""
         return self._gave_back or self._scheduler.paused > 0
 
@@ -141,11 +141,11 @@ class DecodeLoop:
         """Sequences that are paused at this moment."""
         return self._scheduler.paused
 
-    def add(self, sequences: Sequence[Decoding]) -> None:
+    def add(self, sequences: abc.Sequence[Sequence]) -> None:
         """Queue sequences whose KV is there; the loop frees their handles in the end."""
         self._inbox.put(_Add(sequences))
 
-    def drop(self, ids: Sequence[int]) -> None:
+    def drop(self, ids: abc.Sequence[int]) -> None:
         """End sequences before the next step; those that have ended already are ignored."""
         self._inbox.put(_Drop(ids))
 
@@ -176,7 +176,7 @@ class DecodeLoop:
         self._resume(changes)
         self._admit(changes)
         self._make_room(changes)
-        if changes.moves or changes.failures:
+        if changes.states or changes.failures:
             self._tell(changes)
         self._read(self._launch())
         return True
@@ -219,7 +219,7 @@ class DecodeLoop:
                 self._lose(sequence, error, report)
             else:
                 self._scheduler.resume(sequence)
-                report.moves.append((sequence.id, State.DECODING))
+                report.states.append((sequence.id, State.DECODING))
                 report.resumed += 1
 
     def _admit(self, report: Report) -> None:
@@ -229,20 +229,20 @@ class DecodeLoop:
             except Exception as error:
                 self._lose(sequence, error, report)
             else:
-                report.moves.append((sequence.id, State.DECODING))
+                report.states.append((sequence.id, State.DECODING))
 
     def _make_room(self, report: Report) -> None:
         """Let every sequence of the batch have room for its next token, the oldest first."""
         for sequence in self._scheduler.short():
             while self._scheduler.runs(sequence) and not self._extend(sequence, report):
-                if self._spared():
+                if self._reclaim():
                     continue
                 if self._unread:
                     self._read(0)
                 else:
                     self._pause(report)
 
-    def _extend(self, sequence: Decoding, report: Report) -> bool:
+    def _extend(self, sequence: Sequence, report: Report) -> bool:
         """False when there is no page for it."""
         try:
             self._engine.extend(sequence.handle, sequence.length + sequence.unread)
@@ -265,7 +265,7 @@ class DecodeLoop:
         except Exception as error:
             self._lose(sequence, error, report)
         else:
-            report.moves.append((sequence.id, State.PAUSED))
+            report.states.append((sequence.id, State.PAUSED))
 
     def _launch(self) -> int:
         """Launch a step over the batch, if there is one; how many steps may stay unread now."""
@@ -328,12 +328,12 @@ class DecodeLoop:
 
     def _free_pages(self) -> int:
         """Pages that could be had, as far as anybody is in need of some."""
-        if not self.crowded:
+        if not self.short_of_pages:
             return 0
         stats = self._engine.stats()
         return stats.free + stats.cached
 
-    def _lose(self, sequence: Decoding, error: Exception, report: Report) -> None:
+    def _lose(self, sequence: Sequence, error: Exception, report: Report) -> None:
         """The engine refused a sequence: a fault, unless it was ended meanwhile."""
         if not sequence.handle.alive:
             self._free([sequence.id])
@@ -351,10 +351,10 @@ class DecodeLoop:
         if counts:
             self._faults.failed(sequence.request_id)
 
-    def _fail(self, ids: Iterable[int], kind: FailureKind, message: str, report: Report) -> None:
+    def _fail(self, ids: abc.Iterable[int], kind: FailureKind, message: str, report: Report) -> None:
         report.failures += [Lost(each, kind, message) for each in ids]
         self._free(ids)
 
-    def _free(self, ids: Iterable[int]) -> None:
+    def _free(self, ids: abc.Iterable[int]) -> None:
         for sequence in self._scheduler.drop(ids):
             self._engine.free(sequence.handle)

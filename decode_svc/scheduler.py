@@ -15,60 +15,22 @@ progress, and the oldest is never paused while another one could be. While it ca
 slots: they hold their pages anyhow, and give them back only by running. While anything is paused no reservation is
 granted, and no choice is forked as long as anything moves, so pages only come free. When nothing moves any more, the
 pages in use are those that pending choices keep of their contexts: these choices are then forked one after the other,
-and run, or are paused as well, until no context is kept (`decode_svc.grants`). In the end the oldest has the pool for
-itself, which by the terms of its reservation is large enough.
+and run, or are paused as well, until no context is kept (`decode_svc.admission`). In the end the oldest has the pool
+for itself, which by the terms of its reservation is large enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import abc
 from dataclasses import dataclass
 
 from baton.engine.contract import EngineSpec, KvHandle
-from baton.request import FinishReason, SequenceState, TokenInfo, finish_reason
+from baton.request import FinishReason, TokenInfo, finish_reason
 from baton.worker.messages import DecodeTimings
-from decode_svc.block_hasher import RollingBlockHasher
+from decode_svc.sequence import Sequence
 
 RESUME_TOKENS = 64
 """Steps that there must be room for, for each sequence of the batch, before a paused one joins it."""
-
-
-@dataclass(eq=False, slots=True)
-class Decoding:
-    """One choice with its KV in place; `output_ids` are all tokens chosen so far, times are in seconds.
-
-    `age` is that of its attempt, less is older; `held` are the pages that it gave up when it was paused; `unread` the
-    launched steps that it is in and whose tokens are not known. `hasher` names its blocks, if they may be published.
-    """
-
-    id: int
-    handle: KvHandle
-    state: SequenceState
-    output_ids: list[int]
-    fetch_ms: float
-    ready_at: float
-    age: tuple[int, int] = (0, 0)
-    hasher: RollingBlockHasher | None = None
-    inserted_at: float = 0.0
-    held: int = 0
-    unread: int = 0
-    timings: DecodeTimings | None = None
-    request_id: str = ""
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and output; the next step writes the KV of the last one."""
-        return len(self.state.prompt_ids) + len(self.output_ids)
-
-    @property
-    def digests(self) -> Sequence[bytes]:
-        """Names of its blocks whose KV is final; none if they are not to be published."""
-        return self.hasher.digests if self.hasher is not None else ()
-
-    @property
-    def rank(self) -> tuple[tuple[int, int], int]:
-        """Orders sequences from the oldest to the youngest."""
-        return self.age, self.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +39,10 @@ class StepOutput:
 
     id: int
     output_index: int
-    tokens: Sequence[TokenInfo]
+    tokens: abc.Sequence[TokenInfo]
     finish: FinishReason | None
     timings: DecodeTimings | None
-    digests: Sequence[bytes] = ()
+    digests: abc.Sequence[bytes] = ()
 
 
 class Scheduler:
@@ -88,10 +50,10 @@ class Scheduler:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._waiting: dict[int, Decoding] = {}
-        self._running: dict[int, Decoding] = {}
-        self._paused: dict[int, Decoding] = {}
-        self._by_handle: dict[int, Decoding] = {}
+        self._waiting: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}
+        self._paused: dict[int, Sequence] = {}
+        self._by_handle: dict[int, Sequence] = {}
 
     @property
     def waiting(self) -> int:
@@ -108,7 +70,7 @@ class Scheduler:
         """Sequences that were taken out of the batch; may be asked from any thread."""
         return len(self._paused)
 
-    def add(self, sequences: Iterable[Decoding]) -> None:
+    def add(self, sequences: abc.Iterable[Sequence]) -> None:
         """Queue sequences for a slot."""
         self._waiting.update((sequence.id, sequence) for sequence in sequences)
 
@@ -116,7 +78,7 @@ class Scheduler:
         """Whether there is nothing to do until something comes: a sequence, a drop, or pages."""
         return not (self._running or self._waiting or self.resumable(free_pages))
 
-    def admit(self, now: float) -> list[Decoding]:
+    def admit(self, now: float) -> list[Sequence]:
         """Give the free slots to those that have waited longest; to be inserted before the next step."""
         admitted = []
         while self._waiting and len(self._running) < self._spec.slots:
@@ -126,16 +88,16 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def short(self) -> list[Decoding]:
+    def short(self) -> list[Sequence]:
         """Running sequences whose pages lack room for the next token, oldest first."""
         lacking = [each for each in self._running.values() if each.handle.capacity < each.length + each.unread]
         return sorted(lacking, key=lambda each: each.rank)
 
-    def runs(self, sequence: Decoding) -> bool:
+    def runs(self, sequence: Sequence) -> bool:
         """Whether it has a slot."""
         return sequence.id in self._running
 
-    def pause(self) -> Decoding:
+    def pause(self) -> Sequence:
         """Take the youngest out of the batch, which must not be empty; its handle is the caller's to pause."""
         sequence = max(self._running.values(), key=lambda each: each.rank)
         self._leave(sequence)
@@ -143,7 +105,7 @@ class Scheduler:
         self._paused[sequence.id] = sequence
         return sequence
 
-    def resumable(self, free_pages: int) -> Decoding | None:
+    def resumable(self, free_pages: int) -> Sequence | None:
         """The oldest paused sequence, if there is a slot for it and room for all to make progress."""
         if not self._paused or len(self._running) >= self._spec.slots:
             return None
@@ -155,7 +117,7 @@ class Scheduler:
         has = self._spec.pages_for
         return sum(max(self._goal(each) - has(each.handle.capacity), 0) for each in self._running.values())
 
-    def resume(self, sequence: Decoding) -> None:
+    def resume(self, sequence: Sequence) -> None:
         """Take a paused sequence back into the batch."""
         del self._paused[sequence.id]
         self._run(sequence)
@@ -166,11 +128,11 @@ class Scheduler:
             each.unread += 1
         return len(self._running)
 
-    def find(self, handle: KvHandle) -> Decoding | None:
+    def find(self, handle: KvHandle) -> Sequence | None:
         """The running sequence with this handle, if it has not left."""
         return self._by_handle.get(id(handle))
 
-    def advance(self, handle: KvHandle, tokens: Sequence[TokenInfo], now: float) -> StepOutput | None:
+    def advance(self, handle: KvHandle, tokens: abc.Sequence[TokenInfo], now: float) -> StepOutput | None:
         """Append a step's tokens, up to the one that ends the sequence; None when there is nothing to tell.
 
         A sequence that ended has lost its slot; its handle is the caller's to free.
@@ -194,13 +156,13 @@ class Scheduler:
             )
         if sequence.hasher is not None:
             sequence.hasher.extend(token.token_id for token in tokens[:taken])
-        digests: Sequence[bytes] = ()
+        digests: abc.Sequence[bytes] = ()
         if finish is not None:
             self._leave(sequence)
             digests = sequence.digests
         return StepOutput(sequence.id, first, tokens[:taken], finish, timings, digests)
 
-    def drop(self, ids: Iterable[int]) -> list[Decoding]:
+    def drop(self, ids: abc.Iterable[int]) -> list[Sequence]:
         """Take sequences out, wherever they are; returns those that had not ended yet."""
         dropped = []
         for each in ids:
@@ -219,21 +181,21 @@ class Scheduler:
         """Ids of all sequences."""
         return [*self._waiting, *self._running, *self._paused]
 
-    def _run(self, sequence: Decoding) -> None:
+    def _run(self, sequence: Sequence) -> None:
         self._running[sequence.id] = self._by_handle[id(sequence.handle)] = sequence
 
-    def _leave(self, sequence: Decoding) -> None:
+    def _leave(self, sequence: Sequence) -> None:
         del self._running[sequence.id]
         del self._by_handle[id(sequence.handle)]
 
-    def _goal(self, sequence: Decoding) -> int:
+    def _goal(self, sequence: Sequence) -> int:
         """Pages with which it can go on for RESUME_TOKENS steps, or to its end."""
         most = self._spec.max_model_len
         if sequence.state.params.max_tokens is not None:
             most = min(most, len(sequence.state.prompt_ids) + sequence.state.params.max_tokens)
         return self._spec.pages_for(min(sequence.length + RESUME_TOKENS, most))
 
-    def _finish(self, sequence: Decoding) -> FinishReason | None:
+    def _finish(self, sequence: Sequence) -> FinishReason | None:
         reason = finish_reason(sequence.state.params, sequence.output_ids, self._spec.eos_token_ids)
         if reason is None and sequence.length >= self._spec.max_model_len:
             return FinishReason.LENGTH

@@ -30,8 +30,8 @@ from decode_svc.messages import (
     Reserve,
     Start,
 )
-from decode_svc.service import DecodeService
 from decode_svc.session import Session as RouterSession
+from decode_svc.worker import DecodeWorker
 
 HELLO_TIMEOUT_S = 10.0
 SILENCE_S = 5.0
@@ -49,8 +49,8 @@ _KINDS = {
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     """Serves sessions."""
 
-    def __init__(self, service: DecodeService) -> None:
-        self._service = service
+    def __init__(self, worker: DecodeWorker) -> None:
+        self._worker = worker
 
     async def Session(
         self, request_iterator: AsyncIterator[decode_pb2.SessionUp], context: grpc.aio.ServicerContext
@@ -60,7 +60,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         Raises InvalidRequest when the first message is no Hello, or a later one is; DeadlineExceeded when the router
         falls silent, Overloaded when it does not read what it asked for.
         """
-        session = self._service.open_session(await _hello(request_iterator))
+        session = self._worker.open_session(await _hello(request_iterator))
         reading = asyncio.create_task(self._read(request_iterator, session), name="session-up")
         try:
             async for down in session.messages():
@@ -70,20 +70,20 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             if reading.done():
                 reading.result()
         finally:
-            self._service.close_session(session)
+            self._worker.close_session(session)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _read(self, requests: AsyncIterator[decode_pb2.SessionUp], session: RouterSession) -> None:
         error = DeadlineExceeded(f"nothing was heard from the router for {SILENCE_S:g} s")
         try:
-            with Silence(SILENCE_S, lambda: self._service.close_session(session, error)) as silence:
+            with Silence(SILENCE_S, lambda: self._worker.close_session(session, error)) as silence:
                 while (message := await anext(requests, None)) is not None:
                     silence.heard()
                     if (command := command_from_proto(message)) is not None:
-                        self._service.handle(session, command)
+                        self._worker.handle(session, command)
         finally:
-            self._service.close_session(session)
+            self._worker.close_session(session)
 
 
 async def _hello(requests: AsyncIterator[decode_pb2.SessionUp]) -> str:

@@ -39,8 +39,8 @@ class _Work:
 class WriteBacks:
     """Copies MOST_WRITE_BACKS sequences at a time; lives on the asyncio loop, but for `give_up`.
 
-    With `enabled` False all that comes is ignored. `crowded` says whether the batch lacks pages; `changed` is called
-    when a copy has ended.
+    With `enabled` False all that comes is ignored. `short_of_pages` says whether the batch lacks pages; `changed` is
+    called when a copy has ended.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class WriteBacks:
         blocks: Blocks,
         *,
         enabled: bool,
-        crowded: Callable[[], bool],
+        short_of_pages: Callable[[], bool],
         changed: Callable[[], object],
     ) -> None:
         self._engine = engine
         self._blocks = blocks
         self._enabled = enabled
-        self._crowded = crowded
+        self._short_of_pages = short_of_pages
         self._changed = changed
         self._waiting: deque[_Work] = deque()
         self._going: dict[asyncio.Task[None], tuple[KvHandle, float]] = {}
@@ -113,7 +113,7 @@ class WriteBacks:
 
     def _pinned(self, work: _Work) -> KvHandle | None:
         """A handle on as many of the blocks as are still there; None if there is none that is new."""
-        if not self._crowded():
+        if not self._short_of_pages():
             # What is evicted in between would be replaced by empty pages.
             with contextlib.suppress(OutOfPages):
                 handle = self._engine.reserve(work.owner, self._engine.match_prefix(work.digests), work.digests)

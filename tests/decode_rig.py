@@ -21,7 +21,7 @@ from baton.rpc.server import listen
 from baton.transfer.exports import Exports
 from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import KvServicer
-from decode_svc.admission import Admission
+from decode_svc.admission import SlotForecast
 from decode_svc.app import App, run
 from tests.decoding import LoggingEngine
 
@@ -220,7 +220,7 @@ class Rig:
         """Wait until so many attempts have their KV, a round trip at a time."""
         ready = (State.SLOT_WAIT, State.DECODING, State.PAUSED)
         async with asyncio.timeout(WAIT_S):
-            while [a.life.state in ready for a in self.app.service.attempts] != [True] * count:
+            while [a.life.state in ready for a in self.app.service.worker.attempts] != [True] * count:
                 await router.reserve("barrier", 0, 1)
 
     async def until_free(self) -> None:
@@ -245,7 +245,7 @@ async def rig(config: dict[str, Any] | None = None, *, admits: int = 0, **engine
         app = await stack.enter_async_context(run(DecodeConfig(**(config or {})), engine=fake))
         stack.callback(fake.gate.set)
         if admits:
-            app.service._grants.admission = Admission(admits, 0.0)
+            app.service.worker.admission.forecast = SlotForecast(admits, 0.0)
         async with contextlib.AsyncExitStack() as sessions:
             yield Rig(app, fake, exporter, sessions)
         exporter.exports.close()

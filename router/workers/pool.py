@@ -294,7 +294,7 @@ def _short(text: str) -> str:
 
 def _words(kv_format: KvFormat) -> str:
     parts = ", ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in kv_format.parts)
-    return f"v{kv_format.version}: {parts}; {kv_format.layers} layers, blocks of {kv_format.block_size}"
+    return f"version {kv_format.version}: {parts}; {kv_format.layers} layers, blocks of {kv_format.block_size}"
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:

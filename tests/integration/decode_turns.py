@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.request import SamplingParams
 from baton.telemetry import metrics
-from decode_svc.attempts import Attempt
+from decode_svc.sequence import Attempt
 from tests.decode_rig import Rig, Router
 from tests.decoding import alone, digests
 
@@ -38,5 +38,5 @@ async def turn(all_: Rig, router: Router, name: str, prompt: Sequence[int], para
 
 def attempt_of(all_: Rig, name: str) -> Attempt:
     """The live attempt of that name."""
-    (attempt,) = (each for each in all_.app.service.attempts if each.key.request_id == name)
+    (attempt,) = (each for each in all_.app.service.worker.attempts if each.key.request_id == name)
     return attempt

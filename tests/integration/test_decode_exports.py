@@ -143,25 +143,23 @@ async def test_an_export_ends_with_its_attempt_while_it_is_being_read(end: str) 
                 case "session":
                     router.call.cancel()
                 case "deadline":
-                    all_.app.service._overdue(attempt_of(all_, "b"))
+                    all_.app.service.worker._overdue(attempt_of(all_, "b"))
                 case "release":
-                    all_.app.service._prefixes._exports.release(
-                        "b/prefix", all_.app.service.status.identity.incarnation
-                    )
+                    all_.app.service.worker._exports.release("b/prefix", all_.app.service.status.identity.incarnation)
                 case "failed transfer":
                     all_.exporter.exports.close()
                     await router.until(lambda: "b" in router.failures)
                 case "drain":
                     await all_.app.drain()
             async with asyncio.timeout(WAIT_S):
-                while len(all_.app.service.attempts) and end != "release":
+                while len(all_.app.service.worker.attempts) and end != "release":
                     await keeper.reserve("barrier", 0, 1)
         with pytest.raises(TransferError):
             fetching.result()
         if end == "release":
             await router.cancel("b")
         await all_.until_free()
-        assert len(all_.app.service._prefixes) == 0
+        assert len(all_.app.service.worker._prefix_exports) == 0
 
 
 @pytest.mark.parametrize("state", [State.RESERVED, State.TRANSFERRING, State.SLOT_WAIT, State.DECODING])
@@ -191,7 +189,7 @@ async def test_in_any_state_what_was_pinned_is_let_go_once(state: State, end: st
         all_.engine.gate.set()
         await all_.until_free()
         assert all_.engine.match_prefix(digests(all_.engine, PROMPT)) == PINNED
-        assert len(all_.app.service._prefixes) == 0
+        assert len(all_.app.service.worker._prefix_exports) == 0
         if state is State.TRANSFERRING:
             with pytest.raises(TransferError, match="ended with its attempt"):
                 await fetched(all_, "b/prefix")

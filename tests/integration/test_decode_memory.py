@@ -37,9 +37,9 @@ async def paused_pair(all_: Rig, router: Router) -> None:
     for name in ("a", "b"):
         await router.request(name, [1, 2, 3], greedy(60))
     await all_.until_decoding(router, 2)
-    while not all_.app.service.loop.paused:
+    while not all_.app.service.worker.loop.paused:
         await asyncio.to_thread(all_.engine.entered.acquire)
-        if not all_.app.service.loop.paused:
+        if not all_.app.service.worker.loop.paused:
             all_.engine.gate.set()
             all_.engine.gate.clear()
     await until_paused(all_, 1)
@@ -125,11 +125,11 @@ async def test_what_is_paused_gives_back_host_memory_at_once(how: str) -> None:
             assert not (await router.reserve("barrier", 0, 1)).granted
         elif how == "session":
             router.call.cancel()
-            await asyncio.wait_for(all_.app.service._idle.wait(), WAIT_S)
+            await asyncio.wait_for(all_.app.service.worker.idle.wait(), WAIT_S)
         else:
-            (paused,) = (each for each in all_.app.service.attempts if each.key.request_id == "b")
+            (paused,) = (each for each in all_.app.service.worker.attempts if each.key.request_id == "b")
             paused.life.deadline = paused.life.request_deadline = 0.0
-            all_.app.service._deadlines.set(paused)
+            all_.app.service.worker._deadlines.set(paused)
             await router.until(lambda: "b" in router.failures)
             assert "was paused at its deadline" in router.failures.pop("b").message
         assert all_.engine.host_kv() == {}

@@ -189,7 +189,7 @@ async def test_answers_are_written_back_and_prompts_are_not(tmp_path: Path, page
             router = await all_.router()
             ids = await turn(all_, router, "a", PROMPT, greedy(60))
             await all_.until_free()
-            await all_.app.service._write_backs.finished()
+            await all_.app.service.worker.write_backs.finished()
             expected = digests(all_.engine, ids[:-1])[2:]
             await all_.app.cache.flush()
             assert (await all_.app.cache.lookup(expected)).blocks == len(expected) == 4
@@ -217,7 +217,7 @@ async def test_a_drain_waits_until_blocks_are_stored(tmp_path: Path, monkeypatch
         async with rig({"redis": server.url, "fleet_secret": "secret"}) as all_:
             await turn(all_, await all_.router(), "a", PROMPT, greedy(60))
             await asyncio.wait_for(writing.wait(), WAIT_S)
-            await all_.app.service._write_backs.finished()
+            await all_.app.service.worker.write_backs.finished()
             draining = asyncio.create_task(all_.app.drain())
             await asyncio.wait({draining}, timeout=0.1)
             assert not draining.done()
@@ -239,7 +239,7 @@ async def test_a_reservation_takes_the_pages_of_a_write_back(tmp_path: Path) -> 
                 entered.set()
                 await gate.wait()
 
-            service._blocks.write_back = held_back  # type: ignore[method-assign]
+            service.worker._blocks.write_back = held_back  # type: ignore[method-assign]
             await turn(all_, router, "a", PROMPT, greedy(60))
             await asyncio.wait_for(entered.wait(), WAIT_S)
             (entry,) = [each for each in (await service.ledger()).entries if each.kind == "write_back"]

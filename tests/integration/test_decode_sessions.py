@@ -7,8 +7,8 @@ import asyncio
 import grpc
 import pytest
 
-import decode_svc.service
 import decode_svc.servicer
+import decode_svc.worker
 from baton.pb import decode_pb2
 from decode_svc.messages import AttemptKey, Reserve
 from tests.decode_rig import key, rig
@@ -39,7 +39,7 @@ async def test_what_a_router_does_not_list_is_ended_and_the_rest_goes_on() -> No
         assert (await other.reserve("foreign", 10, 10)).granted
         await router.say(heartbeat=decode_pb2.Heartbeat(live=[key("kept"), key("never heard of")]))
         assert not (await router.reserve("barrier", 0, 1)).granted
-        assert {each.key.request_id for each in all_.app.service.attempts} == {"kept", "foreign"}
+        assert {each.key.request_id for each in all_.app.service.worker.attempts} == {"kept", "foreign"}
         all_.engine.gate.set()
         await router.until_finished(("kept", 0))
         assert router.tokens["kept", 0] == alone([1, 2, 3], greedy(9))
@@ -55,25 +55,25 @@ async def test_a_router_that_falls_silent_loses_its_session_and_all_it_held(monk
         assert (await talking.reserve("s", 10, 10)).granted
         assert await silent.call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "nothing was heard from the router for 1.5 s" in await silent.call.details()
-        assert {each.key.request_id for each in all_.app.service.attempts} == {"s"}
+        assert {each.key.request_id for each in all_.app.service.worker.attempts} == {"s"}
         await talking.until(lambda: len(talking.beats) > 1)
         assert talking.beats[-1] == {"s"}
 
 
 async def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_svc.service, "MAX_ANSWERS", 50)
+    monkeypatch.setattr(decode_svc.worker, "MAX_ANSWERS", 50)
     async with rig() as all_:
         router, other = await all_.router(), await all_.router()
         assert (await router.reserve("r", 10, 10)).granted
         assert (await other.reserve("s", 10, 10)).granted
-        (session, _) = all_.app.service._sessions.values()
+        (session, _) = all_.app.service.worker.sessions.values()
         for number in range(52):
             # All at once, so that no message leaves in between.
-            all_.app.service.handle(session, Reserve(AttemptKey(f"flood{number}", 0), 0, 1, 1))
+            all_.app.service.worker.handle(session, Reserve(AttemptKey(f"flood{number}", 0), 0, 1, 1))
         assert session.unread == 0
         assert await router.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "51 answers were not read; at most 50" in await router.call.details()
-        assert {each.key.request_id for each in all_.app.service.attempts} == {"s"}
+        assert {each.key.request_id for each in all_.app.service.worker.attempts} == {"s"}
 
 
 async def test_a_flood_of_hopeless_reservations_is_answered_to_a_router_that_reads() -> None:

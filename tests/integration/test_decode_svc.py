@@ -200,12 +200,12 @@ async def test_a_start_that_is_cancelled_in_the_same_breath_releases_the_export(
     async with rig() as all_:
         service, exporter = all_.app.service, all_.exporter
         exporter.open("r/0", [1, 2, 3])(SamplingParams(max_tokens=4, temperature=0))
-        session, key = service.open_session("router"), AttemptKey("r", 0)
-        service.handle(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
-        service.handle(session, Start(key, exporter.source("r/0")))
-        service.handle(session, Cancel(key))
+        session, key = service.worker.open_session("router"), AttemptKey("r", 0)
+        service.worker.handle(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
+        service.worker.handle(session, Start(key, exporter.source("r/0")))
+        service.worker.handle(session, Cancel(key))
         await asyncio.wait_for(exporter.exports.drained(), 60)
-        service.close_session(session)
+        service.worker.close_session(session)
 
 
 async def test_a_reservation_that_is_not_started_runs_out() -> None:

@@ -59,7 +59,7 @@ async def test_what_others_have_cached_takes_all_the_work_of_what_nobody_ever_as
                 before = works(valkey)
                 await client.complete(prompt, cache_salt=salt, max_tokens=2, temperature=0, ignore_eos=True)
                 await prefill.worker.finished()
-                await decode.service._write_backs.finished()
+                await decode.service.worker.write_backs.finished()
                 await decode.service._cache.flush()
                 return {name: count - before[name] for name, count in works(valkey).items() if count > before[name]}
 

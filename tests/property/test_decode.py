@@ -91,8 +91,8 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         config = DecodeConfig(start_timeout_s=START_S, fetch_timeout_s=FETCH_S, reserve_tokens=RESERVE_TOKENS)
         self.exports = Exports(self.engine, "ours", unknown_wait_s=0.0)
         service = DecodeService(config, self.engine, identity, self._fetch, self.exports, self.cache)
-        service.loop._emit = self.reports.append
-        self.engine.watch_pages(service._pages_returned)
+        service.worker.loop._emit = self.reports.append
+        self.engine.watch_pages(service.pages_returned)
         return service
 
     async def _fetch(self, source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
@@ -115,7 +115,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
     @rule(target=sessions)
     def open_session(self) -> Session:
-        session = self.loop.call(self.service.open_session, "router")
+        session = self.loop.call(self.service.worker.open_session, "router")
         self.loop.spawn(self.book.listen(session))
         self.open.add(session.number)
         return session
@@ -125,10 +125,10 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         for ours in self.tries_of.values():
             ours.told_to_end |= ours.session is session
         self.open.discard(session.number)
-        self.loop.call(self.service.close_session, session)
+        self.loop.call(self.service.worker.close_session, session)
         late = AttemptKey("late", 0)
-        self.loop.call(self.service.handle, session, Reserve(late, 1, 1, 1))
-        assert self.service.attempts.get(session.number, late) is None
+        self.loop.call(self.service.worker.handle, session, Reserve(late, 1, 1, 1))
+        assert self.service.worker.attempts.get(session.number, late) is None
 
     @rule(
         session=sessions,
@@ -166,10 +166,10 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             if first.finish is not None:
                 ours.finished[first.choice_index] = first.finish
         self.tries_of[key.request_id] = ours
-        paused = self.service.loop.paused
+        paused = self.service.worker.loop.paused
         names = b"".join(digests(self.engine, ours.named, ours.salt))
         request = Reserve(key, len(prompt), max_tokens, choices, patience, names, ours.salt, cache)
-        self.loop.call(self.service.handle, session, request)
+        self.loop.call(self.service.worker.handle, session, request)
         assert cache.reads or not ours.cached
         assert ours.granted or ours.refused
         assert not (ours.granted and paused)
@@ -199,7 +199,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def cancel(self, pick: int) -> None:
         for ours in self._picked(pick):
             ours.told_to_end = True
-            self.loop.call(self.service.handle, ours.session, Cancel(ours.key))
+            self.loop.call(self.service.worker.handle, ours.session, Cancel(ours.key))
 
     @rule(pick=PICK, choice=st.integers(0, 4))
     def cancel_one_choice(self, pick: int, choice: int) -> None:
@@ -211,7 +211,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             ours.started_at = self.loop.now
             ours.deadline = min(ours.deadline, self.loop.now + (patience or math.inf))
             start = Start(ours.key, RemoteExport(ours.key.request_id, "i", ()), patience, f"{ours.key}/prefix")
-            self.loop.call(self.service.handle, ours.session, start)
+            self.loop.call(self.service.worker.handle, ours.session, start)
 
     def end_fetch(self, ours: Try, good: bool) -> None:
         if ours.started_at is not None and not ours.fetched.done():
@@ -264,7 +264,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def cancel_choice(self, ours: Try, choice: int) -> None:
         if ours.session.number in self.open and choice in ours.tokens:
             ours.cancelled.add(choice)
-            self.loop.call(self.service.handle, ours.session, Cancel(ours.key, choice))
+            self.loop.call(self.service.worker.handle, ours.session, Cancel(ours.key, choice))
 
     @rule(session=sessions, forgotten=st.sets(st.integers(0, 5), max_size=1))
     def heartbeat(self, session: Session, forgotten: set[int]) -> None:
@@ -272,12 +272,12 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         for index in forgotten & set(range(len(going))):
             going[index].told_to_end = True
         live = frozenset(each.key for each in going if not each.told_to_end)
-        self.loop.call(self.service.handle, session, Heartbeat(live))
+        self.loop.call(self.service.worker.handle, session, Heartbeat(live))
 
     @rule(fails=st.sampled_from([""] * 6 + ["out of memory"]))
     def turn(self, fails: str) -> None:
         """One turn of the engine thread, unless it sleeps."""
-        loop = self.service.loop
+        loop = self.service.worker.loop
         if self.asleep and loop._inbox.empty():
             return
         self.engine.fail_next = fails
@@ -289,7 +289,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.engine.fail_next = ""
 
     def _idle(self) -> bool:
-        return self.service.loop._scheduler.idle(self.service.loop._free_pages())
+        return self.service.worker.loop._scheduler.idle(self.service.worker.loop._free_pages())
 
     @rule(count=st.integers(2, 12))
     def turns(self, count: int) -> None:
@@ -300,7 +300,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     @rule()
     def deliver(self) -> None:
         while self.reports:
-            self.loop.call(self.service._reported, self.reports.pop(0))
+            self.loop.call(self.service.worker.report, self.reports.pop(0))
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 5.0, 11.0, 21.0]))
     def pass_time(self, seconds: float) -> None:
@@ -309,20 +309,20 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_belong_to_live_attempts(self) -> None:
-        live = {str(attempt.key) for attempt in self.service.attempts}
-        copied = {entry.owner for entry in self.service._write_backs.entries(self.loop.now)}
+        live = {str(attempt.key) for attempt in self.service.worker.attempts}
+        copied = {entry.owner for entry in self.service.worker.write_backs.entries(self.loop.now)}
         owners = {owner.removesuffix(" (draining)") for owner in self.engine.audit()} - copied
-        if self.service.loop._inbox.empty():
+        if self.service.worker.loop._inbox.empty():
             assert {"/".join(owner.split("/")[:2]) for owner in owners} <= live
 
     @invariant()
     def attempts_are_those_that_go_on(self) -> None:
-        live = {(attempt.session, attempt.key) for attempt in self.service.attempts}
+        live = {(attempt.session, attempt.key) for attempt in self.service.worker.attempts}
         assert live == {(ours.session.number, ours.key) for ours in self.tries_of.values() if goes_on(ours)}
 
     @invariant()
     def no_state_outlasts_its_deadline(self) -> None:
-        for attempt in self.service.attempts:
+        for attempt in self.service.worker.attempts:
             ours, now = self.tries_of[attempt.key.request_id], self.loop.now
             assert now <= ours.deadline
             assert attempt.life.state is not State.RESERVED or now <= ours.reserved_at + START_S
@@ -370,18 +370,20 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         stuck = [ours for ours in going if goes_on(ours)]
         if stuck:
             raise Hung(f"{[str(ours.key) for ours in stuck]} never end")
-        for session in list(self.service._sessions.values()):
+        for session in list(self.service.worker.sessions.values()):
             self.lose_session(session)
         for _ in range(3):
             self.turn("")
             self.deliver()
-        self.loop.run_until_complete(self.service._write_backs.finished())
+        self.loop.run_until_complete(self.service.worker.write_backs.finished())
+        # Reads of exports that have ended may still be under way.
+        self.loop.advance(COPY_S)
         assert self.engine.audit() == {}
-        assert len(self.service.attempts) == 0
-        assert not len(self.service._prefixes)
+        assert len(self.service.worker.attempts) == 0
+        assert not len(self.service.worker._prefix_exports)
         check_left(self.engine, self.cache, self.tries_of.values())
-        assert not len(self.service._deadlines)
-        assert not len(self.service._fetches)
+        assert not len(self.service.worker._deadlines)
+        assert not len(self.service.worker._transfers)
         turning = self.loop.create_future()
         turning.set_result(None)
         self.loop.run_until_complete(self.service.close(turning))

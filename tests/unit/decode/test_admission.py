@@ -1,175 +1,290 @@
-"""How many sequences are taken on: the arithmetic, by hand."""
+"""Places and pages in turn: forks of many choices beside reservations, on few slots and in a small pool."""
 
 from __future__ import annotations
 
-import math
+import itertools
+import random
+from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.errors import Overloaded
-from decode_svc.admission import KEEP, MAX_RETRY_S, MIN_RETRY_S, OFFER_S, SPAN_S, USUAL_RETRY_S, Admission
+from baton.request import SamplingParams
+from baton.worker.progress import Progress
+from decode_svc.admission import KEEP, OFFER_S, SPAN_S, Admission, SlotForecast
+from decode_svc.attempts import Attempts
+from decode_svc.loop import DecodeLoop, Report
+from decode_svc.messages import AttemptKey, FailureKind, Reserve
+from decode_svc.sequence import Attempt
+from tests.decoding import LoggingEngine, alone, prefill
+
+PAGE = 4
 
 
-def busy(slots: int, rate: float, lead_s: float, until: float = 10 * SPAN_S) -> Admission:
-    """Admission that has seen `rate` completions a second for long, and readiness `lead_s` after reservation."""
-    admission = Admission(slots, 0.0)
-    admission.ready(lead_s)
-    for n in range(int(until * rate)):
-        admission.ended((n + 1) / rate)
-    return admission
+@dataclass
+class Asked:
+    """A request as its router sees it."""
 
+    prompt: list[int]
+    params: SamplingParams
+    attempt: Attempt | None = None
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+    failed: FailureKind | None = None
 
-def test_without_measurements_the_slots_are_the_limit() -> None:
-    admission = Admission(8, 0.0)
-    admission.check(7, 0.0)
-    with pytest.raises(
-        Overloaded, match=r"8 sequences are held for 8 slots, of which 0 .* one more would wait"
-    ) as refused:
-        admission.check(8, 0.0)
-    assert refused.value.retry_after == USUAL_RETRY_S
-
-
-def test_as_many_more_as_end_while_a_new_one_is_made_ready() -> None:
-    admission, now = busy(32, rate=10.0, lead_s=0.5), 10 * SPAN_S
-    assert admission.rate(now) == pytest.approx(10.0, rel=0.02)
-    assert admission.ahead(now) == 5
-    admission.check(36, now)
-    with pytest.raises(Overloaded, match="of which 5 will be free in time") as refused:
-        admission.check(38, now)
-    # Two too many, and ten end in a second.
-    assert refused.value.retry_after == pytest.approx(0.2, rel=0.02)
-
-
-def test_no_more_than_a_quarter_of_the_slots_is_ahead_whatever_was_measured() -> None:
-    assert busy(32, rate=10.0, lead_s=60.0).ahead(10 * SPAN_S) == 8
-    assert busy(3, rate=10.0, lead_s=60.0).ahead(10 * SPAN_S) == 0
-
-
-def test_a_rate_is_of_late_and_right_from_the_first_second_on() -> None:
-    admission = busy(32, rate=10.0, lead_s=0.5, until=2.0)
-    assert admission.rate(2.0) == pytest.approx(10.0, rel=0.1)
-    assert admission.rate(2.0 + 3 * SPAN_S) < 1.0
-    assert admission.ahead(2.0 + 3 * SPAN_S) == 0
-    eager = Admission(32, 0.0)
-    eager.ended(0.001, 4)
-    assert eager.rate(0.001) < 5.0
-
-
-def test_the_lead_follows_what_is_measured() -> None:
-    admission, now = busy(64, rate=10.0, lead_s=0.2), 10 * SPAN_S
-    assert admission.ahead(now) == 2
-    for _ in range(60):
-        admission.ready(1.0)
-    assert admission.ahead(now) == 10
+    @property
+    def over(self) -> bool:
+        return self.failed is not None or (self.attempt is not None and len(self.finished) == self.params.n)
 
 
 class Worker:
-    """A worker that is never empty of either side: which side gets each place that comes free."""
+    """A decode worker without transfers, in turns: what the service does with its parts."""
 
-    def __init__(self, slots: int) -> None:
-        self.admission, self.now, self.held = Admission(slots, 0.0), 0.0, 0
+    def __init__(self, slots: int, pages: int = 500, host_tokens: int = 1000, reserve_tokens: int = 4) -> None:
+        token_bytes = LoggingEngine().spec.kv_format.token_bytes
+        self.engine = LoggingEngine(
+            page_size=PAGE, pages=pages, slots=slots, max_model_len=400, host_kv_memory=host_tokens * token_bytes
+        )
+        self.reports: list[Report] = []
+        self.loop = DecodeLoop(self.engine, Progress(), self.reports.append)
+        self.attempts = Attempts(self.engine, reserve_tokens)
+        self.admission = Admission(self.engine, self.attempts, SlotForecast(slots, 0.0), self.loop, lambda: False)
+        self.asked: dict[str, Asked] = {}
+        self.now = 0.0
 
-    def fork(self) -> bool:
-        if not self.admission.may_fork(self.held, self.now):
-            return False
-        self.admission.forked()
-        self.held += 1
-        return True
+    def ask(self, name: str, prompt: list[int], max_tokens: int, n: int) -> bool:
+        params = SamplingParams(max_tokens=max_tokens, seed=7, n=n)
+        return self.try_again(name, Asked(prompt, params))
 
-    def reserve(self, *, pending: bool = True) -> bool:
+    def try_again(self, name: str, asked: Asked) -> bool:
+        """Reserve, and at once bring the KV; False when it is refused."""
+        if granted := self.reserve(name, asked):
+            self.bring(name)
+        return granted
+
+    def reserve(self, name: str, asked: Asked) -> bool:
+        """Ask for a place; False when it is refused."""
+        request = Reserve(AttemptKey(name, 0), len(asked.prompt), asked.params.max_tokens or 0, asked.params.n)
         try:
-            self.admission.check(self.held, self.now)
+            attempt = self.admission.reserve(1, request, self.now)
         except Overloaded:
             return False
-        self.admission.granted(self.now, pending=pending)
-        self.held += 1
+        self.asked[name], asked.attempt = asked, attempt
+        self.fork()
         return True
 
+    def bring(self, name: str) -> None:
+        """The KV of a reservation is there."""
+        asked = self.asked[name]
+        attempt = asked.attempt
+        assert attempt is not None
+        ready = prefill(asked.prompt, asked.params, request_id=name, choices=range(asked.params.n), page_size=PAGE)
+        for first in ready.handoff.first_tokens:
+            asked.tokens[first.choice_index] = [first.token.token_id]
+        self.attempts.start(attempt, self.now)
+        ready.write(self.engine, attempt.handle)
+        try:
+            sequence = self.attempts.commit(attempt, ready.handoff, 0.0, self.now)
+        except Overloaded:
+            self.fail(attempt, FailureKind.PREEMPTED)
+        else:
+            assert sequence is not None
+            self.loop.add([sequence])
+        self.fork()
 
-@pytest.mark.parametrize("slots", [1, 2, 7, 8, 32])
-def test_forks_and_reservations_take_turns_where_both_want_every_place(slots: int) -> None:
+    def fork(self) -> None:
+        forked = self.admission.forks(self.now)
+        assert not forked.failed
+        self.loop.add(forked.started)
+
+    def fail(self, attempt: Attempt, kind: FailureKind) -> None:
+        self.asked[attempt.key.request_id].failed = kind
+        self.loop.drop(self.attempts.end(attempt, self.now))
+
+    def turn(self) -> bool:
+        """One turn of the engine thread; False when nothing has moved."""
+        before = self.progress()
+        self.loop.drop([])
+        assert self.loop.turn()
+        while self.reports:
+            self.take(self.reports.pop(0))
+        return self.progress() != before
+
+    def take(self, report: Report) -> None:
+        for sequence, state in report.states:
+            self.attempts.set_state(sequence, state, self.now)
+        for output in report.outputs:
+            if (owner := self.attempts.owner(output.id)) is None:
+                continue
+            attempt, choice = owner
+            asked = self.asked[attempt.key.request_id]
+            asked.tokens[choice] += [token.token_id for token in output.tokens]
+            if output.finish is not None:
+                asked.finished.add(choice)
+                self.attempts.sequence_ended(output.id, self.now)
+                if self.attempts.is_over(attempt):
+                    self.attempts.end(attempt, self.now)
+        for lost in report.failures:
+            if (owner := self.attempts.owner(lost.id)) is not None:
+                self.fail(owner[0], lost.kind)
+        self.fork()
+
+    def progress(self) -> list[object]:
+        counts = [(each.failed, sum(map(len, each.tokens.values()))) for each in self.asked.values()]
+        return [counts, self.attempts.forks, self.loop.paused]
+
+    def finish(self) -> None:
+        """Turn until all is over; nothing may stand still for longer than a place is kept."""
+        still = 0
+        while not all(asked.over for asked in self.asked.values()):
+            if self.turn():
+                still = 0
+                continue
+            self.now += OFFER_S
+            self.fork()
+            still += 1
+            assert still < 3, "it never ends"
+        for asked in self.asked.values():
+            for choice, tokens in asked.tokens.items():
+                assert tokens == alone(asked.prompt, asked.params, choice)[: len(tokens)]
+                assert asked.failed or choice in asked.finished
+        assert (self.engine.audit(), self.engine.host_kv(), len(self.attempts)) == ({}, {}, 0)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 32])
+def test_more_choices_than_slots_all_end_with_the_tokens_that_each_has_alone(slots: int) -> None:
     worker = Worker(slots)
-    while worker.fork() or worker.reserve():
-        pass
-    assert worker.held == slots
-    got = []
-    for _ in range(40):
-        worker.held -= 1
-        # Forks are always there first; a router comes when it hears of the place.
-        got.append("fork" if worker.fork() else "other" if worker.reserve() else "nobody")
-        assert not worker.fork()
-        assert not worker.reserve()
-    assert got in (["fork", "other"] * 20, ["other", "fork"] * 20)
+    assert worker.ask("many", [3, 1, 4, 1, 5], 9, 64)
+    worker.finish()
+    assert worker.asked["many"].failed is None
+    assert max(map(len, worker.engine.steps)) == slots - slots // KEEP
 
 
-@pytest.mark.parametrize("slots", [8, 32])
-def test_forks_leave_a_share_of_the_places_to_a_request_that_comes_now(slots: int) -> None:
-    worker = Worker(slots)
-    while worker.fork():
-        pass
-    assert worker.held == slots - slots // KEEP
-    assert worker.reserve()
-
-
-@pytest.mark.parametrize(("rate", "kept"), [(0.5, 4), (12.0, 5), (1000.0, 16)])
-def test_forks_leave_more_places_where_reservations_come_often(rate: float, kept: int) -> None:
+def test_a_request_that_comes_while_more_choices_than_slots_run_starts_at_once() -> None:
     worker = Worker(32)
-    worker.now = 10 * SPAN_S
-    for n in range(int(4 * SPAN_S * rate)):
-        worker.admission.granted(6 * SPAN_S + n / rate, pending=False)
-    assert worker.admission.kept(worker.now) == kept
-    while worker.fork():
-        pass
-    assert worker.held == 32 - kept
-    while kept > 32 // KEEP and (at := worker.admission.wake_at(worker.held, worker.now)) < math.inf:
-        assert at > worker.now, "they are tried again"
-        worker.now = at
-        while worker.fork():
-            pass
-    assert worker.held == 32 - 32 // KEEP
+    assert worker.ask("many", [3, 1, 4], 40, 33)
+    worker.turn()
+    assert worker.attempts.forks == 33 - 28
+    assert worker.ask("one", [2, 7], 5, 1)
+    worker.turn()
+    assert "one/0" in worker.engine.steps[-1]
+    worker.finish()
 
 
-def test_places_are_left_only_for_whoever_was_refused_and_only_for_a_while() -> None:
-    worker = Worker(7)
-    while worker.fork():
-        pass
-    assert worker.held == 7
-    assert not worker.reserve()
-    worker.held = 0
-    assert not worker.fork()
-    worker.now = OFFER_S
-    assert worker.fork()
+def test_many_choices_start_on_a_worker_that_is_nearly_full_and_nobody_waits_for_it_to_drain() -> None:
+    worker = Worker(32)
+    for number in range(20):
+        assert worker.ask(f"r{number}", [number + 2], 30, 1)
+    # They came long ago: where many come in a second, forks leave more places free.
+    worker.now += 10 * SPAN_S
+    assert worker.ask("many", [3, 1, 4], 30, 16)
+    worker.turn()
+    assert len(worker.engine.steps[-1]) == 28
+    assert worker.attempts.forks == 36 - 28
+    assert worker.ask("other", [5], 30, 1)
+    worker.finish()
 
 
-@pytest.mark.parametrize("slots", [2, 7, 32])
-def test_places_that_come_free_all_at_once_are_shared_as_well(slots: int) -> None:
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_others_and_the_choices_of_one_request_get_places_in_turn(slots: int) -> None:
     worker = Worker(slots)
-    while worker.fork() or worker.reserve():
-        pass
-    for _ in range(2):
-        worker.held, got = 0, []
-        while len(got) < slots:
-            got.append("fork" if worker.fork() else "other" if worker.reserve() else "nobody")
-        assert abs(got.count("fork") - got.count("other")) <= 1
-        assert not worker.reserve()
-    # Nobody comes behind the last one.
-    worker.held = 1
-    while worker.fork():
-        pass
-    assert worker.held == 1 + worker.admission._owed
-    worker.now += OFFER_S
-    assert worker.fork() or slots == 2
+    assert worker.ask("many", [3, 1, 4], 4, 64)
+    granted, numbers = 0, itertools.count()
+    other = Asked([2, 7], SamplingParams(max_tokens=4, seed=7))
+    while worker.attempts.forks:
+        forks = worker.attempts.forks
+        worker.turn()
+        started = forks - worker.attempts.forks
+        while worker.try_again(f"other{next(numbers)}", other):
+            granted += 1
+            other = Asked([2, 7], other.params)
+        assert started <= slots
+    # As many as there were forks to wait for, but for those of the first moment and of the last.
+    assert 64 - 3 * slots <= granted <= 64 + 2 * slots
+    worker.finish()
 
 
-def test_a_fork_that_cant_take_its_turn_keeps_nobody_from_the_place() -> None:
-    worker = Worker(1)
-    assert worker.reserve()
-    worker.held -= 1
-    assert not worker.reserve()
-    worker.admission.forked()
-    assert worker.reserve(pending=False)
+def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on() -> None:
+    worker = Worker(2, pages=36, reserve_tokens=20)
+    other = worker.engine.reserve("other", 18 * PAGE)
+    # Nothing is forked before all is set up.
+    worker.admission.forecast.offered_until = 1.0
+    for name, length, max_tokens in (("large", 33, 20), ("small", 29, 2)):
+        assert worker.ask(name, list(range(2, 2 + length)), max_tokens, 4)
+        while worker.attempts.sequences:
+            worker.turn()
+    # Beside both contexts there is one page, and a choice of the first needs six.
+    assert (worker.attempts.forks, worker.engine.stats().free) == (6, 1)
+    worker.now = 1.0
+    worker.fork()
+    assert {attempt.key.request_id for attempt in worker.attempts if attempt.sequences} == {"small"}
+    worker.engine.free(other)
+    worker.finish()
+    assert not any(asked.failed for asked in worker.asked.values())
 
 
-def test_the_time_to_retry_is_bounded() -> None:
-    assert busy(32, rate=1000.0, lead_s=0.1, until=20.0).retry_after(20.0) == MIN_RETRY_S
-    assert busy(32, rate=10.0, lead_s=0.1).retry_after(20 * SPAN_S, 9) == MAX_RETRY_S
+def test_one_choice_may_need_all_pages_whatever_the_number_of_choices() -> None:
+    worker = Worker(4, pages=10)
+    assert worker.ask("large", list(range(2, 39)), 3, 2)
+    # No page was left to keep the context in: prefill is asked again, for each choice by itself.
+    assert worker.asked["large"].failed is FailureKind.PREEMPTED
+    assert worker.ask("aligned", list(range(2, 38)), 4, 2)
+    worker.finish()
+    assert worker.asked["aligned"].failed is None
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10**9))
+def test_any_mix_of_choices_ends_in_any_pool_on_any_number_of_slots(seed: int) -> None:
+    dice = random.Random(seed)
+    pages = dice.randint(6, 40)
+    worker = Worker(dice.choice([1, 2, 4, 9]), pages, dice.choice([0, 30, 1000]), dice.choice([1, 5, 20]))
+    coming = []
+    for number in range(dice.randint(2, 8)):
+        context = dice.randint(1, pages * PAGE - 3)
+        most = min(dice.choice([2, 6, 60]), pages * PAGE - context)
+        prompt = [dice.randrange(2, 900) for _ in range(context)]
+        params = SamplingParams(max_tokens=dice.randint(2, max(most, 2)), seed=7, n=dice.choice([1, 1, 2, 5, 64]))
+        coming.append((f"r{number}", Asked(prompt, params)))
+    for _ in range(dice.randint(0, 200)):
+        if coming and dice.random() < 0.5 and worker.try_again(*coming[0]):
+            coming.pop(0)
+        worker.turn()
+    worker.finish()
+
+
+def test_requests_with_many_choices_leave_half_of_the_pages_to_others() -> None:
+    worker = Worker(8, pages=100)
+    many = (Asked(list(range(2, 42)), SamplingParams(max_tokens=8, seed=7, n=64)) for _ in itertools.count())
+    names, granted = (f"many{number}" for number in itertools.count()), 0
+    asked = next(many)
+    for _ in range(100):
+        if worker.try_again(next(names), asked):
+            asked, granted = next(many), granted + 1
+        worker.turn()
+        assert worker.attempts.context_pages <= 50
+    assert granted >= 5
+    # Half of the pages are free, but for those of eight sequences: 200 tokens are 50 pages.
+    while not worker.try_again("other", Asked(list(range(2, 122)), SamplingParams(max_tokens=8, seed=7))):
+        assert worker.turn()
+        assert not worker.asked["many0"].over
+    worker.finish()
+
+
+def test_a_context_that_has_more_than_the_share_of_kept_ones_is_kept_alone_and_waits_for_its_turn() -> None:
+    worker = Worker(4, pages=40)
+    large = Asked(list(range(2, 90)), SamplingParams(max_tokens=4, seed=7, n=8))
+    small = [Asked(list(range(2, 22)), SamplingParams(max_tokens=4, seed=7, n=8)) for _ in range(99)]
+    assert worker.try_again("small", small.pop())
+    for turn in range(300):
+        if worker.try_again("large", large):
+            break
+        # Others take all that they may.
+        if worker.try_again(f"small{turn}", small[-1]):
+            small.pop()
+        worker.turn()
+        worker.now += 0.01
+    assert worker.attempts.kept_pages == 22
+    worker.finish()

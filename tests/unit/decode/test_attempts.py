@@ -10,12 +10,9 @@ from baton.engine.fake import FakeEngine
 from baton.errors import BatonError, IncompleteTransfer, InvalidRequest, OutOfPages
 from baton.lifecycle import State
 from baton.request import FinishReason, Handoff, SamplingParams
-from decode_svc.attempt import Attempt
 from decode_svc.attempts import Attempts
-from decode_svc.ledger import entries
 from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.reservation import Refused, sizes
-from decode_svc.scheduler import Decoding
+from decode_svc.sequence import Attempt, Refused, Sequence, ledger_entries, sizes
 from tests.decoding import greedy, prefill
 
 KEY = AttemptKey("r", 0)
@@ -35,7 +32,7 @@ def committed(attempts: Attempts, ours: Attempt, **handoff: object) -> int:
     return (first is not None) + attempts.forks
 
 
-def forked(attempts: Attempts, ours: Attempt, ready: Handoff, now: float = 0.0) -> list[Decoding]:
+def forked(attempts: Attempts, ours: Attempt, ready: Handoff, now: float = 0.0) -> list[Sequence]:
     """All sequences of an attempt, begun at once."""
     first = attempts.commit(ours, ready, 1.0, now)
     return [] if first is None else [first, *(attempts.fork(ours) for _ in range(attempts.forks))]
@@ -147,7 +144,7 @@ def test_further_choices_take_their_pages_one_by_one_and_the_last_takes_the_cont
         assert [bytes(part.data) for part in got] == [bytes(part.data) for part in expected]
         fake.free(each.handle)
         attempts.sequence_ended(each.id, 4.0)
-    assert attempts.over(attempt)
+    assert attempts.is_over(attempt)
     attempts.end(attempt, 4.0)
     assert fake.audit() == {}
 
@@ -188,14 +185,14 @@ def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_co
     ready = prefill([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, seed=1, n=3), choices=range(3)).handoff
     first = attempts.commit(attempt, ready, 0.0, 0.0)
     assert first is not None
-    attempts.moved(first.id, State.DECODING, 0.0)
+    attempts.set_state(first.id, State.DECODING, 0.0)
     fake.free(first.handle)
     attempts.sequence_ended(first.id, 1.0)
-    assert (attempts.over(attempt), attempt.life.state) == (False, State.SLOT_WAIT)
+    assert (attempts.is_over(attempt), attempt.life.state) == (False, State.SLOT_WAIT)
     assert attempts.cancel_choice(attempt, 2, 1.0) == []
     assert set(fake.audit()) == {"r/0/context"}
     assert attempts.cancel_choice(attempt, 1, 1.0) == []
-    assert attempts.over(attempt)
+    assert attempts.is_over(attempt)
     assert fake.audit() == {}
     assert attempts.end(attempt, 1.0) == []
 
@@ -214,7 +211,7 @@ def test_choices_that_ended_with_their_first_token_or_were_cancelled_are_not_dec
     assert fake.stats().used == 3 + 2
     dropped = attempts.cancel_choice(attempt, 1, 0.0)
     assert dropped == [sequences[0].id]
-    assert not attempts.over(attempt)
+    assert not attempts.is_over(attempt)
     assert attempts.end(attempt, 0.0) == [sequences[1].id]
 
 
@@ -278,10 +275,10 @@ def test_every_state_has_the_deadline_of_the_request_or_its_own_if_that_comes_fi
     (sequence,) = forked(attempts, attempt, prefill([1, 2, 3, 4, 5]).handoff, 107.0)
     for state in (State.SLOT_WAIT, State.DECODING, State.PAUSED, State.DECODING):
         if state is not State.SLOT_WAIT:
-            attempts.moved(sequence.id, state, 108.0)
+            attempts.set_state(sequence.id, state, 108.0)
         assert (attempt.life.state, attempt.life.deadline) == (state, 130.0)
     attempts.end(attempt, 109.0)
-    attempts.moved(sequence.id, State.PAUSED, 110.0)
+    attempts.set_state(sequence.id, State.PAUSED, 110.0)
     assert attempt.life.ended
     sooner = attempts.reserve(1, Reserve(KEY, 5, 4, 1, deadline_s=30.0), 100.0, 10.0)
     attempts.start(sooner, 105.0, 60.0, deadline_s=3.0)
@@ -303,7 +300,7 @@ def test_an_attempt_is_where_the_foremost_of_its_choices_is() -> None:
         (two, State.DECODING, State.DECODING),
         (two, State.PAUSED, State.PAUSED),
     ):
-        attempts.moved(sequence, state, 1.0)
+        attempts.set_state(sequence, state, 1.0)
         assert attempt.life.state is expected
     assert attempts.sequences == 3
     attempts.cancel_choice(attempt, 1, 2.0)
@@ -337,20 +334,20 @@ def test_the_ledger_names_every_handle_and_where_its_bytes_are() -> None:
     attempts.start(running, 11.0)
     (sequence,) = forked(attempts, running, prefill([1, 2, 3, 4, 5]).handoff, 12.0)
     page = 4 * fake.spec.kv_format.token_bytes
-    assert {entry.owner: entry.pages for entry in entries(attempts, fake, 13.0)} == fake.audit()
-    first, spare, ours = entries(attempts, fake, 13.0)
+    assert {entry.owner: entry.pages for entry in ledger_entries(attempts, fake, 13.0)} == fake.audit()
+    first, spare, ours = ledger_entries(attempts, fake, 13.0)
     assert (first.owner, first.state, first.pages, first.bytes) == ("w/0", "reserved", 3, 3 * page)
     assert (first.age_s, first.deadline_s) == (3.0, 47.0)
     assert (spare.owner, spare.kind, spare.pages) == ("w/0/spare", "kv", 1)
     assert (ours.owner, ours.state, ours.age_s, ours.deadline_s) == ("r/0", "slot_wait", 1.0, None)
     fake.insert(sequence.handle, sequence.state)
     fake.pause(sequence.handle)
-    attempts.moved(sequence.id, State.DECODING, 14.0)
-    attempts.moved(sequence.id, State.PAUSED, 15.0)
-    paused = entries(attempts, fake, 16.0)[-1]
+    attempts.set_state(sequence.id, State.DECODING, 14.0)
+    attempts.set_state(sequence.id, State.PAUSED, 15.0)
+    paused = ledger_entries(attempts, fake, 16.0)[-1]
     assert (paused.kind, paused.state, paused.pages) == ("host_kv", "paused", 0)
     assert paused.bytes == 5 * fake.spec.kv_format.token_bytes
     attempts.end(waiting, 17.0)
     attempts.end(running, 17.0)
-    assert entries(attempts, fake, 17.0) == []
+    assert ledger_entries(attempts, fake, 17.0) == []
     assert (fake.audit(), fake.host_kv()) == ({}, {})

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from baton.engine.fake import FakeEngine
-from decode_svc.attempts import Attempt, Attempts
+from decode_svc.attempts import Attempts
 from decode_svc.deadlines import Deadlines
 from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.sequence import Attempt
 from tests.property.virtual import VirtualLoop
 
 

@@ -13,7 +13,7 @@ from baton.request import FinishReason, SequenceState
 from baton.worker.progress import Progress
 from decode_svc.loop import DecodeLoop, Lost, Report
 from decode_svc.messages import FailureKind
-from decode_svc.scheduler import Decoding
+from decode_svc.sequence import Sequence
 from tests.contract.engines import spoil
 from tests.decoding import LoggingEngine, alone, digests, greedy, prefill
 
@@ -29,7 +29,7 @@ class Turns:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, FinishReason] = {}
 
-    def add(self, number: int, prompt: list[int], max_tokens: int) -> Decoding:
+    def add(self, number: int, prompt: list[int], max_tokens: int) -> Sequence:
         """Give the loop a sequence whose KV is there."""
         ready = prefill(prompt, greedy(max_tokens))
         handle = self.engine.reserve(f"s{number}", len(prompt) + max_tokens)
@@ -37,7 +37,7 @@ class Turns:
         first = ready.handoff.first_tokens[0].token.token_id
         state = SequenceState(ready.handoff.params, prompt, (first,))
         self.tokens[number] = [first]
-        sequence = Decoding(number, handle, state, [first], 0.0, 0.0)
+        sequence = Sequence(number, handle, state, [first], 0.0, 0.0)
         self.loop.add([sequence])
         return sequence
 
@@ -57,7 +57,7 @@ class Turns:
         *changes, report = self.reports[told:]
         assert not [each for each in changes if each.outputs or each.batch]
         for each in changes:
-            report.moves += each.moves
+            report.states += each.states
             report.failures = each.failures + report.failures
             report.resumed += each.resumed
         for output in report.outputs:
@@ -117,7 +117,7 @@ def test_each_turn_reports_the_changes_of_the_batch_then_its_step_and_the_load_a
     turns.add(3, [4], 3)
     report = turns.turn()
     assert [(each.running, each.waiting) for each in turns.reports] == [(2, 1), (1, 1)]
-    assert report.moves == [(1, State.DECODING), (2, State.DECODING)]
+    assert report.states == [(1, State.DECODING), (2, State.DECODING)]
     assert [output.id for output in report.outputs] == [1, 2]
     assert report.batch == 2
     turns.turn()

@@ -27,7 +27,7 @@ class Ahead(Turns):
         assert self.loop.turn()
         whole = Report()
         for each in self.reports[told:]:
-            whole.moves += each.moves
+            whole.states += each.states
             whole.failures += each.failures
             whole.outputs += each.outputs
             whole.batch = max(whole.batch, each.batch)

@@ -13,10 +13,9 @@ from baton.engine.contract import KvHandle
 from baton.lifecycle import State
 from baton.request import SamplingParams, SequenceState
 from baton.worker.progress import Progress
-from decode_svc.block_hasher import RollingBlockHasher
 from decode_svc.loop import DecodeLoop, Report
 from decode_svc.messages import FailureKind
-from decode_svc.scheduler import Decoding
+from decode_svc.sequence import RollingBlockHasher, Sequence
 from tests.decoding import LoggingEngine, alone, digests, prefill
 
 PAGE = 4
@@ -40,19 +39,19 @@ class Bench:
         self.reports: list[Report] = []
         self.progress = Progress()
         self.spare: KvHandle | None = None
-        self.loop = DecodeLoop(self.engine, self.progress, self.take, spared=self.give_back)
+        self.loop = DecodeLoop(self.engine, self.progress, self.take, reclaim=self.give_back)
         self.engine.watch_pages(self.loop.wake)
         self.first = first
         self.tokens: dict[int, list[int]] = {}
         self.expected: dict[int, list[int]] = {}
-        self.live: dict[int, Decoding] = {}
+        self.live: dict[int, Sequence] = {}
         self.failed: dict[int, FailureKind] = {}
-        self.moves: list[tuple[int, State]] = []
+        self.states: list[tuple[int, State]] = []
         self.over = threading.Event()
 
     def take(self, report: Report) -> None:
         self.reports.append(report)
-        self.moves += report.moves
+        self.states += report.states
         for output in report.outputs:
             assert output.output_index == len(self.tokens[output.id])
             self.tokens[output.id] += [token.token_id for token in output.tokens]
@@ -71,7 +70,7 @@ class Bench:
             self.engine.free(spare)
         return spare is not None
 
-    def make(self, number: int, prompt: list[int], max_tokens: int, seed: int | None = None) -> Decoding:
+    def make(self, number: int, prompt: list[int], max_tokens: int, seed: int | None = None) -> Sequence:
         """A sequence whose KV is there, in pages for its first outputs."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0 if seed is None else 1.0, seed=seed)
         ready = prefill(prompt, params, page_size=PAGE)
@@ -80,10 +79,10 @@ class Bench:
         first = ready.handoff.first_tokens[0].token.token_id
         self.tokens[number], self.expected[number] = [first], alone(prompt, params)
         state = SequenceState(params, prompt, (first,))
-        self.live[number] = Decoding(number, handle, state, [first], 0.0, 0.0, age=(0, number))
+        self.live[number] = Sequence(number, handle, state, [first], 0.0, 0.0, age=(0, number))
         return self.live[number]
 
-    def add(self, number: int, prompt: list[int], max_tokens: int, seed: int | None = None) -> Decoding:
+    def add(self, number: int, prompt: list[int], max_tokens: int, seed: int | None = None) -> Sequence:
         sequence = self.make(number, prompt, max_tokens, seed)
         self.loop.add([sequence])
         return sequence
@@ -100,7 +99,7 @@ class Bench:
         pytest.fail(f"{sorted(self.live)} have not ended after {most} turns")
 
     def paused(self) -> list[int]:
-        return [number for number, state in self.moves if state is State.PAUSED]
+        return [number for number, state in self.states if state is State.PAUSED]
 
     def check(self) -> None:
         """All tokens are right, and each but the first was computed once; with a step ahead, one more at each end."""
@@ -134,7 +133,7 @@ def test_the_youngest_makes_room_and_comes_back_without_recomputation(steps_ahea
     order = bench.paused()
     assert order[:2] == [3, 2]
     assert 1 not in order
-    assert bench.moves.count((2, State.DECODING)) == 1 + order.count(2)
+    assert bench.states.count((2, State.DECODING)) == 1 + order.count(2)
     bench.check()
 
 
@@ -193,13 +192,13 @@ def test_what_was_given_back_is_not_replaced_before_the_rest_has_room() -> None:
     for number in (1, 2, 3):
         bench.add(number, [number, 7, 9], 60)
     while 3 not in bench.failed:
-        assert not bench.loop.crowded
+        assert not bench.loop.short_of_pages
         bench.turn()
     while 2 not in bench.failed:
-        assert bench.loop.crowded
+        assert bench.loop.short_of_pages
         bench.turn()
     bench.turn()
-    assert not bench.loop.crowded
+    assert not bench.loop.short_of_pages
     bench.turn_until_over()
     bench.check()
 
@@ -210,7 +209,7 @@ def test_waiting_sequences_run_while_the_paused_one_lacks_room_for_their_pages()
     bench.add(2, [4, 5, 6], 40)
     bench.turn_until_over()
     # Alone in the batch and without a page: the one that holds them has to run first.
-    assert bench.moves == [(1, State.DECODING), (1, State.PAUSED), (2, State.DECODING), (1, State.DECODING)]
+    assert bench.states == [(1, State.DECODING), (1, State.PAUSED), (2, State.DECODING), (1, State.DECODING)]
     bench.check()
 
 
@@ -219,7 +218,7 @@ def test_a_paused_sequence_that_can_come_back_goes_before_one_that_waits() -> No
     for number, tokens in ((1, 60), (2, 40), (3, 5)):
         bench.add(number, [number, 5, 6], tokens)
     bench.turn_until_over()
-    order = [number for number, state in bench.moves if state is State.DECODING]
+    order = [number for number, state in bench.states if state is State.DECODING]
     assert (bench.paused(), order) == ([1], [1, 2, 1, 3])
     bench.check()
 
@@ -294,7 +293,7 @@ def test_any_mix_of_requests_that_each_fit_alone_ends_exactly_and_nothing_is_com
         number, prompt, tokens, sampled = coming[0] if coming else (0, [], 0, None)
         need = -(-(len(prompt) + min(tokens, bench.first)) // PAGE)
         # As the service does: not while the batch lacks pages, and only with pages.
-        if coming and not bench.loop.crowded and need <= bench.engine.stats().free and dice.random() < 0.5:
+        if coming and not bench.loop.short_of_pages and need <= bench.engine.stats().free and dice.random() < 0.5:
             bench.add(number, prompt, tokens, sampled)
             coming.pop(0)
         elif bench.live:

@@ -13,9 +13,9 @@ from baton.engine.fake import FakeEngine
 from baton.errors import IncompleteTransfer, OutOfPages
 from baton.lifecycle import State
 from baton.request import CachePolicy, SamplingParams
-from decode_svc.attempts import Attempt, Attempts
+from decode_svc.attempts import Attempts
 from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.reservation import Refused
+from decode_svc.sequence import Attempt, Refused
 from tests.decoding import alone, digests, greedy, prefill
 from tests.property.attempts import check_pool, held_payloads, payloads
 
@@ -47,7 +47,7 @@ class Worker:
         ready = prefill(prompt, params, request_id=attempt.key.request_id, choices=range(params.n))
         self.attempts.start(attempt, 0.0)
         ready.write(self.engine, attempt.handle, attempt.handle.cached)
-        names = digests(self.engine, prompt, SALT) if self.attempts.named(attempt) else None
+        names = digests(self.engine, prompt, SALT) if self.attempts.needs_names(attempt) else None
         first = self.attempts.commit(attempt, ready.handoff, 0.0, 0.0, names)
         return [] if first is None else [first, *(self.attempts.fork(attempt) for _ in range(self.attempts.forks))]
 
@@ -217,7 +217,7 @@ def test_after_a_fault_of_the_engine_an_end_leaves_nothing_more() -> None:
     attempt = worker.reserve("a")
     (sequence,) = worker.commit(attempt)
     worker.run(sequence, 7)
-    worker.attempts.end(attempt, 1.0, sound=False)
+    worker.attempts.end(attempt, 1.0, publish=False)
     assert worker.held([*PROMPT, *sequence.output_ids]) == 8
     assert worker.left == []
     worker.check()
@@ -233,7 +233,7 @@ def test_a_paused_sequence_leaves_what_it_had_and_a_resumed_one_all() -> None:
     worker.engine.publish(sequence.handle, tuple(sequence.hasher.digests))
     assert worker.held(ids) == 8
     worker.engine.resume(sequence.handle)
-    worker.attempts.moved(sequence.id, State.DECODING, 1.0)
+    worker.attempts.set_state(sequence.id, State.DECODING, 1.0)
     worker.attempts.end(attempt, 1.0)
     assert worker.held(ids) == 16
     worker.check()

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
 from baton.request import FinishReason, SamplingParams, SequenceState, TokenInfo
-from decode_svc.scheduler import Decoding, Scheduler
+from decode_svc.scheduler import Scheduler
+from decode_svc.sequence import Sequence
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
 SPEC = EngineSpec("print", FORMAT, 100, 64, frozenset({1}), 16, 8, slots=2)
@@ -24,9 +25,9 @@ class Handle:
 
 def sequence(
     number: int, *, max_tokens: int = 4, ready_at: float = 0.0, first: int = 50, age: int = 0, capacity: int = 64
-) -> Decoding:
+) -> Sequence:
     state = SequenceState(SamplingParams(max_tokens=max_tokens), (10, 11, 12), (first,))
-    return Decoding(number, Handle(capacity=capacity), state, [first], fetch_ms=7.0, ready_at=ready_at, age=(0, age))
+    return Sequence(number, Handle(capacity=capacity), state, [first], fetch_ms=7.0, ready_at=ready_at, age=(0, age))
 
 
 def paused(scheduler: Scheduler, count: int) -> list[int]:
@@ -39,7 +40,7 @@ def paused(scheduler: Scheduler, count: int) -> list[int]:
     return found
 
 
-def ids(sequences: list[Decoding]) -> list[int]:
+def ids(sequences: list[Sequence]) -> list[int]:
     return [each.id for each in sequences]
 
 

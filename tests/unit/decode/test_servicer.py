@@ -13,9 +13,9 @@ from baton.errors import BatonError, DeadlineExceeded, InvalidRequest
 from baton.kv.format import WIRE_VERSION
 from baton.pb import decode_pb2
 from decode_svc.messages import Command
-from decode_svc.service import DecodeService
 from decode_svc.servicer import SILENCE_S, DecodeServicer
 from decode_svc.session import Session
+from decode_svc.worker import DecodeWorker
 from tests.property.virtual import VirtualLoop
 
 
@@ -59,7 +59,7 @@ class Router:
             while True:
                 yield await self._up.get()
 
-        servicer = DecodeServicer(cast(DecodeService, self.service))
+        servicer = DecodeServicer(cast(DecodeWorker, self.service))
         async for _ in servicer.Session(said(), cast(grpc.aio.ServicerContext, None)):
             pass
 

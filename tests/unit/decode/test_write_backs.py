@@ -51,12 +51,12 @@ class Rig:
     def __init__(self) -> None:
         self.engine = Held()
         self.cache = MemoryPrefixCache()
-        self.crowded, self.changes = False, 0
+        self.short_of_pages, self.changes = False, 0
         self.backs = WriteBacks(
             self.engine,
             Blocks(self.engine, self.cache),
             enabled=True,
-            crowded=lambda: self.crowded,
+            short_of_pages=lambda: self.short_of_pages,
             changed=self._changed,
         )
 
@@ -129,7 +129,7 @@ async def test_whoever_wants_pages_gets_those_of_copies_and_the_copies_end(rig: 
 
 
 async def test_nothing_is_pinned_while_the_batch_lacks_pages(rig: Rig) -> None:
-    rig.crowded, before = True, dropped()
+    rig.short_of_pages, before = True, dropped()
     rig.backs.begin("r/0", rig.engine.published(), 0)
     assert len(rig.backs) == 0
     assert dropped() == before + 4

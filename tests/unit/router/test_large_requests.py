@@ -15,11 +15,10 @@ from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages, Overloaded
 from baton.lifecycle import Lifecycle, State
 from baton.worker.messages import Reserved
-from decode_svc.admission import Admission
-from decode_svc.attempt import Attempt
+from decode_svc.admission import Admission, SlotForecast
 from decode_svc.attempts import Attempts
-from decode_svc.grants import Grants
 from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.sequence import Attempt
 from router.dispatcher import Dispatcher
 from router.placement.fleet import DecodeView, PrefillView
 from router.placement.policy import PlacementQuery
@@ -32,7 +31,7 @@ PAGES, PAGE, HOLD_S, LATENCY_S = 100, 4, 1.0, 0.001
 
 
 class Batch:
-    crowded, paused = False, 0
+    short_of_pages, paused = False, 0
 
 
 class Worker:
@@ -42,16 +41,16 @@ class Worker:
         self.loop = loop
         self.engine = FakeEngine(page_size=PAGE, pages=PAGES, slots=PAGES, max_model_len=PAGES * PAGE)
         self.attempts = Attempts(self.engine, reserve_tokens=1)
-        self.grants = Grants(self.engine, self.attempts, Admission(PAGES, 0.0), Batch(), lambda: False)
+        self.admission = Admission(self.engine, self.attempts, SlotForecast(PAGES, 0.0), Batch(), lambda: False)
         self.routers: list[Router] = []
         self.asked = 0
 
     def reserve(self, session: int, request: Reserve) -> Attempt | Reserved:
         self.asked += 1
         try:
-            return self.grants.reserve(session, request, self.loop.time())
+            return self.admission.reserve(session, request, self.loop.time())
         except OutOfPages as error:
-            return Reserved(False, str(error), False, 1.0, room_tokens=self.grants.room(self.loop.time()))
+            return Reserved(False, str(error), False, 1.0, room_tokens=self.admission.room(self.loop.time()))
         except Overloaded as error:
             return Reserved(False, str(error), False, 1.0)
 

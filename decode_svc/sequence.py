@@ -1,0 +1,254 @@
+"""One attempt at a decode worker, from what it asks for to the sequences that it becomes. Pure.
+
+    Reserve ── Sizes ──▶ Attempt ──(its KV is there)──▶ a Choice with its Sequence for the first, Pending for the others
+
+`decode_svc.attempts` has the operations on all attempts of a worker, `decode_svc.worker` an attempt's life.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import abc
+from dataclasses import dataclass, field
+
+from baton.engine.contract import Engine, EngineSpec, KvHandle
+from baton.errors import InvalidRequest
+from baton.kv.hashing import DIGEST_BYTES, block_digests, chain_root
+from baton.ledger import LedgerEntry
+from baton.lifecycle import Lifecycle, State
+from baton.request import MAX_CACHE_SALT_BYTES, MAX_CHOICES, FirstToken, Handoff, SequenceState
+from baton.worker.messages import DecodeTimings
+from decode_svc.messages import AttemptKey, Reserve
+
+
+class Refused(InvalidRequest):
+    """A reservation that can never be granted; the message says why, with numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a reservation takes: room for the tokens of one choice, and for those of the context that forks can't share.
+
+    `pages` are all of them, also those that turn out to be shared with others; these need not be free.
+    """
+
+    tokens: int
+    spare_tokens: int
+    pages: int
+
+
+def sizes(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> Sizes:
+    """Size a reservation of `reserve_tokens` outputs at most.
+
+    Raises Refused when the request is malformed, or when one choice alone could never be generated to its end.
+    """
+    for name, value, limit in (
+        ("context_tokens", request.context_tokens, spec.max_model_len - 1),
+        ("max_new_tokens", request.max_new_tokens, None),
+        ("choices", request.choices, MAX_CHOICES),
+    ):
+        if value < 1 or (limit is not None and value > limit):
+            raise Refused(name, "must be at least 1" + (f" and at most {limit}" if limit else ""), value)
+    _check_names(spec, request)
+    tokens = min(request.context_tokens + min(request.max_new_tokens, reserve_tokens), spec.max_model_len)
+    pages = spec.pages_for(tokens)
+    whole = spec.pages_for(min(request.context_tokens + request.max_new_tokens, spec.max_model_len))
+    if whole > spec.pages:
+        raise Refused("context_tokens", f"needs {whole} pages, there are {spec.pages}", request.context_tokens)
+    # Where the first choice needs all pages, there is none to spare: what is pending is given back at the commit.
+    splits = request.choices > 1 and request.context_tokens % spec.page_size > 0 and pages < spec.pages
+    return Sizes(tokens, spec.page_size if splits else 0, pages + splits)
+
+
+def pinnable(request: Reserve) -> list[bytes]:
+    """Digests of the leading blocks to be pinned: none if the request does not read the cache."""
+    names = request.prefix_digests if request.cache.reads else b""
+    return [names[start : start + DIGEST_BYTES] for start in range(0, len(names), DIGEST_BYTES)]
+
+
+def _check_names(spec: EngineSpec, request: Reserve) -> None:
+    size, most = len(request.prefix_digests), request.context_tokens // spec.kv_format.block_size
+    if size % DIGEST_BYTES:
+        raise Refused("prefix_digests", f"must have a multiple of {DIGEST_BYTES} bytes", size)
+    if size > most * DIGEST_BYTES:
+        problem = f"must name at most the {most} full blocks of the context"
+        raise Refused("prefix_digests", problem, size // DIGEST_BYTES)
+    if len(request.cache_salt) > MAX_CACHE_SALT_BYTES:
+        raise Refused("cache_salt", f"must have at most {MAX_CACHE_SALT_BYTES} bytes", len(request.cache_salt))
+
+
+class RollingBlockHasher:
+    """Grows with a sequence; `digests` may be read from any thread meanwhile, and only ever gets longer."""
+
+    def __init__(self, spec: EngineSpec, salt: bytes, digests: abc.Sequence[bytes], rest: abc.Sequence[int]) -> None:
+        """`digests` name full blocks (`baton.kv.hashing`), `rest` are the tokens behind them; their KV is there."""
+        self.digests = list(digests)
+        self._size = spec.kv_format.block_size
+        self._parent = self.digests[-1] if digests else chain_root(spec.fingerprint, spec.kv_format.digest, salt)
+        self._rest = list(rest)
+
+    def fork(self, token_id: int) -> RollingBlockHasher:
+        """The hasher of a choice that goes on with this token."""
+        hasher = RollingBlockHasher.__new__(RollingBlockHasher)
+        hasher.digests, hasher._size, hasher._parent = list(self.digests), self._size, self._parent
+        hasher._rest = list(self._rest)
+        hasher.extend([token_id])
+        return hasher
+
+    def extend(self, token_ids: abc.Iterable[int]) -> None:
+        """The sequence has got these tokens. The KV of the last of them is not there: the next step writes it."""
+        for token_id in token_ids:
+            self._rest.append(token_id)
+            if len(self._rest) > self._size:
+                (self._parent,) = block_digests(self._parent, self._rest[: self._size], self._size)
+                del self._rest[: self._size]
+                self.digests.append(self._parent)
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One choice with its KV in place; `output_ids` are all tokens chosen so far, times are in seconds.
+
+    `age` is that of its attempt, less is older; `held` are the pages that it gave up when it was paused; `unread` the
+    launched steps that it is in and whose tokens are not known. `hasher` names its blocks, if they may be published.
+    """
+
+    id: int
+    handle: KvHandle
+    state: SequenceState
+    output_ids: list[int]
+    fetch_ms: float
+    ready_at: float
+    age: tuple[int, int] = (0, 0)
+    hasher: RollingBlockHasher | None = None
+    inserted_at: float = 0.0
+    held: int = 0
+    unread: int = 0
+    timings: DecodeTimings | None = None
+    request_id: str = ""
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output; the next step writes the KV of the last one."""
+        return len(self.state.prompt_ids) + len(self.output_ids)
+
+    @property
+    def digests(self) -> abc.Sequence[bytes]:
+        """Names of its blocks whose KV is final; none if they are not to be published."""
+        return self.hasher.digests if self.hasher is not None else ()
+
+    @property
+    def rank(self) -> tuple[tuple[int, int], int]:
+        """Orders sequences from the oldest to the youngest."""
+        return self.age, self.id
+
+
+@dataclass(slots=True)
+class Choice:
+    """A choice that still decodes: its sequence, where that is, and since when; `hasher` names what it may publish."""
+
+    sequence: int
+    handle: KvHandle
+    hasher: RollingBlockHasher | None
+    since: float
+    state: State = State.SLOT_WAIT
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """The choices that are still to be forked: their first tokens by index, and what each of them begins with."""
+
+    context: KvHandle
+    firsts: dict[int, FirstToken]
+    handoff: Handoff
+    hasher: RollingBlockHasher | None
+    fetch_ms: float
+    since: float
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """One attempt, owned by a session; its pages hold `tokens` tokens of one choice.
+
+    `age` orders attempts from the oldest: a request that was tried before is older than its reservation, so that what
+    was given back once is not the first to be given back again. `choices` are those that decode, by index; `pending`
+    are those that wait to be forked.
+    """
+
+    session: int
+    age: tuple[int, int]
+    request: Reserve
+    tokens: int
+    handle: KvHandle
+    spare: KvHandle | None
+    life: Lifecycle
+    reserved_at: float
+    cancelled: set[int] = field(default_factory=set)
+    choices: dict[int, Choice] = field(default_factory=dict)
+    pending: Pending | None = None
+    stepped: bool = False
+    """Whether it has had a token."""
+
+    @property
+    def key(self) -> AttemptKey:
+        """Its name within the session."""
+        return self.request.key
+
+    @property
+    def committed(self) -> bool:
+        """Whether its KV is there, so that its handles belong to sequences."""
+        return self.life.state in (State.SLOT_WAIT, State.DECODING, State.PAUSED)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that it has, and the one that it begins with."""
+        return len(self.choices) if self.committed else 1
+
+    @property
+    def forks(self) -> int:
+        """Choices that are still to be forked."""
+        return len(self.pending.firsts) if self.pending is not None else 0
+
+    @property
+    def progresses(self) -> bool:
+        """Whether it goes on without anybody else's doing: to its commit, or with a choice that is not paused."""
+        return not self.committed or any(choice.state is not State.PAUSED for choice in self.choices.values())
+
+    @property
+    def handles(self) -> list[KvHandle]:
+        """All that it holds."""
+        if not self.committed:
+            return [self.handle] if self.spare is None else [self.handle, self.spare]
+        own = [choice.handle for choice in self.choices.values()]
+        return own if self.pending is None else [*own, self.pending.context]
+
+
+def ledger_entries(attempts: abc.Iterable[Attempt], engine: Engine, now: float) -> list[LedgerEntry]:
+    """One entry for each handle; a paused one holds host memory instead of pages. `now` is on the attempts' clock."""
+    spec, host = engine.spec, engine.host_kv()
+    page_bytes = spec.page_size * spec.kv_format.token_bytes
+
+    def entry(attempt: Attempt, handle: KvHandle, state: State, since: float) -> LedgerEntry:
+        paused = host.get(handle.owner) if state is State.PAUSED else None
+        pages = spec.pages_for(handle.capacity)
+        deadline = attempt.life.deadline
+        return LedgerEntry(
+            owner=handle.owner,
+            kind="kv" if paused is None else "host_kv",
+            state=state.value,
+            pages=pages,
+            bytes=pages * page_bytes if paused is None else paused,
+            age_s=now - since,
+            deadline_s=None if math.isinf(deadline) else deadline - now,
+        )
+
+    found = []
+    for attempt in attempts:
+        life = attempt.life
+        if attempt.committed:
+            found += [entry(attempt, each.handle, each.state, each.since) for each in attempt.choices.values()]
+            if attempt.pending is not None:
+                found.append(entry(attempt, attempt.pending.context, State.SLOT_WAIT, attempt.pending.since))
+        else:
+            found += [entry(attempt, each, life.state, life.since) for each in attempt.handles]
+    return found
