@@ -32,6 +32,7 @@ ALLOWED = frozenset(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNIMPLEMENTED,  # a compression that this version does not know
     }
 )
 """What may come of a bad request; INTERNAL and UNKNOWN would be faults of the server, and a deadline a hang."""

@@ -163,7 +163,7 @@ async def test_an_idle_worker_whose_pages_dont_add_up_fails_with_the_ledger(capl
         await router.request("r", [1, 2, 3], greedy(3))
         await router.until_finished(("r", 0))
         async with asyncio.timeout(WAIT_S):
-            with pytest.raises(EngineError, match="holds the pages of lost/0"):
+            with pytest.raises(EngineError, match="owns the pages of lost/0"):
                 await asyncio.shield(all_.app.failed)
         assert "lost/0" in caplog.text
         all_.engine.free(lost)
