@@ -6,7 +6,7 @@ never repaired: the next one resets every rank (`baton.engine.plan`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -31,12 +31,8 @@ class Runner(Protocol):
         If it raises, the next plan must reset.
         """
 
-    def sample(self, plan: ForwardPlan, forwarded: Any, masks: Mapping[int, bytes]) -> Callable[[], PlanResult]:
-        """Choose the next tokens; what is returned waits for them, or raises.
-
-        `masks` bounds what a slot's step may choose: a bit for each token of the vocabulary, lowest bit of the first
-        byte first, 1 where it is allowed.
-        """
+    def sample(self, plan: ForwardPlan, forwarded: Any) -> Callable[[], PlanResult]:
+        """Choose the next tokens; what is returned waits for them, or raises."""
 
 
 class Executor(Protocol):
@@ -77,7 +73,7 @@ class InProcessExecutor:
                 raise
 
         with _as_engine_errors(from_caller):
-            wait = self.runner.sample(plan, self.runner.forward(plan, call), {})
+            wait = self.runner.sample(plan, self.runner.forward(plan, call))
 
         def result() -> PlanResult:
             with _as_engine_errors():

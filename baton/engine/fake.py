@@ -28,7 +28,7 @@ import math
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -239,8 +239,8 @@ class FakeRunner:
             self.memory.put(slot.pages, step.position, last)
             slot.implied[step.position * self._layout.token_bytes :] = last
 
-    def sample(self, plan: ForwardPlan, forwarded: None, masks: Mapping[int, bytes]) -> Callable[[], PlanResult]:
-        """See Runner; takes no masks."""
+    def sample(self, plan: ForwardPlan, forwarded: None) -> Callable[[], PlanResult]:
+        """See Runner."""
         chunks = tuple(self._sample_chunk(chunk) for chunk in plan.chunks)
         steps = tuple(self._sample_step(self._slots[step.slot]) for step in plan.steps)
 

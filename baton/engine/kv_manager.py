@@ -33,15 +33,15 @@ from baton.request import SequenceState
 class RunningSequence:
     """A sequence in the batch, with its own copy of the output ids; `unread` steps that it is in are in flight.
 
-    `told`: pages that plans have told of, None before its Join. One that has `failed` got no token in a step: it has
-    left, and its tokens of later steps mean nothing.
+    `planned_pages`: how many of its pages plans have sent, None before its Join. One that has `failed` got no token in
+    a step: it has left, and its tokens of later steps mean nothing.
     """
 
     handle: PageHandle
     state: SequenceState
     output_ids: list[int]
     slot: int = -1
-    told: int | None = None
+    planned_pages: int | None = None
     unread: int = 0
     failed: bool = False
 
@@ -101,9 +101,9 @@ class KvManager:
             return
         del self._running[sequence.handle]
         heapq.heappush(self._free_slots, sequence.slot)
-        if sequence.told is not None:
+        if sequence.planned_pages is not None:
             self._left.append(sequence.slot)
-            sequence.told = None
+            sequence.planned_pages = None
 
     @contextmanager
     def pinned_batch(self) -> Iterator[list[RunningSequence]]:
@@ -130,12 +130,12 @@ class KvManager:
         for each in batch:
             pages = each.handle.pages
             count = len(pages)
-            if each.told is None:
+            if each.planned_pages is None:
                 state = replace(each.state, output_ids=tuple(each.output_ids))
                 joined.append(Join(each.slot, tuple(pages[:count]), state))
-            elif count > each.told:
-                grew.append(Growth(each.slot, tuple(pages[each.told : count])))
-            each.told = count
+            elif count > each.planned_pages:
+                grew.append(Growth(each.slot, tuple(pages[each.planned_pages : count])))
+            each.planned_pages = count
             steps.append(Step(each.slot, each.position))
         plan = ForwardPlan(self._reset, tuple(self._left), tuple(joined), tuple(grew), steps=tuple(steps))
         self._reset, self._left = False, []
@@ -145,7 +145,7 @@ class KvManager:
         """A plan failed: the next one resets the ModelRunner, and fills all slots again."""
         self._reset, self._left = True, []
         for each in self._running.values():
-            each.told = None
+            each.planned_pages = None
 
     def check_pause(self, handle: PageHandle) -> tuple[RunningSequence, int]:
         """A running sequence, and the bytes of its KV.

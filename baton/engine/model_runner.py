@@ -11,7 +11,7 @@ take rows of several kinds at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -93,12 +93,12 @@ class ModelRunner:
                 return self._forward_chunk(plan.chunks[0], on_layer)
             return _Forwarded(self._forward_step(plan.steps))
 
-    def sample(self, plan: ForwardPlan, forwarded: _Forwarded, masks: Mapping[int, bytes]) -> Callable[[], PlanResult]:
+    def sample(self, plan: ForwardPlan, forwarded: _Forwarded) -> Callable[[], PlanResult]:
         """See Runner. Raises NoToken where logits after a chunk are not finite."""
         with self._drained_on_error():
             if plan.chunks:
                 return self._sample_chunk(plan.chunks[0], forwarded)
-            return self._sample_step(plan.steps, forwarded.hidden, masks)
+            return self._sample_step(plan.steps, forwarded.hidden)
 
     def _update(self, plan: ForwardPlan) -> None:
         """Take what has changed since the last plan."""
@@ -165,14 +165,11 @@ class ModelRunner:
         batch = self._inputs.batch(contexts, width)
         return self._decoder.forward(self._inputs.ids[: len(contexts)], batch.positions, batch, self._kv)
 
-    def _sample_step(
-        self, steps: Sequence[Step], hidden: Tensor, masks: Mapping[int, bytes]
-    ) -> Callable[[], PlanResult]:
+    def _sample_step(self, steps: Sequence[Step], hidden: Tensor) -> Callable[[], PlanResult]:
         slots = [self._slots[step.slot] for step in steps]
         rows = [slot.row for slot in slots]
-        mask = self._unpack(masks) if masks else None
         sampler = self._sampler
-        sampled = sampler.launch(self._decoder.logits(hidden), mask)
+        sampled = sampler.launch(self._decoder.logits(hidden))
         with torch.inference_mode():
             self._inputs.advance(sampled.tokens)
         sampler.advance()
@@ -187,14 +184,6 @@ class ModelRunner:
             return PlanResult(steps=tuple(str(each) if isinstance(each, NoToken) else (each,) for each in found))
 
         return wait
-
-    def _unpack(self, masks: Mapping[int, bytes]) -> Tensor:
-        """Packed bits of some slots as bool `[rows, vocab]`, true where a token is allowed."""
-        allowed = torch.ones(len(self._rows), self._spec.vocab_size, dtype=torch.bool, device=self._device)
-        for number, packed in masks.items():
-            bits = upload(list(packed), torch.uint8, self._device)[:, None] >> torch.arange(8, device=self._device)
-            allowed[self._slots[number].row] = bits.bitwise_and_(1).flatten()[: self._spec.vocab_size].bool()
-        return allowed
 
     def _sample_chunk(self, chunk: Chunk, forwarded: _Forwarded) -> Callable[[], PlanResult]:
         tokens = self._sample_first(forwarded.hidden, chunk.sample) if chunk.sample else ()

@@ -114,19 +114,3 @@ def test_a_mixture_that_the_runner_does_not_take_is_refused(runner: Callable[[],
     other = Join(1, (2,), SequenceState(MIXED[0], [1, 2]))
     with pytest.raises(EngineError, match="one of all 2 slots that are taken, got 1"):
         executor.launch(ForwardPlan(reset=True, joined=(join, other), steps=(Step(1, 1),)))
-
-
-def test_a_mask_bounds_what_a_slot_may_choose(runner: Callable[[], ModelRunner], spec: EngineSpec) -> None:
-    allowed = {0: {9}, 2: {3, 200}}
-    rank = runner()
-    joined = tuple(Join(slot, (slot,), SequenceState(MIXED[0], [5, 6, 7])) for slot in range(3))
-    plan = ForwardPlan(joined=joined, steps=tuple(Step(slot, 2) for slot in range(3)))
-    masks = {
-        slot: sum(1 << token for token in tokens).to_bytes(-(-spec.vocab_size // 8), "little")
-        for slot, tokens in allowed.items()
-    }
-    found = rank.sample(plan, rank.forward(plan), masks)().steps
-    chosen = [tokens[0].token_id for tokens in found if not isinstance(tokens, str)]
-    assert chosen[0] == 9
-    assert chosen[2] in allowed[2]
-    assert chosen[1] not in allowed[0] | allowed[2]
