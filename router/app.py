@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,16 +86,9 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
     pool = Pool(config, router_id, digest, tls, signer)
 
-    lengths = [longest]
-
-    def max_model_len() -> int:
-        # While all workers are gone, what they could hold counts: requests wait for others like them.
-        lengths[:] = [identity.max_model_len for identity in pool.identities] or lengths
-        return min([*lengths, config.max_model_len or max(lengths)])
-
     threads = Threads(config.line_capacity)
     salt = partial(request_salt, config.fleet_secret)
-    validator = RequestValidator(model, max_model_len, threads, salt, lambda: pool.capacity)
+    validator = RequestValidator(model, _length_limit(config, pool, longest), threads, salt, lambda: pool.capacity)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
         await stack.enter_async_context(pool.running())
@@ -132,6 +125,18 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
         stack.callback(failed.cancel)
         stack.push_async_callback(_stop, pipeline, door)
         yield App(listener.address, ops.address, pool, door, health, config.drain_s, failed)
+
+
+def _length_limit(config: RouterConfig, pool: Pool, longest: int) -> Callable[[], int]:
+    """Makes the function that returns the most tokens of a request; `longest` while no worker was there yet."""
+    lengths = [longest]
+
+    def max_model_len() -> int:
+        # While all workers are gone, what they could hold counts: requests wait for others like them.
+        lengths[:] = [identity.max_model_len for identity in pool.identities] or lengths
+        return min([*lengths, config.max_model_len or max(lengths)])
+
+    return max_model_len
 
 
 async def _stop(pipeline: Pipeline, door: FrontDoor) -> None:
