@@ -192,8 +192,8 @@ class Supervisor:
     ) -> Child:
         """Start a child; `environ` None: with our own.
 
-        `ready_line` is a regular expression for the begin of the line on standard output that says that it serves.
-        Raises Unavailable when it can't be started.
+        The child says that it serves by a line on standard output. The regular expression `ready_line` matches the
+        beginning of that line. Raises Unavailable when the child can't be started.
         """
         child = Child(name, command, environ, ready_line, self._relay)
         await child.launch()

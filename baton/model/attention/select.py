@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from baton.model.attention import flash_backend
+import baton.model.attention.flash_backend as flash_backend
 from baton.model.attention.contract import AttentionBackend
 from baton.model.attention.torch_backend import TorchAttention
 

@@ -274,7 +274,7 @@ class RedisPrefixCache:
         return checked
 
     def _usable(self, digests: Sequence[bytes], parts: Sequence[_Checked]) -> list[Payload]:
-        """The payloads up to the first that lacks; tell of those that are gone, or of the first that was refused."""
+        """The payloads before the first missing one; reports the missing ones, or the first refused one."""
         payloads: list[Payload] = []
         for part in parts:
             payloads += part.payloads
@@ -380,6 +380,6 @@ def key_prefix(kv_format: KvFormat) -> str:
 
 
 def _number(info: object, name: str) -> int:
-    """A field of an INFO reply; 0 if it lacks."""
+    """A field of an INFO reply; 0 if it is missing."""
     value = info.get(name) if isinstance(info, dict) else 0
     return value if isinstance(value, int) else 0
