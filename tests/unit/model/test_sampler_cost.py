@@ -21,7 +21,7 @@ from baton.errors import InvalidRequest
 from baton.model.sampler import SamplerBatch
 from baton.request import SamplingParams, SequenceState
 from tests.effort import effort
-from tests.unit.sampler.any_params import any_params
+from tests.unit.model.any_params import any_params
 
 VOCAB, BATCH = 8_000, 32
 CPU, EOS = torch.device("cpu"), frozenset({2})

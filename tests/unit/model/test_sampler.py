@@ -19,7 +19,7 @@ from baton.model.penalties import PenaltyTable
 from baton.model.sampled import token_infos
 from baton.model.sampler import WINDOW, SamplerBatch
 from baton.request import MIN_REPETITION_PENALTY, SamplingParams, SequenceState, TokenInfo
-from tests.unit.sampler.plain_noise import gumbel
+from tests.unit.model.plain_noise import gumbel
 
 EOS = frozenset({2})
 CPU = torch.device("cpu")

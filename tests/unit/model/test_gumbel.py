@@ -12,7 +12,7 @@ from baton.model import gumbel as noise
 from baton.model.blocks import WIDTH, Blocks
 from baton.model.gumbel import Draws, Race, _bits, scores_of
 from baton.model.noise import noise_key
-from tests.unit.sampler.plain_noise import bits, fmix32, gumbel
+from tests.unit.model.plain_noise import bits, fmix32, gumbel
 
 
 def keys_of(rows: list[tuple[int, int, int]]) -> Tensor:

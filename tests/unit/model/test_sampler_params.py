@@ -15,8 +15,8 @@ from baton.errors import InvalidRequest
 from baton.model.sampler import WINDOW
 from baton.request import SamplingParams, SequenceState
 from tests.effort import effort
-from tests.unit.sampler.any_params import any_params
-from tests.unit.sampler.test_sampler import EOS, batch_of, ids, plain, states_of
+from tests.unit.model.any_params import any_params
+from tests.unit.model.test_sampler import EOS, batch_of, ids, plain, states_of
 
 VOCAB = 5 * WINDOW
 

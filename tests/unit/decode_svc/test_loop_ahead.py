@@ -11,7 +11,7 @@ from decode_svc.loop import Lost, Report
 from decode_svc.messages import FailureKind
 from tests.contract.engines import ExecutorStub
 from tests.decoding import alone, greedy
-from tests.unit.decode.test_loop import Turns
+from tests.unit.decode_svc.test_loop import Turns
 
 
 class Ahead(Turns):
