@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """Admin is served beside a worker's control services and a router's Inference; callers need an admin's credentials.
+    """Admin is served on a worker's control listener and on a router's client listener. Callers need an admin's credentials.
     """
 
     def __init__(self, channel):
@@ -53,26 +53,26 @@ class AdminStub:
 
 
 class AdminServicer:
-    """Admin is served beside a worker's control services and a router's Inference; callers need an admin's credentials.
+    """Admin is served on a worker's control listener and on a router's client listener. Callers need an admin's credentials.
     """
 
     def Ledger(self, request, context):
-        """Ledger lists every owner of memory or of a request's state, after checking that the sums are right.
+        """Ledger checks the sums, and lists every owner of memory or of a request's state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cache(self, request, context):
-        """Cache tells how full the tiers of a worker's prefix cache are and how they have fared; a router answers for its
-        index of prefixes.
+        """Cache returns the size and the hits of each tier of a worker's prefix cache. A router answers for its index of
+        prefixes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearCache(self, request, context):
-        """ClearCache drops all cached KV from a worker's pages and host memory, and, if asked to, from Redis.
+        """ClearCache deletes all cached KV in a worker's pages and host memory, and, if requested, in Redis.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,7 +105,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Admin is served beside a worker's control services and a router's Inference; callers need an admin's credentials.
+    """Admin is served on a worker's control listener and on a router's client listener. Callers need an admin's credentials.
     """
 
     @staticmethod

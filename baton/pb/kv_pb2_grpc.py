@@ -59,7 +59,7 @@ class KvServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseKv(self, request, context):
-        """ReleaseKv ends an export; releasing an unknown or released export succeeds.
+        """ReleaseKv ends an export. It also succeeds for an export that is unknown or was released before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,14 +52,14 @@ class PrefillServicer:
     """
 
     def Prefill(self, request, context):
-        """Prefill computes a prompt's KV and samples its first token; cancelling the call frees all it holds.
+        """Prefill computes a prompt's KV and samples its first token. Cancelling the call frees everything.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abandon(self, request, context):
-        """Abandon ends the export of an attempt that failed after its prefill; unknown and ended ones succeed.
+        """Abandon ends the export of an attempt that failed after its prefill. It also succeeds for an unknown or ended export.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
