@@ -79,9 +79,11 @@ def plain(logits: Tensor, state: SequenceState, mask: Tensor | None = None) -> i
     if 0 < params.top_k < len(x):
         x[x < x.sort(descending=True).values[params.top_k - 1]] = -math.inf
     if params.top_p < 1.0:
-        ordered = x.softmax(-1).sort(descending=True)
-        before = ordered.values.cumsum(-1) - ordered.values
-        x[ordered.indices[before >= params.top_p]] = -math.inf
+        likelihoods = x.softmax(-1)
+        ordered = likelihoods.sort(descending=True).values
+        before = ordered.cumsum(-1) - ordered
+        # Tokens as likely as the last one kept are kept too.
+        x[likelihoods < ordered[before < params.top_p][-1]] = -math.inf
     noise = [gumbel(params.seed or 0, state.choice_index, len(state.output_ids), token) for token in range(len(x))]
     return int((x + torch.tensor(noise, dtype=torch.float64)).argmax())
 
