@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.errors import DeadlineExceeded, InvalidRequest
-from baton.kv.format import WIRE_VERSION
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy, check_id
 from baton.rpc.convert import add_token, cache_policy_from_proto, export_from_proto, finish_to_proto
 from baton.rpc.silence import Silence
 from baton.worker.messages import DecodeTimings, Output, Reserved
+from baton.worker.status import WIRE_VERSION
 from decode_svc.messages import (
     AttemptKey,
     Cancel,

@@ -38,8 +38,6 @@ PROGRESS_S = 1.0
 QUEUED_S = 120.0
 """Longest wait for the first chunk; what waits longer is better off at another worker, or in the router's line."""
 
-_TIERS = ("pool", "host", "redis", "peer")
-
 _PREFILLING_S, _PREFILLING_TOKEN_S = 60.0, 0.1
 
 
@@ -198,11 +196,10 @@ class Job:
 
 
 def by_tier(sources: Sequence[tuple[str, int]], most: int) -> dict[str, int]:
-    """Tokens by tier as `CachedTokens` has them, of the first `most`; what is in this process is the host's."""
+    """Tokens by tier, of the first `most`. The tiers are fields of `CachedTokens`."""
     counts: dict[str, int] = {}
     for tier, tokens in sources:
-        name = tier if tier in _TIERS else "host"
-        counts[name] = counts.get(name, 0) + min(tokens, most)
+        counts[tier] = counts.get(tier, 0) + min(tokens, most)
         most -= min(tokens, most)
     return counts
 

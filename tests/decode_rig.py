@@ -11,7 +11,6 @@ from typing import Any
 from baton.config.decode import DecodeConfig
 from baton.engine.contract import Engine
 from baton.engine.fake import FakeEngine
-from baton.kv.format import WIRE_VERSION
 from baton.lifecycle import State
 from baton.pb import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, finish_reason
@@ -21,6 +20,7 @@ from baton.rpc.server import listen
 from baton.transfer.exports import Exports
 from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import KvServicer
+from baton.worker.status import WIRE_VERSION
 from decode_svc.admission import SlotForecast
 from decode_svc.app import App, run
 from tests.decoding import LoggingEngine

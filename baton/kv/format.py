@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-WIRE_VERSION = 2
-"""Version of all that Baton's own processes say to each other; processes of different versions refuse each other."""
+KV_VERSION = 1
+"""Version of the layout below. It is part of the name of every cached block, so a new version starts with an empty
+prefix cache."""
 
 KEYS, VALUES = "k", "v"
 """Names of the parts of plain attention. Nothing but this module spells them."""
@@ -75,7 +76,7 @@ class KvFormat:
     parts: tuple[KvPart, ...]
     layers: int
     block_size: int
-    version: int = WIRE_VERSION
+    version: int = KV_VERSION
 
     @property
     def heads(self) -> int:

@@ -1,8 +1,7 @@
 """The model fingerprint: two workers may exchange KV only if theirs are equal.
 
 It covers all that decides what K and V a token gets: the architecture's numbers, RoPE and windows, the
-weights' content, their quantization, the compute dtype and the adapter. It does not cover names, paths, or
-how a checkpoint is split into files.
+weights' content and the compute dtype. It does not cover names, paths, or how a checkpoint is split into files.
 
 Hashing gigabytes at every start would be slow, so each file's digest is kept under the user's cache folder,
 under a key of path, size, modification time and inode. The cache is a convenience: damaged or unwritable, it
@@ -35,8 +34,6 @@ def model_fingerprint(
     config: ModelConfig,
     weights_digest: str,
     compute_dtype: str,
-    quantization: str | None = None,
-    adapter: str | None = None,
 ) -> str:
     """SHA-256, in hex, over canonical JSON of all that decides a token's K and V."""
     architecture = {name: value for name, value in asdict(config).items() if name not in _NOT_COMPUTED_WITH}
@@ -44,9 +41,7 @@ def model_fingerprint(
         "version": _VERSION,
         "architecture": architecture,
         "weights": weights_digest,
-        "quantization": quantization,
         "compute_dtype": compute_dtype,
-        "adapter": adapter,
     }
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 PREFIX_NAME_BYTES = 8
 """Leading bytes of a block's digest that identify it in `PrefixChange`."""
 
+WIRE_VERSION = 2
+"""Version of the messages between Baton's processes. Routers and workers of different versions refuse each other."""
+
 MAX_INTERVAL_S = 1.0
 MIN_INTERVAL_S = 0.02
 
@@ -55,6 +58,7 @@ class WorkerIdentity:
     principal: str = ""
     ticket_key_ids: tuple[bytes, ...] = ()
     """Ids of the keys whose tickets the kv listener accepts now; they may change. Empty: it needs no tickets."""
+    wire_version: int = WIRE_VERSION
 
 
 @dataclass(frozen=True, slots=True)

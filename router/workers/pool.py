@@ -19,10 +19,10 @@ from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 
 from baton.config.router import RouterConfig
-from baton.kv.format import WIRE_VERSION, KvFormat
+from baton.kv.format import KvFormat
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
-from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole
+from baton.worker.status import WIRE_VERSION, PrefixChange, WorkerIdentity, WorkerRole
 from router.placement.block_hasher import BlockNamespace
 from router.placement.fleet import FleetView, pairable
 from router.placement.policy import servable
@@ -251,7 +251,7 @@ class Pool:
         """What keeps the worker from joining."""
         pairs: list[tuple[str, str, str, str]] = [
             ("role", identity.role.value, link.role.value, f"--{link.role.value}, which lists it"),
-            ("wire version", str(identity.kv_format.version), str(WIRE_VERSION), "this router"),
+            ("wire version", str(identity.wire_version), str(WIRE_VERSION), "this router"),
             ("model", identity.model, self._model_name, "this router"),
             ("tokenizer digest", identity.tokenizer_digest, self._tokenizer_digest, "this router"),
         ]

@@ -32,13 +32,13 @@ from baton.errors import (
     TransferError,
     Unavailable,
 )
-from baton.kv.format import WIRE_VERSION
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy
 from baton.rpc.convert import cache_policy_to_proto, export_to_proto, finish_from_proto, token_from_proto
 from baton.rpc.silence import Silence
 from baton.transfer.remote import RemoteExport
 from baton.worker.messages import DecodeTimings, Output, Reserved
+from baton.worker.status import WIRE_VERSION
 from router.events import Blame, Cause, Deliver, Failed
 from router.workers.losses import WorkerLoss
 

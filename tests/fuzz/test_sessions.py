@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
-from baton.kv.format import WIRE_VERSION
 from baton.pb import decode_pb2, kv_pb2
 from baton.rpc.channel import control_channel
+from baton.worker.status import WIRE_VERSION
 from tests.decode_rig import key, rig
 from tests.decoding import digests
 from tests.fuzz.messages import one_wrong, senseless

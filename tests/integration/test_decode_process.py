@@ -13,10 +13,10 @@ import pytest
 
 from baton.config.decode import DecodeConfig
 from baton.errors import ConfigError
-from baton.kv.format import WIRE_VERSION
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.rpc.channel import control_channel
 from baton.worker import start as worker_start
+from baton.worker.status import WIRE_VERSION
 from decode_svc.app import run
 
 START_S = 60

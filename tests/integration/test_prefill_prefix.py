@@ -286,7 +286,7 @@ class Rated(MemoryPrefixCache):
     bytes_per_s = 1.0
 
     def rates(self) -> Mapping[str, FetchRate]:
-        return {"memory": FetchRate(0.0, self.bytes_per_s)}
+        return {"host": FetchRate(0.0, self.bytes_per_s)}
 
 
 @pytest.mark.parametrize(("bytes_per_s", "cached", "decision"), [(1.0, 0, "none"), (1e15, 96, "all")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.kv.format import WIRE_VERSION, KvFormat
+from baton.kv.format import KvFormat
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
 from baton.transfer.tickets import TicketSigner
-from baton.worker.status import WorkerLoad, WorkerRole
+from baton.worker.status import WIRE_VERSION, WorkerLoad, WorkerRole
 from tests.certificates import fleet
 from tests.integration.router_bench import bench, refused, until
 from tests.integration.router_stubs import (
@@ -101,7 +100,7 @@ async def test_a_request_that_never_fits_is_refused_with_numbers(tmp_path: Path)
 MISMATCHES = {
     "fingerprint": ("fingerprint", "0" * 64),
     "KV format": ("kv_format", KvFormat(KV.parts, layers=2, block_size=32)),
-    "wire version": ("kv_format", replace(KV, version=WIRE_VERSION - 1)),
+    "wire version": ("wire_version", WIRE_VERSION - 1),
     "tokenizer digest": ("tokenizer_digest", "1" * 64),
     "model": ("model", "another"),
     "role": ("role", WorkerRole.PREFILL),

@@ -30,7 +30,10 @@ PrefixesChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes]], object
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Leading blocks that were found: runs of (tier, blocks), one after the other."""
+    """Leading blocks that were found: runs of (tier, blocks), one after the other.
+
+    A tier is the name of a field of `baton.request.CachedTokens`.
+    """
 
     runs: tuple[tuple[str, int], ...] = ()
 

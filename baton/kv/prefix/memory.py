@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
 
-TIER = "memory"
+TIER = "host"
 
 
 class NullPrefixCache:

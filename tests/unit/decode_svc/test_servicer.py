@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest
-from baton.kv.format import WIRE_VERSION
 from baton.pb import decode_pb2
+from baton.worker.status import WIRE_VERSION
 from decode_svc.messages import Command
 from decode_svc.servicer import SILENCE_S, DecodeServicer
 from decode_svc.session import Session

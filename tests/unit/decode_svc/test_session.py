@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded
-from baton.kv.format import WIRE_VERSION, Shard
+from baton.kv.format import Shard
 from baton.pb import decode_pb2, inference_pb2, kv_pb2
 from baton.request import FinishReason, TokenInfo
 from baton.rpc.convert import export_to_proto
 from baton.transfer.remote import RemoteExport
 from baton.worker.messages import DecodeTimings, Output, Reserved
+from baton.worker.status import WIRE_VERSION
 from decode_svc.messages import (
     AttemptKey,
     Cancel,
