@@ -87,6 +87,19 @@ async def test_a_key_of_another_type_is_a_miss(server: Server, cache: RedisPrefi
     assert faults("wrong_type") == before + 2
 
 
+async def test_nothing_behind_an_error_is_delivered(
+    server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Payloads are by position: those of the next window would be taken for the missing ones."""
+    monkeypatch.setattr("baton.kv.prefix.redis.cache.WINDOW_BYTES", 2 * CODEC.record_bytes)
+    await fill(cache)
+    assert await found(cache) == 6
+    with server.client() as client:
+        client.delete(KEYS[1])
+        client.rpush(KEYS[1], b"a list")
+    assert [bytes(payload) for payload in await cache.fetch(DIGESTS)] == BLOCKS[:1]
+
+
 async def test_eviction_between_look_up_and_fetch_shortens_the_hit(server: Server, cache: RedisPrefixCache) -> None:
     await fill(cache)
     assert await found(cache) == 6

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -74,12 +74,18 @@ class RedisLimits:
 
 @dataclass(slots=True)
 class _Checked:
-    """Records of some blocks: payloads up to the first that is not usable, and what was wrong there."""
+    """`asked` records of successive blocks: payloads up to the first that is not usable, and what was wrong there."""
 
-    payloads: list[Payload]
+    asked: int
+    payloads: list[Payload] = field(default_factory=list)
     gone: Sequence[bytes] = ()
     refused: bytes | None = None
     reason: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all records are usable."""
+        return len(self.payloads) == self.asked
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +168,7 @@ class RedisPrefixCache:
                 wanted = slice(start, start + window)
                 records = await self._records(keys[wanted], until - time.monotonic())
                 parts[start] = await self._in_thread(self._check, digests[wanted], records)
-                if len(parts[start].payloads) < len(records):
+                if not parts[start].complete:
                     deque(starts, 0)  # what comes behind is of no use
 
         await asyncio.gather(*(lane() for _ in range(LANES)))
@@ -259,7 +265,7 @@ class RedisPrefixCache:
 
     def _check(self, digests: Sequence[bytes], records: Sequence[Any]) -> _Checked:
         """Check records in their order; runs in a thread."""
-        checked = _Checked([])
+        checked = _Checked(len(records))
         for digest, record in zip(digests, records, strict=True):
             try:
                 # An error was counted already, and no answer is one of the node.
@@ -281,12 +287,12 @@ class RedisPrefixCache:
             if part.gone:
                 count("evicted")
                 self._lost(part.gone)
-                break
             if part.refused is not None:
                 count(part.reason)
                 refused = digests[len(payloads)]
                 self._refused([refused])
                 self._removals.add({refused: part.refused})
+            if not part.complete:
                 break
         return payloads
 
