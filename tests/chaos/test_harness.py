@@ -7,11 +7,8 @@ import contextlib
 import os
 import random
 import socket
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-
-import pytest
 
 from baton.request import FinishReason, TokenInfo, Usage
 from tests.chaos.cases import CASES, DAMAGE, FLOODS, STORM, plan
@@ -66,18 +63,6 @@ async def test_a_cut_link_is_silent_and_delivers_what_was_under_way_once_it_is_h
         assert await asyncio.wait_for(new[0].readexactly(5), 5) == b"later"
 
 
-async def test_a_cut_hides_the_end_of_a_connection() -> None:
-    async with echo() as (proxy, port):
-        old = await asyncio.open_connection("127.0.0.1", port)
-        assert await ping(old) == b"ping"
-        await mode(proxy, "cut")
-        old[1].write_eof()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(old[0].read(), 0.3)
-        await mode(proxy, "pass")
-        assert await asyncio.wait_for(old[0].read(), 5) == b""
-
-
 async def test_one_peer_is_cut_and_the_others_are_not() -> None:
     async with echo(identify=True) as (proxy, port):
         await proxy.command({"op": "pids", "pids": {"me": os.getpid()}})
@@ -88,20 +73,6 @@ async def test_one_peer_is_cut_and_the_others_are_not() -> None:
         assert await ping(mine) == b""
         await mode(proxy, "pass")
         assert await asyncio.wait_for(mine[0].readexactly(4), 5) == b"ping"
-
-
-async def test_a_slow_link_is_as_slow_as_asked_and_a_reset_breaks() -> None:
-    async with echo() as (proxy, port):
-        await mode(proxy, "slow", rate=20_000)
-        ends = await asyncio.open_connection("127.0.0.1", port)
-        began = time.monotonic()
-        ends[1].write(bytes(10_000))
-        await asyncio.wait_for(ends[0].readexactly(10_000), 10)
-        assert time.monotonic() - began >= 0.45
-        await mode(proxy, "reset")
-        ends[1].write(b"x")
-        with pytest.raises(OSError, match="reset"):
-            await asyncio.wait_for(ends[0].readexactly(1), 5)
 
 
 SPEC = Spec(prompt=(5, 7), max_tokens=3, n=2, seed=4)
@@ -178,26 +149,6 @@ def test_the_oracle_finds_wrong_text_and_wrong_log_probabilities() -> None:
     assert not told.odd
     told.take(0, [TokenInfo(97, -2.0, ((97, -2.0), (99, -3.0)))], "", 2.0)
     assert told.odd
-
-
-async def test_connections_that_are_reset_can_be_made_anew() -> None:
-    async with echo() as (proxy, port):
-        old = await asyncio.open_connection("127.0.0.1", port)
-        assert await ping(old) == b"ping"
-        await proxy.command({"op": "abort", "link": "l"})
-        with pytest.raises(OSError, match="reset"):
-            await asyncio.wait_for(old[0].readexactly(1), 30)
-        new = await asyncio.open_connection("127.0.0.1", port)
-        new[1].write(b"ping")
-        assert await asyncio.wait_for(new[0].readexactly(4), 30) == b"ping"
-
-
-def test_the_mix_draws_all_that_the_suite_is_for() -> None:
-    mix = Mix(random.Random(1))
-    specs = [mix.draw() for _ in range(2000)]
-    assert {spec.n for spec in specs} >= {1, 2, 3, 8, 33, 64}
-    assert any(spec.logprobs == 20 and spec.pause for spec in specs)
-    assert any(spec.stop and spec.min_tokens for spec in specs)
 
 
 def test_every_case_is_planned_and_what_is_new_comes_early_and_again() -> None:

@@ -23,7 +23,9 @@ from baton.bench.load.targets import Place
 from baton.bench.traces import Arrival
 from baton.bundled import path as bundled_path
 from baton.cli.main import main
+from baton.errors import InvalidRequest
 from tests import openai_server as behaviour
+from tests.fake_router import Router, served
 from tests.fleet import Fleet
 from tests.openai_server import openai_server
 
@@ -51,16 +53,14 @@ async def one(wanted: Settings) -> dict[str, Any]:
     return found[0]
 
 
-async def command(
-    *arguments: str, interrupt: asyncio.Event | None = None, number: signal.Signals = signal.SIGINT
-) -> tuple[int, str, str]:
-    """Run `baton bench`, with a signal when `interrupt` is set: exit status, standard output and error."""
+async def command(*arguments: str, interrupt: asyncio.Event | None = None) -> tuple[int, str, str]:
+    """Run `baton bench`, with Ctrl-C when `interrupt` is set: exit status, standard output and error."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*BATON, *arguments, stdout=pipe, stderr=pipe)
     try:
         if interrupt is not None:
             await asyncio.wait_for(interrupt.wait(), 60)
-            process.send_signal(number)
+            process.send_signal(signal.SIGINT)
         out, err = await asyncio.wait_for(process.communicate(), 60)
     finally:
         if process.returncode is None:
@@ -96,16 +96,17 @@ async def test_a_fleet_under_load(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-async def test_refusals_and_bad_requests_of_a_fleet_have_the_names_of_its_errors() -> None:
-    async with Fleet(bundled_path(), dtype="float32") as fleet:
-        app = await fleet.start_router([await fleet.prefill()], [await fleet.decode()])
-        url = f"grpc://{app.address}"
-        found = await one(settings(url, inputs=lengths("9000"), wait_s=60.0))
-        assert found["requests"]["failed"] == 6
-        assert found["failures"]["InvalidRequest"]["count"] == 6
-        with pytest.raises(RequestFailed, match="no such model") as refused:
-            await one(settings(url, place=Place(url, model="no such model")))
+async def test_refusals_and_bad_requests_have_the_names_of_batons_errors() -> None:
+    router = Router()
+    async with served(router) as listener:
+        url = f"grpc://{listener.address}"
+        with pytest.raises(RequestFailed, match="is not served") as refused:
+            await one(settings(url, place=Place(url, model="other")))
         assert refused.value.kind == "NotFound"
+        router.error = InvalidRequest("prompt", "is too long")
+        with pytest.raises(RequestFailed, match="is too long") as failed:
+            await one(settings(url))
+        assert failed.value.kind == "InvalidRequest"
 
 
 @pytest.mark.parametrize(
@@ -203,8 +204,7 @@ async def test_a_trace_is_replayed() -> None:
     assert found["output_tokens"] == 9
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_ctrl_c_reports_what_was_measured(number: signal.Signals, tmp_path: Path) -> None:
+async def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
     begun, hanging = asyncio.Event(), []
 
     async def hangs(body: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -216,7 +216,7 @@ async def test_ctrl_c_reports_what_was_measured(number: signal.Signals, tmp_path
 
     async with openai_server(*[FIRST] * 5, *[hangs] * 50) as server:
         flags = ["--concurrency=2", "--seconds=600", f"--json={tmp_path / 'a'}"]
-        status, out, err = await command("serve", server.url, *flags, interrupt=begun, number=number)
+        status, out, err = await command("serve", server.url, *flags, interrupt=begun)
     assert status == 130, err
     found = json.loads((tmp_path / "a").read_text())
     assert found["interrupted"]

@@ -14,7 +14,7 @@ from baton.bundled import path as bundled_path
 from baton.cli.bench.serve import serve
 from tests import openai_server as behaviour
 from tests.fleet import Fleet
-from tests.integration.test_bench_serve import FIRST, command
+from tests.integration.test_bench_serve import command
 from tests.openai_server import choice, data, openai_server
 
 TEXT = "It is a truth universally acknowledged, that a prompt which is sent twice must be in want of a cache. " * 4
@@ -86,18 +86,6 @@ async def test_texts_reach_other_servers_as_texts(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "a").read_text())
     assert (found["input_tokens"], found["cached_tokens"], found["cached_share"]) == (30, 8, 0.2667)
     assert "cached     8 prompt tokens, 26.7%" in out
-
-
-async def test_hits_that_no_server_tells_are_null(tmp_path: Path) -> None:
-    lines = [{"prompt": [1, 2]}, {"prompt": [3]}]
-    async with openai_server(FIRST) as server:
-        flags = [prompts(tmp_path, *lines), "--concurrency=1", "--requests=3", "--output-tokens=2"]
-        status, out, err = await command("serve", server.url, *flags, f"--json={tmp_path / 'a'}")
-    assert status == 0, err
-    assert [body["prompt"] for body in server.bodies[1:]] == [[1, 2], [3], [1, 2]]
-    found = json.loads((tmp_path / "a").read_text())
-    assert (found["input_tokens"], found["cached_tokens"], found["cached_share"]) == (5, None, None)
-    assert "cached" not in out
 
 
 HTTP = "http://a/v1/completions"

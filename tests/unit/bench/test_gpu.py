@@ -7,9 +7,6 @@ import sys
 import pytest
 import torch
 
-from baton.bench.roofline import ModelShape
-from baton.errors import EngineError
-from baton.model.config import ModelConfig
 from bench import gpu
 
 PLAN = gpu.Plan(
@@ -26,11 +23,6 @@ PLAN = gpu.Plan(
 )
 
 
-def test_the_shape_is_llamas() -> None:
-    shape = ModelShape.of(ModelConfig.from_dict(gpu.LLAMA_8B))
-    assert shape.step_weights + shape.head_weights == pytest.approx(8.03e9, rel=1e-3)
-
-
 def test_every_figure_is_there_and_positive() -> None:
     bench = gpu.Bench(gpu.TINY, torch.device("cpu"), PLAN)
     results = gpu.measure(bench)
@@ -43,19 +35,6 @@ def test_every_figure_is_there_and_positive() -> None:
     ours, peer = results["decode"]["3"], results["transformers"]
     assert results["over_transformers"] == pytest.approx(ours["tokens_per_s"] / peer["tokens_per_s"])
     assert ours["tokens_per_s"] == pytest.approx(3e3 / ours["step_ms"])
-
-
-def test_copies_that_fail_beside_a_batch_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = gpu.Bench(gpu.TINY, torch.device("cpu"), PLAN)
-    engine = bench.engine()
-
-    def fail(*_: object) -> None:
-        raise EngineError("no copy was made")
-
-    monkeypatch.setattr(engine, "read_kv", fail)
-    with pytest.raises(EngineError, match="no copy was made"):
-        bench.overlap(engine, 3)
-    assert engine.audit() == {}
 
 
 def test_without_cuda_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

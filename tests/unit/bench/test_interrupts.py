@@ -21,14 +21,6 @@ def handlers_are_put_back() -> Generator[None]:
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_all_that_is_complete_is_the_last_report() -> None:
-    def reports() -> Reports:
-        yield {"rows": 1}
-        yield {"rows": 2}
-
-    assert last_report(reports()) == {"rows": 2, "interrupted": False}
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_measurement_with_what_is_complete(number: signal.Signals) -> None:
     ended = []

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
 
 from baton.bench.children import ChildFailed
+from baton.bench.load.outcome import Outcome
+from baton.bench.load.workload import Job
 from baton.bench.pairing import spread
 from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
-from bench.peers import fleet, interference, products, rates, report
-from bench.peers.places import Places
+from bench.peers import fleet, interference, rates, report
 from bench.peers.runner import Absent
 
 SHAPE = ModelShape(64, 112, 4, 2, 16, 264, (None, None))
@@ -125,48 +125,6 @@ def test_a_fleet_that_lost_requests_meets_no_bar() -> None:
     assert told[0].row().endswith("| not met: 1 unfinished |")
 
 
-class Engine:
-    """An engine, and servers, of a machine that is slower whenever it is asked."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        if command == "probe":
-            return {"bytes_per_s": 1e9}
-        self.log += [command] if command == "decode" else []
-        return {"seconds": float(len(self.log)) * arguments.get("steps", 1)}
-
-    def load(self, target: str, concurrency: int, requests: int, seed: int, model: str = "") -> dict[str, Any]:
-        self.log.append(target.partition(":")[0])
-        if target.startswith("http") and self.log.count("http") == 2:
-            raise RuntimeError("its server died")
-        latencies = {"ttft_ms": {"p99": 2.0}, "itl_ms": {"p99": 1.0}}
-        return {"output_tokens_per_s": 10.0, **latencies, "requests": {"sent": 1, "finished": 1}}
-
-
-def test_each_pair_of_servers_stands_between_two_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine()
-
-    monkeypatch.setattr(fleet, "load", engine.load)
-    monkeypatch.setattr(fleet, "vllm_server", lambda places: contextlib.nullcontext("http://a:1"))
-    monkeypatch.setattr(fleet, "baton_fleet", lambda places: contextlib.nullcontext("b:1"))
-    found = fleet.measure(Places.of({}), engine, 3, True, lambda _: None)["c2"]
-    assert engine.log == [
-        *("decode", "grpc", "http", "decode"),
-        *("decode", "http", "grpc", "decode"),
-        *("decode", "grpc", "http", "decode"),
-    ]
-    first = found["rounds"]["prediction"][0]
-    assert first["before"]["step_s"] == 1.0
-    assert first["after"]["step_s"] == 4.0
-    assert first["tokens_per_s"] == (first["before"]["tokens_per_s"] + first["after"]["tokens_per_s"]) / 2
-    assert first["after"]["machine"] == {"bytes_per_s": 1e9}
-    assert found["failed"] == {"vllm": {"count": 1, "of": 3, "words": "its server died"}}
-    assert len(found["ratios"]["tokens_per_s"]["rounds"]) == 2
-    assert len(found["of_predicted"]["rounds"]) == 3
-
-
 MACHINE = {"processor": "a processor", "cores": 2, "memory_gib": 24}
 ABOUT = {"machine": MACHINE, "commit": "abc", "command": "python -m bench.peers"}
 
@@ -216,17 +174,11 @@ def test_bars_are_told_as_met_or_not() -> None:
     assert "Failures" not in text
 
 
-def test_products_are_compared_turn_by_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    took = {"packed": [1.0, 4.0, 2.0], "vllm": [1.0, 2.0, 3.0], "sgl": [2.0] * 3, "plain": [4.0] * 3, "sum": [0.5] * 3}
+def test_a_gap_that_the_load_has_any_part_of_is_not_one_of_streams_alone() -> None:
+    def outcome(*times: float) -> Outcome:
+        made = Outcome.of(Job([1], 1), 0.0)
+        made.times.extend(times)
+        return made
 
-    class Kernels:
-        def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-            assert (command, arguments["rows"]) == ("products", 1)
-            return {"bytes": 3e9, "seconds": took}
-
-    monkeypatch.setattr(products, "runner", lambda *_: contextlib.nullcontext(Kernels()))
-    found = products.measure(Places.of({}), True, lambda _: None)
-    assert found["1 rows"]["gb_per_s"] == {"packed": 1.5, "vllm": 1.5, "sgl": 1.5, "plain": 0.75, "sum": 6.0}
-    assert found["1 rows"]["ratios"]["vllm"]["rounds"] == [1.0, 0.5, 1.5]
-    text = report.markdown({"products": {**ABOUT, "results": found}})
-    assert "| 1 rows | 1.5 | 1.5 | 1.00 (0.50 to 1.50) | 1.5 | 1.00 (0.50 to 2.00) |" in text
+    streams = [outcome(0.0, 1.0, 2.0, 4.0, 9.5), outcome(0.5, 1.5, 7.5), outcome(9.0, 9.5)]
+    assert interference.gaps(streams, 0.25, 2.0, 9.0) == {"alone": [1000, 1000], "loaded": [2000, 5500, 6000]}
