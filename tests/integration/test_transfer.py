@@ -32,7 +32,6 @@ from tests.unit.transfer.support import (
     INCARNATION,
     LAYERS,
     Engine,
-    Gate,
     advance_all,
     handoff,
     prefilled,
@@ -104,22 +103,6 @@ async def test_frames_move_while_prefill_runs(pair: Pair) -> None:
     pair.assert_equal()
 
 
-async def test_the_fetch_may_come_first(pair: Pair) -> None:
-    pair.exports.announce("t")
-    fetching = asyncio.create_task(pair.fetch())
-    await pair.servicer.requested.wait()
-    ready(pair.exports, pair.exporter, "t", TOKENS)
-    await fetching
-    pair.assert_equal()
-
-
-async def test_element_types_are_converted_by_the_consumer() -> None:
-    async with running(dtype="bfloat16") as pair:
-        ready(pair.exports, pair.exporter, "t", TOKENS)
-        await pair.fetch()
-        pair.assert_equal()
-
-
 async def test_ranks_fetch_their_own_boxes(pair: Pair) -> None:
     _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
     boxes = [
@@ -166,16 +149,6 @@ async def test_shards_that_are_not_those_of_the_exporter_are_refused(pair: Pair)
     halves = [pair.source(shard=Shard("", layers, range(HEADS))) for layers in (range(2), range(2, LAYERS))]
     with pytest.raises(IncompleteTransfer, match="the exporter has the shards"):
         await fetch(halves, pair.engine, pair.handle, tokens=TOKENS, timeout_s=30)
-
-
-async def test_what_is_held_already_is_not_fetched(pair: Pair) -> None:
-    ready(pair.exports, pair.exporter, "t", TOKENS)
-    rest = Box(range(23, TOKENS), range(LAYERS), range(HEADS))
-    await pull([pair.source()], pair.engine, pair.handle, rest, length=TOKENS, timeout_s=30)
-    pair.assert_equal(rest)
-    nothing = Box(range(TOKENS, TOKENS), range(LAYERS), range(HEADS))
-    got = await pull([pair.source()], pair.engine, pair.handle, nothing, length=TOKENS, timeout_s=30)
-    assert got == handoff(TOKENS)
 
 
 @pytest.mark.parametrize("first", [0, 23, TOKENS])
@@ -267,18 +240,6 @@ def test_any_box_arrives_in_any_layout(
 def _span(bounds: list[int], size: int) -> range:
     start = min(bounds[0], size - 1)
     return range(start, max(bounds[1], start + 1))
-
-
-async def test_writes_overlap_receipt_and_are_bounded(pair: Pair) -> None:
-    gate = pair.engine.before_write = Gate()
-    ready(pair.exports, pair.exporter, "t", TOKENS)
-    fetching = asyncio.create_task(pair.fetch())
-    await asyncio.to_thread(gate.reached.wait, 60)
-    assert pair.engine.in_flight == 1
-    gate.open()
-    await fetching
-    assert pair.engine.most_in_flight == 1
-    pair.assert_equal()
 
 
 async def test_a_slow_consumer_holds_the_exporter_back() -> None:

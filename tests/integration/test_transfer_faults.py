@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from baton.errors import (
-    CorruptFrame,
     EngineError,
     IncompleteTransfer,
     SourceUnreachable,
@@ -50,24 +49,6 @@ async def test_a_flipped_bit_costs_one_frame(pair: Pair) -> None:
     assert faults("bad_frame") == before + 1
 
 
-async def test_a_frame_bad_twice_ends_the_transfer(pair: Pair) -> None:
-    _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
-    pair.servicer.mangle = lambda stream, number, frame: [flip(frame) if number == 0 else frame]
-    with pytest.raises(CorruptFrame):
-        await pair.fetch()
-    assert len(pair.servicer.requests) == 2
-    assert ends == ["t"]
-
-
-async def test_a_truncated_stream_is_incomplete(pair: Pair) -> None:
-    ready(pair.exports, pair.exporter, "t", TOKENS)
-    pair.servicer.mangle = lambda stream, number, frame: [frame] if number < 7 else []
-    before = faults("incomplete_transfer")
-    with pytest.raises(IncompleteTransfer):
-        await pair.fetch()
-    assert faults("incomplete_transfer") == before + 1
-
-
 async def test_another_incarnation_is_told_apart(pair: Pair) -> None:
     _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
     before = faults("stale_incarnation")
@@ -86,14 +67,6 @@ async def test_unknown_and_ended_transfers_are_refused(pair: Pair) -> None:
         await pair.fetch()
 
 
-async def test_an_expired_export_is_refused() -> None:
-    async with running(lease_s=0.02) as pair:
-        ready(pair.exports, pair.exporter, "t", TOKENS)
-        await pair.exports.drained()
-        with pytest.raises(TransferError, match="lease"):
-            await pair.fetch()
-
-
 async def test_a_failing_exporter_ends_the_stream(pair: Pair) -> None:
     handle = prefilled(pair.exporter, TOKENS)
     export = pair.exports.open("t", handle, TOKENS, on_closed=lambda: pair.exporter.free(handle))
@@ -105,15 +78,6 @@ async def test_a_failing_exporter_ends_the_stream(pair: Pair) -> None:
     export.fail(EngineError("NaN in layer 1"))
     with pytest.raises(TransferError, match="NaN in layer 1"):
         await fetching
-
-
-async def test_a_read_that_raises_ends_the_stream(pair: Pair) -> None:
-    handle = prefilled(pair.exporter, TOKENS)
-    export = pair.exports.open("t", handle, TOKENS, on_closed=lambda: None)
-    advance_all(export, TOKENS)
-    pair.exporter.free(handle)
-    with pytest.raises(TransferError, match="INTERNAL"):
-        await pair.fetch()
 
 
 @pytest.mark.parametrize("final", [0, 10])

@@ -16,7 +16,6 @@ from baton.errors import (
     Unavailable,
 )
 from baton.telemetry.metrics import EXPORTS_OPEN, LEASES_EXPIRED
-from baton.transfer import exports as exports_module
 from baton.transfer.exports import REASON_LENGTH, Exports
 from tests.unit.transfer.support import (
     INCARNATION,
@@ -73,17 +72,6 @@ def nothing() -> None:
     """An end that nobody watches."""
 
 
-async def test_release_frees_at_once_and_is_idempotent(exports: Exports, engine: Engine) -> None:
-    _, ends = ready(exports, engine, "t", TOKENS)
-    assert EXPORTS_OPEN._value.get() == 1
-    exports.release("t", "another incarnation")
-    assert ends == []
-    exports.release("t", INCARNATION)
-    exports.release("t", INCARNATION)
-    assert ends == ["t"]
-    assert engine.stats().used == 0
-
-
 async def test_an_ended_id_can_not_be_opened_again(exports: Exports, engine: Engine) -> None:
     ready(exports, engine, "t", TOKENS)
     exports.release("t", INCARNATION)
@@ -94,13 +82,6 @@ async def test_an_ended_id_can_not_be_opened_again(exports: Exports, engine: Eng
             exports.open(transfer_id, handle, TOKENS, on_closed=nothing)
         with pytest.raises(NotFound, match="was released"):
             await exports.find(transfer_id, INCARNATION)
-
-
-async def test_remembering_is_bounded(exports: Exports, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exports_module, "REMEMBERED", 2)
-    for number in range(4):
-        exports.release(str(number), INCARNATION)
-    assert list(exports._ended) == ["2", "3"]
 
 
 async def test_an_open_id_can_not_be_opened_twice(exports: Exports, engine: Engine) -> None:
@@ -125,17 +106,6 @@ async def test_the_lease_ends_an_export_that_nobody_fetches(exports: Exports, en
         await exports.find("t", INCARNATION)
 
 
-async def test_taking_frames_keeps_the_lease(exports: Exports, engine: Engine, clock: Clock) -> None:
-    export, ends = ready(exports, engine, "t", TOKENS)
-    async with aclosing(export.frames(whole(TOKENS))) as frames:
-        async for _ in frames:
-            await clock.advance(9)
-    await clock.advance(9.9)
-    assert ends == []
-    await clock.advance(0.2)
-    assert ends == ["t"]
-
-
 async def test_a_stream_that_takes_nothing_loses_the_lease(exports: Exports, engine: Engine, clock: Clock) -> None:
     export, ends = ready(exports, engine, "t", TOKENS)
     async with aclosing(export.frames(whole(TOKENS))) as frames:
@@ -146,13 +116,6 @@ async def test_a_stream_that_takes_nothing_loses_the_lease(exports: Exports, eng
         with pytest.raises(TransferError, match="lease"):
             async for _ in frames:
                 pass
-
-
-async def test_a_fetch_may_overtake_the_opening(exports: Exports, engine: Engine) -> None:
-    found = asyncio.create_task(exports.find("t", INCARNATION))
-    await asyncio.sleep(0)
-    export, _ = ready(exports, engine, "t", TOKENS)
-    assert await found is export
 
 
 async def test_an_unknown_id_waits_briefly_an_announced_one_longer(
@@ -178,14 +141,6 @@ async def test_an_unknown_id_waits_briefly_an_announced_one_longer(
     assert [await task for task in late] == [export, export]
     assert ends == []
     assert exports._awaited == {}
-
-
-async def test_an_id_is_announced_by_one(exports: Exports, engine: Engine) -> None:
-    exports.announce("t")
-    with pytest.raises(InvalidRequest, match="announced already"):
-        exports.announce("t")
-    _, ends = ready(exports, engine, "t", TOKENS)
-    assert ends == []
 
 
 async def test_another_incarnation_is_refused_at_once(exports: Exports, engine: Engine) -> None:

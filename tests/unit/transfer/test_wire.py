@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 from hypothesis import given
@@ -104,16 +103,6 @@ def test_every_flipped_bit_of_a_small_frame_is_caught() -> None:
             wire.decode(flipped(frame, bit))
 
 
-def test_flipped_bits_of_a_large_frame_are_caught() -> None:
-    rng = random.Random(1)
-    parts = [PartData(name, "bfloat16", (64, 8, 512), rng.randbytes(1 << 19)) for name in ("k", "v")]
-    frame, _ = wire.encode_data(1, range(64), range(8), parts)
-    header_bits = 8 * (len(frame) - (1 << 20))
-    for bit in [*range(header_bits), *(rng.randrange(header_bits, 8 * len(frame)) for _ in range(300))]:
-        with pytest.raises(CorruptFrame):
-            wire.decode(flipped(frame, bit))
-
-
 @pytest.mark.parametrize(
     "frame",
     [
@@ -136,27 +125,6 @@ def test_a_manifest_with_anything_more_is_refused(extra: bytes) -> None:
     body = b"\x08\x03\x22\x00" + extra
     with pytest.raises(CorruptFrame):
         wire.decode(b"\x1a" + bytes((len(body),)) + body)
-
-
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_are_refused_or_a_manifest(data: bytes) -> None:
-    try:
-        frame = wire.decode(data)
-    except CorruptFrame:
-        return
-    assert isinstance(frame, closing.Manifest)
-    assert closing.encode_manifest(frame) == data
-
-
-@given(st.data())
-def test_cut_and_spliced_frames_are_refused(data: st.DataObject) -> None:
-    frame = small_frame()
-    start = data.draw(st.integers(0, len(frame) - 1))
-    stop = data.draw(st.integers(start, len(frame)))
-    spliced = frame[:start] + data.draw(st.binary(max_size=8)) + frame[stop:]
-    if spliced != frame:
-        with pytest.raises(CorruptFrame):
-            wire.decode(spliced)
 
 
 @pytest.mark.parametrize(
