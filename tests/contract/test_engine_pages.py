@@ -16,49 +16,6 @@ from baton.kv.format import PartData
 from tests.contract.engines import MIXED, ExecutorStub, Rig, generate, ignore, prefill, start, state, step, whole_kv
 
 
-def test_reserve_takes_whole_pages_or_nothing(rig: Rig) -> None:
-    engine = rig.engine(page_size=16, pages=8)
-    first = engine.reserve("a/1", 33)
-    assert (first.owner, first.capacity, first.alive) == ("a/1", 48, True)
-    with pytest.raises(OutOfPages, match=r"needs 6 pages, 5 of 8") as refused:
-        engine.reserve("b/1", 96)
-    assert not refused.value.never
-    with pytest.raises(OutOfPages) as refused:
-        engine.reserve("b/1", 16 * 9)
-    assert refused.value.never
-    assert engine.audit() == {"a/1": 3}
-    second = engine.reserve("b/1", 80)
-    stats = engine.stats()
-    assert (stats.used, stats.free, stats.cached, stats.total) == (8, 0, 0, 8)
-    engine.free(first)
-    assert engine.stats().free == 3
-    engine.free(second)
-
-
-def test_extend_grows_or_changes_nothing(rig: Rig) -> None:
-    engine = rig.engine(page_size=16, pages=4)
-    handle = engine.reserve("a/1", 10)
-    engine.extend(handle, 16)
-    assert handle.capacity == 16
-    engine.extend(handle, 17)
-    assert handle.capacity == 32
-    with pytest.raises(OutOfPages):
-        engine.extend(handle, 65)
-    assert handle.capacity == 32
-    engine.extend(handle, 64)
-    assert engine.audit() == {"a/1": 4}
-
-
-def test_fork_out_of_pages_takes_nothing(rig: Rig) -> None:
-    engine = rig.engine(page_size=16, pages=4)
-    parent = engine.reserve("a/1", 40)
-    with pytest.raises(OutOfPages):
-        engine.fork(parent, "a/1/0", 40, 80)
-    assert engine.audit() == {"a/1": 3}
-    with pytest.raises(EngineError, match="share"):
-        engine.fork(parent, "a/1/0", 49, 60)
-
-
 def test_dead_handles_are_refused(rig: Rig) -> None:
     engine = rig.engine()
     donor = engine.reserve("donor", 20)
@@ -253,17 +210,6 @@ def test_free_while_a_copy_is_in_flight_returns_pages_after_it(rig: Rig, kind: s
         assert [bytes(part.data) for part in found] == [bytes(part.data) for part in parts]
     if kind == "read blocks":
         assert found == blocks
-    assert engine.audit() == {}
-
-
-def test_close_frees_all(rig: Rig) -> None:
-    engine = rig.engine()
-    handle, _ = start(engine, "a/1", state(rig.prompt(10)))
-    paused, _ = start(engine, "b/1", state(rig.prompt(10)))
-    engine.pause(paused)
-    reserved = engine.reserve("c/1", 10)
-    engine.close()
-    assert [handle.alive, paused.alive, reserved.alive] == [False, False, False]
     assert engine.audit() == {}
 
 

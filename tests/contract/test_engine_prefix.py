@@ -81,23 +81,6 @@ def test_output_with_a_prefix_equals_the_output_without(rig: Rig, sizes: dict[st
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_whole_prompt_that_is_cached_leaves_one_token_to_compute(rig: Rig, sizes: dict[str, int]) -> None:
-    prompt, params = rig.prompt(96), MIXED[1]
-    asked = state(prompt, type(params)(seed=3, temperature=0.9, logprobs=5))
-    engine = rig.engine(**sizes, pages=96)
-    leave(engine, prompt)
-    plain = rig.engine(**sizes, pages=96)
-    handle, other = engine.reserve("again", 97, digests(engine, prompt), 95), plain.reserve("plain", 97)
-    assert handle.cached == 95
-    cached, computed = compute(engine, handle, asked), compute(plain, other, asked)
-    assert cached.tokens[0].token_id == computed.tokens[0].token_id
-    assert cached.tokens[0].logprob == pytest.approx(computed.tokens[0].logprob, abs=1e-5)
-    assert [token for token, _ in cached.tokens[0].top] == [token for token, _ in computed.tokens[0].top]
-    if rig.exact:
-        assert whole_kv(engine, handle, 96) == whole_kv(plain, other, 96)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
 def test_a_prompt_that_goes_on_differently_finds_the_blocks_in_common(rig: Rig, sizes: dict[str, int]) -> None:
     engine = rig.engine(**sizes, pages=96)
     first = rig.prompt(110)
@@ -167,88 +150,6 @@ def test_published_pages_refuse_writes(rig: Rig) -> None:
     with pytest.raises(EngineError, match="shared or published"):
         engine.write_kv(handle, 0, 0, 0, parts)
     assert whole_kv(engine, handle, 32) == kv
-
-
-def test_pages_are_evicted_least_recently_used_and_from_the_end_of_the_chain(rig: Rig) -> None:
-    engine = rig.engine(page_size=16, pages=12)
-    first, second = rig.prompt(64, seed=1), rig.prompt(64, seed=2)
-    leave(engine, first)
-    leave(engine, second)
-    names, others = digests(engine, first), digests(engine, second)
-    stats = engine.stats()
-    assert (stats.used, stats.free, stats.cached) == (0, 4, 8)
-    engine.free(engine.reserve("touch", 16, names[:1]))
-    taken = engine.reserve("x/1", 16 * 6)
-    assert (engine.match_prefix(names), engine.match_prefix(others)) == (32, 64)
-    more = engine.reserve("x/2", 16 * 3)
-    assert (engine.match_prefix(names), engine.match_prefix(others)) == (16, 32)
-    with pytest.raises(OutOfPages, match="4 pages, 3 of 12"):
-        engine.reserve("x/3", 64)
-    # What it finds it does not evict.
-    last = engine.reserve("x/4", 48, others)
-    assert last.cached == 32
-    assert (engine.match_prefix(names), engine.match_prefix(others)) == (0, 32)
-    engine.free(taken)
-    engine.free(more)
-
-
-def test_a_reservation_that_fails_changes_nothing(rig: Rig) -> None:
-    engine = rig.engine(page_size=16, pages=8)
-    prompt = rig.prompt(64)
-    leave(engine, prompt)
-    names, news = digests(engine, prompt), []
-    engine.watch_prefixes(lambda stored, dropped: news.append((list(stored), list(dropped))))
-    assert news == [(names, [])]
-    blocker = engine.reserve("x/1", 48)
-    with pytest.raises(OutOfPages, match="6 pages, 5 of 8"):
-        engine.reserve("y/1", 96, names)
-    assert engine.match_prefix(names) == 64
-    assert engine.audit() == {"x/1": 3}
-    fits = engine.reserve("y/1", 80, names)
-    assert (fits.cached, fits.capacity) == (64, 80)
-    assert len(news) == 1
-    engine.free(fits)
-    # With no page to spare for both a copy and its source, the cut page is computed again.
-    cut = engine.reserve("z/1", 64, names, 63)
-    assert cut.cached == 63
-    engine.free(cut)
-    tight = engine.reserve("z/2", 80, names, 63)
-    assert tight.cached == 48
-    assert engine.match_prefix(names) == 48
-    engine.free(blocker)
-
-
-def test_news_of_prefixes_tells_blocks_as_they_come_and_go(rig: Rig) -> None:
-    engine = rig.engine(page_size=32, block_size=16, pages=4)
-    held: set[bytes] = set()
-    returned: list[int] = []
-
-    def changed(stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
-        assert not held & set(stored)
-        held.update(stored)
-        assert held >= set(dropped)
-        held.difference_update(dropped)
-
-    engine.watch_prefixes(changed)
-    prompt = rig.prompt(100)
-    names = digests(engine, prompt)
-    handle = engine.reserve("a/1", 100)
-    compute(engine, handle, state(prompt))
-    engine.publish(handle, names[:3])
-    assert held == set(names[:2])
-    engine.publish(handle, names)
-    engine.publish(handle, names)
-    assert held == set(names[:6])
-    engine.watch_pages(lambda: returned.append(engine.stats().free + engine.stats().cached))
-    engine.free(handle)
-    assert returned == [4]
-    engine.publish(handle, digests(engine, rig.prompt(100, seed=9)))
-    assert held == set(names[:6])
-    engine.reserve("b/1", 60)
-    assert held == set(names[:4])
-    assert engine.drop_cached() == 2
-    assert held == set()
-    engine.watch_prefixes(None)
 
 
 def test_a_paused_sequence_leaves_its_published_pages_cached(rig: Rig) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.engine.contract import KvHandle
-from baton.errors import EngineError, OutOfPages
+from baton.errors import OutOfPages
 from baton.request import SamplingParams
 from tests.contract.engines import ExecutorStub, Rig, generate, prefill, start, state, step, whole_kv
 
@@ -32,27 +32,6 @@ def test_a_fork_takes_over_the_pages_of_its_spare_and_nobody_gets_in_between(rig
     engine.insert(child, state(prompt, params, [first], 1))
     assert [first, *(step(engine)[child] for _ in range(5))] == expected
     engine.free(rest)
-
-
-def test_a_spare_that_is_too_large_or_too_small_is_made_up_from_the_pool(rig: Rig) -> None:
-    engine = rig.engine(page_size=16, pages=8)
-    parent = engine.reserve("a/1", 16)
-    prefill(engine, parent, state(rig.prompt(16)))
-    large = engine.reserve("large", 48)
-    child = engine.fork(parent, "a/1/1", 16, 32, large)
-    assert engine.audit() == {"a/1": 1, "a/1/1": 2}
-    small, taken = engine.reserve("small", 16), engine.reserve("taken", 64)
-    with pytest.raises(OutOfPages, match=r"2 pages, 1 of 8"):
-        engine.fork(parent, "a/1/2", 16, 64, small)
-    assert small.alive
-    engine.free(taken)
-    engine.fork(parent, "a/1/2", 16, 64, small)
-    assert engine.audit() == {"a/1": 1, "a/1/1": 2, "a/1/2": 4}
-    with pytest.raises(EngineError, match="small: its KV was freed"):
-        engine.fork(parent, "a/1/3", 16, 32, small)
-    with pytest.raises(EngineError, match="in use"):
-        engine.fork(parent, "a/1/3", 16, 32, child)
-    assert child.alive
 
 
 def test_every_return_of_pages_is_told_once_they_can_be_had(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,25 +63,6 @@ def test_every_return_of_pages_is_told_once_they_can_be_had(rig: Rig, monkeypatc
     engine.watch_pages(None)
     engine.close()
     assert seen == [13, 16, 12]
-
-
-def test_host_memory_is_told_by_owner_and_audited(rig: Rig) -> None:
-    engine = rig.engine()
-    handle, _ = start(engine, "a/1", state(rig.prompt(20)))
-    other, _ = start(engine, "b/1", state(rig.prompt(9)))
-    assert engine.host_kv() == {}
-    engine.pause(handle)
-    engine.pause(other)
-    size = engine.spec.kv_format.token_bytes
-    assert engine.host_kv() == {"a/1": 20 * size, "b/1": 9 * size}
-    engine._kv._host_free += 1
-    with pytest.raises(EngineError, match=rf"host memory audit failed: {29 * size} bytes are held.*'a/1': {20 * size}"):
-        engine.audit()
-    engine._kv._host_free -= 1
-    engine.resume(handle)
-    engine.free(other)
-    assert engine.host_kv() == {}
-    assert set(engine.audit()) == {"a/1"}
 
 
 class FreesWhileSaving:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,26 +198,6 @@ def test_a_step_that_failed_between_layers_runs_again(
         for handle, outputs in running:
             outputs.append(tokens[handle])
     assert [outputs for _, outputs in running] == [expected[0], expected[1], expected[2][:6]]
-
-
-def test_read_bytes_are_canonical(checkpoint: Path) -> None:
-    engine = engine_of(checkpoint, page_size=4)
-    prompt = list(range(30))
-    handle = engine.reserve("a/1", 30)
-    prefill(engine, handle, state(prompt))
-    cache = runner_of(engine)._kv.parts["v"][2]
-    expected = cache[list(handle.pages)].flatten(0, 1)[5:21, 1:2].contiguous()
-    part = engine.read_kv(handle, 2, range(5, 21), range(1, 2))[1]
-    assert (part.name, part.dtype, part.shape) == ("v", "float32", (16, 1, 24))
-    assert isinstance(part.data, memoryview)
-    assert (part.data.format, part.data.ndim, part.data.c_contiguous) == ("B", 1, True)
-    assert part.data == expected.numpy().tobytes()
-    # Frames arrive at any offset of a larger buffer.
-    padded = b"\0" + bytes(part.data)
-    other = engine.read_kv(handle, 2, range(5, 21), range(1, 2))
-    home = engine.reserve("b/1", 30)
-    engine.write_kv(home, 2, 3, 0, [other[0], replace(part, data=memoryview(padded)[1:])])
-    assert engine.read_kv(home, 2, range(3, 19), range(1))[1].data == part.data
 
 
 def test_an_attention_backend_that_can_not_be_loaded_fails_the_build(

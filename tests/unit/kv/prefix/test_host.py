@@ -50,55 +50,6 @@ async def test_a_chain_loses_its_end_first() -> None:
     assert [(tier.blocks, tier.bytes) for tier in await cache.stats()] == [(8, 8 * SIZE)]
 
 
-async def test_the_least_recently_used_chain_goes_first() -> None:
-    cache = HostPrefixCache(8 * SIZE)
-    write(cache, LONG[:4])
-    write(cache, OTHER)
-    await cache.lookup(LONG)
-    write(cache, chain(*"123"))
-    assert await held(cache, LONG) == 4
-    assert await held(cache, OTHER) == 1
-
-
-async def test_a_shared_beginning_stays_as_long_as_the_last_that_uses_it() -> None:
-    cache = HostPrefixCache(8 * SIZE)
-    system, first, second = chain(*"sys"), chain(*"sysAB"), chain(*"sysCD")
-    write(cache, first)
-    write(cache, second)
-    write(cache, OTHER[:3])
-    assert await held(cache, system) == 3
-    assert await held(cache, second) == 5
-    assert await held(cache, first) == 3
-
-
-async def test_a_chain_too_long_keeps_its_beginning() -> None:
-    cache = HostPrefixCache(5 * SIZE)
-    write(cache, OTHER)
-    assert write(cache, LONG) == [True] * 5 + [False] * 3
-    assert (await cache.lookup(LONG)).blocks == 5
-    assert await held(cache, OTHER) == 0
-    assert write(cache, LONG) == [False] * 3
-    assert (await cache.lookup(LONG)).blocks == 5
-
-
-async def test_what_follows_an_evicted_block_is_refused() -> None:
-    cache = HostPrefixCache(4 * SIZE)
-    cache.wants(LONG)
-    assert all(cache.put(digest, payload(digest)) for digest in LONG[:3])
-    write(cache, OTHER[:3])
-    assert await held(cache, LONG) == 1
-    assert not cache.put(LONG[3], payload(LONG[3]))
-    assert await held(cache, OTHER) == 3
-
-
-async def test_what_follows_hits_in_pages_is_kept_without_them() -> None:
-    cache = HostPrefixCache(8 * SIZE)
-    assert cache.wants(LONG, 3) == [False] * 3 + [True] * 5
-    assert all(cache.put(digest, payload(digest)) for digest in LONG[3:])
-    assert (await cache.lookup(LONG)).blocks == 0
-    assert (await cache.lookup(LONG[3:])).blocks == 5
-
-
 async def test_a_block_larger_than_the_bound_is_not_kept() -> None:
     cache = HostPrefixCache(SIZE)
     assert cache.put(LONG[0], payload(LONG[0]))
@@ -226,18 +177,3 @@ async def test_equals_the_model(most: int, sequence: list[tuple[str, list[bytes]
         tier = (await cache.stats())[0]
         assert (tier.blocks, tier.bytes) == (len(told), len(told) * SIZE)
         assert tier.bytes <= tier.capacity_bytes
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(1, 8), st.lists(st.tuples(words, st.integers(0, 6), st.booleans()), max_size=40))
-async def test_no_block_outlives_the_one_before_it(most: int, sequence: list[tuple[list[bytes], int, bool]]) -> None:
-    cache = HostPrefixCache(most * SIZE)
-    chains = {}
-    for digests, upto, reads in sequence:
-        chains.update({digest: digests[: at + 1] for at, digest in enumerate(digests)})
-        if reads:
-            await cache.lookup(digests)
-        else:
-            write(cache, digests, upto)
-        for digest, whole in chains.items():
-            assert digest not in cache or await held(cache, whole) == len(whole)
