@@ -15,7 +15,6 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import TicketRefused, TransferError
 from baton.kv.format import PartData
-from baton.lifecycle import State
 from baton.rpc.channel import kv_channel
 from baton.telemetry import metrics
 from baton.transfer.fetcher import fetch_prefix
@@ -160,39 +159,6 @@ async def test_an_export_ends_with_its_attempt_while_it_is_being_read(end: str) 
             await router.cancel("b")
         await all_.until_free()
         assert len(all_.app.service.worker._prefix_exports) == 0
-
-
-@pytest.mark.parametrize("state", [State.RESERVED, State.TRANSFERRING, State.SLOT_WAIT, State.DECODING])
-@pytest.mark.parametrize("end", ["cancel", "session"])
-async def test_in_any_state_what_was_pinned_is_let_go_once(state: State, end: str) -> None:
-    async with rig(slots=1, admits=9) as all_:
-        router = await all_.router()
-        await turn(all_, router, "a", PROMPT, greedy(4))
-        all_.engine.gate.clear()
-        if state is State.SLOT_WAIT:
-            await router.request("first", PROMPT, greedy(60), **names(all_, PROMPT))
-            await asyncio.to_thread(all_.engine.entered.acquire)
-        if state is State.RESERVED:
-            assert (await router.reserve("b", len(PROMPT), 50, **names(all_, PROMPT))).cached_tokens == PINNED
-        elif state is State.TRANSFERRING:
-            await pinned(all_, router, "b")
-        else:
-            await router.request("b", PROMPT, greedy(50), **names(all_, PROMPT))
-        async with asyncio.timeout(WAIT_S):
-            while attempt_of(all_, "b").life.state is not state:
-                await router.reserve("barrier", 0, 1)
-        if end == "cancel":
-            await router.cancel("b")
-            await router.cancel("first")
-        else:
-            router.call.cancel()
-        all_.engine.gate.set()
-        await all_.until_free()
-        assert all_.engine.match_prefix(digests(all_.engine, PROMPT)) == PINNED
-        assert len(all_.app.service.worker._prefix_exports) == 0
-        if state is State.TRANSFERRING:
-            with pytest.raises(TransferError, match="ended with its attempt"):
-                await fetched(all_, "b/prefix")
 
 
 async def test_a_peer_that_asks_another_incarnation_is_refused() -> None:

@@ -139,23 +139,6 @@ async def test_what_is_paused_gives_back_host_memory_at_once(how: str) -> None:
         await all_.until_free()
 
 
-async def test_a_request_that_would_wait_for_a_slot_is_refused_with_a_time_to_retry() -> None:
-    async with rig(slots=2) as all_:
-        router = await all_.router()
-        all_.engine.gate.clear()
-        for name in ("a", "b"):
-            await router.request(name, [1, 2, 3], greedy(30))
-        refused = await router.reserve("c", 3, 30)
-        assert (refused.granted, refused.never) == (False, False)
-        assert "2 sequences are held for 2 slots" in refused.reason
-        assert refused.retry_after_ms > 0
-        all_.engine.gate.set()
-        await router.until_finished(("a", 0), ("b", 0))
-        assert (await router.reserve("c", 3, 30, choices=9)).granted
-        await router.cancel("c")
-        await all_.until_free()
-
-
 async def test_an_idle_worker_whose_pages_dont_add_up_fails_with_the_ledger(caplog: pytest.LogCaptureFixture) -> None:
     async with rig() as all_:
         router = await all_.router()

@@ -18,7 +18,7 @@ from baton.request import SamplingParams, SequenceState
 from baton.rpc.channel import control_channel
 from baton.telemetry import metrics
 from tests.decode_rig import WAIT_S, rig
-from tests.decoding import alone, digests, greedy
+from tests.decoding import digests, greedy
 from tests.integration.decode_turns import PINNED, PROMPT, counted, names, received, turn
 from tests.property.attempts import payloads
 from tests.redis_server import running
@@ -49,40 +49,6 @@ async def test_a_context_that_is_here_entirely_moves_nothing_and_is_handed_over(
         before = received()
         await turn(all_, router, "b", prompt, greedy(9))
         assert (router.reserved["b"].cached_tokens, received() - before) == (PINNED, 0)
-        await all_.until_free()
-
-
-async def test_a_request_shares_the_pages_of_one_that_runs() -> None:
-    params = SamplingParams(max_tokens=20, seed=3, n=3)
-    async with rig(admits=9) as all_:
-        router = await all_.router()
-        all_.engine.gate.clear()
-        await router.request("a", PROMPT, greedy(20))
-        await asyncio.to_thread(all_.engine.entered.acquire)
-        alone_used = all_.engine.stats().used
-        await router.request("b", PROMPT, params, range(3), **names(all_, PROMPT))
-        assert router.reserved["b"].cached_tokens == PINNED
-        await all_.until_decoding(router, 2)
-        assert all_.engine.stats().used == alone_used + (len(PROMPT) - PINNED) // 4 + 3 * 5
-        all_.engine.gate.set()
-        await router.until_finished(("a", 0), *(("b", choice) for choice in range(3)))
-        assert router.tokens["a", 0] == alone(PROMPT, greedy(20))
-        for choice in range(3):
-            assert router.tokens["b", choice] == alone(PROMPT, params, choice)
-        await all_.until_free()
-
-
-async def test_what_a_router_stopped_is_left_for_the_next_turn() -> None:
-    async with rig() as all_:
-        router = await all_.router()
-        await router.request("a", PROMPT, greedy(400))
-        await router.until(lambda: len(router.tokens["a", 0]) > 40)
-        await router.cancel("a", 0)
-        await all_.until_free()
-        ids = [*PROMPT, *router.tokens["a", 0]]
-        result = await router.reserve("b", len(ids), 8, **names(all_, ids))
-        assert result.cached_tokens >= len(ids) // 16 * 16 - 16 >= 64
-        await router.cancel("b")
         await all_.until_free()
 
 
@@ -120,40 +86,6 @@ async def test_a_fault_with_one_choice_leaves_no_output_of_the_others() -> None:
         await router.until(lambda: "b" in router.failures)
         assert router.failures["b"].kind == Failure.KIND_ENGINE
         assert all_.engine.match_prefix(digests(all_.engine, [*PROMPT, *router.tokens["b", 0]])) == PINNED
-        await all_.until_free()
-
-
-async def test_a_router_that_lies_about_the_blocks_fails_its_attempt_and_no_other() -> None:
-    other = list(range(503, 543))
-    async with rig() as all_:
-        router = await all_.router()
-        await turn(all_, router, "a", PROMPT, greedy(4))
-        await router.request("liar", other, greedy(4), **names(all_, PROMPT))
-        await router.until(lambda: "liar" in router.failures)
-        assert router.reserved["liar"].cached_tokens == PINNED
-        assert router.failures["liar"].kind == Failure.KIND_TRANSFER
-        assert "the 32 tokens that were pinned are not those of the handoff" in router.failures["liar"].message
-        router.failures.clear()
-        assert all_.engine.match_prefix(digests(all_.engine, other)) == 0
-        await turn(all_, router, "b", other, greedy(4))
-        await turn(all_, router, "c", PROMPT, greedy(4))
-        await all_.until_free()
-
-
-async def test_malformed_names_are_refused_and_the_session_goes_on() -> None:
-    async with rig() as all_:
-        router = await all_.router()
-        for name, digest, words in (
-            ("a", b"x" * 31, "prefix_digests: must have a multiple of 32 bytes, got 31"),
-            ("b", b"x" * 96, "prefix_digests: must name at most the 2 full blocks of the context, got 3"),
-        ):
-            result = await router.reserve(name, len(PROMPT), 4, prefix_digests=digest)
-            assert (result.granted, result.never) == (False, True)
-            assert words in result.reason
-        result = await router.reserve("c", len(PROMPT), 4, cache=99, **names(all_, PROMPT))
-        assert result.granted
-        await router.cancel("c")
-        await turn(all_, router, "d", PROMPT, greedy(4))
         await all_.until_free()
 
 

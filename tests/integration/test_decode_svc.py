@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import re
 import threading
 
 import grpc
@@ -33,31 +31,6 @@ async def test_a_request_continues_where_prefill_ended_and_its_account_adds_up()
         await all_.until_free()
 
 
-async def test_sequences_of_any_mixture_share_the_batch_and_each_gets_what_it_gets_alone() -> None:
-    dice = random.Random(7)
-    async with rig(slots=8, admits=32) as all_:
-        router = await all_.router()
-        all_.engine.gate.clear()
-        expected = {}
-        for number in range(32):
-            prompt = [dice.randrange(1000) for _ in range(dice.randrange(1, 40))]
-            params = SamplingParams(
-                max_tokens=dice.randrange(2, 20),
-                temperature=dice.choice([0.0, 1.0]),
-                seed=dice.randrange(10**6),
-                stop_token_ids=tuple(dice.sample(range(1000), 40)),
-                ignore_eos=dice.random() < 0.5,
-            )
-            await router.request(f"r{number}", prompt, params)
-            expected[f"r{number}", 0] = alone(prompt, params)
-        await all_.until_decoding(router, len(expected) - len(router.finished))
-        all_.engine.gate.set()
-        await router.until_finished(*expected)
-        assert router.tokens == expected
-        assert max(len(batch) for batch in all_.engine.steps) == 8
-        await all_.until_free()
-
-
 async def test_a_step_is_one_message_with_all_of_a_routers_sequences() -> None:
     async with rig() as all_:
         first, second = await all_.router(), await all_.router()
@@ -76,18 +49,6 @@ async def test_a_step_is_one_message_with_all_of_a_routers_sequences() -> None:
             assert names == {output.key.request_id for each in outputs for output in each}
 
 
-async def test_choices_share_one_transfer_and_differ_by_their_seeded_noise() -> None:
-    params = SamplingParams(max_tokens=9, seed=11, n=4)
-    async with rig() as all_:
-        router = await all_.router()
-        await router.request("r", range(5, 18), params, choices=range(4))
-        await router.until_finished(*(("r", choice) for choice in range(4)))
-        for choice in range(4):
-            assert router.tokens["r", choice] == alone(range(5, 18), params, choice)
-        assert len({tuple(tokens) for tokens in router.tokens.values()}) == 4
-        await all_.until_free()
-
-
 async def test_a_choice_that_is_cancelled_leaves_the_others_alone() -> None:
     params = SamplingParams(max_tokens=9, seed=11, n=3)
     async with rig() as all_:
@@ -104,76 +65,12 @@ async def test_a_choice_that_is_cancelled_leaves_the_others_alone() -> None:
         await all_.until_free()
 
 
-async def test_cancelling_frees_everything_while_fetching_waiting_and_running() -> None:
-    async with rig(slots=1, admits=9) as all_:
-        router = await all_.router()
-        all_.engine.gate.clear()
-        await router.request("running", [1, 2, 3], greedy(50))
-        await asyncio.to_thread(all_.engine.entered.acquire)
-        await router.request("waiting", [1, 2, 3], greedy(50))
-        assert (await router.reserve("fetching", 40, 50)).granted
-        router.open("fetching", range(40))
-        await router.start("fetching")
-        assert (await router.reserve("reserved", 40, 50)).granted
-        for name in ("fetching", "waiting", "running", "reserved", "never heard of"):
-            await router.cancel(name)
-        assert not (await router.reserve("barrier", 0, 1)).granted
-        all_.engine.gate.set()
-        await all_.until_free()
-        assert not router.failures
-        assert not router.finished
-
-
-async def test_the_end_of_a_session_frees_all_that_it_owned_and_nothing_else() -> None:
-    async with rig(slots=2, admits=9) as all_:
-        lost, kept = await all_.router(), await all_.router()
-        all_.engine.gate.clear()
-        for name in ("a", "b", "c"):
-            await lost.request(name, [4, 5, 6], greedy(60))
-        await asyncio.to_thread(all_.engine.entered.acquire)
-        await lost.reserve("d", 100, 5)
-        await kept.request("a", [7, 8], greedy(12))
-        lost.call.cancel()
-        all_.engine.gate.set()
-        await kept.until_finished(("a", 0))
-        assert kept.tokens["a", 0] == alone([7, 8], greedy(12))
-        await all_.until_free()
-
-
 async def test_a_half_closed_session_ends_with_success_and_frees_its_attempts() -> None:
     async with rig() as all_:
         router = await all_.router()
         assert (await router.reserve("r", 10, 10)).granted
         await router.call.done_writing()
         assert await router.call.code() is grpc.StatusCode.OK
-        await all_.until_free()
-
-
-async def test_deadlines_end_fetches_waits_and_running_sequences() -> None:
-    async with rig(slots=1, admits=9) as all_:
-        router = await all_.router()
-        all_.engine.gate.clear()
-        for name, prompt in (("running", [1, 2]), ("waiting", [3, 4])):
-            assert (await router.reserve(name, 2, 50)).granted
-            commit = router.open(name, prompt)
-            await router.start(name, deadline_ms=400)
-            commit(greedy(50))
-            if name == "running":
-                await asyncio.to_thread(all_.engine.entered.acquire)
-        assert (await router.reserve("fetching", 2, 50)).granted
-        router.open("fetching", [5, 6])
-        await router.start("fetching", deadline_ms=1)
-        await router.until(lambda: len(router.failures) == 3)
-        all_.engine.gate.set()
-        assert {failure.kind for failure in router.failures.values()} == {Failure.KIND_DEADLINE}
-        for name, state, deadline_s in (
-            ("running", "decoding", 0.4),
-            ("waiting", "slot_wait", 0.4),
-            ("fetching", "transferring", 0.001),
-        ):
-            told = re.search(rf"was {state} at its deadline, ([\d.]+) s", router.failures[name].message)
-            assert told is not None, router.failures[name].message
-            assert deadline_s <= float(told[1]) < deadline_s + 2
         await all_.until_free()
 
 
@@ -239,39 +136,12 @@ async def test_a_fetch_that_fails_ends_its_attempt_with_the_kind_of_fault(change
         await all_.until_free()
 
 
-async def test_a_handoff_that_was_not_reserved_for_is_refused() -> None:
-    async with rig() as all_:
-        router = await all_.router()
-        assert (await router.reserve("r", 3, 5)).granted
-        commit = router.open("r", [1, 2, 3])
-        await router.start("r")
-        commit(greedy(6))
-        await router.until(lambda: "r" in router.failures)
-        assert router.failures["r"].kind == Failure.KIND_TRANSFER
-        assert "allows 6 new tokens, reserved was 5" in router.failures["r"].message
-        await all_.until_free()
-
-
 async def test_a_start_without_a_reservation_is_answered() -> None:
     async with rig() as all_:
         router = await all_.router()
         await router.start("r")
         await router.until(lambda: "r" in router.failures)
         assert router.failures["r"].kind == Failure.KIND_TRANSFER
-
-
-async def test_a_replay_continues_its_choice_after_the_outputs_already_present() -> None:
-    params = SamplingParams(max_tokens=10, seed=3, n=4)
-    expected = alone([9, 8, 7], params, 2)
-    async with rig() as all_:
-        router = await all_.router()
-        assert (await router.reserve("r", 3 + 4, 6, attempt=1)).granted
-        commit = router.open("r", [9, 8, 7], expected[:4], attempt=1)
-        await router.start("r", attempt=1)
-        router.tokens["r", 2] = expected[:5]
-        commit(params, [2], attempt=1)
-        await router.until_finished(("r", 2))
-        assert router.tokens["r", 2] == expected
 
 
 async def test_a_failed_step_fails_its_batch_and_the_worker_goes_on() -> None:

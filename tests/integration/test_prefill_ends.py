@@ -172,10 +172,9 @@ async def test_what_ended_is_forgotten() -> None:
         assert not [each for each in gc.get_objects() if type(each) is Job]
 
 
-@pytest.mark.parametrize("seed", range(3))
-async def test_a_storm_of_ends_leaves_nothing(seed: int) -> None:
+async def test_a_storm_of_ends_leaves_nothing() -> None:
     """Prompts of all sizes through a small pool; some are cancelled, late, fetched or left to their lease."""
-    dice = random.Random(seed)
+    dice = random.Random(1)
     engine = FakeEngine(chunk_time=0.002, pages=24)
     async with serving(engine, chunk_size=32, max_waiting=20, lease_s=0.05) as client:
 

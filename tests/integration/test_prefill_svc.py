@@ -12,7 +12,7 @@ from baton.pb import inference_pb2, prefill_pb2
 from baton.request import SamplingParams
 from prefill_svc.job import PrefillDone, PrefillProgress
 from prefill_svc.servicer import event_to_proto
-from tests.prefill import GREEDY, PROMPT, Gate, decode, decoder, read, serving, status_of
+from tests.prefill import GREEDY, PROMPT, Gate, decode, decoder, serving, status_of
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, 16, 64])
@@ -114,41 +114,6 @@ async def test_prompt_logprobs_become_a_message_off_the_loop(monkeypatch: pytest
     async with serving() as client:
         assert len((await client.done(params=params)).prompt_tokens) == len(PROMPT)
     assert threading.main_thread() not in threads
-
-
-async def test_a_short_prompt_overtakes_a_long_one_at_a_chunk_boundary() -> None:
-    gate = Gate()
-    async with serving(FakeEngine(chunk_time=1.0, delay=gate), chunk_size=40) as client:
-        order: list[str] = []
-        ended = [
-            asyncio.create_task(_note(client.call(PROMPT), "long", order)),
-        ]
-        await gate.reached()
-        ended.append(asyncio.create_task(_note(client.call(PROMPT[:10]), "short", order)))
-        await client.status(lambda status: status.load.waiting == 2)
-        gate.pass_layers(2)
-        await gate.reached(2)
-        gate.pass_layers(2)
-        await ended[1]
-        assert order == ["short"]
-        assert not ended[0].done()
-        gate.open()
-        await ended[0]
-        assert order == ["short", "long"]
-
-
-async def _note(call: Any, name: str, order: list[str]) -> None:
-    await read(call)
-    order.append(name)
-
-
-async def test_fifty_prompts_at_once() -> None:
-    async with serving(FakeEngine(pages=40), chunk_size=16) as client:
-        prompts = [[(i * j) % 1000 for j in range(1, 5 + 7 * (i % 20))] for i in range(50)]
-        dones = await asyncio.gather(*(client.done(prompt) for prompt in prompts))
-        for prompt, done in zip(prompts, dones, strict=True):
-            assert done.first_tokens[0].token.token_id == expected_tokens(prompt, 1)[0]
-        await client.pages_back()
 
 
 async def test_a_prompt_waits_for_pages_that_an_export_holds() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.kv.format import KvFormat, KvPart
-from baton.kv.prefix.redis import RedisPrefixCache, key_prefix
+from baton.kv.format import KvFormat
+from baton.kv.prefix.redis import RedisPrefixCache
 from tests.prefix_redis import (
     BLOCKS,
     BUDGET_S,
@@ -38,13 +38,6 @@ async def cache(server: Server) -> AsyncIterator[RedisPrefixCache]:
     cache = open_cache(server.url)
     yield cache
     await cache.close()
-
-
-async def test_what_one_wrote_another_reads(server: Server, cache: RedisPrefixCache) -> None:
-    await fill(cache)
-    other = open_cache(server.url)
-    assert await hits(other) == (6, 6)
-    await other.close()
 
 
 async def test_records_expire(server: Server) -> None:
@@ -133,16 +126,6 @@ async def test_who_only_writes_notices_that_the_server_is_back(server: Server, c
     assert cache.put(DIGESTS[0], BLOCKS[0])
     await cache.flush()
     assert await hits(cache) == (1, 1)
-
-
-async def test_killed_in_the_middle_of_a_fetch(server: Server, cache: RedisPrefixCache) -> None:
-    await fill(cache)
-    with server.client() as client:
-        client.client_pause(60_000)
-    fetch = asyncio.create_task(cache.fetch(DIGESTS))
-    await asyncio.sleep(0.05)
-    server.kill()
-    assert await fetch == []
 
 
 async def test_a_stall_costs_one_budget_not_one_each_time(server: Server, cache: RedisPrefixCache) -> None:
@@ -257,25 +240,6 @@ async def test_long_chains_are_looked_up_in_parts(
         client.config_resetstat()
         assert await hits(cache) == (3, 3)
         assert client.info("commandstats")["cmdstat_strlen"]["calls"] == 4, "none behind the part with the first miss"
-
-
-async def test_large_blocks(server: Server) -> None:
-    kv_format = KvFormat((KvPart("k", "float32", (4, 64)),), layers=24, block_size=16)
-    cache = RedisPrefixCache(server.url, kv_format, "secret")
-    digests = [os.urandom(32) for _ in range(24)]
-    blocks = [os.urandom(kv_format.token_bytes * kv_format.block_size) for _ in digests]
-    assert all(cache.put(digest, memoryview(block)) for digest, block in zip(digests, blocks, strict=True))
-    await cache.flush()
-    assert (await cache.lookup(digests)).blocks == len(digests)
-    got, again = await cache.fetch(digests), await cache.fetch(digests)
-    assert [bytes(payload) for payload in got] == blocks, "what was fetched stays while more is"
-    assert [bytes(payload) for payload in again] == blocks
-    rate = cache.rates()["redis"]
-    assert rate.latency_s > 0 < rate.bytes_per_s
-    with server.client() as client:
-        client.delete(key_prefix(kv_format) + digests[20].hex())
-    assert [bytes(payload) for payload in await cache.fetch(digests)] == blocks[:20]
-    await cache.close()
 
 
 async def test_touching_prolongs_lives(server: Server) -> None:

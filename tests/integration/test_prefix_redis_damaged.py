@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from baton.kv.prefix import PrefixCache, open_prefix_cache
 from baton.kv.prefix.record import HEADER_BYTES, RecordCodec
 from baton.kv.prefix.redis import RedisLimits
-from tests.prefill import PROMPT, by_tier, fetch_all, flushed, serving
 from tests.prefix_redis import BLOCKS, CODEC, DIGESTS, FORMAT, KEYS, faults, fill, open_cache, removed
 from tests.redis_server import BINARIES, Server, running
 
@@ -165,32 +163,3 @@ async def test_a_record_that_is_damaged_again_and_again_costs_one_command_each_t
             assert not client.exists(KEYS[0])
         assert client.info("commandstats")["cmdstat_eval"]["calls"] == turns
     await cache.close()
-
-
-async def test_a_prompt_is_whole_again_for_all_workers_after_one_flipped_bit(
-    valkey: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetch_all(monkeypatch)
-    async with AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(serving(redis=valkey.url)) for _ in range(3)]
-
-        async def redis_tokens(number: int, prompt: Sequence[int] = PROMPT) -> int:
-            """What a worker that has dropped its pages gets from Redis."""
-            workers[number].app.engine.drop_cached()
-            done = await workers[number].done(prompt)
-            await flushed(workers[number])
-            return by_tier(done).get("redis", 0)
-
-        with valkey.client() as client:
-            assert await redis_tokens(0, PROMPT[:16]) == 0
-            (block,) = client.scan_iter()
-            await redis_tokens(0)
-            assert await redis_tokens(1) >= 96
-            record = client.get(block)
-            client.set(block, flipped(record, len(record) // 2))
-            before = faults("corrupt")
-            assert await redis_tokens(1) == 0
-            assert faults("corrupt") == before + 1
-        for number in (2, 0, 1):
-            assert await redis_tokens(number) >= 96
-        assert faults("corrupt") == before + 1

@@ -17,7 +17,7 @@ import pytest
 
 from tests import certificates
 from tests.integration.test_redis_rights import RULE
-from tests.prefix_redis import CLOCK, faults, fill, found, hits, open_cache
+from tests.prefix_redis import faults, fill, hits, open_cache
 from tests.redis_server import SERVICE, Server, sentinels
 
 WATCHER = "user watcher on >w@tch resetchannels -@all +ping +sentinel|masters"
@@ -115,8 +115,8 @@ def url(port: int, password: str = "p%40ss", watcher: str = "w%40tch") -> str:
     return f"rediss+sentinel://baton:{password}@127.0.0.1:{port}/{SERVICE}?{options}"
 
 
-async def test_all_is_encrypted_and_a_failover_is_followed(tmp_path: Path) -> None:
-    async with service(tmp_path) as (ends, port, (master, replica, sentinel)):
+async def test_all_is_encrypted(tmp_path: Path) -> None:
+    async with service(tmp_path) as (ends, port, (master, _, sentinel)):
         cache = open_cache(url(port))
         await fill(cache)
         assert await hits(cache) == (6, 6)
@@ -125,15 +125,6 @@ async def test_all_is_encrypted_and_a_failover_is_followed(tmp_path: Path) -> No
             assert {each["user"] for each in client.client_list() if each["cmd"] in ("set", "getrange", "strlen")} == {
                 "baton"
             }
-            assert await asyncio.to_thread(client.wait, 1, 5000) == 1
-        master.kill()
-        assert await hits(cache) == (0, 0)
-        async with asyncio.timeout(60):
-            while await found(cache) != 6:
-                CLOCK.pause_over()
-                await cache.check()
-        assert await hits(cache) == (6, 6)
-        assert ends.tls == {master.port, sentinel.port, replica.port}
         assert ends.plain, "the servers speak plainly with each other"
         assert not any(secret in ends.plain for secret in SECRETS)
         await cache.close()
