@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,8 @@ from baton.kv.prefix.tiered import TieredPrefixCache
 from baton.kv.prefix.write_filter import BlockState, WriteFilter
 
 SIZE = 64
+TIER = "redis"
+"""Of the shared store."""
 DIGESTS = [os.urandom(32) for _ in range(10)]
 BLOCKS = {digest: os.urandom(SIZE) for digest in DIGESTS}
 
@@ -33,7 +36,8 @@ class Store(MemoryPrefixCache):
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         self.lookups.append(list(digests))
-        return await super().lookup(digests)
+        found = await super().lookup(digests)
+        return Hits(tuple((TIER, blocks) for _, blocks in found.runs))
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         self.come.set()
@@ -53,10 +57,13 @@ class Store(MemoryPrefixCache):
         self.touched += digests
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
-        return await super().clear(shared=shared) if shared else []
+        return [replace(tier, name=TIER) for tier in await super().clear(shared=shared)] if shared else []
+
+    async def stats(self) -> list[CacheTier]:
+        return [replace(tier, name=TIER) for tier in await super().stats()]
 
     def rates(self) -> dict[str, FetchRate]:
-        return {"memory": FetchRate(0.001, 1e9)}
+        return {TIER: FetchRate(0.001, 1e9)}
 
 
 @pytest.fixture
@@ -96,13 +103,13 @@ async def test_runs_alternate_and_every_block_comes_from_where_it_is(store: Stor
     for index in (2, 3, 5, 6):
         cache.put(DIGESTS[index], BLOCKS[DIGESTS[index]])
     hits = await cache.lookup(DIGESTS)
-    assert hits.runs == (("memory", 2), ("host", 2), ("memory", 1), ("host", 2), ("memory", 1))
+    assert hits.runs == ((TIER, 2), ("host", 2), (TIER, 1), ("host", 2), (TIER, 1))
     assert await cache.fetch(DIGESTS) == [BLOCKS[digest] for digest in DIGESTS[:8]]
     assert store.lookups == [[DIGESTS[i] for i in (0, 1, 4, 7, 8, 9)]]
     assert store.puts == []
     host, shared = await cache.stats()
     assert (host.name, host.hits, host.misses) == ("host", 4, 6)
-    assert (shared.name, shared.hits, shared.misses) == ("memory", 4, 2)
+    assert (shared.name, shared.hits, shared.misses) == (TIER, 4, 2)
 
 
 async def test_what_was_fetched_stays_in_host_memory(store: Store) -> None:
@@ -122,14 +129,14 @@ async def test_a_fetch_longer_than_host_memory_leaves_its_beginning_there(store:
     assert (await cache.lookup(DIGESTS)).blocks == 10
     for start in range(0, 10, 2):
         assert len(await cache.fetch(DIGESTS[start : start + 2])) == 2
-    assert (await cache.lookup(DIGESTS)).runs == (("host", 3), ("memory", 7))
+    assert (await cache.lookup(DIGESTS)).runs == (("host", 3), (TIER, 7))
 
 
 async def test_blocks_that_go_between_look_up_and_fetch_shorten_the_hit(store: Store) -> None:
     cache = tiered(store)
     request(cache, DIGESTS[:3])
     await only_stored(store, *range(10))
-    assert (await cache.lookup(DIGESTS)).runs == (("host", 3), ("memory", 7))
+    assert (await cache.lookup(DIGESTS)).runs == (("host", 3), (TIER, 7))
     await cache.clear(shared=False)
     del store.blocks[DIGESTS[6]]
     assert await cache.fetch(DIGESTS) == [BLOCKS[digest] for digest in DIGESTS[:6]]
@@ -140,7 +147,7 @@ async def test_nothing_is_served_past_a_block_that_is_gone(store: Store) -> None
     await only_stored(store, *range(7))
     for digest in DIGESTS[7:]:
         cache.put(digest, BLOCKS[digest])
-    assert (await cache.lookup(DIGESTS)).runs == (("memory", 7), ("host", 3))
+    assert (await cache.lookup(DIGESTS)).runs == ((TIER, 7), ("host", 3))
     del store.blocks[DIGESTS[4]]
     assert await cache.fetch(DIGESTS) == [BLOCKS[digest] for digest in DIGESTS[:4]]
     assert await cache.fetch(DIGESTS[4:]) == []
@@ -191,7 +198,7 @@ async def test_never_writes_nothing_and_reads(store: Store) -> None:
     for _ in range(3):
         request(cache, DIGESTS[1:])
     assert store.puts == []
-    assert (await cache.lookup(DIGESTS)).runs == (("memory", 1), ("host", 9))
+    assert (await cache.lookup(DIGESTS)).runs == ((TIER, 1), ("host", 9))
 
 
 async def test_hits_in_pages_are_not_copied_to_host_memory(store: Store) -> None:
@@ -306,7 +313,7 @@ async def test_only_a_sample_is_touched(store: Store) -> None:
 async def test_a_cleared_store_is_filled_again(store: Store) -> None:
     cache = tiered(store)
     request(cache, DIGESTS)
-    assert [(tier.name, tier.blocks) for tier in await cache.clear(shared=True)] == [("host", 10), ("memory", 10)]
+    assert [(tier.name, tier.blocks) for tier in await cache.clear(shared=True)] == [("host", 10), (TIER, 10)]
     assert request(cache, DIGESTS) == DIGESTS
     assert store.puts == DIGESTS * 2
 
