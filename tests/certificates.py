@@ -11,6 +11,7 @@ from typing import Any
 from baton.cli.certs import issue, make_all
 from baton.rpc.tls import Tls
 
+SECRET = "a secret of the tests"
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="baton-certificates-")
 
 
@@ -19,7 +20,8 @@ def fleet(name: str = "ours") -> Path:
     """The directory of a fleet's CA, certificates and keys; nobody writes there."""
     directory = Path(_TEMPORARY.name, name)
     make_all(directory)
-    issue(directory, "decode", "decode-1")
+    for name in ("decode-1", "decode-2"):
+        issue(directory, "decode", name)
     issue(directory, "client", "client")
     return directory
 
@@ -31,6 +33,16 @@ def settings(directory: Path, name: str) -> dict[str, Any]:
         "tls_key": str(directory / f"{name}.key"),
         "tls_ca": str(directory / "ca.crt"),
     }
+
+
+def worker(directory: Path, name: str) -> dict[str, Any]:
+    """The settings of a worker that wants the tickets of our fleet's routers."""
+    return {**settings(directory, name), "ticket_keys": str(fleet() / "ticket.pub")}
+
+
+def router(directory: Path, name: str = "router") -> dict[str, Any]:
+    """The settings of a router that signs tickets as our fleet does."""
+    return {**settings(directory, name), "ticket_key": str(fleet() / "ticket.key"), "fleet_secret": SECRET}
 
 
 def tls(name: str, directory: Path | None = None) -> Tls:

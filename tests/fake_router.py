@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -13,6 +13,15 @@ from baton.errors import NotFound
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
 from baton.rpc.server import Listener, listen
+from baton.rpc.tls import peer_principal, peer_roles
+
+
+class Caller(NamedTuple):
+    """What a caller showed of itself."""
+
+    authorization: str | None
+    principal: str
+    roles: frozenset[str]
 
 
 class Router(inference_pb2_grpc.InferenceServicer):
@@ -20,12 +29,18 @@ class Router(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
+        self.callers: list[Caller] = []
         self.hang = False
         self.error: Exception | None = None
         self.closed = asyncio.Event()
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    def _note(self, request: Any, context: Any) -> None:
         self.seen.append(request)
+        authorization = dict(context.invocation_metadata()).get("authorization")
+        self.callers.append(Caller(authorization, peer_principal(context), peer_roles(context)))
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self._note(request, context)
         if self.error:
             raise self.error
         try:
@@ -58,25 +73,28 @@ class Router(inference_pb2_grpc.InferenceServicer):
             self.closed.set()
 
     async def Tokenize(self, request: Any, context: Any) -> pb.TokenizeResponse:
-        self.seen.append(request)
+        self._note(request, context)
         return pb.TokenizeResponse(token_ids=[5, 6])
 
     async def Detokenize(self, request: Any, context: Any) -> pb.DetokenizeResponse:
-        self.seen.append(request)
+        self._note(request, context)
         return pb.DetokenizeResponse(text="hé")
 
     async def GetModel(self, request: Any, context: Any) -> pb.GetModelResponse:
-        self.seen.append(request)
+        self._note(request, context)
         if request.model == "other":
             raise NotFound("model 'other' is not served; served: tiny")
         return pb.GetModelResponse(name="tiny", max_model_len=8, vocab_size=10, eos_token_ids=[2])
 
 
 @asynccontextmanager
-async def served(router: Router) -> AsyncIterator[Listener]:
+async def served(router: Router, **keywords: Any) -> AsyncIterator[Listener]:
+    """The router on a loopback port; `keywords` are those of `listen`, such as `tls` and `roles`."""
+
     def add(server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
 
-    async with listen("127.0.0.1:0", insecure=False, add=add, services=["baton.v1.Inference"]) as listener:
+    services = ["baton.v1.Inference"]
+    async with listen("127.0.0.1:0", insecure=False, add=add, services=services, **keywords) as listener:
         listener.set_serving(True)
         yield listener

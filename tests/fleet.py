@@ -26,9 +26,11 @@ from baton.config.decode import DecodeConfig
 from baton.config.prefill import PrefillConfig
 from baton.config.router import RouterConfig
 from baton.engine.contract import Engine
+from tests.certificates import SECRET
+
+__all__ = ["SECRET", "Fleet", "serving"]
 
 KV_MEMORY = 64 << 20
-SECRET = "a secret of the tests"
 
 
 async def serving(address: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +20,10 @@ from baton.transfer.fetcher import fetch_prefix
 from baton.transfer.remote import RemoteExport
 from baton.transfer.source import GrpcSource
 from baton.transfer.tickets import TicketSigner
+from tests.certificates import fleet
 from tests.decode_rig import WAIT_S, Rig, Router, rig
 from tests.decoding import alone, digests, greedy
 from tests.integration.decode_turns import PINNED, PROMPT, attempt_of, counted, names, turn
-from tests.integration.secure_fleet import Files
 from tests.property.attempts import held_payloads, payloads
 
 
@@ -85,10 +84,9 @@ async def test_without_anything_pinned_a_peer_is_told_so_at_once() -> None:
         await all_.until_free()
 
 
-async def test_a_prefix_needs_a_ticket_where_kv_does(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    signer = TicketSigner(files.path("ticket.key"))
-    async with rig({"ticket_keys": files.path("ticket.pub")}) as all_:
+async def test_a_prefix_needs_a_ticket_where_kv_does() -> None:
+    signer = TicketSigner(str(fleet() / "ticket.key"))
+    async with rig({"ticket_keys": str(fleet() / "ticket.pub")}) as all_:
         router = await all_.router()
         await turn(all_, router, "a", PROMPT, greedy(4))
         incarnation = all_.app.service.status.identity.incarnation

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import Overloaded, PermissionDenied, TicketRefused
 from baton.pb import admin_pb2, decode_pb2, inference_pb2, kv_pb2, prefill_pb2, worker_pb2
-from baton.rpc.channel import kv_channel
+from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.server import listen
 from baton.rpc.tls import principal_of
 from baton.transfer.exports import Exports
@@ -26,7 +26,8 @@ from baton.transfer.servicer import KvServicer
 from baton.transfer.source import GrpcSource
 from baton.transfer.tickets import LEEWAY_S, TicketSigner, TicketVerifier
 from baton.worker.listeners import KV_ROLES
-from tests.integration.secure_fleet import MAX_STREAMS, Files, SecureFleet, client_channel, secure_fleet
+from tests import certificates
+from tests.integration.secure_fleet import MAX_STREAMS, SecureFleet, client_channel, secure_fleet
 from tests.integration.transfer_pair import faults
 from tests.unit.transfer.support import INCARNATION, WHOLE, Engine, contents, handoff, prefilled, ready, whole
 
@@ -36,59 +37,47 @@ CONSUMER = principal_of("decode", "decode-1")
 Status = grpc.StatusCode
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(tmp_path_factory.mktemp("certs"))
-
-
-@pytest.fixture(scope="module")
-def strangers(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Certificates with the same names from another CA, and ticket keys nobody here knows."""
-    return Files(tmp_path_factory.mktemp("strangers"))
-
-
 @dataclass
 class Exporter:
     """A worker's kv listener with TLS and tickets, and an export of it that is ready to be fetched."""
 
-    files: Files
     address: str
     exports: Exports
     ends: list[str]
 
-    def ticket(self, signer: Files | None = None, *, lasts: float = 60.0, **changes: str) -> bytes:
+    def ticket(self, signer: Path | None = None, *, lasts: float = 60.0, **changes: str) -> bytes:
         """A router's ticket for the export, or one that somebody made."""
         made_out = {"transfer_id": "t", "incarnation": INCARNATION, "consumer": CONSUMER, **changes}
-        signing = TicketSigner((signer or self.files).path("ticket.key"))
+        signing = TicketSigner(str((signer or certificates.fleet()) / "ticket.key"))
         return signing.sign(**made_out, expires_unix_s=time.time() + lasts)
 
     async def call(self, method: str, name: str = "decode-1", **fields: Any) -> list[Any]:
         """All answers to a call of Kv with the certificate `name`, which says whom the ticket was made out to."""
         kind = getattr(kv_pb2, f"{method}Request")
         request = kind(**{"transfer_id": "t", "incarnation": INCARNATION, "consumer": CONSUMER, **fields})
-        async with kv_channel(self.address, self.files.tls(name)) as channel:
+        async with kv_channel(self.address, certificates.tls(name)) as channel:
             call = channel.unary_stream(f"/{KV_SERVICE}/{method}", request_serializer=kind.SerializeToString)
             return [answer async for answer in call(request, timeout=60)]
 
 
 @asynccontextmanager
-async def exporting(files: Files) -> AsyncIterator[Exporter]:
+async def exporting() -> AsyncIterator[Exporter]:
     engine = Engine()
     exports = Exports(engine, INCARNATION, unknown_wait_s=0.05)
-    servicer = KvServicer(exports, TicketVerifier(files.path("ticket.pub")))
+    servicer = KvServicer(exports, TicketVerifier(str(certificates.fleet() / "ticket.pub")))
     listener = listen(
         "127.0.0.1:0",
         insecure=False,
         add=servicer.add_to_server,
         services=[KV_SERVICE],
         grace=0.0,
-        tls=files.tls("prefill"),
+        tls=certificates.tls("prefill"),
         roles=KV_ROLES,
     )
     async with listener as bound:
         _, ends = ready(exports, engine, "t", TOKENS)
         try:
-            yield Exporter(files, bound.address, exports, ends)
+            yield Exporter(bound.address, exports, ends)
         finally:
             exports.close()
             await exports.drained()
@@ -105,7 +94,7 @@ async def pull(exporter: Exporter, ticket: bytes) -> None:
     """Fetch the export as the decode worker that its ticket was made out to, and compare what came."""
     engine = Engine()
     handle = engine.reserve("decode", TOKENS)
-    async with kv_channel(exporter.address, exporter.files.tls("decode-1")) as channel:
+    async with kv_channel(exporter.address, certificates.tls("decode-1")) as channel:
         export = RemoteExport("t", INCARNATION, (WHOLE,), ticket)
         source = GrpcSource(channel, export, WHOLE, timeout_s=10, stall_timeout_s=10, consumer=CONSUMER)
         fetched = await fetch([source], engine, handle, tokens=TOKENS, timeout_s=10)
@@ -115,31 +104,29 @@ async def pull(exporter: Exporter, ticket: bytes) -> None:
     assert contents(engine, handle, box) == contents(expected, prefilled(expected, TOKENS), box)
 
 
-Attack = Callable[[Exporter, Files], dict[str, Any]]
+Attack = Callable[[Exporter], dict[str, Any]]
 ATTACKS: dict[str, tuple[Attack, str]] = {
-    "no ticket": (lambda e, s: {}, "is missing"),
-    "no ticket's bytes": (lambda e, s: {"ticket": b"\xff" * 90}, "is malformed"),
-    "expired": (lambda e, s: {"ticket": e.ticket(lasts=-LEEWAY_S - 1)}, "expired 6"),
-    "forged": (lambda e, s: {"ticket": e.ticket(s)}, "unknown key"),
-    "for another transfer": (lambda e, s: {"ticket": e.ticket(transfer_id="u")}, "another transfer_id"),
-    "for another incarnation": (lambda e, s: {"ticket": e.ticket(incarnation="0")}, "another incarnation"),
-    "stolen by a worker": (lambda e, s: {"ticket": e.ticket(), "name": "decode-2"}, "another consumer than the caller"),
+    "no ticket": (lambda e: {}, "is missing"),
+    "no ticket's bytes": (lambda e: {"ticket": b"\xff" * 90}, "is malformed"),
+    "expired": (lambda e: {"ticket": e.ticket(lasts=-LEEWAY_S - 1)}, "expired 6"),
+    "forged": (lambda e: {"ticket": e.ticket(certificates.fleet("theirs"))}, "unknown key"),
+    "for another transfer": (lambda e: {"ticket": e.ticket(transfer_id="u")}, "another transfer_id"),
+    "for another incarnation": (lambda e: {"ticket": e.ticket(incarnation="0")}, "another incarnation"),
+    "stolen by a worker": (lambda e: {"ticket": e.ticket(), "name": "decode-2"}, "another consumer than the caller"),
     "stolen by a worker that says so": (
-        lambda e, s: {"ticket": e.ticket(), "name": "decode-2", "consumer": principal_of("decode", "decode-2")},
+        lambda e: {"ticket": e.ticket(), "name": "decode-2", "consumer": principal_of("decode", "decode-2")},
         "another consumer",
     ),
-    "stolen by a client": (lambda e, s: {"ticket": e.ticket(), "name": "client"}, "not of decode or prefill"),
+    "stolen by a client": (lambda e: {"ticket": e.ticket(), "name": "client"}, "not of decode or prefill"),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("method", ["FetchKv", "ReleaseKv"])
-async def test_a_stolen_transfer_id_fetches_and_releases_nothing(
-    files: Files, strangers: Files, attack: str, method: str
-) -> None:
+async def test_a_stolen_transfer_id_fetches_and_releases_nothing(attack: str, method: str) -> None:
     fields, problem = ATTACKS[attack]
-    async with exporting(files) as exporter:
-        error = await refused(exporter.call(method, **fields(exporter, strangers)))
+    async with exporting() as exporter:
+        error = await refused(exporter.call(method, **fields(exporter)))
         assert error.code() is Status.PERMISSION_DENIED
         assert problem in (error.details() or "")
         assert exporter.ends == []
@@ -147,8 +134,8 @@ async def test_a_stolen_transfer_id_fetches_and_releases_nothing(
         assert exporter.ends == ["t"]
 
 
-async def test_who_has_no_ticket_does_not_learn_whether_a_transfer_exists(files: Files) -> None:
-    async with exporting(files) as exporter:
+async def test_who_has_no_ticket_does_not_learn_whether_a_transfer_exists() -> None:
+    async with exporting() as exporter:
         answers = set()
         for transfer_id in ("t", "unknown"):
             for method in ("FetchKv", "ReleaseKv"):
@@ -157,9 +144,9 @@ async def test_who_has_no_ticket_does_not_learn_whether_a_transfer_exists(files:
         assert answers == {(Status.PERMISSION_DENIED, "ticket: is missing")}
 
 
-async def test_a_ticket_is_no_use_a_second_time(files: Files) -> None:
+async def test_a_ticket_is_no_use_a_second_time() -> None:
     """While the export lives, and when it is over; a retry that is counted up is another use."""
-    async with exporting(files) as exporter:
+    async with exporting() as exporter:
         ticket = exporter.ticket()
         frames = await exporter.call("FetchKv", ticket=ticket)
         assert (await refused(exporter.call("FetchKv", ticket=ticket))).code() is Status.PERMISSION_DENIED
@@ -172,8 +159,8 @@ async def test_a_ticket_is_no_use_a_second_time(files: Files) -> None:
         assert "was used before for retry 0 of the same box" in (error.details() or "")
 
 
-async def test_a_consumer_whose_ticket_is_refused_says_so(files: Files) -> None:
-    async with exporting(files) as exporter:
+async def test_a_consumer_whose_ticket_is_refused_says_so() -> None:
+    async with exporting() as exporter:
         before = faults("ticket_refused")
         with pytest.raises(TicketRefused, match=r"ticket: expired .* \(PERMISSION_DENIED\)$"):
             await pull(exporter, exporter.ticket(lasts=-60))
@@ -181,14 +168,14 @@ async def test_a_consumer_whose_ticket_is_refused_says_so(files: Files) -> None:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path, files: Files) -> AsyncIterator[SecureFleet]:
-    async with secure_fleet(tmp_path, files) as fleet:
+async def fleet(tmp_path: Path) -> AsyncIterator[SecureFleet]:
+    async with secure_fleet(tmp_path) as fleet:
         yield fleet
 
 
 async def test_every_method_needs_a_key_and_is_refused_before_its_message_is_looked_at(fleet: SecureFleet) -> None:
     services = (inference_pb2.DESCRIPTOR.services_by_name["Inference"], admin_pb2.DESCRIPTOR.services_by_name["Admin"])
-    async with fleet.channel() as channel:
+    async with client_channel(fleet.app.address) as channel:
         for method in [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]:
             for metadata in ((), (("authorization", "Bearer unknown"),)):
                 call = channel.unary_unary(method)(b"\xff no message", metadata=metadata, timeout=60)
@@ -219,23 +206,24 @@ async def test_a_tenant_over_its_limit_is_refused_and_others_are_not(fleet: Secu
             await stream.aclose()
 
 
-async def test_client_certificates_can_be_required_besides_keys(tmp_path: Path, files: Files, strangers: Files) -> None:
-    async with secure_fleet(tmp_path, files, client_certs=True) as fleet:
+async def test_client_certificates_can_be_required_besides_keys(tmp_path: Path) -> None:
+    ours = certificates.fleet()
+    async with secure_fleet(tmp_path, client_certs=True) as fleet:
         method = f"/{inference_pb2.DESCRIPTOR.services_by_name['Inference'].full_name}/GetModel"
         key = (("authorization", f"Bearer {fleet.keys['acme']}"),)
         for own, expected in (
-            ((files, "client"), None),
-            ((files, "decode-1"), Status.PERMISSION_DENIED),
-            ((strangers, "client"), Status.UNAVAILABLE),
+            ((ours, "client"), None),
+            ((ours, "decode-1"), Status.PERMISSION_DENIED),
+            ((certificates.fleet("theirs"), "client"), Status.UNAVAILABLE),
             (None, Status.UNAVAILABLE),
         ):
-            async with client_channel(fleet.app.address, files, own) as channel:
+            async with client_channel(fleet.app.address, own) as channel:
                 call = channel.unary_unary(method)(b"", metadata=key, timeout=60)
                 if expected is None:
                     assert await call
                 else:
                     assert (await refused(call)).code() is expected
-        async with client_channel(fleet.app.address, files, (files, "client")) as channel:
+        async with client_channel(fleet.app.address, (ours, "client")) as channel:
             assert (await refused(channel.unary_unary(method)(b"", timeout=60))).code() is Status.UNAUTHENTICATED
 
 
@@ -250,13 +238,13 @@ async def test_workers_serve_only_the_roles_that_they_work_with(fleet: SecureFle
     ]
     for address, role, service in services:
         for name in ("client", "decode-2"):
-            async with fleet.control(name, address, role) as channel:
+            async with control_channel(address, certificates.tls(name), role) as channel:
                 for method in service.methods:
                     call = channel.stream_unary(f"/{service.full_name}/{method.name}")(iter([b""]), timeout=60)
                     assert (await refused(call)).code() is Status.PERMISSION_DENIED
     for address, role in kv_addresses(fleet):
         for name, problem in (("client", "certificate"), ("router", "certificate"), ("decode-2", "ticket: is missing")):
-            async with kv_channel(address, fleet.files.tls(name), role) as channel:
+            async with kv_channel(address, certificates.tls(name), role) as channel:
                 error = await refused(channel.unary_unary(f"/{KV_SERVICE}/ReleaseKv")(b"", timeout=60))
                 assert error.code() is Status.PERMISSION_DENIED
                 assert problem in (error.details() or "")

@@ -25,14 +25,12 @@ from baton.errors import ConfigError, Unauthenticated, Unavailable
 from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
-from tests.certificates import copied, fleet, settings, tls
+from tests.certificates import copied, fleet, router, settings, tls, worker
 from tests.checkpoints import make_checkpoint
-from tests.fleet import Fleet
+from tests.fleet import SECRET, Fleet
 
 PROMPT = [5, 6, 7] * 20
 WAIT_S = 60.0
-SECRET = "a secret of the tests"
-"""Listeners of a worker and the roles that may call them."""
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
@@ -43,14 +41,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(**changes: Any) -> FakeEngine:
     return FakeEngine(vocab_size=256, **changes)
-
-
-def worker(directory: Path, name: str) -> dict[str, Any]:
-    return {**settings(directory, name), "ticket_keys": str(fleet() / "ticket.pub")}
-
-
-def router(directory: Path, name: str = "router") -> dict[str, Any]:
-    return {**settings(directory, name), "ticket_key": str(fleet() / "ticket.key"), "fleet_secret": SECRET}
 
 
 async def until_serving(app: Any, channel: grpc.aio.Channel) -> None:

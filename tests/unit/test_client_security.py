@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import pytest
 from click.testing import CliRunner
 
 from baton import AsyncClient, Client
 from baton.cli.main import main
 from baton.errors import ConfigError, InvalidRequest, Unavailable
-from baton.pb import inference_pb2 as pb
-from baton.pb import inference_pb2_grpc
-from baton.rpc.server import Listener, listen
-from baton.rpc.tls import peer_principal
 from tests.certificates import fleet, tls
-
-
-class Router(inference_pb2_grpc.InferenceServicer):
-    """Notes the key and the principal of each caller."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, str]] = []
-
-    async def GetModel(self, request: Any, context: Any) -> pb.GetModelResponse:
-        self._note(context)
-        return pb.GetModelResponse(name="m")
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        self._note(context)
-        yield pb.GenerateResponse(request_id="r")
-
-    def _note(self, context: Any) -> None:
-        self.seen.append((dict(context.invocation_metadata()).get("authorization"), peer_principal(context)))
-
-
-@contextlib.asynccontextmanager
-async def served(router: Router, **keywords: Any) -> AsyncIterator[Listener]:
-    def add(server: grpc.aio.Server) -> None:
-        inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
-
-    async with listen("127.0.0.1:0", insecure=False, add=add, services=[], **keywords) as listener:
-        yield listener
+from tests.fake_router import Caller, Router, served
 
 
 def use(address: str, **security: Any) -> None:
@@ -66,7 +33,7 @@ async def test_both_clients_send_their_key_over_tls() -> None:
         with pytest.raises(Unavailable):
             await asyncio.to_thread(use, listener.address, ca=ca, server_name="baton.example.org")
         await asyncio.to_thread(use, listener.address, ca=ca, server_name="router.baton")
-    assert [key for key, _ in router.seen] == ["Bearer k-1"] * 2 + ["Bearer k-2"] * 2 + [None] * 2
+    assert [caller.authorization for caller in router.callers] == ["Bearer k-1"] * 2 + ["Bearer k-2"] * 2 + [None] * 2
 
 
 async def test_a_client_shows_its_certificate() -> None:
@@ -76,7 +43,7 @@ async def test_a_client_shows_its_certificate() -> None:
         await asyncio.to_thread(use, listener.address, **own)
         with pytest.raises(Unavailable):
             await asyncio.to_thread(use, listener.address, ca=own["ca"])
-    assert router.seen == [(None, "baton://client/client")] * 2
+    assert router.callers == [Caller(None, "baton://client/client", frozenset({"client"}))] * 2
 
 
 @pytest.mark.parametrize("client", [Client, AsyncClient])
@@ -112,7 +79,7 @@ async def test_generate_takes_the_key_from_the_environment() -> None:
 
         assert await asyncio.to_thread(run, BATON_API_KEY="from-environment") == 0
         assert await asyncio.to_thread(run, "--api-key=from-flag", BATON_API_KEY="from-environment") == 0
-    assert [key for key, _ in router.seen] == ["Bearer from-environment", "Bearer from-flag"]
+    assert [caller.authorization for caller in router.callers] == ["Bearer from-environment", "Bearer from-flag"]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from baton.rpc.server import Listener, listen
 from baton.sockets import bind
 
 INFERENCE = "baton.v1.Inference"
-STREAM = "/baton.v1.Inference/Echo"
 
 
 class Service(inference_pb2_grpc.InferenceServicer):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,37 +18,12 @@ from baton.cli.certs import issue
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
 from baton.rpc.channel import METADATA_MOST_BYTES, control_channel, kv_channel
-from baton.rpc.server import Listener, listen
-from baton.rpc.tls import Tls, peer_principal, peer_roles
+from baton.rpc.tls import Tls
 from tests.certificates import copied, fleet, settings, tls
+from tests.fake_router import Router, served
 
 INFERENCE = "baton.v1.Inference"
 WAIT_S = 60.0
-
-
-class Service(inference_pb2_grpc.InferenceServicer):
-    """Says who calls; its stream sends one answer for each permit."""
-
-    def __init__(self) -> None:
-        self.callers: list[tuple[str, frozenset[str]]] = []
-        self.permits: asyncio.Queue[None] = asyncio.Queue()
-
-    async def Tokenize(self, request: Any, context: Any) -> pb.TokenizeResponse:
-        self.callers.append((peer_principal(context), peer_roles(context)))
-        return pb.TokenizeResponse(token_ids=[1])
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        await context.send_initial_metadata(())
-        while True:
-            await self.permits.get()
-            yield pb.GenerateResponse(request_id="r")
-
-    def add(self, server: grpc.aio.Server) -> None:
-        inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
-
-
-def serving(service: Service, **keywords: Any) -> AbstractAsyncContextManager[Listener]:
-    return listen("127.0.0.1:0", insecure=False, add=service.add, services=[INFERENCE], **keywords)
 
 
 async def ask(channel: grpc.aio.Channel, **keywords: Any) -> None:
@@ -103,11 +76,11 @@ def test_an_expired_certificate_is_named(tmp_path: Path) -> None:
 
 
 async def test_both_sides_know_each_other() -> None:
-    service = Service()
-    async with serving(service, tls=tls("prefill"), roles=("router", "decode")) as listener:
+    router = Router()
+    async with served(router, tls=tls("prefill"), roles=("router", "decode")) as listener:
         await ask(control_channel(listener.address, tls("router"), "prefill"))
         await ask(kv_channel(listener.address, tls("decode-1")))
-    assert service.callers == [
+    assert [caller[1:] for caller in router.callers] == [
         ("baton://router/router", frozenset({"router"})),
         ("baton://decode/decode-1", frozenset({"decode"})),
     ]
@@ -115,8 +88,8 @@ async def test_both_sides_know_each_other() -> None:
 
 
 async def test_a_caller_of_another_role_is_told_so() -> None:
-    service = Service()
-    async with serving(service, tls=tls("decode"), roles=("router", "admin")) as listener:
+    router = Router()
+    async with served(router, tls=tls("decode"), roles=("router", "admin")) as listener:
         code, details = await refused(control_channel(listener.address, tls("prefill"), "decode"))
         assert code is grpc.StatusCode.PERMISSION_DENIED
         assert details == "the caller's certificate is that of prefill, not of router or admin"
@@ -125,18 +98,18 @@ async def test_a_caller_of_another_role_is_told_so() -> None:
                 await inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest()).read()
             with pytest.raises(grpc.aio.AioRpcError, match="that of prefill"):
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-    assert service.callers == []
+    assert router.callers == []
 
 
 async def test_strangers_get_an_error_and_no_answer() -> None:
-    service = Service()
+    router = Router()
     theirs = tls("router", fleet("theirs"))
     ours = (fleet() / "ca.crt").read_bytes()
     trusting_us = grpc.ssl_channel_credentials(
         ours, (fleet("theirs") / "router.key").read_bytes(), (fleet("theirs") / "router.crt").read_bytes()
     )
     name = [("grpc.ssl_target_name_override", "prefill.baton")]
-    async with serving(service, tls=tls("prefill"), roles=("router",)) as listener:
+    async with served(router, tls=tls("prefill"), roles=("router",)) as listener:
         unavailable = {
             "trusts another CA": control_channel(listener.address, theirs, "prefill"),
             "is of another CA": grpc.aio.secure_channel(listener.address, trusting_us, options=name),
@@ -150,10 +123,10 @@ async def test_strangers_get_an_error_and_no_answer() -> None:
         assert {code for code, _ in found.values()} == {grpc.StatusCode.UNAVAILABLE}, found
         assert "CERTIFICATE_VERIFY_FAILED" in found["trusts another CA"][1]
         assert "Hostname Verification" in found["expects another role"][1]
-    async with serving(service) as listener:
+    async with served(router) as listener:
         code, _ = await refused(control_channel(listener.address, tls("router"), "prefill"))
         assert code is grpc.StatusCode.UNAVAILABLE
-    assert service.callers == []
+    assert router.callers == []
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -163,8 +136,8 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def test_a_slow_handshake_is_waited_for() -> None:
-    service = Service()
-    async with serving(service, tls=tls("prefill"), roles=("router",)) as listener:
+    router = Router()
+    async with served(router, tls=tls("prefill"), roles=("router",)) as listener:
         host, _, port = listener.address.rpartition(":")
 
         async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -175,17 +148,17 @@ async def test_a_slow_handshake_is_waited_for() -> None:
         async with await asyncio.start_server(slow, "127.0.0.1", 0) as line:
             line_port = line.sockets[0].getsockname()[1]
             await ask(kv_channel(f"127.0.0.1:{line_port}", tls("router")))
-    assert len(service.callers) == 1
+    assert len(router.callers) == 1
 
 
 async def test_without_roles_clients_need_no_certificate() -> None:
-    service = Service()
+    router = Router()
     credentials = grpc.ssl_channel_credentials((fleet() / "ca.crt").read_bytes())
-    async with serving(service, tls=tls("router")) as listener:
+    async with served(router, tls=tls("router")) as listener:
         port = listener.address.rpartition(":")[2]
         for host in ("127.0.0.1", "localhost"):
             await ask(grpc.aio.secure_channel(f"{host}:{port}", credentials))
-    assert service.callers == [("", frozenset())] * 2
+    assert router.callers == [(None, "", frozenset())] * 2
 
 
 def half_written(files: Path) -> None:
@@ -213,10 +186,10 @@ def of_another_process(files: Path) -> None:
 async def test_new_files_that_are_no_good_change_nothing(
     damage: Any, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service = Service()
+    router = Router()
     files = copied(tmp_path / "files", "prefill")
     mine = tls("prefill", files)
-    async with serving(service, tls=mine, roles=("router",)) as listener:
+    async with served(router, tls=mine, roles=("router",)) as listener:
         damage(files)
         with caplog.at_level(logging.ERROR, "baton.rpc.tls"):
             for _ in range(3):
@@ -227,22 +200,23 @@ async def test_new_files_that_are_no_good_change_nothing(
         await ask(kv_channel(listener.address, tls("router", fleet("theirs"))))
         assert mine.generation == 1
     assert re.search(words, caplog.text)
-    assert len(service.callers) == 4
+    assert len(router.callers) == 4
 
 
 async def test_metadata_over_the_limit_is_refused() -> None:
-    service = Service()
-    async with serving(service) as listener:
+    router = Router()
+    async with served(router) as listener:
         await ask(control_channel(listener.address), metadata=[("x", "y" * 8000)])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(control_channel(listener.address), metadata=[("x", "y" * METADATA_MOST_BYTES)])
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert len(service.callers) == 1
+    assert len(router.callers) == 1
 
 
 async def test_calls_over_the_limit_wait_until_their_deadline_or_their_turn() -> None:
-    service = Service()
-    async with serving(service, streams=2) as listener, control_channel(listener.address) as channel:
+    router = Router()
+    router.hang = True
+    async with served(router, streams=2) as listener, control_channel(listener.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         # The limit reaches the client with the connection.
         await stub.Tokenize(pb.TokenizeRequest(text="x"))
