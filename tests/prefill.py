@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc
 import pytest
-from prometheus_client import REGISTRY
 
 from baton.config.prefill import PrefillConfig
 from baton.engine.fake import FakeEngine
@@ -31,6 +30,7 @@ from baton.transfer.remote import RemoteExport
 from baton.transfer.source import GrpcSource
 from prefill_svc.app import App, run
 from prefill_svc.job import Job
+from tests.metrics import sample
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 PROMPT = [(7 * i) % 1000 for i in range(100)]
@@ -224,9 +224,7 @@ async def flushed(client: Client) -> None:
 
 def prefilled() -> dict[str, float]:
     """Tokens so far, by source."""
-    return {
-        source: REGISTRY.get_sample_value("baton_prefill_tokens_total", {"source": source}) or 0.0 for source in SOURCES
-    }
+    return {source: sample("baton_prefill_tokens_total", source=source) for source in SOURCES}
 
 
 def since(before: Mapping[str, float]) -> dict[str, float]:

@@ -6,13 +6,12 @@ import os
 from functools import partial
 from unittest import mock
 
-from prometheus_client import REGISTRY
-
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix.record import RecordCodec
 from baton.kv.prefix.redis import RedisLimits, RedisPrefixCache, key_prefix
 from baton.kv.prefix.redis.breaker import Breaker
+from tests.metrics import sample
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=2, block_size=4)
 CODEC = RecordCodec(FORMAT, "secret")
@@ -69,14 +68,14 @@ async def hits(cache: RedisPrefixCache) -> tuple[int, int]:
 
 def faults(reason: str) -> float:
     """Misses by this reason so far."""
-    return REGISTRY.get_sample_value("baton_prefix_faults_total", {"reason": reason}) or 0.0
+    return sample("baton_prefix_faults_total", reason=reason)
 
 
 def dropped() -> float:
     """Writes dropped so far."""
-    return REGISTRY.get_sample_value("baton_prefix_blocks_total", {"tier": "redis", "outcome": "dropped"}) or 0.0
+    return sample("baton_prefix_blocks_total", tier="redis", outcome="dropped")
 
 
 def removed() -> float:
     """Refused records deleted so far."""
-    return REGISTRY.get_sample_value("baton_prefix_blocks_total", {"tier": "redis", "outcome": "removed"}) or 0.0
+    return sample("baton_prefix_blocks_total", tier="redis", outcome="removed")

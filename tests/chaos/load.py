@@ -32,7 +32,6 @@ from baton.request import FinishReason, SamplingParams, TokenInfo, Usage
 from baton.tokenizer import Tokenizer
 from tests.chaos.process import VOCABULARY
 
-ENDS = ("finished", "cancelled", "expired", "refused", "failed", "untyped", "wrong", "hung")
 UNTYPED = ("BatonError", "EngineError")
 
 

@@ -248,24 +248,6 @@ def test_forks_share_full_pages_and_go_their_own_ways(rig: Rig) -> None:
     assert [outputs for _, outputs in children] == expected
 
 
-def test_shared_pages_are_not_written(rig: Rig) -> None:
-    engine = rig.engine()
-    prompt = rig.prompt(32)
-    parent = engine.reserve("a/1", 32)
-    prefill(engine, parent, state(prompt))
-    child = engine.fork(parent, "a/1/0", 32, 48)
-    with pytest.raises(EngineError, match="shared"):
-        engine.prefill_chunk(child, prompt, 16, 32, on_layer=ignore)
-    parts = engine.read_kv(parent, 0, range(3), range(1))
-    with pytest.raises(EngineError, match="shared"):
-        engine.write_kv(child, 0, 0, 0, parts)
-    payloads = engine.read_blocks(parent, 0, 2)
-    with pytest.raises(EngineError, match="shared"):
-        engine.write_blocks(child, 16, payloads[1:])
-    engine.free(parent)
-    engine.write_kv(child, 0, 0, 0, parts)
-
-
 def test_pause_and_resume_lose_no_token(rig: Rig) -> None:
     engine = rig.engine(pages=14, slots=3)
     wanted = [state(rig.prompt(20, seed=i), MIXED[1 + i]) for i in range(2)]
@@ -321,23 +303,6 @@ def test_pause_and_resume_change_nothing_when_refused(rig: Rig) -> None:
     roomy.free(taken)
     roomy.resume(handle)
     assert [*outputs, step(roomy)[handle]] == generate(rig.engine(), state(rig.prompt(20)), 2)
-
-
-def test_free_while_paused_gives_the_host_memory_back(rig: Rig) -> None:
-    probe = rig.engine()
-    room = 24 * probe.spec.kv_format.token_bytes
-    engine = rig.engine(host_kv_memory=room)
-    for i in range(3):
-        handle, _ = start(engine, f"a/{i}", state(rig.prompt(20)))
-        engine.pause(handle)
-        late, _ = start(engine, "late", state(rig.prompt(20)))
-        with pytest.raises(Overloaded, match="host_kv_memory"):
-            engine.pause(late)
-        engine.free(handle)
-        engine.free(late)
-        with pytest.raises(EngineError, match="freed"):
-            engine.resume(handle)
-    assert engine.audit() == {}
 
 
 def test_a_step_needs_room_for_a_token(rig: Rig) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from baton.request import SamplingParams
 from baton.telemetry import metrics
 from decode_svc.sequence import Attempt
 from tests.decode_rig import Rig, Router
 from tests.decoding import alone, digests
+from tests.metrics import count
 
 PROMPT = list(range(3, 43))
 """Two blocks of 16, and half of a third."""
@@ -20,12 +20,8 @@ def names(all_: Rig, ids: Sequence[int], salt: bytes = b"") -> dict[str, bytes]:
     return {"prefix_digests": b"".join(digests(all_.engine, ids, salt)), "cache_salt": salt}
 
 
-def counted(metric: Any) -> float:
-    return float(metric._value.get())
-
-
 def received() -> float:
-    return counted(metrics.TRANSFER_BYTES.labels("received"))
+    return count(metrics.TRANSFER_BYTES, "received")
 
 
 async def turn(all_: Rig, router: Router, name: str, prompt: Sequence[int], params: SamplingParams) -> list[int]:

@@ -17,17 +17,14 @@ from baton.telemetry.metrics import REUSED_TOKENS, TRANSFER_BYTES, UNSHARED_TOKE
 from baton.transfer import servicer, source
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.fleet import SECRET, Fleet
-from tests.integration.transfer_pair import TOKENS, faults, flip, running
+from tests.integration.transfer_pair import TOKENS, flip, running
+from tests.metrics import count
 from tests.redis_server import running as redis
-from tests.unit.transfer.support import INCARNATION, LAYERS, Engine, contents, handoff, prefilled, ready, whole
+from tests.unit.transfer.support import INCARNATION, LAYERS, Engine, contents, faults, handoff, prefilled, ready, whole
 
 INT8, FP8 = KvCompression.INT8, KvCompression.FP8
 GREEDY: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
 LARGEST_DIGIT = 250
-
-
-def count(metric: Any) -> float:
-    return float(metric._value.get())
 
 
 def numbers(engine: Engine, handle: KvHandle) -> list[float]:

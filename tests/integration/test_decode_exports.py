@@ -23,7 +23,8 @@ from baton.transfer.tickets import TicketSigner
 from tests.certificates import fleet
 from tests.decode_rig import WAIT_S, Rig, Router, rig
 from tests.decoding import alone, digests, greedy
-from tests.integration.decode_turns import PINNED, PROMPT, attempt_of, counted, names, turn
+from tests.integration.decode_turns import PINNED, PROMPT, attempt_of, names, turn
+from tests.metrics import count
 from tests.property.attempts import held_payloads, payloads
 
 
@@ -55,7 +56,7 @@ async def test_a_peer_fetches_what_is_pinned_while_its_own_part_is_awaited() -> 
     async with rig() as all_:
         router = await all_.router()
         await turn(all_, router, "a", PROMPT, greedy(4))
-        opened = counted(metrics.PREFIX_EXPORTS)
+        opened = count(metrics.PREFIX_EXPORTS)
         result = await router.reserve("b", len(PROMPT), 20, **names(all_, PROMPT))
         commit = router.open("b", PROMPT)
         # The fetch may come first.
@@ -64,7 +65,7 @@ async def test_a_peer_fetches_what_is_pinned_while_its_own_part_is_awaited() -> 
         engine, handle = await fetching
         assert result.cached_tokens == PINNED
         assert held_payloads(engine, handle, 2) == payloads(all_.engine, PROMPT)[:2]
-        assert counted(metrics.PREFIX_EXPORTS) == opened + 1
+        assert count(metrics.PREFIX_EXPORTS) == opened + 1
         commit(greedy(20))
         router.tokens["b", 0] = [router.exporter.firsts[0].token.token_id]
         await router.until_finished(("b", 0))

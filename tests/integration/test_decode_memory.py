@@ -6,7 +6,6 @@ import asyncio
 import random
 
 import pytest
-from prometheus_client import REGISTRY
 
 from baton.admin import ledger_from_proto
 from baton.errors import EngineError
@@ -15,12 +14,13 @@ from baton.request import SamplingParams
 from baton.rpc.channel import control_channel
 from tests.decode_rig import WAIT_S, Rig, Router, rig
 from tests.decoding import alone, greedy
+from tests.metrics import sample
 
 Failure = decode_pb2.AttemptFailure
 
 
 def counted(name: str) -> float:
-    return REGISTRY.get_sample_value(f"baton_sequences_{name}_total") or 0.0
+    return sample(f"baton_sequences_{name}_total")
 
 
 async def until_paused(all_: Rig, count: int) -> None:

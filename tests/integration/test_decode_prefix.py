@@ -19,7 +19,8 @@ from baton.rpc.channel import control_channel
 from baton.telemetry import metrics
 from tests.decode_rig import WAIT_S, rig
 from tests.decoding import digests, greedy
-from tests.integration.decode_turns import PINNED, PROMPT, counted, names, received, turn
+from tests.integration.decode_turns import PINNED, PROMPT, names, received, turn
+from tests.metrics import count
 from tests.property.attempts import payloads
 from tests.redis_server import running
 
@@ -29,7 +30,7 @@ Failure = decode_pb2.AttemptFailure
 async def test_a_next_turn_moves_only_what_is_new() -> None:
     async with rig(pages=128) as all_:
         router, token = await all_.router(), all_.engine.spec.kv_format.token_bytes
-        before, reused = received(), counted(metrics.REUSED_TOKENS)
+        before, reused = received(), count(metrics.REUSED_TOKENS)
         ids = await turn(all_, router, "a", PROMPT, greedy(30))
         assert received() - before == len(PROMPT) * token
         for number, held in ((1, 64), (2, 96), (3, 144)):
@@ -37,7 +38,7 @@ async def test_a_next_turn_moves_only_what_is_new() -> None:
             ids = await turn(all_, router, f"b{number}", prompt, greedy(30))
             assert router.reserved[f"b{number}"].cached_tokens == held
             assert received() - before == (len(prompt) - held) * token
-        assert counted(metrics.REUSED_TOKENS) - reused == 64 + 96 + 144
+        assert count(metrics.REUSED_TOKENS) - reused == 64 + 96 + 144
         await all_.until_free()
 
 

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
 
 from baton import AsyncClient
 from baton.completion import Completion
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.fleet import Fleet
+from tests.metrics import sample
 
 START_S = 60
 LONG = 250
@@ -71,7 +71,7 @@ async def victim(checkpoint: Path) -> AsyncIterator[Victim]:
 
 def replays(cause: str) -> float:
     """How often this happened so far."""
-    return REGISTRY.get_sample_value("baton_replays_total", {"cause": cause}) or 0.0
+    return sample("baton_replays_total", cause=cause)
 
 
 async def read(client: AsyncClient, sampling: dict[str, Any], begun: asyncio.Event) -> Completion:

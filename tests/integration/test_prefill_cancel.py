@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -16,28 +15,12 @@ from baton.pb import kv_pb2, prefill_pb2
 from baton.rpc.channel import kv_channel
 from baton.worker import blocks
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, read, serving, status_of
+from tests.unit.transfer.support import Gate as CopyGate
 
 LEASE_S = 600.0
 """Longer than any test waits: what is freed sooner is freed by something else."""
 
 LONG = [(7 * i) % 1000 for i in range(1000)]
-
-
-class Entry:
-    """A door in a thread's way: tells who has come, and lets pass once it is open."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.come = asyncio.Event()
-        self._open = threading.Event()
-
-    def __call__(self) -> None:
-        self._loop.call_soon_threadsafe(self.come.set)
-        self._open.wait(WAIT_S)
-
-    def open(self) -> None:
-        """Let all pass."""
-        self._open.set()
 
 
 class SlowCache(MemoryPrefixCache):
@@ -184,10 +167,10 @@ async def test_loading_stops_after_the_copy_in_progress(
         await client.done()
         await client.pages_back()
         engine.drop_cached()
-        door = engine.writes = Entry()
+        door = engine.writes = CopyGate()
         call = client.call(transfer_id="t")
         reading = asyncio.create_task(read(call))
-        await door.come.wait()
+        await asyncio.to_thread(door.reached.wait, WAIT_S)
         await cancelled(client, reading, call)
         assert engine.stats().used == 7, "a write is in flight"
         async with freed(client):
@@ -276,9 +259,9 @@ async def test_pages_with_a_read_in_flight_are_listed_as_draining_until_it_ends(
     engine = SlowCopies()
     async with serving(engine, lease_s=LEASE_S) as client, kv_channel(client.app.addresses.kv) as channel:
         await client.done(transfer_id="t")
-        door = engine.reads = Entry()
+        door = engine.reads = CopyGate()
         fetching = asyncio.create_task(stalled_reader(client, channel, "t"))
-        await door.come.wait()
+        await asyncio.to_thread(door.reached.wait, WAIT_S)
         await abandon(client, "t")
         (entry,) = await owners(client)
         assert (entry.kind, entry.state, entry.pages) == ("draining", "ended", 7)

@@ -10,16 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
-from prometheus_client import REGISTRY
 
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import EngineError, NoToken, TransferError
 from prefill_svc.job import Job
+from tests.metrics import sample
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, decode, decoder, read, serving, status_of
-
-
-def sample(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 async def test_a_deadline_stops_the_chunk() -> None:

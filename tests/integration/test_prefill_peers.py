@@ -6,6 +6,7 @@ import pytest
 
 from baton.engine.fake import expected_tokens
 from baton.telemetry.metrics import TRANSFER_FAULTS
+from tests.metrics import count
 from tests.peers import exporter
 from tests.prefill import PROMPT, WAIT_S, by_tier, fetch_all, serving
 
@@ -38,14 +39,14 @@ async def test_a_peer_that_fails_is_only_slower(fault: str) -> None:
 async def test_a_peer_that_holds_another_prefix_is_a_miss() -> None:
     """It sends as many tokens as were named, of another prompt; and one that says nothing of what it holds."""
     faults = TRANSFER_FAULTS.labels("wrong_prefix")
-    before = faults._value.get()
+    before = count(faults)
     async with serving() as client, exporter([*PROMPT[:95], PROMPT[95] + 1, *PROMPT[96:]]) as (exporting, held):
         for prompt in ([*PROMPT[:95], PROMPT[95] + 1], PROMPT[:80] + PROMPT[:16]):
             done = await client.done(source=exporting.offer(held, 96, prompt))
             assert done.cached_tokens == 0
             assert done.first_tokens[0].token.token_id == expected_tokens(PROMPT, 1)[0]
             client.app.engine.drop_cached()
-    assert faults._value.get() == before + 2
+    assert count(faults) == before + 2
 
 
 async def test_a_call_cancelled_during_a_fetch_from_a_peer_leaves_nothing() -> None:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
 
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.kv.prefix.contract import FetchRate
 from baton.kv.prefix.fetch_cost import Decision, FetchCostModel
 from baton.request import CachePolicy, SamplingParams
+from tests.metrics import sample
 from tests.peers import exporter
 from tests.prefill import (
     PROMPT,
@@ -278,7 +278,7 @@ async def test_only_what_is_quicker_to_fetch_than_to_compute_is_fetched(
 
 
 def decided(decision: str) -> float:
-    return REGISTRY.get_sample_value("baton_prefix_decisions_total", {"decision": decision}) or 0.0
+    return sample("baton_prefix_decisions_total", decision=decision)
 
 
 async def test_watchers_are_told_of_blocks() -> None:

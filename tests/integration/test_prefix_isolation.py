@@ -20,6 +20,7 @@ from baton.kv.prefix.redis import key_prefix
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.fleet import SECRET, Fleet, serving
 from tests.prefill import fetch_all
+from tests.prefix_redis import faults
 from tests.redis_server import Server
 
 PROMPT_TOKENS = 96
@@ -168,11 +169,6 @@ class Blocks:
         """Put something else in the place of every record."""
         for digest in self._records:
             self._redis.set(f"{self._prefix}{digest.hex()}", plant(own, digest, self._records))
-
-
-def faults(reason: str) -> float:
-    """Prefix-cache faults with that reason so far, in this process."""
-    return REGISTRY.get_sample_value("baton_prefix_faults_total", {"reason": reason}) or 0.0
 
 
 def _other_words(record: bytes) -> bytes:

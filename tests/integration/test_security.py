@@ -28,8 +28,7 @@ from baton.transfer.tickets import LEEWAY_S, TicketSigner, TicketVerifier
 from baton.worker.listeners import KV_ROLES
 from tests import certificates
 from tests.integration.secure_fleet import MAX_STREAMS, SecureFleet, client_channel, secure_fleet
-from tests.integration.transfer_pair import faults
-from tests.unit.transfer.support import INCARNATION, WHOLE, Engine, contents, handoff, prefilled, ready, whole
+from tests.unit.transfer.support import INCARNATION, WHOLE, Engine, contents, faults, handoff, prefilled, ready, whole
 
 TOKENS = 40
 PROMPT = [5, 7, 11]

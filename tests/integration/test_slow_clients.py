@@ -19,6 +19,7 @@ from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, inference_pb2, infer
 from baton.telemetry.metrics import CLIENTS_STALLED
 from tests.integration.router_bench import Bench, bench, refused, request, whole
 from tests.integration.router_stubs import LENGTH, DownStream, Script, StubDecode, StubPrefill, output
+from tests.metrics import count
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -99,13 +100,13 @@ async def test_a_client_that_never_reads_is_ended_and_gives_back_all(tmp_path: P
     file = tmp_path / "keys.json"
     metadata = (("authorization", f"Bearer {keys.add(file, tenant='a', max_streams=1)}"),)
     async with bench(tmp_path, change=scripted(endless), client_stall_s=0.5, api_keys=str(file)) as b:
-        stalled = CLIENTS_STALLED._value.get()
+        stalled = count(CLIENTS_STALLED)
         async with unread(b, metadata=metadata) as call:
             await b.decode[0].log.until(lambda: bool(b.decode[0].cancels))
             patient(b)
             answer = await whole(b.client.Generate(request("hi", max_tokens=1), metadata=metadata, timeout=60))
             assert answer.text() == "a"
-            assert CLIENTS_STALLED._value.get() == stalled + 1
+            assert count(CLIENTS_STALLED) == stalled + 1
             error = await refused(call)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert error.details() == "client_stall_s: the client took none of its waiting output for 0.5 s"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
 from tests.certificates import copied, fleet, router, settings, tls, worker
 from tests.checkpoints import make_checkpoint
+from tests.decoding import LoggingEngine
 from tests.fleet import SECRET, Fleet
 
 PROMPT = [5, 6, 7] * 20
@@ -144,17 +144,6 @@ async def test_a_process_with_the_certificate_of_another_role_does_not_start(che
             await running.start_router([prefill], [prefill], **router(fleet(), "client"), model="/nowhere")
 
 
-class Gate:
-    """Holds an engine's steps up while it is shut."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.open.set()
-
-    def __call__(self, seconds: float) -> object:
-        return self.open.wait(WAIT_S)
-
-
 @contextlib.asynccontextmanager
 async def prefill_worker(checkpoint: Path, files: Path, **settings: Any) -> AsyncIterator[Any]:
     """A worker whose life is its own, so that it can be restarted at its address."""
@@ -167,19 +156,19 @@ async def test_certificates_are_replaced_under_a_running_stream(checkpoint: Path
     """Another CA for the whole fleet: the stream goes on, whatever connects afterwards uses the new certificates."""
     old, new = fleet(), fleet("theirs")
     files = copied(tmp_path / "files", "router", "prefill", "decode", "admin")
-    gate = Gate()
+    slow = LoggingEngine(vocab_size=256)
     admin = Tls(*(str(files / name) for name in ("admin.crt", "admin.key", "ca.crt")))
     expected = expected_tokens(PROMPT, 40, vocab_size=256)
     async with Fleet(checkpoint) as running, contextlib.AsyncExitStack() as restarted:
         first = await restarted.enter_async_context(contextlib.AsyncExitStack())
         prefill = await first.enter_async_context(prefill_worker(checkpoint, files))
-        decode = await running.decode(engine=engine(step_time=0.001, delay=gate), **worker(files, "decode"))
+        decode = await running.decode(engine=slow, **worker(files, "decode"))
         app = await running.start_router([prefill], [decode], **router(files))
         await until_serving(app, control_channel(app.address, admin))
         client = await restarted.enter_async_context(AsyncClient(app.address, ca=old / "ca.crt"))
         stream = client.generate(PROMPT, max_tokens=40, **GREEDY)
         got = [token.token_id for _ in range(2) for token in (await anext(stream)).tokens]
-        gate.open.clear()
+        slow.gate.clear()
 
         copied(files, "router", "prefill", "decode", "admin", source=new)
         for dial, name, address in (
@@ -196,7 +185,7 @@ async def test_certificates_are_replaced_under_a_running_stream(checkpoint: Path
         newcomer = await restarted.enter_async_context(AsyncClient(app.address, ca=new / "ca.crt"))
         assert (await newcomer.get_model(timeout=WAIT_S)).name == "m"
 
-        gate.open.set()
+        slow.gate.set()
         async for delta in stream:
             got += [token.token_id for token in delta.tokens]
         assert got == expected

@@ -27,6 +27,7 @@ from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch, pull
 from baton.transfer.servicer import KvServicer
 from tests.integration.transfer_pair import TOKENS, Pair, fetch_shards, flip, running, sharded
+from tests.metrics import count
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
@@ -65,12 +66,12 @@ def test_the_service_has_the_methods_of_its_declaration() -> None:
 async def test_a_committed_export_arrives_and_is_released(pair: Pair) -> None:
     _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
     sent, received = (TRANSFER_BYTES.labels(way) for way in ("sent", "received"))
-    before = sent._value.get(), received._value.get()
+    before = count(sent), count(received)
     assert await pair.fetch() == handoff(TOKENS)
     pair.assert_equal()
     assert ends == ["t"]
     size = TOKENS * pair.engine.spec.kv_format.token_bytes
-    assert (sent._value.get(), received._value.get()) == (before[0] + size, before[1] + size)
+    assert (count(sent), count(received)) == (before[0] + size, before[1] + size)
     assert pair.exporter.stats().used == 0
 
 
@@ -155,9 +156,9 @@ async def test_shards_that_are_not_those_of_the_exporter_are_refused(pair: Pair)
 async def test_a_fetch_may_begin_anywhere(pair: Pair, first: int) -> None:
     _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
     received = TRANSFER_BYTES.labels("received")
-    before = received._value.get()
+    before = count(received)
     assert await pair.fetch(first=first) == handoff(TOKENS)
-    assert received._value.get() - before == (TOKENS - first) * pair.engine.spec.kv_format.token_bytes
+    assert count(received) - before == (TOKENS - first) * pair.engine.spec.kv_format.token_bytes
     if first < TOKENS:
         pair.assert_equal(Box(range(first, TOKENS), range(LAYERS), range(HEADS)))
     assert ends == ["t"]
@@ -184,13 +185,13 @@ async def test_a_prefix_of_another_length_is_not_what_was_meant(pair: Pair) -> N
 @pytest.mark.parametrize("held", [b"", b"another"])
 async def test_a_prefix_by_another_name_is_not_what_was_meant(pair: Pair, held: bytes) -> None:
     faults = TRANSFER_FAULTS.labels("wrong_prefix")
-    before = faults._value.get()
+    before = count(faults)
     export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)
     export.commit_prefix(held)
     with pytest.raises(WrongPrefix, match=b"name".hex()):
         await pair.fetch_prefix(range(8, 24))
     assert export.ended
-    assert faults._value.get() == before + 1
+    assert count(faults) == before + 1
 
 
 @given(

@@ -17,11 +17,12 @@ from baton.errors import (
 )
 from baton.rpc.channel import kv_channel
 from baton.transfer.source import GrpcSource
-from tests.integration.transfer_pair import TOKENS, Cable, Pair, faults, flip, running
+from tests.integration.transfer_pair import TOKENS, Cable, Pair, flip, running
 from tests.unit.transfer.support import (
     INCARNATION,
     Gate,
     advance_all,
+    faults,
     handoff,
     prefilled,
     ready,

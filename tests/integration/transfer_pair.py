@@ -14,13 +14,14 @@ from baton.pb import kv_pb2
 from baton.request import Handoff
 from baton.rpc.channel import kv_channel
 from baton.rpc.server import listen
-from baton.telemetry.metrics import EXPORTS_OPEN, TRANSFER_FAULTS
+from baton.telemetry.metrics import EXPORTS_OPEN
 from baton.transfer.coverage import Box
 from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch, fetch_prefix
 from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import SERVICE, KvServicer
 from baton.transfer.source import GrpcSource
+from tests.metrics import count
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
@@ -109,7 +110,7 @@ class Pair:
 
 @asynccontextmanager
 async def running(**sizes: Any) -> AsyncIterator[Pair]:
-    pair, exports_open = Pair(**sizes), EXPORTS_OPEN._value.get()
+    pair, exports_open = Pair(**sizes), count(EXPORTS_OPEN)
     async with listen(
         "127.0.0.1:0", insecure=False, add=pair.servicer.add_to_server, services=[SERVICE], grace=0.0
     ) as listener:
@@ -120,7 +121,7 @@ async def running(**sizes: Any) -> AsyncIterator[Pair]:
         finally:
             pair.exports.close()
             await pair.exports.drained()
-        assert EXPORTS_OPEN._value.get() == exports_open
+        assert count(EXPORTS_OPEN) == exports_open
     assert pair.exporter.in_flight == pair.engine.in_flight == 0
 
 
@@ -136,10 +137,6 @@ async def fetch_shards(*pairs: Pair) -> Handoff:
     """Fetch all from these processes of one exporter, into the first consumer's pages."""
     sources = [pair.source() for pair in pairs]
     return await fetch(sources, pairs[0].engine, pairs[0].handle, tokens=TOKENS, timeout_s=30.0)
-
-
-def faults(kind: str) -> float:
-    return float(TRANSFER_FAULTS.labels(kind)._value.get())
 
 
 def flip(frame: bytes) -> bytes:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
 
 from baton.completion import Completion
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.fleet import Fleet
+from tests.metrics import sample
 
 REQUESTS = 32
 
@@ -76,10 +76,10 @@ async def test_n_choices_come_from_one_prefill(tmp_path: Path) -> None:
     async with Fleet(make_checkpoint("qwen3", tmp_path), dtype="float32") as fleet:
         client = await fleet.router([await fleet.prefill(page_size=16)], [await fleet.decode(page_size=32)])
         one = await client.complete(prompt, **settings)
-        before = REGISTRY.get_sample_value("baton_prefill_tokens_total", {"source": "computed"}) or 0
+        before = sample("baton_prefill_tokens_total", source="computed")
         four = await client.complete(prompt, n=4, cache="off", **settings)
         again = await client.complete(prompt, n=4, cache="off", **settings)
-        computed = (REGISTRY.get_sample_value("baton_prefill_tokens_total", {"source": "computed"}) or 0) - before
+        computed = sample("baton_prefill_tokens_total", source="computed") - before
     outputs = [tuple(choice.token_ids) for choice in four.choices]
     assert len(set(outputs)) == 4
     assert outputs[0] == tuple(one.token_ids)

@@ -22,6 +22,7 @@ from decode_svc.app import run
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.decode_rig import Exporter, Rig, Router
 from tests.decoding import digests
+from tests.metrics import count
 
 BLOCK = 16
 MEMORY = 16 << 20
@@ -57,13 +58,13 @@ async def ask(
 ) -> tuple[list[list[int]], int, int]:
     """The tokens of each choice, those that were pinned, and the tokens whose KV was moved."""
     received = TRANSFER_BYTES.labels("received")
-    before = received._value.get()
+    before = count(received)
     cache: dict[str, Any] = {"prefix_digests": b"".join(digests(rig.app.engine, prompt))}
     if off:
         cache = {"cache": inference_pb2.CACHE_POLICY_OFF}
     await router.request(name, prompt, params, range(params.n), **cache)
     await router.until_finished(*((name, choice) for choice in range(params.n)))
-    moved = received._value.get() - before
+    moved = count(received) - before
     tokens = [router.tokens[name, choice] for choice in range(params.n)]
     return tokens, router.reserved[name].cached_tokens, int(moved) // rig.app.engine.spec.kv_format.token_bytes
 
@@ -71,7 +72,7 @@ async def ask(
 @pytest.mark.parametrize("page_size", [16, 32, 256])
 async def test_a_conversation_moves_only_new_kv_and_keeps_its_tokens(checkpoint: Path, page_size: int) -> None:
     async with worker(checkpoint, page_size=page_size) as (rig, router):
-        ids, reused = prompt_ids(250), REUSED_TOKENS._value.get()
+        ids, reused = prompt_ids(250), count(REUSED_TOKENS)
         held = 0
         for turn in range(3):
             (expected,), none, whole = await ask(rig, router, f"plain{turn}", ids, GREEDY, off=True)
@@ -81,7 +82,7 @@ async def test_a_conversation_moves_only_new_kv_and_keeps_its_tokens(checkpoint:
             assert (cached, moved) == (held, len(ids) - held)
             held = (len(ids) + len(tokens) - 1) // BLOCK * BLOCK
             ids = [*ids, *tokens, *prompt_ids(9, seed=turn)]
-        assert REUSED_TOKENS._value.get() > reused
+        assert count(REUSED_TOKENS) > reused
 
 
 async def test_choices_of_a_pinned_prompt_keep_their_tokens_and_leave_them(checkpoint: Path) -> None:
@@ -110,7 +111,7 @@ async def test_sequences_that_share_and_are_paused_keep_their_tokens(checkpoint:
         ]
     async with worker(checkpoint, kv_memory=18 * 18432, max_model_len=160, reserve_tokens=8) as (rig, router):
         assert rig.app.engine.spec.pages == 18
-        paused = SEQUENCES_PAUSED._value.get()
+        paused = count(SEQUENCES_PAUSED)
         names = [f"r{number}" for number in range(len(prompts))]
         asked = [ask(rig, router, name, prompt, params) for name, prompt in zip(names, prompts, strict=True)]
         found = [tokens for tokens, _, _ in await asyncio.gather(*asked)]
@@ -118,4 +119,4 @@ async def test_sequences_that_share_and_are_paused_keep_their_tokens(checkpoint:
         again = [await ask(rig, router, f"s{number}", prompt, params) for number, prompt in enumerate(prompts)]
         assert [tokens for tokens, _, _ in again] == expected
         assert all(cached >= 48 for _, cached, _ in again)
-        assert SEQUENCES_PAUSED._value.get() > paused
+        assert count(SEQUENCES_PAUSED) > paused

@@ -19,13 +19,11 @@ from baton.pb import prefill_pb2
 from baton.request import CachePolicy, SamplingParams, SequenceState
 from prefill_svc.app import run
 from tests.checkpoints import make_checkpoint, prompt_ids
-from tests.fleet import Fleet
 from tests.peers import Peer, peer
 from tests.prefill import Client, fetch_all
-from tests.redis_server import BINARIES, running
+from tests.redis_server import running
 
 BLOCK = 16
-SETTINGS: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": 1}
 PARAMS = SamplingParams(max_tokens=16, temperature=0.9, seed=7, ignore_eos=True, logprobs=1)
 SIZES = ((16, 0), (16, 23), (32, 7), (256, 64))
 """Of pages and chunks: each with the pages, whose hits depend on them, and with all tiers, each tier with some."""
@@ -185,50 +183,3 @@ async def test_hits_of_any_length_from_any_tier_keep_the_tokens(
             if tier != "all":
                 assert getattr(done.cached, tier) == done.cached_tokens
             await settled(client)
-
-
-@pytest.mark.parametrize("kind", BINARIES)
-async def test_what_one_worker_computed_is_a_hit_on_another(kind: str, tmp_path: Path) -> None:
-    shared = prompt_ids(6 * BLOCK)
-    # None, part of a block, one block and a bit, several, and the whole prompt, which must still sample.
-    lengths = {BLOCK - 1: 0, BLOCK: 0, 2 * BLOCK + 5: 2 * BLOCK, 4 * BLOCK: 3 * BLOCK, 6 * BLOCK: 5 * BLOCK}
-    with running(kind, tmp_path) as server:
-        async with Fleet(make_checkpoint("mistral", tmp_path / "model"), dtype="float32") as fleet:
-            decode = await fleet.decode()
-            plain = await fleet.router([await fleet.prefill(page_size=32)], [decode])
-            first = await fleet.prefill(redis=server.url, chunk_size=16)
-            second = await fleet.prefill(redis=server.url, chunk_size=64, page_size=256, cache_memory=0)
-            writer = await fleet.router([first], [decode])
-            reader = await fleet.router([second], [decode])
-            await writer.complete(shared, **SETTINGS)
-            await first.worker.finished()
-            await first.cache.flush()
-            for length, least in lengths.items():
-                prompt = shared[:length]
-                expected = await plain.complete(prompt, cache="off", **SETTINGS)
-                found = await reader.complete(prompt, **SETTINGS)
-                assert found.token_ids == expected.token_ids, f"prompt of {length}"
-                assert expected.usage is not None
-                assert found.usage is not None
-                assert expected.usage.cached_tokens == 0
-                assert least <= found.usage.cached_tokens < length, f"prompt of {length}"
-                assert found.usage.cached.redis == found.usage.cached_tokens
-
-
-async def test_a_second_run_hits_and_a_dead_redis_only_slows(tmp_path: Path) -> None:
-    prompt = prompt_ids(5 * BLOCK + 3)
-    with running("valkey", tmp_path) as server:
-        async with Fleet(make_checkpoint("qwen2", tmp_path / "model"), dtype="float32") as fleet:
-            prefill = await fleet.prefill(redis=server.url, cache_memory=0)
-            client = await fleet.router([prefill], [await fleet.decode()])
-            runs = [await client.complete(prompt, **SETTINGS)]
-            await prefill.worker.finished()
-            await prefill.cache.flush()
-            for _ in range(2):
-                prefill.engine.drop_cached()
-                runs.append(await client.complete(prompt, **SETTINGS))
-                server.kill()
-            runs.append(await client.complete(prompt, **SETTINGS))
-    cached = [run.usage.cached for run in runs if run.usage is not None]
-    assert [(each.pool, each.redis) for each in cached] == [(0, 0), (0, 5 * BLOCK), (0, 0), (5 * BLOCK, 0)]
-    assert all(run.token_ids == runs[0].token_ids for run in runs)

@@ -88,28 +88,6 @@ def test_a_freed_slot_is_filled_in_the_very_next_step() -> None:
     assert turns.engine.audit() == {}
 
 
-def test_a_cancelled_sequence_is_gone_in_the_next_step_and_its_slot_taken() -> None:
-    turns = Turns()
-    for number in (1, 2, 3):
-        turns.add(number, [number], 8)
-    turns.turn()
-    turns.loop.drop([1, 99])
-    report = turns.turn()
-    assert turns.engine.steps == [["s1", "s2"], ["s2", "s3"]]
-    assert (report.running, report.waiting) == (2, 0)
-    assert "s1" not in turns.engine.audit()
-
-
-def test_a_waiting_sequence_is_cancelled_without_ever_having_run() -> None:
-    turns = Turns(slots=1)
-    turns.add(1, [1], 3)
-    turns.add(2, [2], 3)
-    turns.loop.drop([2])
-    turns.until_finished(1)
-    assert all(batch == ["s1"] for batch in turns.engine.steps)
-    assert turns.engine.audit() == {}
-
-
 def test_each_turn_reports_the_changes_of_the_batch_then_its_step_and_the_load_after_it() -> None:
     turns = Turns()
     turns.add(1, [1, 2], 2)

@@ -162,15 +162,6 @@ def test_a_preempted_sequence_leaves_what_it_has_for_its_replay() -> None:
     bench.check()
 
 
-def test_age_is_the_order_of_reservation_not_of_readiness() -> None:
-    bench = Bench(pages=20)
-    late, early = bench.make(2, [2, 7, 9], 60), bench.make(1, [1, 7, 9], 60)
-    bench.loop.add([late, early])
-    bench.turn_until_over()
-    assert set(bench.paused()) == {2}
-    bench.check()
-
-
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_a_full_host_pool_gives_the_youngest_back_with_all_it_holds(steps_ahead: int) -> None:
     bench = Bench(pages=20, host_tokens=10, steps_ahead=steps_ahead)
@@ -200,26 +191,6 @@ def test_what_was_given_back_is_not_replaced_before_the_rest_has_room() -> None:
     bench.turn()
     assert not bench.loop.short_of_pages
     bench.turn_until_over()
-    bench.check()
-
-
-def test_waiting_sequences_run_while_the_paused_one_lacks_room_for_their_pages() -> None:
-    bench = Bench(pages=18, slots=1, first=30)
-    bench.add(1, [1, 2, 3], 60)
-    bench.add(2, [4, 5, 6], 40)
-    bench.turn_until_over()
-    # Alone in the batch and without a page: the one that holds them has to run first.
-    assert bench.states == [(1, State.DECODING), (1, State.PAUSED), (2, State.DECODING), (1, State.DECODING)]
-    bench.check()
-
-
-def test_a_paused_sequence_that_can_come_back_goes_before_one_that_waits() -> None:
-    bench = Bench(pages=20, slots=1, first=30)
-    for number, tokens in ((1, 60), (2, 40), (3, 5)):
-        bench.add(number, [number, 5, 6], tokens)
-    bench.turn_until_over()
-    order = [number for number, state in bench.states if state is State.DECODING]
-    assert (bench.paused(), order) == ([1], [1, 2, 1, 3])
     bench.check()
 
 

@@ -16,6 +16,7 @@ from baton.telemetry import metrics
 from baton.worker.blocks import MOST_WRITE_BACKS, Blocks
 from decode_svc.write_backs import MOST_WAITING, WriteBacks
 from tests.decoding import digests
+from tests.metrics import count
 from tests.property.attempts import payloads
 
 IDS = list(range(40, 57))
@@ -78,7 +79,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 def dropped() -> float:
-    return float(metrics.PREFIX_BLOCKS.labels("any", "dropped")._value.get())
+    return count(metrics.PREFIX_BLOCKS, "any", "dropped")
 
 
 async def test_the_new_blocks_of_a_sequence_are_copied_and_nothing_stays_pinned(rig: Rig) -> None:

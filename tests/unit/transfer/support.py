@@ -10,10 +10,12 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.kv.format import KvCompression, PartData, Shard
 from baton.request import FirstToken, Handoff, SamplingParams, TokenInfo
+from baton.telemetry.metrics import TRANSFER_FAULTS
 from baton.transfer import closing, wire
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
 from baton.transfer.exports import Exports
+from tests.metrics import count
 
 LAYERS, HEADS = 3, 2
 INCARNATION = "first"
@@ -167,3 +169,8 @@ class MemorySource:
 def unchanged(stream: int, frames: list[bytes]) -> list[bytes]:
     """The mangling of an honest source."""
     return frames
+
+
+def faults(kind: str) -> float:
+    """Transfers that failed so in this process so far."""
+    return count(TRANSFER_FAULTS, kind)

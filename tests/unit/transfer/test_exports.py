@@ -21,6 +21,7 @@ from baton.telemetry.metrics import EXPORTS_OPEN
 from baton.transfer import closing, wire
 from baton.transfer.coverage import Box
 from baton.transfer.exports import Exports
+from tests.metrics import count
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
@@ -53,7 +54,7 @@ async def exports(engine: Engine) -> AsyncIterator[Exports]:
     yield exports
     exports.close()
     await exports.drained()
-    assert EXPORTS_OPEN._value.get() == 0
+    assert count(EXPORTS_OPEN) == 0
     assert engine.in_flight == 0
 
 

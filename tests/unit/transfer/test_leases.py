@@ -17,6 +17,7 @@ from baton.errors import (
 )
 from baton.telemetry.metrics import EXPORTS_OPEN, LEASES_EXPIRED
 from baton.transfer.exports import REASON_LENGTH, Exports
+from tests.metrics import count
 from tests.unit.transfer.support import (
     INCARNATION,
     LAYERS,
@@ -40,7 +41,7 @@ async def exports(engine: Engine) -> AsyncIterator[Exports]:
     yield exports
     exports.close()
     await exports.drained()
-    assert EXPORTS_OPEN._value.get() == 0
+    assert count(EXPORTS_OPEN) == 0
     assert engine.in_flight == 0
 
 
@@ -93,14 +94,14 @@ async def test_an_open_id_can_not_be_opened_twice(exports: Exports, engine: Engi
 
 
 async def test_the_lease_ends_an_export_that_nobody_fetches(exports: Exports, engine: Engine, clock: Clock) -> None:
-    before = LEASES_EXPIRED._value.get()
+    before = count(LEASES_EXPIRED)
     uncommitted = exports.open("u", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
     _, ends = ready(exports, engine, "t", TOKENS)
     await clock.advance(9.9)
     assert ends == []
     await clock.advance(0.2)
     assert ends == ["t"]
-    assert LEASES_EXPIRED._value.get() == before + 1
+    assert count(LEASES_EXPIRED) == before + 1
     assert not uncommitted.ended
     with pytest.raises(NotFound, match="lease"):
         await exports.find("t", INCARNATION)

@@ -10,7 +10,6 @@ import pytest
 from baton.errors import CorruptFrame, IncompleteTransfer, TransferError
 from baton.kv.format import Shard
 from baton.request import Handoff
-from baton.telemetry.metrics import TRANSFER_FAULTS
 from baton.transfer import wire
 from baton.transfer.closing import Manifest, encode_commit, encode_manifest, pack
 from baton.transfer.coverage import Box
@@ -28,6 +27,7 @@ from tests.unit.transfer.support import (
     collect,
     contents,
     decoded,
+    faults,
     handoff,
     prefilled,
     ready,
@@ -77,10 +77,6 @@ def flip(frame: bytes, bit: int = 400) -> bytes:
 
 def first_stream(change: Callable[[list[bytes]], list[bytes]]) -> Mangle:
     return lambda stream, frames: change(frames) if stream == 0 else frames
-
-
-def faults(kind: str) -> float:
-    return float(TRANSFER_FAULTS.labels(kind)._value.get())
 
 
 async def test_every_flipped_bit_of_every_frame_is_caught(pair: Pair) -> None:
