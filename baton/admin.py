@@ -35,7 +35,7 @@ _LEDGER_FIELDS = ("process", "role", "incarnation", "pages_total", "pages_free",
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class AdminSources:
     """What a process, named by its id and role, answers from; without `clear` it has nothing to clear."""
 
     process: str
@@ -48,7 +48,7 @@ class Sources:
 class AdminServicer(admin_pb2_grpc.AdminServicer):
     """Serves ledger and cache to whoever reaches it; listeners decide who that is."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: AdminSources) -> None:
         self._sources = sources
 
     async def Ledger(
@@ -76,7 +76,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return admin_pb2.ClearCacheResponse(dropped=map(_tier_to_proto, await self._sources.clear(request.redis)))
 
 
-def add_admin(server: grpc.aio.Server, sources: Sources) -> None:
+def add_admin(server: grpc.aio.Server, sources: AdminSources) -> None:
     """Register the service; ADMIN_SERVICE is its name for health and reflection."""
     admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(sources), server)
 

@@ -41,7 +41,7 @@ from baton.pb.admin_pb2 import CacheRequest, ClearCacheRequest, LedgerRequest
 from baton.pb.admin_pb2_grpc import AdminStub
 from baton.request import CachePolicy
 from baton.rpc import requests
-from baton.rpc.calls import Call
+from baton.rpc.calls import ClientCall
 from baton.rpc.security import Security, client_credentials
 
 __all__ = ["AsyncClient", "Choice", "Client", "Completion", "Delta", "Model"]
@@ -147,27 +147,27 @@ class AsyncClient:
         answer = await self._ask(self._admin.ClearCache, ClearCacheRequest(redis=redis), timeout)
         return tiers_from_proto(answer.dropped)
 
-    def _call(self, timeout: float | None) -> Call:
-        return Call(timeout, secure=self._secure)
+    def _call(self, timeout: float | None) -> ClientCall:
+        return ClientCall(timeout, secure=self._secure)
 
     async def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
         call = self._call(timeout)
-        _refuse_if(self._closed)
+        _check_open(self._closed)
         try:
             return await method(request, timeout=call.timeout, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise call.failure(error) from None
+            raise call.to_error(error) from None
 
-    async def _stream(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[Delta, None]:
-        _refuse_if(self._closed)
-        call.streams()
+    async def _stream(self, request: pb.GenerateRequest, call: ClientCall) -> AsyncGenerator[Delta, None]:
+        _check_open(self._closed)
+        call.start_stream()
         stream = self._stub.Generate(request, timeout=call.timeout, metadata=self._metadata)
         try:
             async for response in stream:
-                for delta in call.took(requests.deltas(response)):
+                for delta in call.count_tokens(requests.deltas(response)):
                     yield delta
         except grpc.RpcError as error:
-            raise call.failure(error) from None
+            raise call.to_error(error) from None
         finally:
             stream.cancel()
 
@@ -267,26 +267,26 @@ class Client:
         answer = self._ask(self._admin.ClearCache, ClearCacheRequest(redis=redis), timeout)
         return tiers_from_proto(answer.dropped)
 
-    def _call(self, timeout: float | None) -> Call:
-        return Call(timeout, secure=self._secure)
+    def _call(self, timeout: float | None) -> ClientCall:
+        return ClientCall(timeout, secure=self._secure)
 
     def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
         call = self._call(timeout)
-        _refuse_if(self._closed)
+        _check_open(self._closed)
         try:
             return method(request, timeout=call.timeout, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise call.failure(error) from None
+            raise call.to_error(error) from None
 
-    def _stream(self, request: pb.GenerateRequest, call: Call) -> Generator[Delta, None, None]:
-        _refuse_if(self._closed)
-        call.streams()
+    def _stream(self, request: pb.GenerateRequest, call: ClientCall) -> Generator[Delta, None, None]:
+        _check_open(self._closed)
+        call.start_stream()
         stream = self._stub.Generate(request, timeout=call.timeout, metadata=self._metadata)
         try:
             for response in stream:
-                yield from call.took(requests.deltas(response))
+                yield from call.count_tokens(requests.deltas(response))
         except grpc.RpcError as error:
-            raise call.failure(error) from None
+            raise call.to_error(error) from None
         finally:
             stream.cancel()
 
@@ -300,6 +300,6 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),)
 
 
-def _refuse_if(closed: bool) -> None:
+def _check_open(closed: bool) -> None:
     if closed:
         raise Unavailable("the client is closed")

@@ -52,7 +52,7 @@ class Vocabulary:
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """A detokenizer at the start of a text."""
         skipped = self._special if skip_special_tokens else frozenset()
-        return _ByteLevel(self, skipped) if self._byte_level else _Window(self, skipped)
+        return _ByteLevelDecoder(self, skipped) if self._byte_level else _WindowDecoder(self, skipped)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a token of a byte-level vocabulary; none for an id without a token."""
@@ -80,7 +80,7 @@ class Vocabulary:
         return str(self._backend.decode(token_ids, skip_special_tokens=False))
 
 
-class _ByteLevel:
+class _ByteLevelDecoder:
     def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
         self._vocabulary = vocabulary
         self._skipped = skipped
@@ -95,28 +95,28 @@ class _ByteLevel:
         return self._utf8.decode(b"", final=True)
 
 
-class _Window:
+class _WindowDecoder:
     def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
         self._vocabulary = vocabulary
         self._skipped = skipped
-        self._told: list[int] = []
-        self._held: list[int] = []
+        self._emitted: list[int] = []
+        self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         token = None if token_id in self._skipped else self._vocabulary.token(token_id)
         if token is None:
             return ""
-        self._held.append(token_id)
-        return "" if self._vocabulary.is_byte(token) else self._tell()
+        self._pending.append(token_id)
+        return "" if self._vocabulary.is_byte(token) else self._emit()
 
     def flush(self) -> str:
-        return self._tell() if self._held else ""
+        return self._emit() if self._pending else ""
 
-    def _tell(self) -> str:
-        told = self._vocabulary.decode(self._told)
-        piece = self._vocabulary.decode(self._told + self._held)[len(told) :]
+    def _emit(self) -> str:
+        before = self._vocabulary.decode(self._emitted)
+        piece = self._vocabulary.decode(self._emitted + self._pending)[len(before) :]
         if piece:
-            self._told, self._held = self._held, []
+            self._emitted, self._pending = self._pending, []
         return piece
 
 

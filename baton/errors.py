@@ -34,7 +34,7 @@ from typing import ClassVar
 _SHOWN = 120
 
 
-def shown(value: object) -> str:
+def preview(value: object) -> str:
     """`repr(value)`, cut so that a message stays readable whatever a caller sent."""
     text = repr(value[: _SHOWN + 1] if isinstance(value, (str, bytes, list, tuple)) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(value) if hasattr(value, '__len__') else ''})"
@@ -54,7 +54,7 @@ class InvalidRequest(BatonError):
     http_status = 400
 
     def __init__(self, field: str, problem: str, value: object = None) -> None:
-        super().__init__(f"{field}: {problem}" + ("" if value is None else f", got {shown(value)}"))
+        super().__init__(f"{field}: {problem}" + ("" if value is None else f", got {preview(value)}"))
         self.field = field
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigError, shown
+from baton.errors import ConfigError, preview
 
 KEY_BITS = 256
 MAX_KEY_LENGTH = 256
@@ -54,7 +54,7 @@ def parse(data: bytes) -> tuple[ApiKey, ...]:
         raise ConfigError(f"is no JSON: {error}") from None
     _check_fields("the file", document, ("keys",), ("keys",))
     if not isinstance(document["keys"], list):
-        raise ConfigError(f"keys: must be a list, got {shown(document['keys'])}")
+        raise ConfigError(f"keys: must be a list, got {preview(document['keys'])}")
     entries = tuple(_entry(f"keys[{index}]", each) for index, each in enumerate(document["keys"]))
     limits: dict[str, int | None] = {}
     hashes: set[bytes] = set()
@@ -90,7 +90,7 @@ def add(path: Path, *, tenant: str, max_streams: int | None = None, admin: bool 
     Without `max_streams` a tenant keeps its limit. Raises ConfigError.
     """
     key = _PREFIX + secrets.token_urlsafe(KEY_BITS // 8)
-    with _changing(path) as entries:
+    with _edit(path) as entries:
         if max_streams is None:
             max_streams = next((entry.max_streams for entry in entries if entry.tenant == tenant), None)
         entries.append(ApiKey(digest(key), tenant, max_streams, admin))
@@ -102,32 +102,32 @@ def remove(path: Path, *, tenant: str = "", sha256: str = "") -> int:
 
     Raises ConfigError when there is none, and when several begin so.
     """
-    with _changing(path) as entries:
-        gone = [entry for entry in entries if _is_meant(entry, tenant, sha256)]
+    with _edit(path) as entries:
+        gone = [entry for entry in entries if _matches(entry, tenant, sha256)]
         if not gone:
-            raise ConfigError(f"{str(path)!r} has no key of {shown(tenant) if tenant else f'hash {shown(sha256)}'}")
+            raise ConfigError(f"{str(path)!r} has no key of {preview(tenant) if tenant else f'hash {preview(sha256)}'}")
         if len(gone) > 1 and not tenant:
-            raise ConfigError(f"{len(gone)} hashes begin with {shown(sha256)}; give more digits")
+            raise ConfigError(f"{len(gone)} hashes begin with {preview(sha256)}; give more digits")
         entries[:] = [entry for entry in entries if entry not in gone]
     return len(gone)
 
 
 def limit(path: Path, *, tenant: str, max_streams: int | None) -> int:
     """Set the streams that a tenant may have open, None for no limit, in all its keys; how many. Raises ConfigError."""
-    with _changing(path) as entries:
+    with _edit(path) as entries:
         count = sum(entry.tenant == tenant for entry in entries)
         if not count:
-            raise ConfigError(f"{str(path)!r} has no key of {shown(tenant)}")
+            raise ConfigError(f"{str(path)!r} has no key of {preview(tenant)}")
         entries[:] = [replace(entry, max_streams=max_streams) if entry.tenant == tenant else entry for entry in entries]
     return count
 
 
-def _is_meant(entry: ApiKey, tenant: str, sha256: str) -> bool:
+def _matches(entry: ApiKey, tenant: str, sha256: str) -> bool:
     return entry.tenant == tenant if tenant else bool(sha256) and entry.sha256.hex().startswith(sha256)
 
 
 @contextmanager
-def _changing(path: Path) -> Iterator[list[ApiKey]]:
+def _edit(path: Path) -> Iterator[list[ApiKey]]:
     """The entries, which the block may change; nobody else changes the file meanwhile, nor if the block raises."""
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -148,22 +148,22 @@ def _entry(where: str, value: Any) -> ApiKey:
     _check_fields(where, value, [field.name for field in fields(ApiKey)], ("sha256", "tenant"))
     sha256, tenant = value["sha256"], value["tenant"]
     if not (isinstance(sha256, str) and re.fullmatch(r"[0-9a-f]{64}", sha256)):
-        raise ConfigError(f"{where}.sha256: must be 64 hex digits in lower case, got {shown(sha256)}")
+        raise ConfigError(f"{where}.sha256: must be 64 hex digits in lower case, got {preview(sha256)}")
     if not (isinstance(tenant, str) and _TENANT.fullmatch(tenant)):
-        raise ConfigError(f"{where}.tenant: must be 1 to 64 letters, digits and ._-, got {shown(tenant)}")
+        raise ConfigError(f"{where}.tenant: must be 1 to 64 letters, digits and ._-, got {preview(tenant)}")
     limit, admin = value.get("max_streams"), value.get("admin", False)
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise ConfigError(f"{where}.max_streams: must be a whole number of at least 1, got {shown(limit)}")
+        raise ConfigError(f"{where}.max_streams: must be a whole number of at least 1, got {preview(limit)}")
     if type(admin) is not bool:
-        raise ConfigError(f"{where}.admin: must be true or false, got {shown(admin)}")
+        raise ConfigError(f"{where}.admin: must be true or false, got {preview(admin)}")
     return ApiKey(bytes.fromhex(sha256), tenant, limit, admin)
 
 
 def _check_fields(where: str, value: Any, known: Sequence[str], required: Sequence[str]) -> None:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: must be an object, got {shown(value)}")
+        raise ConfigError(f"{where}: must be an object, got {preview(value)}")
     if unknown := sorted(set(value).difference(known)):
-        raise ConfigError(f"{where}: has no field {shown(unknown[0])}; known are {', '.join(known)}")
+        raise ConfigError(f"{where}: has no field {preview(unknown[0])}; known are {', '.join(known)}")
     if missing := [name for name in required if name not in value]:
         raise ConfigError(f"{where}.{missing[0]}: is missing")
 

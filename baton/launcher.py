@@ -22,6 +22,6 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def bound_to_me(command: Sequence[str]) -> list[str]:
+def bind_to_parent(command: Sequence[str]) -> list[str]:
     """`command`, whose first word is the path of an executable, bound to the life of this process."""
     return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]

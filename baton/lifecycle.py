@@ -98,10 +98,10 @@ class Lifecycle:
         self.state, self.since, self.deadline = State.ENDED, now, math.inf
         return True
 
-    def overdue(self, now: float) -> bool:
+    def is_overdue(self, now: float) -> bool:
         """Whether the state's deadline has passed."""
         return now >= self.deadline
 
-    def of_request(self) -> bool:
+    def is_request_deadline(self) -> bool:
         """Whether the deadline in force is the request's own, so that another attempt can't help."""
         return self.deadline >= self.request_deadline and not math.isinf(self.request_deadline)

@@ -70,7 +70,7 @@ def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]
 
     def start(config: S) -> NoReturn:
         try:
-            _leave(asyncio.run(serve(run(config), role)))
+            _exit(asyncio.run(serve(run(config), role)))
         except ModuleNotFoundError as error:
             print(f"{role}: {error.name} is not installed; a worker needs baton[worker]", file=sys.stderr)
         except BatonError as error:
@@ -84,7 +84,7 @@ def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]
     command(settings, role, start).main(prog_name=f"python -m {package}")
 
 
-def _leave(status: int) -> NoReturn:
+def _exit(status: int) -> NoReturn:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         # Who reads may have gone before.
@@ -98,8 +98,8 @@ async def serve(app: Running, role: str) -> int:
     listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     with signals() as stop:
         # One task for the app's whole life: what it enters it must also leave.
-        living = asyncio.create_task(_live(app, role, stop, listening), name=role)
-        await _first(living, listening, stop.first)
+        living = asyncio.create_task(_run(app, role, stop, listening), name=role)
+        await _wait_any(living, listening, stop.first)
         if stop.first.done() and not (living.done() or listening.done()):
             _log.info("%s stops after %s while it starts", role, stop.first.result())
             living.cancel()
@@ -116,7 +116,7 @@ class Signals:
         self.first: asyncio.Future[str] = loop.create_future()
         self.again: asyncio.Future[str] = loop.create_future()
 
-    def came(self, name: str) -> None:
+    def receive(self, name: str) -> None:
         """One more signal."""
         for future in (self.first, self.again):
             if not future.done():
@@ -129,7 +129,7 @@ def signals() -> Iterator[Signals]:
     """Have SIGTERM and SIGINT noted, and do nothing else, until the block ends."""
     found, loop = Signals(), asyncio.get_running_loop()
     for number in _NUMBERS:
-        loop.add_signal_handler(number, found.came, number.name)
+        loop.add_signal_handler(number, found.receive, number.name)
     try:
         yield found
     finally:
@@ -137,10 +137,10 @@ def signals() -> Iterator[Signals]:
             loop.remove_signal_handler(number)
 
 
-async def _live(app: Running, role: str, stop: Signals, listening: asyncio.Future[None]) -> int:
+async def _run(app: Running, role: str, stop: Signals, listening: asyncio.Future[None]) -> int:
     with contextlib.ExitStack() as stopping:
         async with app as service:
-            _settle()
+            _freeze_garbage_collector()
             line = f"listening {service.listening}"
             _log.info("%s %s", role, line)
             # The log has it too; on a full disk nobody reads either, and the service is none the worse.
@@ -148,7 +148,7 @@ async def _live(app: Running, role: str, stop: Signals, listening: asyncio.Futur
                 print(line, flush=True)
             listening.set_result(None)
             try:
-                await _first(stop.first, service.failed)
+                await _wait_any(stop.first, service.failed)
                 if not service.failed.done():
                     _log.info("%s draining after %s", role, stop.first.result())
                     await _drain(service, stop)
@@ -156,12 +156,12 @@ async def _live(app: Running, role: str, stop: Signals, listening: asyncio.Futur
                     _log.error("%s failed: %s", role, service.failed.exception())
                     return 1
             finally:
-                limit = asyncio.get_running_loop().call_later(STOP_S, _give_up, role)
+                limit = asyncio.get_running_loop().call_later(STOP_S, _exit_hung, role)
                 stopping.callback(limit.cancel)
     return 0
 
 
-def _settle() -> None:
+def _freeze_garbage_collector() -> None:
     """Spare the garbage collector what lives as long as the process.
 
     A full pass over all that a service has loaded held up every stream for 50 ms and more.
@@ -170,7 +170,7 @@ def _settle() -> None:
     gc.freeze()
 
 
-def _give_up(role: str) -> None:
+def _exit_hung(role: str) -> None:
     _log.error("%s does not stop within %g s: one of its threads hangs", role, STOP_S)
     os._exit(1)
 
@@ -178,7 +178,7 @@ def _give_up(role: str) -> None:
 async def _drain(service: App, stop: Signals) -> None:
     """Let the service drain until a second signal comes, or it fails."""
     draining = asyncio.ensure_future(service.drain())
-    await _first(draining, stop.again, service.failed)
+    await _wait_any(draining, stop.again, service.failed)
     if draining.done():
         return await draining
     draining.cancel()
@@ -186,5 +186,5 @@ async def _drain(service: App, stop: Signals) -> None:
     return None
 
 
-async def _first(*futures: asyncio.Future[Any]) -> None:
+async def _wait_any(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -74,24 +74,24 @@ class SamplingParams:
     include_stop_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _between("temperature", self.temperature, 0.0, 100.0)
-        _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _between("top_k", self.top_k, 0, 2**31 - 1)
-        _between("min_p", self.min_p, 0.0, 1.0)
-        _between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("n", self.n, 1, MAX_CHOICES)
-        _between("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_range("top_k", self.top_k, 0, 2**31 - 1)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("n", self.n, 1, MAX_CHOICES)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None:
-            _between("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequest("min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens)
         if self.seed is not None:
-            _between("seed", self.seed, 0, 2**64 - 1)
+            _check_range("seed", self.seed, 0, 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
-                _between(name, count, 0, MAX_LOGPROBS)
+                _check_range(name, count, 0, MAX_LOGPROBS)
         check_count("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
         for i, text in enumerate(self.stop):
             if not text or len(text) > MAX_STOP_LENGTH:
@@ -101,7 +101,7 @@ class SamplingParams:
         check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "token ids")
         check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "entries")
         for token_id, bias in self.logit_bias:
-            _between(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
     @property
     def greedy(self) -> bool:
@@ -276,6 +276,6 @@ def check_length(name: str, value: str | bytes, most: int) -> None:
         raise InvalidRequest(name, f"must have at most {most} {unit}", len(value))
 
 
-def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if not low <= value <= high or (open_low and value == low):
         raise InvalidRequest(name, f"must be in {'(' if open_low else '['}{low}, {high}]", value)

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from baton.errors import Unavailable
-from baton.launcher import bound_to_me
+from baton.launcher import bind_to_parent
 
 CUT_S = 1.0
 """Seconds from SIGTERM to a second one, which cuts a drain short, unless a drain may take longer."""
@@ -46,7 +46,7 @@ _CHUNK = 1 << 16
 _log = logging.getLogger(__name__)
 
 
-class Times(NamedTuple):
+class SupervisorTimes(NamedTuple):
     """Bounds of a supervisor, in seconds."""
 
     kill_s: float = 2.5
@@ -63,7 +63,7 @@ def addresses(line: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 
-class Child:
+class SupervisedProcess:
     """A process of a supervisor, and after its death its successor; `Supervisor.start` makes them."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Child:
         ]
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *bound_to_me(self._command),
+                *bind_to_parent(self._command),
                 env=self._environ,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=pipes[0].write_end,
@@ -138,7 +138,7 @@ class Child:
         await asyncio.gather(*late, return_exceptions=True)
         # Errors are on standard error; the two pipes keep no order between them.
         out, err = self._last_lines
-        return f"{self.name} {_how(status)}; its last line: {err or out or 'none'}"
+        return f"{self.name} {_describe_exit(status)}; its last line: {err or out or 'none'}"
 
     async def _follow(self, pipe: _Pipe, number: int) -> None:
         rest = b""
@@ -146,13 +146,13 @@ class Child:
             while data := await pipe.reader.read(_CHUNK):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._take(line, number)
+                    self._handle_line(line, number)
             if rest:
-                self._take(rest, number)
+                self._handle_line(rest, number)
         finally:
             pipe.transport.close()
 
-    def _take(self, data: bytes, number: int) -> None:
+    def _handle_line(self, data: bytes, number: int) -> None:
         line = data.decode("utf-8", "replace").rstrip("\r")
         if number == 0 and self._ready_since is None and self._ready_line.match(line):
             self._ready_since = asyncio.get_running_loop().time()
@@ -171,12 +171,12 @@ class Supervisor:
     The loop must run in the main thread, or another that lives as long as the children may.
     """
 
-    def __init__(self, relay: Relay, times: Times | None = None) -> None:
+    def __init__(self, relay: Relay, times: SupervisorTimes | None = None) -> None:
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """How the first child that is not restarted has ended, unasked."""
         self._relay = relay
-        self._times = times or Times()
-        self._lives: dict[Child, asyncio.Task[None]] = {}
+        self._times = times or SupervisorTimes()
+        self._tasks: dict[SupervisedProcess, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -189,18 +189,18 @@ class Supervisor:
 
     async def start(
         self, name: str, command: Sequence[str], environ: Mapping[str, str] | None = None, ready_line: str = LISTENING
-    ) -> Child:
+    ) -> SupervisedProcess:
         """Start a child; `environ` None: with our own.
 
         The child says that it serves by a line on standard output. The regular expression `ready_line` matches the
         beginning of that line. Raises Unavailable when the child can't be started.
         """
-        child = Child(name, command, environ, ready_line, self._relay)
+        child = SupervisedProcess(name, command, environ, ready_line, self._relay)
         await child.launch()
-        self._lives[child] = asyncio.create_task(self._live(child), name=f"life of {name}")
+        self._tasks[child] = asyncio.create_task(self._supervise(child), name=f"life of {name}")
         return child
 
-    async def ready(self, child: Child) -> str:
+    async def ready(self, child: SupervisedProcess) -> str:
         """The ready line of a child; raises Unavailable when any child dies first."""
         either: list[asyncio.Future[Any]] = [child.ready, self.death]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -216,24 +216,24 @@ class Supervisor:
         self._stopping.set()
         for seconds in (drain_s, self._times.kill_s):
             self._signal(signal.SIGTERM)
-            if running := [life for life in self._lives.values() if not life.done()]:
+            if running := [life for life in self._tasks.values() if not life.done()]:
                 await asyncio.wait(running, timeout=seconds)
         self._signal(signal.SIGKILL)
-        await asyncio.gather(*self._lives.values())
+        await asyncio.gather(*self._tasks.values())
 
     def _signal(self, number: int) -> None:
-        for child, life in self._lives.items():
+        for child, life in self._tasks.items():
             if not life.done():
                 child.signal(number)
 
-    async def _live(self, child: Child) -> None:
+    async def _supervise(self, child: SupervisedProcess) -> None:
         """Follow a child to its end, and its successors."""
         words, pause = await child.end(), 0.0
         while child.restarts and not self._stopping.is_set():
             if child.ready_s is not None and child.ready_s >= self._times.steady_s:
                 pause = 0.0
             _log.error("%s; it is started again %s", words, f"in {pause:g} s" if pause else "at once")
-            if await self._stops_within(pause):
+            if await self._wait_for_stop(pause):
                 return
             pause = min(2 * pause, self._times.max_pause_s) or self._times.pause_s
             try:
@@ -247,7 +247,7 @@ class Supervisor:
         if not (self._stopping.is_set() or self.death.done()):
             self.death.set_result(words)
 
-    async def _stops_within(self, seconds: float) -> bool:
+    async def _wait_for_stop(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
         return self._stopping.is_set()
@@ -270,7 +270,7 @@ class _Pipe(NamedTuple):
         return cls(reader, transport, write_end)
 
 
-def _how(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if status >= 0:
         return f"ended with exit status {status}"
     try:

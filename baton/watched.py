@@ -18,7 +18,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
-class Watched(Generic[T]):
+class WatchedFiles(Generic[T]):
     """What `parse` makes of the contents of some files, read again when one of them changes.
 
     `files` has their paths by the settings that name them; `parse` takes the contents of all, in that order, and raises
@@ -29,14 +29,14 @@ class Watched(Generic[T]):
         """Read the files; raises ConfigError naming setting and path if one can't be read or used."""
         self._files = files
         self._parse = parse
-        self._seen = self._look()
+        self._stats = self._stat_files()
         self._value = self._read()
 
     def value(self) -> T:
         """What the newest contents that could be used are."""
-        seen = self._look()
-        if seen != self._seen:
-            self._seen = seen
+        seen = self._stat_files()
+        if seen != self._stats:
+            self._stats = seen
             try:
                 self._value = self._read()
             except ConfigError as error:
@@ -45,7 +45,7 @@ class Watched(Generic[T]):
                 _logger.info("%s: the new contents are in use", ", ".join(self._files))
         return self._value
 
-    def _look(self) -> list[tuple[int, int, int] | None]:
+    def _stat_files(self) -> list[tuple[int, int, int] | None]:
         return [_state(path) for path in self._files.values()]
 
     def _read(self) -> T:
@@ -58,7 +58,7 @@ class Watched(Generic[T]):
         return self._parse(*contents)
 
 
-def watch_file(path: str, setting: str, parse: Callable[[bytes], T]) -> Watched[T]:
+def watch_file(path: str, setting: str, parse: Callable[[bytes], T]) -> WatchedFiles[T]:
     """One file alone; the ConfigError of `parse` need only say what is wrong."""
 
     def named(data: bytes) -> T:
@@ -67,7 +67,7 @@ def watch_file(path: str, setting: str, parse: Callable[[bytes], T]) -> Watched[
         except ConfigError as error:
             raise ConfigError(f"{setting}: {path!r}: {error}") from None
 
-    return Watched({setting: path}, named)
+    return WatchedFiles({setting: path}, named)
 
 
 def _state(path: str) -> tuple[int, int, int] | None:

@@ -44,7 +44,7 @@ from baton.model.linear import Placement
 from baton.request import CachePolicy, FirstToken, Handoff, SamplingParams, TokenInfo
 from baton.transfer.exports import Exports
 from baton.transfer.remote import RemoteExport
-from baton.worker.start import prefix_cache
+from baton.worker.start import open_cache
 from baton.worker.status import WorkerRole, new_identity
 from baton.worker.thread import EngineThread
 from bench.common import save
@@ -122,7 +122,7 @@ async def measure(config: DecodeConfig, batch: int, context: int, steps: int) ->
         return Handoff(source.transfer_id, 0, prompt, (), params, (FirstToken(0, TokenInfo(_TOKEN)),))
 
     identity = new_identity(config, WorkerRole.DECODE, engine.spec, "", converts_kv=False)
-    cache = prefix_cache(config, engine.spec.kv_format)
+    cache = open_cache(config, engine.spec.kv_format)
     service = DecodeService(config, engine, identity, fetched, Exports(engine, identity.incarnation), cache)
     turning = service.start(thread)
     try:

@@ -1,17 +1,21 @@
 """The decode service: reservations and KV come in, tokens go out; one generation batch for all requests.
 
-Routers send Reserve, Start and Cancel on a session, and get one message a step. KV is pulled from prefill workers.
-A finished sequence's slot goes to the next one before the next step.
+Routers send Reserve, Start and Cancel on a session, and get one message a step. KV is pulled from prefill workers. When
+a sequence has finished, the next one gets its slot before the next step.
 
-Read `worker` first: an attempt's life is there from top to bottom. Then `loop`, which decodes.
+Read `worker` first: it has an attempt's life from top to bottom. Then read `loop`, which decodes.
 
 worker       an attempt's life: reserve, fetch, commit, decode, end; sessions
 loop         the engine thread: resume, admit, make room, launch a step, read one, report
-scheduler    pure: which sequences wait for a slot, run, or are paused, and when one ends
-admission    pure: who gets a place and pages next; claims: pages set aside for large requests
-attempts     pure: what happens to an attempt's pages and choices, from reservation to end
+scheduler    pure: which sequences wait for a slot, run or are paused, and when one ends
+admission    pure: which reservation or fork gets a place and pages next
+claims       pure: pages that are set aside for large reservations
+attempts     pure: the pages and choices of all attempts, from reservation to end
 sequence     pure: an attempt, its choices, and the sequences that decode them
-session      what is to be told one router; messages: what is said, as plain types
+session      the messages to one router
+messages     what routers and the service send each other, as plain types
+deadlines    one timer for each attempt
+load         the load of the worker, for its status and metrics
 service      the process around the worker: engine thread, status, ledger, drain
 write_backs  copies of ended sequences' blocks to the shared cache
 servicer     translates the Session stream

@@ -1,4 +1,4 @@
-"""Starts and stops a decode worker: engine, service, listeners; in reverse at the end."""
+"""Starts and stops a decode worker: engine, service, listeners. They stop in reverse order."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
 from baton.transfer.source import open_sources
-from baton.worker.listeners import Addresses, Service, listeners
-from baton.worker.start import prefix_cache, started
+from baton.worker.listeners import Service, WorkerAddresses, serve_listeners
+from baton.worker.start import open_cache, start_runtime
 from baton.worker.status import WorkerRole
 from decode_svc.service import DecodeService
 from decode_svc.servicer import DecodeServicer
-from decode_svc.worker import Fetch
+from decode_svc.worker import FetchKv
 
 DECODE_SERVICE = "baton.v1.Decode"
 
@@ -37,7 +37,7 @@ DECODE_SERVICE = "baton.v1.Decode"
 class App:
     """A running decode worker."""
 
-    addresses: Addresses
+    addresses: WorkerAddresses
     service: DecodeService
     cache: PrefixCache
     engine: Engine
@@ -45,7 +45,7 @@ class App:
 
     @property
     def listening(self) -> str:
-        """Where it listens."""
+        """The addresses of its listeners."""
         return str(self.addresses)
 
     @property
@@ -54,22 +54,22 @@ class App:
         return self.service.failed
 
     async def drain(self) -> None:
-        """Refuse new reservations and let the accepted attempts finish, for `drain_s` seconds at most."""
+        """Refuse new reservations, and let running attempts finish for at most `drain_s` seconds."""
         await self.service.drain(self.config.drain_s)
 
 
 @contextlib.asynccontextmanager
 async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIterator[App]:
-    """Run a decode worker until the block ends; `engine` None builds the torch engine from the settings.
+    """Run a decode worker until the block ends; if `engine` is None, the settings decide which engine is built.
 
-    An engine that is passed in stays open, with all its pages back. Raises ConfigError and ModelError.
+    An engine that is passed in is not closed; all its pages are free at the end. Raises ConfigError and ModelError.
     """
     async with contextlib.AsyncExitStack() as stack:
         base = await stack.enter_async_context(
-            started(config, WorkerRole.DECODE, engine=engine, converts_kv=config.convert_kv)
+            start_runtime(config, WorkerRole.DECODE, engine=engine, converts_kv=config.convert_kv)
         )
         # Decode writes to the cache and never reads from it, so that copies in its own memory would be of no use.
-        cache = prefix_cache(config, base.engine.spec.kv_format)
+        cache = open_cache(config, base.engine.spec.kv_format)
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = Exports(base.engine, base.identity.incarnation, shards=base.identity.shards)
@@ -81,7 +81,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
             decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service.worker), server)
 
         addresses = await stack.enter_async_context(
-            listeners(
+            serve_listeners(
                 config,
                 service.status,
                 service.progress,
@@ -90,8 +90,8 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
                 tls=base.tls,
                 tickets=base.tickets,
                 ledger=service.ledger,
-                cache=service.caches.tiers,
-                clear=service.caches.clear,
+                cache=service.cache_tiers.list_tiers,
+                clear=service.cache_tiers.clear,
             )
         )
         turning = service.start(base.thread)
@@ -100,8 +100,8 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
 
 
 @contextlib.asynccontextmanager
-async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tls | None) -> AsyncIterator[Fetch]:
-    """Fetches over gRPC in the name of `consumer`, as the settings say."""
+async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tls | None) -> AsyncIterator[FetchKv]:
+    """Yield a function that fetches over gRPC, as `consumer`, with the limits of the settings."""
     channels = KvChannels(tls)
 
     async def fetch_kv(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:

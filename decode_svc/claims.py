@@ -1,17 +1,18 @@
-"""Pages set aside for a reservation that needs more than are free, so that smaller ones don't keep it out. Pure.
+"""Pages that are set aside for large reservations, so that smaller ones can't starve them. Pure.
 
-A reservation that is refused for want of pages leaves a claim. Of the pages that are free then, and of those that come
-free later, half are set aside for the oldest claim; others are granted from the other half. Pages that running
-sequences take to grow come from both halves. The claim ends when it is granted, or when it was not renewed for CLAIM_S.
-A router asks again at news of a worker, or RENEW_S after the refusal, if a prefill worker has a seat for it then.
+If a reservation is refused because pages are missing, it leaves a claim. Half of the pages that are free then, and half
+of those that come free later, are set aside for the oldest claim. Others get pages from the other half. Sequences that
+run and grow take pages from both halves. A claim ends when it is granted, or when it was not renewed for CLAIM_S. The
+router asks again when it hears from the worker, or RENEW_S after the refusal, if a prefill worker can take the request
+then.
 
-Each session has one claim at a time, and so have the forks that are pending. A session's next claim is behind those of
-the others, so routers take turns.
+Each session has at most one claim, and so have all pending forks together. The next claim of a session ranks behind the
+claims of other sessions, so routers take turns.
 
-What that bounds: in the time in which all that runs now ends (a generation), all pages that others hold now come free.
-Half of them stay with the claim, and others may hold the other half at most. So a claim of a share s of all pages waits
-for 1 + log2(1 / (1 - s)) generations at most, one for half of the pages and log2(pages) + 1 for all of them; and
-meanwhile others get at least half of what comes free.
+A bound on the wait. Call the time in which everything that runs now ends a generation. In a generation, all pages that
+others hold now come free. Half of them stay with the claim, and others may hold the other half at most. So a claim on a
+share s of all pages waits for at most 1 + log2(1 / (1 - s)) generations: one generation for half of the pages, and
+log2(pages) + 1 for all of them. Meanwhile the others get at least half of the pages that come free.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from baton.errors import OutOfPages
 from decode_svc.messages import AttemptKey
 
 CLAIM_S, RENEW_S = 3.0, 1.0
-"""How long a claim lasts that nobody renews, and when its owner is asked to come back at the latest."""
+"""Seconds after which a claim ends if it is not renewed, and after which its owner is told to ask again."""
 
 Claimant = tuple[int, AttemptKey | None]
 """A session and its attempt."""
 
 FORKS: Claimant = (-1, None)
-"""The pending forks of all attempts."""
+"""The claimant of all pending forks."""
 
 NOBODY: Claimant = (-2, None)
-"""Whoever has no claim."""
+"""A claimant that has no claim."""
 
 
-class PagesKept(OutOfPages):
-    """There would be pages if they were not set aside for another."""
+class OutOfUnclaimedPages(OutOfPages):
+    """Enough pages are free, but they are set aside for another claim."""
 
     def __init__(self, needed: int, free: int, total: int, kept: int) -> None:
         super().__init__(needed, free, total)
         self.args = (f"{self.args[0]}, and {kept} are kept for a larger request that waits",)
 
 
-class ContextsKept(OutOfPages):
-    """Choices that wait to be forked keep their share of the pages already."""
+class OutOfContextPages(OutOfPages):
+    """Contexts of choices that wait to be forked already have their share of the pages."""
 
     def __init__(self, needed: int, free: int, total: int) -> None:
         super().__init__(needed, free, total)
@@ -59,7 +60,10 @@ class _Claim:
 
 
 class Claims:
-    """All claims on a worker's pages; times are seconds on the caller's clock, `free` are pages that could be had."""
+    """All claims on a worker's pages.
+
+    Times are seconds on the caller's clock; `free` is the number of pages available.
+    """
 
     def __init__(self) -> None:
         self._claims: dict[int, _Claim] = {}
@@ -67,8 +71,8 @@ class Claims:
         # Twice the pages that are set aside for the first claim, and the free pages when that was counted.
         self._twice = self._free = 0
 
-    def kept(self, claimant: Claimant, free: int, now: float) -> int:
-        """Pages that are set aside for others than this one."""
+    def pages_set_aside(self, claimant: Claimant, free: int, now: float) -> int:
+        """Number of pages that are set aside for claimants other than this one."""
         first = self._oldest(now)
         if first is None:
             return 0
@@ -76,8 +80,8 @@ class Claims:
         self._free = free
         return 0 if first.claimant == claimant else -(-self._twice // 2)
 
-    def want(self, claimant: Claimant, pages: int, now: float) -> None:
-        """So many pages were not free; renews the claim, or makes one if the session has none."""
+    def add(self, claimant: Claimant, pages: int, now: float) -> None:
+        """Record that `pages` pages were not free; renews the claim, or makes one if the session has none."""
         claim = self._claims.get(claimant[0])
         if claim is None or now >= claim.renewed_at + CLAIM_S:
             self._claims.pop(claimant[0], None)
@@ -86,20 +90,20 @@ class Claims:
             claim.pages, claim.renewed_at = pages, now
 
     def renew(self, claimant: Claimant, now: float) -> None:
-        """The claimant has asked again, whatever the answer."""
+        """Record that the claimant asked again, whatever the answer is."""
         claim = self._claims.get(claimant[0])
         if claim is not None and claim.claimant == claimant and now < claim.renewed_at + CLAIM_S:
             claim.renewed_at = now
 
-    def granted(self, claimant: Claimant, free: int) -> None:
-        """The claimant has its pages, and so many are free now."""
+    def settle(self, claimant: Claimant, free: int) -> None:
+        """Remove the claim of a claimant that got its pages; `free` pages are left."""
         claim = self._claims.get(claimant[0])
         if claim is not None and claim.claimant == claimant:
             del self._claims[claimant[0]]
         self._free = free
 
-    def drop(self, session: int) -> None:
-        """The session has ended."""
+    def drop_session(self, session: int) -> None:
+        """Remove the claim of a session that has ended."""
         self._claims.pop(session, None)
 
     def _oldest(self, now: float) -> _Claim | None:

@@ -1,4 +1,4 @@
-"""How the worker fares: what its status tells routers, and its metrics."""
+"""The load of a decode worker, for its status and its metrics."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from baton.engine.contract import Engine
 from baton.lifecycle import State
 from baton.telemetry import metrics
 from baton.worker.status import WorkerLoad
-from decode_svc.loop import Report
+from decode_svc.loop import StepReport
 from decode_svc.messages import FailureKind
 
 _RATE_WEIGHT = 0.1
 
 
-class Load:
-    """Measured from the reports of the engine thread; lives on the asyncio loop."""
+class LoadMeter:
+    """Measures load from the reports of the engine thread; used on the asyncio loop only."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._last = Report()
+        self._last = StepReport()
         self._tokens_per_second = 0.0
 
-    def reported(self, report: Report) -> None:
-        """Count what a turn of the engine thread brought."""
+    def record(self, report: StepReport) -> None:
+        """Count the results of one turn of the engine thread."""
         self._last = report
         metrics.SEQUENCES_PAUSED.inc(sum(state is State.PAUSED for _, state in report.states))
         metrics.SEQUENCES_RESUMED.inc(report.resumed)
@@ -35,14 +35,14 @@ class Load:
             before = self._tokens_per_second or rate
             self._tokens_per_second = before + _RATE_WEIGHT * (rate - before)
 
-    def show_pages(self) -> None:
-        """Set the gauges of pages."""
+    def set_page_metrics(self) -> None:
+        """Set the page gauges."""
         stats = self._engine.stats()
         for state in ("used", "free", "cached"):
             metrics.PAGES.labels("decode", state).set(getattr(stats, state))
 
     def status(self, paused: int, pending: int, newcomers: int) -> WorkerLoad:
-        """The load now: sequences that are paused, choices still to be forked, attempts without a token."""
+        """The load now, given the number of paused sequences, of choices to fork, and of attempts without a token."""
         stats, spec = self._engine.stats(), self._engine.spec
         return WorkerLoad(
             waiting=self._last.waiting + pending,

@@ -1,24 +1,26 @@
 """The engine thread: resume, admit, make room, launch a step, read one, emit.
 
-It sleeps on its inbox while it can do nothing, and looks into it before each step while it can. What a step yields
-goes back in one `Report`, and what changed in the batch in one before it; a sequence that ended publishes its blocks
-and frees its pages and its slot before that, so that the next step runs with the next sequence in its place. A step
-that raises fails the sequences of its batch, and publishes nothing of theirs; nothing that was cached is trusted any
-more, and the loop goes on only if the engine's pages still audit clean, else it raises and the worker is done. A
-sequence that gets no token in a step fails alone; `baton.worker.faults` says when that is the worker's fault.
+While there is work, the loop reads its inbox before each step; otherwise it waits for the inbox. It emits one
+`StepReport` for the changes of the batch, then one for the outputs of the step. When a sequence ends, the loop first
+publishes its blocks and frees its pages and its slot, so that the next step runs with another sequence in its place.
 
-The step that is read is the one just launched, or one before it: `spec.steps_ahead` steps stay unread while there is a
-batch, so that the device has the next one when this one is done. With a step ahead, a sequence that ends has been in
-one step more, whose token is dropped. Nothing stays unread when the batch is empty, or when somebody has to be paused.
+If a step raises, all sequences of its batch fail and publish nothing, and the engine drops its cached blocks, because
+they may be wrong too. The loop then audits the engine's pages: it goes on if the audit passes, and raises otherwise,
+which ends the worker. If one sequence gets no token in a step, only that sequence fails; `baton.worker.faults` decides
+when the worker is to blame.
 
-Before a step each sequence gets the page that its next token needs. If there is none, those that are held for no
-request are given back, and unread steps are read, which may end sequences; if that is not enough, the youngest is
-paused, and the youngest again, until there is one; if host memory can't take it either, it fails as preempted, and its
-router replays it. A sequence that is alone and still can't grow is paused as well: what holds the pages then is on its
-way here, or given up and draining, and `wake` tells when pages have returned.
+While there is a batch, `spec.steps_ahead` steps stay unread, so that the device always has the next step to run. A
+sequence that ends has then been in one more step, and the token of that step is dropped. No step stays unread when the
+batch is empty, or when a sequence must be paused.
 
-The other side frees the handles of what it has ended at any time. What fails here because its handle is dead has not
-failed: it was ended, and its drop is on the way.
+Before a step, each sequence gets the page that its next token needs. If no page is free, the loop frees pages held for
+no request, then reads unread steps, which may end sequences, then pauses the youngest sequence, again and again until
+a page is free. If host memory can't take a paused sequence, that sequence fails as PREEMPTED, and its router replays
+it. A sequence that is alone in the batch and still can't grow is paused as well: the pages belong to attempts that are
+being transferred or freed, and `wake` says when pages have returned.
+
+The asyncio side may end an attempt and free its handles at any time. An operation that fails here because its handle is
+dead is therefore no error: the command that drops the sequence is already on its way.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from baton.engine.contract import Engine, KvHandle, StepHandle
 from baton.errors import NoToken, OutOfPages, Overloaded
 from baton.lifecycle import State
 from baton.request import TokenInfo
-from baton.worker.faults import Faults
+from baton.worker.faults import FaultCounter
 from baton.worker.progress import Progress
 from decode_svc.messages import FailureKind
 from decode_svc.scheduler import Scheduler, StepOutput
@@ -44,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class FailedSequence:
     """A sequence that failed, and why."""
 
     id: int
@@ -53,16 +55,17 @@ class Lost:
 
 
 @dataclass(slots=True)
-class Report:
-    """What a step brought, or the change of the batch before it: outputs, failed sequences, and the load after it.
+class StepReport:
+    """The results of one step, or a change of the batch before it, with the load afterwards.
 
-    `states` tell in order which sequences joined the batch (DECODING) or were paused (PAUSED); `resumed` how many of
-    them had been paused. `batch` and `seconds` are the step's sequences and duration, 0 when no step was read; a
-    duration begins with the launch, or with the reading of the step before if that came later.
+    `states` lists, in order, the sequences that joined the batch (DECODING) or left it (PAUSED); `resumed` of those
+    that joined had been paused before. `batch` and `seconds` are the number of sequences and the duration of the step,
+    0 if no step was read. A duration begins when the step was launched, or when the step before it was read if that was
+    later.
     """
 
     outputs: list[StepOutput] = field(default_factory=list)
-    failures: list[Lost] = field(default_factory=list)
+    failures: list[FailedSequence] = field(default_factory=list)
     states: list[tuple[int, State]] = field(default_factory=list)
     resumed: int = 0
     batch: int = 0
@@ -73,8 +76,8 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failed:
-    """A step that could not be launched; its turn comes after those that could."""
+class _FailedStep:
+    """A step that could not be launched; its error is raised when its turn to be read comes."""
 
     error: Exception
 
@@ -83,7 +86,7 @@ class _Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
+class _LaunchedStep:
     step: StepHandle
     batch: int
     at: float
@@ -114,43 +117,45 @@ class DecodeLoop:
         self,
         engine: Engine,
         progress: Progress,
-        emit: abc.Callable[[Report], object],
+        emit: abc.Callable[[StepReport], object],
         clock: abc.Callable[[], float] = time.monotonic,
         reclaim: abc.Callable[[], bool] = lambda: False,
     ) -> None:
-        """`reclaim` gives back pages that are held for no request, from this thread; True if there were any."""
+        """`reclaim` frees pages that no request holds; it is called on the engine thread, and returns True if it
+        freed any.
+        """
         self._engine = engine
         self._progress = progress
         self._emit = emit
         self._clock = clock
         self._reclaim = reclaim
         self._scheduler = Scheduler(engine.spec)
-        self._unread: deque[_Launched] = deque()
+        self._unread: deque[_LaunchedStep] = deque()
         self._read_at = 0.0
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Wake | _Stop] = queue.SimpleQueue()
-        self._gave_back = False
-        self._faults = Faults()
+        self._preempted = False
+        self._faults = FaultCounter()
 
     @property
     def short_of_pages(self) -> bool:
-        """Whether a sequence had to leave for want of pages, and there is no room yet to take one on."""
-        return self._gave_back or self._scheduler.paused > 0
+        """Whether a sequence had to leave the batch because pages were missing, and the batch still lacks pages."""
+        return self._preempted or self._scheduler.paused > 0
 
     @property
     def paused(self) -> int:
-        """Sequences that are paused at this moment."""
+        """Number of sequences that are paused now."""
         return self._scheduler.paused
 
     def add(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Queue sequences whose KV is there; the loop frees their handles in the end."""
+        """Queue sequences whose KV is complete; the loop frees their handles at the end."""
         self._inbox.put(_Add(sequences))
 
     def drop(self, ids: abc.Sequence[int]) -> None:
-        """End sequences before the next step; those that have ended already are ignored."""
+        """End sequences before the next step; ignores those that have ended."""
         self._inbox.put(_Drop(ids))
 
     def wake(self) -> None:
-        """Pages have returned: paused sequences may go on."""
+        """Tell the loop that pages have come free, so that it may resume paused sequences."""
         if self._scheduler.paused:
             self._inbox.put(_Wake())
 
@@ -159,45 +164,48 @@ class DecodeLoop:
         self._inbox.put(_Stop())
 
     def run(self) -> None:
-        """Turn until stopped; raises what made the engine unusable. Frees all that it holds."""
+        """Run until stopped. Frees all handles at the end; raises the error that made the engine unusable."""
         try:
             while self.turn():
                 pass
         finally:
-            self._free(self._scheduler.all())
-            self._abandon()
-            self._progress.idle()
+            self._free(self._scheduler.all_ids())
+            self._discard_unread()
+            self._progress.set_idle()
 
     def turn(self) -> bool:
-        """Take in what has come, waiting for it when nothing can be done, then launch, read, emit; False to stop."""
+        """Take in commands, waiting if there is nothing else to do; then launch, read and emit.
+
+        Returns False to stop.
+        """
         if not self._receive():
             return False
-        changes = Report()
+        changes = StepReport()
         self._resume(changes)
         self._admit(changes)
         self._make_room(changes)
         if changes.states or changes.failures:
-            self._tell(changes)
+            self._emit_report(changes)
         self._read(self._launch())
         return True
 
-    def _tell(self, report: Report) -> None:
+    def _emit_report(self, report: StepReport) -> None:
         report.running, report.waiting = self._scheduler.running, self._scheduler.waiting
         report.paused = self._scheduler.paused
         self._emit(report)
 
     def _receive(self) -> bool:
-        """Take in all commands, waiting for one if there is nothing to do; False to stop."""
+        """Take in all commands, waiting for one if there is nothing to do. Returns False to stop."""
         free = self._free_pages()
-        self._gave_back = self._gave_back and self._scheduler.wanted() > free
-        idle = self._scheduler.idle(free) and not self._unread
+        self._preempted = self._preempted and self._scheduler.missing_pages() > free
+        idle = self._scheduler.is_idle(free) and not self._unread
         if idle:
-            self._progress.idle()
+            self._progress.set_idle()
         while True:
             try:
                 command = self._inbox.get(block=idle)
             except queue.Empty:
-                self._progress.moved()
+                self._progress.record()
                 return True
             idle = False
             match command:
@@ -208,33 +216,33 @@ class DecodeLoop:
                 case _Stop():
                     return False
 
-    def _resume(self, report: Report) -> None:
-        while (sequence := self._scheduler.resumable(self._free_pages())) is not None:
+    def _resume(self, report: StepReport) -> None:
+        while (sequence := self._scheduler.next_to_resume(self._free_pages())) is not None:
             try:
                 self._engine.resume(sequence.handle)
             except Overloaded:
                 # Somebody took the pages in between; their return will wake the loop.
                 return
             except Exception as error:
-                self._lose(sequence, error, report)
+                self._fail_sequence(sequence, error, report)
             else:
                 self._scheduler.resume(sequence)
                 report.states.append((sequence.id, State.DECODING))
                 report.resumed += 1
 
-    def _admit(self, report: Report) -> None:
+    def _admit(self, report: StepReport) -> None:
         for sequence in self._scheduler.admit(self._clock()):
             try:
                 self._engine.insert(sequence.handle, sequence.state)
             except Exception as error:
-                self._lose(sequence, error, report)
+                self._fail_sequence(sequence, error, report)
             else:
                 report.states.append((sequence.id, State.DECODING))
 
-    def _make_room(self, report: Report) -> None:
-        """Let every sequence of the batch have room for its next token, the oldest first."""
-        for sequence in self._scheduler.short():
-            while self._scheduler.runs(sequence) and not self._extend(sequence, report):
+    def _make_room(self, report: StepReport) -> None:
+        """Give each sequence of the batch room for its next token, the oldest first."""
+        for sequence in self._scheduler.sequences_to_extend():
+            while self._scheduler.is_running(sequence) and not self._extend(sequence, report):
                 if self._reclaim():
                     continue
                 if self._unread:
@@ -242,33 +250,33 @@ class DecodeLoop:
                 else:
                     self._pause(report)
 
-    def _extend(self, sequence: Sequence, report: Report) -> bool:
-        """False when there is no page for it."""
+    def _extend(self, sequence: Sequence, report: StepReport) -> bool:
+        """Extend a sequence by the page that it needs; False if no page is free."""
         try:
             self._engine.extend(sequence.handle, sequence.length + sequence.unread)
         except OutOfPages:
             return False
         except Exception as error:
-            self._lose(sequence, error, report)
+            self._fail_sequence(sequence, error, report)
         return True
 
-    def _pause(self, report: Report) -> None:
+    def _pause(self, report: StepReport) -> None:
         sequence = self._scheduler.pause()
         try:
             self._engine.pause(sequence.handle)
         except Overloaded as error:
             message = f"no page is left, and host memory is full: {error}"
             _log.warning("%s", message)
-            self._gave_back = True
+            self._preempted = True
             self._engine.free(sequence.handle, sequence.digests)
-            self._fail([sequence.id], FailureKind.PREEMPTED, message, report)
+            self._fail_sequences([sequence.id], FailureKind.PREEMPTED, message, report)
         except Exception as error:
-            self._lose(sequence, error, report)
+            self._fail_sequence(sequence, error, report)
         else:
             report.states.append((sequence.id, State.PAUSED))
 
     def _launch(self) -> int:
-        """Launch a step over the batch, if there is one; how many steps may stay unread now."""
+        """Launch a step if the batch is not empty; returns how many steps may stay unread now."""
         if not self._scheduler.running:
             return 0
         at, ahead = self._clock(), self._engine.spec.steps_ahead
@@ -276,24 +284,26 @@ class DecodeLoop:
         try:
             step = self._engine.step()
         except Exception as error:
-            step, ahead = _Failed(error), 0
-        self._unread.append(_Launched(step, self._scheduler.launched(), at))
+            step, ahead = _FailedStep(error), 0
+        self._unread.append(_LaunchedStep(step, self._scheduler.mark_launched(), at))
         return ahead
 
     def _read(self, keep: int) -> None:
-        """Read the oldest steps until `keep` are unread, none if the batch becomes empty; emit after each, or once."""
+        """Read the oldest steps until `keep` are unread, or none if the batch is empty; emits a report at least
+        once.
+        """
         due = True
         while due:
-            report = Report()
-            if self._due(keep):
-                self._take(self._unread.popleft(), report)
-            self._tell(report)
-            due = self._due(keep)
+            report = StepReport()
+            if self._must_read(keep):
+                self._process_step(self._unread.popleft(), report)
+            self._emit_report(report)
+            due = self._must_read(keep)
 
-    def _due(self, keep: int) -> bool:
+    def _must_read(self, keep: int) -> bool:
         return len(self._unread) > (keep if self._scheduler.running else 0)
 
-    def _take(self, launched: _Launched, report: Report) -> None:
+    def _process_step(self, launched: _LaunchedStep, report: StepReport) -> None:
         report.batch, started = launched.batch, max(launched.at, self._read_at)
         try:
             results = launched.step.result()
@@ -301,16 +311,18 @@ class DecodeLoop:
             _log.exception("a step over %d sequences failed", report.batch)
             self._unread.clear()
             self._engine.drop_cached()
-            self._fail(self._scheduler.batch(), FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
+            self._fail_sequences(
+                self._scheduler.running_ids(), FailureKind.ENGINE, f"{type(error).__name__}: {error}", report
+            )
             self._engine.audit()
             return
         now = self._read_at = self._clock()
         report.seconds = now - started
         lost = [(handle, found) for handle, found in results if isinstance(found, NoToken)]
         if len(lost) < len(results):
-            self._faults.computed()
+            self._faults.record_success()
         for handle, reason in lost:
-            self._lose_alone(handle, reason, report, counts=len(lost) == len(results))
+            self._fail_without_token(handle, reason, report, counts=len(lost) == len(results))
         for handle, tokens in results:
             if isinstance(tokens, NoToken):
                 continue
@@ -320,39 +332,39 @@ class DecodeLoop:
                 if output.finish is not None:
                     self._engine.free(handle, output.digests)
 
-    def _abandon(self) -> None:
-        """Wait for what is unread, which nobody wants."""
+    def _discard_unread(self) -> None:
+        """Wait for the unread steps, and drop their results."""
         while self._unread:
             with contextlib.suppress(Exception):
                 self._unread.popleft().step.result()
 
     def _free_pages(self) -> int:
-        """Pages that could be had, as far as anybody is in need of some."""
+        """Pages available to paused sequences; 0 if no sequence needs any."""
         if not self.short_of_pages:
             return 0
         stats = self._engine.stats()
         return stats.free + stats.cached
 
-    def _lose(self, sequence: Sequence, error: Exception, report: Report) -> None:
-        """The engine refused a sequence: a fault, unless it was ended meanwhile."""
+    def _fail_sequence(self, sequence: Sequence, error: Exception, report: StepReport) -> None:
+        """Fail a sequence that the engine refused; if it was ended meanwhile, only drop it."""
         if not sequence.handle.alive:
             self._free([sequence.id])
             return
         _log.error("%s can't go on", sequence.handle.owner, exc_info=error)
-        self._fail([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
+        self._fail_sequences([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
 
-    def _lose_alone(self, handle: KvHandle, error: NoToken, report: Report, counts: bool) -> None:
-        """A sequence got no token; raises if that `counts` against the worker, and is one too many."""
+    def _fail_without_token(self, handle: KvHandle, error: NoToken, report: StepReport, counts: bool) -> None:
+        """Fail a sequence that got no token. Raises if this `counts` against the worker and the limit is reached."""
         sequence = self._scheduler.find(handle)
         if sequence is None:
             return
         self._engine.retract(handle)
-        self._lose(sequence, error, report)
+        self._fail_sequence(sequence, error, report)
         if counts:
-            self._faults.failed(sequence.request_id)
+            self._faults.record_failure(sequence.request_id)
 
-    def _fail(self, ids: abc.Iterable[int], kind: FailureKind, message: str, report: Report) -> None:
-        report.failures += [Lost(each, kind, message) for each in ids]
+    def _fail_sequences(self, ids: abc.Iterable[int], kind: FailureKind, message: str, report: StepReport) -> None:
+        report.failures += [FailedSequence(each, kind, message) for each in ids]
         self._free(ids)
 
     def _free(self, ids: abc.Iterable[int]) -> None:

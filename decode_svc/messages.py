@@ -1,4 +1,4 @@
-"""What routers and the decode service say to each other, in plain Python; see decode.proto."""
+"""Messages between routers and the decode service, as plain types; see decode.proto."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.worker.messages import Output, Reserved
 
 @dataclass(frozen=True, slots=True)
 class AttemptKey:
-    """One attempt at serving a request."""
+    """Names one attempt at a request."""
 
     request_id: str
     attempt: int
@@ -23,11 +23,11 @@ class AttemptKey:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Asks for pages: `context_tokens` are transferred, each choice may generate `max_new_tokens` more.
+    """Reserve pages for a context of `context_tokens` tokens, and `max_new_tokens` more for each choice.
 
-    `deadline_s` from now is the request's deadline, None without one. `prefix_digests` are names of the context's
-    leading full blocks, one after the other, whose KV need not be transferred if it is here already; `cache_salt` is
-    that of their chain (`baton.kv.hashing`).
+    The request's deadline is `deadline_s` seconds from now, None without one. `prefix_digests` are the joined digests
+    of the leading full blocks of the context; blocks that this worker has already are not transferred. `cache_salt` is
+    the salt of their chain (`baton.kv.hashing`).
     """
 
     key: AttemptKey
@@ -42,9 +42,9 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Says where to fetch the KV; `deadline_s` as in Reserve.
+    """Fetch the KV of an attempt from `source`; `deadline_s` as in Reserve.
 
-    What was pinned is exported as `prefix_transfer_id`, unless that is empty.
+    If `prefix_transfer_id` is not empty, the pinned blocks are exported under it.
     """
 
     key: AttemptKey
@@ -55,7 +55,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Ends an attempt, or one choice of it."""
+    """End an attempt, or one choice of it."""
 
     key: AttemptKey
     choice_index: int | None = None
@@ -63,7 +63,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The router is there, and these are all the attempts of the session that it goes on with."""
+    """The router is alive, and goes on with exactly these attempts of the session."""
 
     live: frozenset[AttemptKey]
 
@@ -72,7 +72,7 @@ Command = Reserve | Start | Cancel | Heartbeat
 
 
 class FailureKind(enum.Enum):
-    """What ended an attempt before its time."""
+    """Why an attempt failed."""
 
     SOURCE_UNREACHABLE = "source unreachable"
     TRANSFER = "transfer"
@@ -84,15 +84,18 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Ends an attempt with a fault."""
+    """An attempt has failed."""
 
     kind: FailureKind
     message: str
 
 
 @dataclass(slots=True)
-class Down:
-    """One message to a router; `live` are all the attempts of the session, where a heartbeat is due."""
+class SessionDown:
+    """One message to a router.
+
+    A heartbeat has `live`, the list of all attempts of the session; other messages have None.
+    """
 
     reserved: list[tuple[AttemptKey, Reserved]] = field(default_factory=list)
     outputs: list[tuple[AttemptKey, Output]] = field(default_factory=list)

@@ -1,22 +1,25 @@
-"""Which sequences wait for a slot, run, or are paused, and when each one ends. Pure; used by the engine thread alone.
+"""Which sequences wait for a slot, run, or are paused, and when each one ends. Pure; used by the engine thread
+alone.
 
     add ──▶ waiting ──admit──▶ running ──advance──▶ ended
                │          pause ▼ ▲ resume            ▲
                │                paused                │
                └────────── drop ──┴───────────────────┘
 
-Slots go in the order of readiness: a sequence waits with its KV already in its pages, so that admitting it costs no
-transfer. Its pages hold its first outputs; for more it grows, a page at a time, before the step that needs it. When no
-page is left the youngest running sequence is paused, and gives back slot and pages.
+Sequences get slots in the order in which they became ready. A waiting sequence already has its KV in its pages, so
+admitting it costs no transfer. Its pages have room for its first outputs. When it needs more, it gets one page before
+the step that needs it. If no page is left, the youngest running sequence is paused: it gives back its slot and its
+pages.
 
-Why everything ends: paused sequences come back oldest first, and before waiting ones, as soon as there is a slot, and
-room in the pool for the whole batch to go on for RESUME_TOKENS steps or to its end. So each return is paid for with
-progress, and the oldest is never paused while another one could be. While it can't come back, waiting ones take the
-slots: they hold their pages anyhow, and give them back only by running. While anything is paused no reservation is
-granted, and no choice is forked as long as anything moves, so pages only come free. When nothing moves any more, the
-pages in use are those that pending choices keep of their contexts: these choices are then forked one after the other,
-and run, or are paused as well, until no context is kept (`decode_svc.admission`). In the end the oldest has the pool
-for itself, which by the terms of its reservation is large enough.
+Why every sequence ends. Paused sequences are resumed before waiting ones are admitted, the oldest first, as soon as
+there is a slot and enough free pages for the whole batch to run for RESUME_TOKENS steps or to its end. So every resume
+is followed by progress, and the oldest sequence is never paused while a younger one could be. While the oldest paused
+sequence can't be resumed, waiting sequences get the slots: they hold their pages anyway, and free them only by running.
+While any sequence is paused, no reservation is granted, and no choice is forked as long as any sequence makes progress.
+So the number of free pages only grows. If nothing makes progress any more, the used pages belong to contexts that are
+kept for pending choices. These choices are then forked one after the other, and run or are paused too, until no context
+is kept (`decode_svc.admission`). In the end the oldest sequence has the whole pool, which is large enough for it:
+admission has checked that.
 """
 
 from __future__ import annotations
@@ -30,12 +33,14 @@ from baton.worker.messages import DecodeTimings
 from decode_svc.sequence import Sequence
 
 RESUME_TOKENS = 64
-"""Steps that there must be room for, for each sequence of the batch, before a paused one joins it."""
+"""Steps that each sequence of the batch must have room for before a paused sequence may join it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step yielded for one sequence; `timings` come with its first, `digests` of its blocks with its last."""
+    """Tokens of one step for one sequence; `timings` come with its first output, `digests` of its blocks with its
+    last.
+    """
 
     id: int
     output_index: int
@@ -46,7 +51,7 @@ class StepOutput:
 
 
 class Scheduler:
-    """Hands `spec.slots` slots to sequences, first ready first."""
+    """Gives `spec.slots` slots to sequences, in the order in which they became ready."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -57,29 +62,31 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Sequences that have not had a slot yet."""
+        """Number of sequences that have not had a slot yet."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Sequences with a slot."""
+        """Number of sequences with a slot."""
         return len(self._running)
 
     @property
     def paused(self) -> int:
-        """Sequences that were taken out of the batch; may be asked from any thread."""
+        """Number of paused sequences; may be called from any thread."""
         return len(self._paused)
 
     def add(self, sequences: abc.Iterable[Sequence]) -> None:
         """Queue sequences for a slot."""
         self._waiting.update((sequence.id, sequence) for sequence in sequences)
 
-    def idle(self, free_pages: int) -> bool:
-        """Whether there is nothing to do until something comes: a sequence, a drop, or pages."""
-        return not (self._running or self._waiting or self.resumable(free_pages))
+    def is_idle(self, free_pages: int) -> bool:
+        """Whether nothing can be done before a sequence, a drop, or pages come."""
+        return not (self._running or self._waiting or self.next_to_resume(free_pages))
 
     def admit(self, now: float) -> list[Sequence]:
-        """Give the free slots to those that have waited longest; to be inserted before the next step."""
+        """Give the free slots to the sequences that have waited longest; the caller must insert them before the next
+        step.
+        """
         admitted = []
         while self._waiting and len(self._running) < self._spec.slots:
             sequence = self._waiting.pop(next(iter(self._waiting)))
@@ -88,54 +95,58 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def short(self) -> list[Sequence]:
-        """Running sequences whose pages lack room for the next token, oldest first."""
-        lacking = [each for each in self._running.values() if each.handle.capacity < each.length + each.unread]
-        return sorted(lacking, key=lambda each: each.rank)
+    def sequences_to_extend(self) -> list[Sequence]:
+        """Running sequences whose pages have no room for the next token, oldest first."""
+        short = [each for each in self._running.values() if each.handle.capacity < each.length + each.unread]
+        return sorted(short, key=lambda each: each.rank)
 
-    def runs(self, sequence: Sequence) -> bool:
-        """Whether it has a slot."""
+    def is_running(self, sequence: Sequence) -> bool:
+        """Whether the sequence has a slot."""
         return sequence.id in self._running
 
     def pause(self) -> Sequence:
-        """Take the youngest out of the batch, which must not be empty; its handle is the caller's to pause."""
+        """Take the youngest sequence out of the batch, which must not be empty; the caller pauses its handle."""
         sequence = max(self._running.values(), key=lambda each: each.rank)
         self._leave(sequence)
-        sequence.held = self._spec.pages_for(sequence.handle.capacity)
+        sequence.paused_pages = self._spec.pages_for(sequence.handle.capacity)
         self._paused[sequence.id] = sequence
         return sequence
 
-    def resumable(self, free_pages: int) -> Sequence | None:
-        """The oldest paused sequence, if there is a slot for it and room for all to make progress."""
+    def next_to_resume(self, free_pages: int) -> Sequence | None:
+        """The oldest paused sequence, if a slot is free for it and pages suffice for all to make progress."""
         if not self._paused or len(self._running) >= self._spec.slots:
             return None
         sequence = min(self._paused.values(), key=lambda each: each.rank)
-        return sequence if self.wanted() + max(self._goal(sequence), sequence.held) <= free_pages else None
+        return (
+            sequence
+            if self.missing_pages() + max(self._target_pages(sequence), sequence.paused_pages) <= free_pages
+            else None
+        )
 
-    def wanted(self) -> int:
-        """Pages that the batch lacks to go on for RESUME_TOKENS steps, or to its end."""
+    def missing_pages(self) -> int:
+        """Pages that the batch needs beyond its own, to run for RESUME_TOKENS steps or to its end."""
         has = self._spec.pages_for
-        return sum(max(self._goal(each) - has(each.handle.capacity), 0) for each in self._running.values())
+        return sum(max(self._target_pages(each) - has(each.handle.capacity), 0) for each in self._running.values())
 
     def resume(self, sequence: Sequence) -> None:
-        """Take a paused sequence back into the batch."""
+        """Put a paused sequence back into the batch."""
         del self._paused[sequence.id]
         self._run(sequence)
 
-    def launched(self) -> int:
-        """A step over the running sequences, of which this is the number, is on its way: each has one more unread."""
+    def mark_launched(self) -> int:
+        """Count a launched step as unread for each running sequence; returns the number of these sequences."""
         for each in self._running.values():
             each.unread += 1
         return len(self._running)
 
     def find(self, handle: KvHandle) -> Sequence | None:
-        """The running sequence with this handle, if it has not left."""
+        """The running sequence with this handle, if there is one."""
         return self._by_handle.get(id(handle))
 
     def advance(self, handle: KvHandle, tokens: abc.Sequence[TokenInfo], now: float) -> StepOutput | None:
-        """Append a step's tokens, up to the one that ends the sequence; None when there is nothing to tell.
+        """Append the tokens of a step, up to the one that ends the sequence; None if there is nothing to report.
 
-        A sequence that ended has lost its slot; its handle is the caller's to free.
+        A sequence that ended has lost its slot; the caller must free its handle.
         """
         sequence = self._by_handle.get(id(handle))
         if sequence is None:
@@ -163,7 +174,7 @@ class Scheduler:
         return StepOutput(sequence.id, first, tokens[:taken], finish, timings, digests)
 
     def drop(self, ids: abc.Iterable[int]) -> list[Sequence]:
-        """Take sequences out, wherever they are; returns those that had not ended yet."""
+        """Remove sequences from wherever they are; returns those that had not ended yet."""
         dropped = []
         for each in ids:
             sequence = self._waiting.pop(each, None) or self._paused.pop(each, None)
@@ -173,11 +184,11 @@ class Scheduler:
                 dropped.append(sequence)
         return dropped
 
-    def batch(self) -> list[int]:
+    def running_ids(self) -> list[int]:
         """Ids of the running sequences."""
         return list(self._running)
 
-    def all(self) -> list[int]:
+    def all_ids(self) -> list[int]:
         """Ids of all sequences."""
         return [*self._waiting, *self._running, *self._paused]
 
@@ -188,8 +199,8 @@ class Scheduler:
         del self._running[sequence.id]
         del self._by_handle[id(sequence.handle)]
 
-    def _goal(self, sequence: Sequence) -> int:
-        """Pages with which it can go on for RESUME_TOKENS steps, or to its end."""
+    def _target_pages(self, sequence: Sequence) -> int:
+        """Pages that the sequence needs to run for RESUME_TOKENS steps or to its end."""
         most = self._spec.max_model_len
         if sequence.state.params.max_tokens is not None:
             most = min(most, len(sequence.state.prompt_ids) + sequence.state.params.max_tokens)

@@ -1,8 +1,9 @@
-"""One attempt at a decode worker, from what it asks for to the sequences that it becomes. Pure.
+"""The data of one attempt at a decode worker: reservation, choices, sequences. Pure.
 
-    Reserve ── Sizes ──▶ Attempt ──(its KV is there)──▶ a Choice with its Sequence for the first, Pending for the others
+    Reserve ── ReservationSize ──▶ DecodeAttempt ──(its KV is there)──▶ a RunningChoice with its Sequence
+                                                                        and PendingChoices for the others
 
-`decode_svc.attempts` has the operations on all attempts of a worker, `decode_svc.worker` an attempt's life.
+`decode_svc.attempts` has the operations on all attempts of a worker; `decode_svc.worker` has the life of an attempt.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from baton.worker.messages import DecodeTimings
 from decode_svc.messages import AttemptKey, Reserve
 
 
-class Refused(InvalidRequest):
+class InvalidReservation(InvalidRequest):
     """A reservation that can never be granted; the message says why, with numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a reservation takes: room for the tokens of one choice, and for those of the context that forks can't share.
+class ReservationSize:
+    """What a reservation takes: room for `tokens` of one choice, and `spare_tokens` for the page that forks can't
+    share.
 
-    `pages` are all of them, also those that turn out to be shared with others; these need not be free.
+    `pages` is the number of all these pages. It includes pages that may turn out to be shared; those need not be free.
     """
 
     tokens: int
@@ -37,10 +39,10 @@ class Sizes:
     pages: int
 
 
-def sizes(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> Sizes:
-    """Size a reservation of `reserve_tokens` outputs at most.
+def size_reservation(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> ReservationSize:
+    """Size a reservation that has room for at most `reserve_tokens` outputs.
 
-    Raises Refused when the request is malformed, or when one choice alone could never be generated to its end.
+    Raises InvalidReservation if the request is malformed, or if even one choice could never be generated to its end.
     """
     for name, value, limit in (
         ("context_tokens", request.context_tokens, spec.max_model_len - 1),
@@ -48,47 +50,53 @@ def sizes(spec: EngineSpec, request: Reserve, reserve_tokens: int) -> Sizes:
         ("choices", request.choices, MAX_CHOICES),
     ):
         if value < 1 or (limit is not None and value > limit):
-            raise Refused(name, "must be at least 1" + (f" and at most {limit}" if limit else ""), value)
-    _check_names(spec, request)
+            raise InvalidReservation(name, "must be at least 1" + (f" and at most {limit}" if limit else ""), value)
+    _check_digests(spec, request)
     tokens = min(request.context_tokens + min(request.max_new_tokens, reserve_tokens), spec.max_model_len)
     pages = spec.pages_for(tokens)
     whole = spec.pages_for(min(request.context_tokens + request.max_new_tokens, spec.max_model_len))
     if whole > spec.pages:
-        raise Refused("context_tokens", f"needs {whole} pages, there are {spec.pages}", request.context_tokens)
+        raise InvalidReservation(
+            "context_tokens", f"needs {whole} pages, there are {spec.pages}", request.context_tokens
+        )
     # Where the first choice needs all pages, there is none to spare: what is pending is given back at the commit.
     splits = request.choices > 1 and request.context_tokens % spec.page_size > 0 and pages < spec.pages
-    return Sizes(tokens, spec.page_size if splits else 0, pages + splits)
+    return ReservationSize(tokens, spec.page_size if splits else 0, pages + splits)
 
 
-def pinnable(request: Reserve) -> list[bytes]:
-    """Digests of the leading blocks to be pinned: none if the request does not read the cache."""
+def pinnable_digests(request: Reserve) -> list[bytes]:
+    """Digests of the leading blocks to pin; empty if the request does not read the cache."""
     names = request.prefix_digests if request.cache.reads else b""
     return [names[start : start + DIGEST_BYTES] for start in range(0, len(names), DIGEST_BYTES)]
 
 
-def _check_names(spec: EngineSpec, request: Reserve) -> None:
+def _check_digests(spec: EngineSpec, request: Reserve) -> None:
     size, most = len(request.prefix_digests), request.context_tokens // spec.kv_format.block_size
     if size % DIGEST_BYTES:
-        raise Refused("prefix_digests", f"must have a multiple of {DIGEST_BYTES} bytes", size)
+        raise InvalidReservation("prefix_digests", f"must have a multiple of {DIGEST_BYTES} bytes", size)
     if size > most * DIGEST_BYTES:
         problem = f"must name at most the {most} full blocks of the context"
-        raise Refused("prefix_digests", problem, size // DIGEST_BYTES)
+        raise InvalidReservation("prefix_digests", problem, size // DIGEST_BYTES)
     if len(request.cache_salt) > MAX_CACHE_SALT_BYTES:
-        raise Refused("cache_salt", f"must have at most {MAX_CACHE_SALT_BYTES} bytes", len(request.cache_salt))
+        raise InvalidReservation(
+            "cache_salt", f"must have at most {MAX_CACHE_SALT_BYTES} bytes", len(request.cache_salt)
+        )
 
 
 class RollingBlockHasher:
-    """Grows with a sequence; `digests` may be read from any thread meanwhile, and only ever gets longer."""
+    """Hashes the blocks of a growing sequence. Any thread may read `digests` meanwhile; it only gets longer."""
 
     def __init__(self, spec: EngineSpec, salt: bytes, digests: abc.Sequence[bytes], rest: abc.Sequence[int]) -> None:
-        """`digests` name full blocks (`baton.kv.hashing`), `rest` are the tokens behind them; their KV is there."""
+        """`digests` are those of the full blocks so far (`baton.kv.hashing`); `rest` are the tokens after them that
+        have KV.
+        """
         self.digests = list(digests)
         self._size = spec.kv_format.block_size
         self._parent = self.digests[-1] if digests else chain_root(spec.fingerprint, spec.kv_format.digest, salt)
         self._rest = list(rest)
 
     def fork(self, token_id: int) -> RollingBlockHasher:
-        """The hasher of a choice that goes on with this token."""
+        """A copy of the hasher for a choice that continues with this token."""
         hasher = RollingBlockHasher.__new__(RollingBlockHasher)
         hasher.digests, hasher._size, hasher._parent = list(self.digests), self._size, self._parent
         hasher._rest = list(self._rest)
@@ -96,7 +104,7 @@ class RollingBlockHasher:
         return hasher
 
     def extend(self, token_ids: abc.Iterable[int]) -> None:
-        """The sequence has got these tokens. The KV of the last of them is not there: the next step writes it."""
+        """Append tokens. The KV of the last one is not written yet: the next step writes it."""
         for token_id in token_ids:
             self._rest.append(token_id)
             if len(self._rest) > self._size:
@@ -107,10 +115,11 @@ class RollingBlockHasher:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One choice with its KV in place; `output_ids` are all tokens chosen so far, times are in seconds.
+    """One choice whose KV is in place; `output_ids` are all tokens chosen so far, times are in seconds.
 
-    `age` is that of its attempt, less is older; `held` are the pages that it gave up when it was paused; `unread` the
-    launched steps that it is in and whose tokens are not known. `hasher` names its blocks, if they may be published.
+    `age` is that of its attempt; a smaller one is older. `paused_pages` is the number of pages that it gave back when
+    it was paused. `unread` counts the launched steps that include it and whose tokens are not known yet. `hasher`
+    hashes its blocks, if they may be published.
     """
 
     id: int
@@ -122,30 +131,32 @@ class Sequence:
     age: tuple[int, int] = (0, 0)
     hasher: RollingBlockHasher | None = None
     inserted_at: float = 0.0
-    held: int = 0
+    paused_pages: int = 0
     unread: int = 0
     timings: DecodeTimings | None = None
     request_id: str = ""
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and output; the next step writes the KV of the last one."""
+        """Number of tokens of prompt and output; the next step writes the KV of the last one."""
         return len(self.state.prompt_ids) + len(self.output_ids)
 
     @property
     def digests(self) -> abc.Sequence[bytes]:
-        """Names of its blocks whose KV is final; none if they are not to be published."""
+        """Digests of its blocks whose KV is final; empty if they must not be published."""
         return self.hasher.digests if self.hasher is not None else ()
 
     @property
     def rank(self) -> tuple[tuple[int, int], int]:
-        """Orders sequences from the oldest to the youngest."""
+        """Sort key, from the oldest sequence to the youngest."""
         return self.age, self.id
 
 
 @dataclass(slots=True)
-class Choice:
-    """A choice that still decodes: its sequence, where that is, and since when; `hasher` names what it may publish."""
+class RunningChoice:
+    """A choice that still decodes: its sequence, its state, and since when; `hasher` hashes the blocks that it may
+    publish.
+    """
 
     sequence: int
     handle: KvHandle
@@ -155,11 +166,11 @@ class Choice:
 
 
 @dataclass(eq=False, slots=True)
-class Pending:
-    """The choices that are still to be forked: their first tokens by index, and what each of them begins with."""
+class PendingChoices:
+    """The choices that are still to be forked: their first tokens by index, and the context that each begins with."""
 
     context: KvHandle
-    firsts: dict[int, FirstToken]
+    first_tokens: dict[int, FirstToken]
     handoff: Handoff
     hasher: RollingBlockHasher | None
     fetch_ms: float
@@ -167,12 +178,12 @@ class Pending:
 
 
 @dataclass(eq=False, slots=True)
-class Attempt:
+class DecodeAttempt:
     """One attempt, owned by a session; its pages hold `tokens` tokens of one choice.
 
-    `age` orders attempts from the oldest: a request that was tried before is older than its reservation, so that what
-    was given back once is not the first to be given back again. `choices` are those that decode, by index; `pending`
-    are those that wait to be forked.
+    `age` orders attempts, the oldest first. A request that was tried before counts as older than its reservation, so
+    that a request that was preempted once is not the first to be preempted again. `choices` are those that decode, by
+    index; `pending` are those that wait to be forked.
     """
 
     session: int
@@ -184,10 +195,10 @@ class Attempt:
     life: Lifecycle
     reserved_at: float
     cancelled: set[int] = field(default_factory=set)
-    choices: dict[int, Choice] = field(default_factory=dict)
-    pending: Pending | None = None
-    stepped: bool = False
-    """Whether it has had a token."""
+    choices: dict[int, RunningChoice] = field(default_factory=dict)
+    pending: PendingChoices | None = None
+    has_output: bool = False
+    """Whether the worker has sent a token of it."""
 
     @property
     def key(self) -> AttemptKey:
@@ -196,39 +207,39 @@ class Attempt:
 
     @property
     def committed(self) -> bool:
-        """Whether its KV is there, so that its handles belong to sequences."""
+        """Whether its KV is complete, so that its handles belong to sequences."""
         return self.life.state in (State.SLOT_WAIT, State.DECODING, State.PAUSED)
 
     @property
     def sequences(self) -> int:
-        """Sequences that it has, and the one that it begins with."""
+        """Number of its sequences; 1 before its KV is complete."""
         return len(self.choices) if self.committed else 1
 
     @property
-    def forks(self) -> int:
-        """Choices that are still to be forked."""
-        return len(self.pending.firsts) if self.pending is not None else 0
+    def pending_choices(self) -> int:
+        """Number of choices that are still to be forked."""
+        return len(self.pending.first_tokens) if self.pending is not None else 0
 
     @property
-    def progresses(self) -> bool:
-        """Whether it goes on without anybody else's doing: to its commit, or with a choice that is not paused."""
+    def makes_progress(self) -> bool:
+        """Whether it can go on by itself: its transfer goes on, or one of its choices is not paused."""
         return not self.committed or any(choice.state is not State.PAUSED for choice in self.choices.values())
 
     @property
     def handles(self) -> list[KvHandle]:
-        """All that it holds."""
+        """All handles that it holds."""
         if not self.committed:
             return [self.handle] if self.spare is None else [self.handle, self.spare]
         own = [choice.handle for choice in self.choices.values()]
         return own if self.pending is None else [*own, self.pending.context]
 
 
-def ledger_entries(attempts: abc.Iterable[Attempt], engine: Engine, now: float) -> list[LedgerEntry]:
-    """One entry for each handle; a paused one holds host memory instead of pages. `now` is on the attempts' clock."""
+def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: float) -> list[LedgerEntry]:
+    """One entry for each handle; a paused one holds host memory in place of pages. `now` is on the attempts' clock."""
     spec, host = engine.spec, engine.host_kv()
     page_bytes = spec.page_size * spec.kv_format.token_bytes
 
-    def entry(attempt: Attempt, handle: KvHandle, state: State, since: float) -> LedgerEntry:
+    def entry(attempt: DecodeAttempt, handle: KvHandle, state: State, since: float) -> LedgerEntry:
         paused = host.get(handle.owner) if state is State.PAUSED else None
         pages = spec.pages_for(handle.capacity)
         deadline = attempt.life.deadline

@@ -1,7 +1,7 @@
-"""The process around a decode worker: its engine thread, status, ledger, drain and end.
+"""The process around a decode worker: engine thread, status, ledger, drain, end.
 
-What goes wrong for good (the engine thread ends, an audit of the idle worker finds pages that nobody owns) ends up in
-`failed`, and the supervisor starts another process.
+If the engine thread ends, or the audit of the idle worker finds pages without owner, the worker can't go on. Then
+`failed` gets the exception, and the supervisor starts another process.
 """
 
 from __future__ import annotations
@@ -14,52 +14,52 @@ from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.ledger import Ledger, LedgerEntry
 from baton.transfer.exports import Exports
-from baton.worker.audit import IdleAudit, take_ledger
-from baton.worker.caches import Caches
-from baton.worker.prefix_news import PrefixNews
+from baton.worker.audit import IdleAudit, build_ledger
+from baton.worker.cache_tiers import CacheTiers
+from baton.worker.prefix_changes import PrefixChangeFeed
 from baton.worker.progress import Progress
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad
 from baton.worker.thread import EngineThread
 from decode_svc.messages import FailureKind
 from decode_svc.sequence import ledger_entries
-from decode_svc.worker import DecodeWorker, Fetch
+from decode_svc.worker import DecodeWorker, FetchKv
 
 _log = logging.getLogger(__name__)
 
 
 class DecodeService:
-    """A decode worker with all that it needs beside its forward passes; lives on the asyncio loop."""
+    """A decode worker with its engine thread, status and audit; used on the asyncio loop only."""
 
     def __init__(
         self,
         config: DecodeConfig,
         engine: Engine,
         identity: WorkerIdentity,
-        fetch: Fetch,
+        fetch: FetchKv,
         exports: Exports,
         cache: PrefixCache,
     ) -> None:
         self._asyncio = asyncio.get_running_loop()
         self._engine = engine
         self._cache = cache
-        self._news = PrefixNews(engine, cache, lambda: self.status.changed())
+        self._news = PrefixChangeFeed(engine, cache, lambda: self.status.notify())
         self.status = StatusHub(identity, self._load, self._news)
         self.progress = Progress()
-        self.caches = Caches(engine, cache)
-        self._audit = IdleAudit(self.ledger, lambda: self._is_idle, lambda error: self.worker.break_down(error))
+        self.cache_tiers = CacheTiers(engine, cache)
+        self._audit = IdleAudit(self.ledger, lambda: self._is_idle, lambda error: self.worker.fail_engine(error))
         self.worker = DecodeWorker(
             config,
             engine,
             fetch,
             exports,
             cache,
-            self.caches,
+            self.cache_tiers,
             self.progress,
-            changed=self._load_changed,
-            idled=self._audit.changed,
+            changed=self._on_load_change,
+            on_idle=self._audit.notify,
         )
         self._auditing: asyncio.Task[None] | None = None
-        self._pages_returned = False
+        self._retry_scheduled = False
 
     @property
     def failed(self) -> asyncio.Future[None]:
@@ -67,25 +67,25 @@ class DecodeService:
         return self.worker.failed
 
     def start(self, thread: EngineThread) -> asyncio.Future[None]:
-        """Let the loop turn on the engine thread; the future ends when it has stopped."""
-        self._engine.watch_pages(self.pages_returned)
+        """Run the decode loop on the engine thread; the future is done when the loop has stopped."""
+        self._engine.watch_pages(self.on_pages_returned)
         self._auditing = asyncio.create_task(self._audit.run(), name="audit")
-        self._auditing.add_done_callback(self._stopped)
+        self._auditing.add_done_callback(self._on_stopped)
         turning = thread.run(self.worker.loop.run)
-        turning.add_done_callback(self._stopped)
+        turning.add_done_callback(self._on_stopped)
         return turning
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new reservations, and return when all attempts have ended and their blocks are stored or dropped.
+        """Refuse new reservations; return when all attempts have ended and their blocks are stored or dropped.
 
-        What is left after `grace_s` seconds is ended.
+        Attempts that are left after `grace_s` seconds are ended.
         """
         self._refuse()
         worker = self.worker
         try:
             async with asyncio.timeout(grace_s):
                 await worker.idle.wait()
-                await worker.write_backs.finished()
+                await worker.write_backs.wait_finished()
                 await self._cache.flush()
             _log.info("drained")
         except TimeoutError:
@@ -102,10 +102,10 @@ class DecodeService:
                 *self.worker.write_backs.entries(now),
             ]
 
-        return await take_ledger(self.status.identity, self._engine, listed)
+        return await build_ledger(self.status.identity, self._engine, listed)
 
     async def close(self, turning: asyncio.Future[None]) -> None:
-        """End all sessions, stop the loop and wait for everything that was begun."""
+        """End all sessions, stop the loop, and wait for everything that was started."""
         self._refuse()
         for session in list(self.worker.sessions.values()):
             self.worker.close_session(session)
@@ -118,16 +118,16 @@ class DecodeService:
         await asyncio.gather(turning, return_exceptions=True)
         await self.worker.close()
 
-    def pages_returned(self) -> None:
-        """Called by whichever thread has given pages back."""
+    def on_pages_returned(self) -> None:
+        """Called when pages have returned to the pool, from any thread."""
         self.worker.loop.wake()
-        if not self._pages_returned:
-            self._pages_returned = True
-            self._asyncio.call_soon_threadsafe(self._use_returned_pages)
+        if not self._retry_scheduled:
+            self._retry_scheduled = True
+            self._asyncio.call_soon_threadsafe(self._retry_allocations)
 
-    def _use_returned_pages(self) -> None:
-        self._pages_returned = False
-        self.worker.use_returned_pages()
+    def _retry_allocations(self) -> None:
+        self._retry_scheduled = False
+        self.worker.retry_allocations()
 
     @property
     def _is_idle(self) -> bool:
@@ -137,17 +137,17 @@ class DecodeService:
         self.worker.refusal = self.worker.refusal or "the worker is draining"
         self.status.drain()
 
-    def _stopped(self, running: asyncio.Future[None]) -> None:
-        """The engine thread, or the audit, has ended."""
+    def _on_stopped(self, running: asyncio.Future[None]) -> None:
+        """Called when the engine thread or the audit has ended."""
         error = None if running.cancelled() else running.exception()
         if error is not None:
             _log.error("the worker can't go on: %s", error)
-            self.worker.break_down(error)
+            self.worker.fail_engine(error)
 
     def _load(self) -> WorkerLoad:
         worker = self.worker
-        return worker.load.status(worker.loop.paused, worker.attempts.forks, worker.attempts.newcomers)
+        return worker.load.status(worker.loop.paused, worker.attempts.pending_choices, worker.attempts.newcomers)
 
-    def _load_changed(self) -> None:
-        self.worker.load.show_pages()
-        self.status.changed()
+    def _on_load_change(self) -> None:
+        self.worker.load.set_page_metrics()
+        self.status.notify()

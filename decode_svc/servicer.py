@@ -1,8 +1,8 @@
-"""The Session stream: commands up, one message a step down. Translates only.
+"""The Session stream: commands from the router, one message a step to it. Translates only.
 
-A router says something every second. One that has said nothing for SILENCE_S is gone, whatever the state of its
-connection, and its session ends. If this process itself was paused, the router gets a moment more: what it said
-meanwhile is still unread.
+A router sends something every second. If nothing comes for SILENCE_S, the router is considered dead, whatever the state
+of its connection, and its session ends. If this process itself was stopped for a while, it first reads the messages
+that came meanwhile.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy, check_id
 from baton.rpc.convert import add_token, cache_policy_from_proto, export_from_proto, finish_to_proto
-from baton.rpc.silence import Silence
+from baton.rpc.silence import SilenceTimer
 from baton.worker.messages import DecodeTimings, Output, Reserved
 from baton.worker.status import WIRE_VERSION
 from decode_svc.messages import (
     AttemptKey,
     Cancel,
     Command,
-    Down,
     Failure,
     FailureKind,
     Heartbeat,
     Reserve,
+    SessionDown,
     Start,
 )
-from decode_svc.session import Session as RouterSession
+from decode_svc.session import RouterSession
 from decode_svc.worker import DecodeWorker
 
 HELLO_TIMEOUT_S = 10.0
@@ -77,9 +77,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def _read(self, requests: AsyncIterator[decode_pb2.SessionUp], session: RouterSession) -> None:
         error = DeadlineExceeded(f"nothing was heard from the router for {SILENCE_S:g} s")
         try:
-            with Silence(SILENCE_S, lambda: self._worker.close_session(session, error)) as silence:
+            with SilenceTimer(SILENCE_S, lambda: self._worker.close_session(session, error)) as silence:
                 while (message := await anext(requests, None)) is not None:
-                    silence.heard()
+                    silence.reset()
                     if (command := command_from_proto(message)) is not None:
                         self._worker.handle(session, command)
         finally:
@@ -103,9 +103,9 @@ async def _hello(requests: AsyncIterator[decode_pb2.SessionUp]) -> str:
 
 
 def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
-    """A router's command; None for what a later version may say.
+    """A router's command; None for a command that only a later version knows.
 
-    Raises InvalidRequest for a second hello, and for ids, addresses or tickets that can't be such.
+    Raises InvalidRequest for a second hello, and for invalid ids, addresses and tickets.
     """
     kind = message.WhichOneof("message")
     match kind:
@@ -140,8 +140,8 @@ def command_from_proto(message: decode_pb2.SessionUp) -> Command | None:
     return None
 
 
-def down_to_proto(down: Down) -> decode_pb2.SessionDown:
-    """One message to a router."""
+def down_to_proto(down: SessionDown) -> decode_pb2.SessionDown:
+    """A message to a router as its proto message."""
     heartbeat = None if down.live is None else decode_pb2.Heartbeat(live=map(_key_to_proto, down.live))
     message = decode_pb2.SessionDown(
         heartbeat=heartbeat,
@@ -159,7 +159,7 @@ def _key(key: decode_pb2.AttemptKey, kind: str) -> AttemptKey:
 
 
 def _policy(value: int) -> CachePolicy:
-    """A policy; for one of a later version, to leave the cache alone."""
+    """The cache policy; OFF for one that only a later version knows."""
     try:
         return cache_policy_from_proto(value)
     except InvalidRequest:
@@ -183,7 +183,10 @@ def _reserved(key: AttemptKey, result: Reserved) -> decode_pb2.ReserveResult:
 
 
 def _add_output(down: decode_pb2.SessionDown, key: AttemptKey, output: Output) -> None:
-    """Make the output in its place: messages made apart and copied cost three times as much, a step for each."""
+    """Add an output to the message.
+
+    It is filled in place: copying submessages costs three times as much, at every step.
+    """
     message = down.outputs.add(
         choice_index=output.choice_index,
         output_index=output.output_index,

@@ -1,12 +1,12 @@
-"""One router's side of the service: what is to be told it, gathered into one message at a time.
+"""One router's side of the service: outputs, answers and failures, gathered into one message at a time.
 
-Whatever comes up while a message is on its way is told together in the next one, so a slow router costs no
-more memory than the tokens its own sequences may have, and holds back nobody else. Answers to commands are the one
-thing that a router could ask for without end: the service ends a session that leaves MAX_ANSWERS of them unread.
+While a message is being sent, everything new is gathered for the next one. So a slow router needs no more memory than
+the tokens of its own sequences, and delays nobody else. Only answers to commands could grow without limit: the service
+ends a session that leaves more than MAX_ANSWERS of them unread.
 
-Once a second a message carries the names of all attempts that the service holds for the session. The stream is
-ordered, and a message tells of ends before it lists what is left: an attempt that was granted, and that neither ended
-nor is on the list, is lost.
+Once a second a message lists all attempts that the service holds for the session. The stream is ordered, and a message
+reports ended attempts before it lists the others. So if an attempt was granted, has not ended, and is not on the list,
+it is lost.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from baton.errors import BatonError
 from baton.worker.messages import Output, Reserved
-from decode_svc.messages import AttemptKey, Down, Failure
+from decode_svc.messages import AttemptKey, Failure, SessionDown
 
 HEARTBEAT_S = 1.0
 MAX_ANSWERS = 10_000
 
 
-class Session:
-    """The messages down to one router; lives on the asyncio loop."""
+class RouterSession:
+    """The messages to one router; used on the asyncio loop only."""
 
     def __init__(self, number: int, router_id: str, live: Callable[[], Iterable[AttemptKey]] = tuple) -> None:
         self.number = number
-        """Distinguishes sessions, also those of one router."""
+        """Identifies the session, also among several sessions of one router."""
         self.router_id = router_id
         self.error: BatonError | None = None
-        """Why the service ended it, if not on the router's word."""
-        self._live = live
-        self._down = Down()
-        self._news = asyncio.Event()
+        """Why the service ended the session, if the router did not."""
+        self._live_keys = live
+        self._down = SessionDown()
+        self._has_message = asyncio.Event()
         self._ended = False
 
     @property
     def unread(self) -> int:
-        """Answers and failures that the router has not taken yet."""
+        """Number of answers and failures that the router has not read yet."""
         return len(self._down.reserved) + len(self._down.failures)
 
-    def tell(self, key: AttemptKey, message: Reserved | Output | Failure) -> None:
-        """Put something of an attempt into the next message."""
+    def send(self, key: AttemptKey, message: Reserved | Output | Failure) -> None:
+        """Add an answer, an output or a failure of an attempt to the next message."""
         match message:
             case Reserved():
                 self._down.reserved.append((key, message))
@@ -51,31 +51,33 @@ class Session:
                 self._down.outputs.append((key, message))
             case Failure():
                 self._down.failures.append((key, message))
-        self._news.set()
+        self._has_message.set()
 
     def end(self, error: BatonError | None = None) -> None:
-        """Let `messages` end: once all is told, or, for an error, at once and with nothing kept."""
+        """End `messages`: after all is sent, or at once and without the rest if there is an error."""
         self._ended = True
         if error is not None:
-            self.error, self._down = error, Down()
-        self._news.set()
+            self.error, self._down = error, SessionDown()
+        self._has_message.set()
 
-    async def messages(self) -> AsyncIterator[Down]:
-        """Yield what there is to tell as soon as there is something, and once a second who lives, until the end."""
+    async def messages(self) -> AsyncIterator[SessionDown]:
+        """Yield messages as soon as there is something to send, and the list of attempts once a second, until the
+        end.
+        """
         loop = asyncio.get_running_loop()
         beat_at = loop.time() + HEARTBEAT_S
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(beat_at):
-                    await self._news.wait()
-            self._news.clear()
+                    await self._has_message.wait()
+            self._has_message.clear()
             if loop.time() >= beat_at and not self._ended:
-                self._down.live = list(self._live())
+                self._down.live = list(self._live_keys())
                 beat_at = loop.time() + HEARTBEAT_S
-            down, self._down = self._down, Down()
+            down, self._down = self._down, SessionDown()
             if down:
                 yield down
             elif self._ended:
                 return
             if self._ended:
-                self._news.set()
+                self._has_message.set()

@@ -9,7 +9,7 @@ from baton.telemetry.logs import configure
 
 
 def start(config: PrefillConfig) -> Running:
-    """The worker, ready to be entered."""
+    """A worker that is ready to be entered."""
     configure(config.log_level, "prefill", config.worker_id)
     prepare(config.cpus, config.threads)
     # Only now, so that --help and bad settings are answered before torch is loaded.

@@ -1,4 +1,4 @@
-"""Starts and stops a prefill worker: engine, prefix cache, worker, listeners; in reverse at the end."""
+"""Starts and stops a prefill worker: engine, prefix cache, worker, listeners. They stop in reverse order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from baton.pb import prefill_pb2_grpc
 from baton.transfer.exports import Exports
 from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
-from baton.worker.caches import Caches
-from baton.worker.listeners import Addresses, Service, listeners
-from baton.worker.prefix_news import PrefixNews
+from baton.worker.cache_tiers import CacheTiers
+from baton.worker.listeners import Service, WorkerAddresses, serve_listeners
+from baton.worker.prefix_changes import PrefixChangeFeed
 from baton.worker.progress import Progress
-from baton.worker.start import prefix_cache, started
+from baton.worker.start import open_cache, start_runtime
 from baton.worker.status import StatusHub, WorkerRole
-from prefill_svc.peers import Peers
-from prefill_svc.prefix import Tiers
+from prefill_svc.peers import PeerFetcher
+from prefill_svc.prefix import PrefixBackends
 from prefill_svc.servicer import PrefillServicer
 from prefill_svc.worker import PrefillWorker
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 class App:
     """A running prefill worker."""
 
-    addresses: Addresses
+    addresses: WorkerAddresses
     worker: PrefillWorker
     cache: PrefixCache
     status: StatusHub
@@ -46,7 +46,7 @@ class App:
 
     @property
     def listening(self) -> str:
-        """Where it listens."""
+        """The addresses of its listeners."""
         return str(self.addresses)
 
     @property
@@ -55,12 +55,12 @@ class App:
         return self.worker.failed
 
     async def drain(self) -> None:
-        """Refuse new work, and let jobs and pulls of finished KV end, for `drain_s` seconds at most."""
+        """Refuse new requests; let jobs and fetches of finished KV end, for at most `drain_s` seconds."""
         self.worker.refuse()
         self.status.drain()
         try:
             async with asyncio.timeout(self.config.drain_s):
-                await self.worker.finished()
+                await self.worker.wait_finished()
             _log.info("drained")
         except TimeoutError:
             _log.warning("the drain is cut short after %g s", self.config.drain_s)
@@ -68,26 +68,26 @@ class App:
 
 @contextlib.asynccontextmanager
 async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIterator[App]:
-    """Run a prefill worker until the block ends; `engine` None builds the torch engine from the settings.
+    """Run a prefill worker until the block ends; if `engine` is None, the settings decide which engine is built.
 
-    An engine that is passed in stays open, with all its pages back. Raises ConfigError and ModelError.
+    An engine that is passed in is not closed; all its pages are free at the end. Raises ConfigError and ModelError.
     """
     async with contextlib.AsyncExitStack() as stack:
-        base = await stack.enter_async_context(started(config, WorkerRole.PREFILL, engine=engine))
+        base = await stack.enter_async_context(start_runtime(config, WorkerRole.PREFILL, engine=engine))
         spec, incarnation = base.engine.spec, base.identity.incarnation
         consumer = base.identity.principal or incarnation
-        cache = prefix_cache(config, spec.kv_format, cache_memory=config.cache_memory)
+        cache = open_cache(config, spec.kv_format, cache_memory=config.cache_memory)
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = Exports(base.engine, incarnation, lease_s=config.lease_s, shards=base.identity.shards)
-        peers = Peers(base.engine, base.tls, consumer, config.cache_budget_s)
+        peers = PeerFetcher(base.engine, base.tls, consumer, config.cache_budget_s)
         progress = Progress()
-        news = PrefixNews(base.engine, cache, lambda: status.changed())
+        news = PrefixChangeFeed(base.engine, cache, lambda: status.notify())
         stack.callback(news.close)
         status = StatusHub(base.identity, lambda: worker.load(), news)
-        tiers = Tiers(cache, Caches(base.engine, cache), peers)
+        backends = PrefixBackends(cache, CacheTiers(base.engine, cache), peers)
         worker = PrefillWorker(
-            config, base.engine, base.thread, base.identity, exports, tiers, progress, status.changed
+            config, base.engine, base.thread, base.identity, exports, backends, progress, status.notify
         )
         stack.push_async_callback(worker.close)
 
@@ -95,7 +95,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
             prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(worker, spec), server)
 
         addresses = await stack.enter_async_context(
-            listeners(
+            serve_listeners(
                 config,
                 status,
                 progress,
@@ -104,8 +104,8 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 tls=base.tls,
                 tickets=base.tickets,
                 ledger=worker.ledger,
-                cache=tiers.report.tiers,
-                clear=tiers.report.clear,
+                cache=backends.cache_tiers.list_tiers,
+                clear=backends.cache_tiers.clear,
             )
         )
         yield App(addresses, worker, cache, status, base.engine, config)

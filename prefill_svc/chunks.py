@@ -1,8 +1,8 @@
-"""One engine for all prompts: whose chunk is next, and the chunk itself on the engine thread.
+"""One engine for all prompts: which job gets it next, and the chunk itself on the engine thread.
 
-A job asks for a `turn`; when the engine is free it goes to the job that the scheduler chooses, until the turn's block
-ends. After every layer, and after each part of a prompt's scores, a running chunk looks whether its job was aborted or
-is late, and tells the export what is final.
+A job waits in `acquire_engine`. When the engine is free, the job that the scheduler chooses gets it, until its block
+ends. After every layer, and after each part of the prompt's logprobs, a running chunk checks whether its job was
+aborted or is late, and tells the export how many tokens are final.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from baton.engine.contract import ChunkResult, Engine
 from baton.telemetry import metrics
 from baton.worker.progress import Progress
 from baton.worker.thread import EngineThread
-from prefill_svc.job import Job
+from prefill_svc.job import PrefillJob
 from prefill_svc.scheduler import Prompt, Scheduler
 
 
-class Chunks:
-    """The chunks of one worker's `jobs`; lives on the asyncio loop."""
+class ChunkRunner:
+    """Computes the chunks of one worker's `jobs`; used on the asyncio loop only."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Chunks:
         thread: EngineThread,
         scheduler: Scheduler,
         progress: Progress,
-        jobs: Mapping[Prompt, Job],
+        jobs: Mapping[Prompt, PrefillJob],
     ) -> None:
         self._engine = engine
         self._thread = thread
@@ -37,30 +37,31 @@ class Chunks:
         self._progress = progress
         self._jobs = jobs
         self._loop = asyncio.get_running_loop()
-        self._computing: Job | None = None
+        self._current: PrefillJob | None = None
 
     @contextlib.asynccontextmanager
-    async def turn(self, job: Job) -> AsyncIterator[int]:
-        """Wait for the engine; yields the end of the chunk that the job is to compute now."""
-        self._scheduler.make_ready(job.entry, job.computed)
-        job.turn = self._loop.create_future()
-        self._give_engine()
+    async def acquire_engine(self, job: PrefillJob) -> AsyncIterator[int]:
+        """Wait for the engine; yields the end of the chunk that the job must compute now."""
+        self._scheduler.make_ready(job.prompt, job.computed)
+        job.wakeup = self._loop.create_future()
+        self._assign_engine()
         try:
-            yield await job.turn
+            yield await job.wakeup
         finally:
-            if self._computing is job:
-                self._computing = None
+            if self._current is job:
+                self._current = None
                 # Not at once: the job itself may ask for its next turn, and have fewer tokens left than others.
-                self._loop.call_soon(self._give_engine)
+                self._loop.call_soon(self._assign_engine)
 
-    async def run(self, job: Job, end: int) -> ChunkResult:
-        """Compute the job's next tokens up to `end`; within a turn.
+    async def run(self, job: PrefillJob, end: int) -> ChunkResult:
+        """Compute the job's next tokens up to `end`; call it while the job has the engine.
 
-        Returns or raises only once the engine has let go of the job's pages. A cancel is raised after the chunk, whose
-        tokens count; a job whose `error` is set, or whose deadline has passed, ends after the layer with that error.
+        Returns or raises only when the engine no longer uses the job's pages. If the caller is cancelled,
+        CancelledError is raised after the chunk, whose tokens count. If the job's `error` is set or its deadline has
+        passed, the chunk ends after the current layer with that error.
         """
         began, start = time.monotonic(), job.computed
-        job.computing = end
+        job.computing_end = end
         call = self._thread.run(self._compute, job, start, end)
         cancelled = False
         while not call.done():
@@ -70,9 +71,9 @@ class Chunks:
             except asyncio.CancelledError:
                 cancelled = True
         seconds = time.monotonic() - began
-        self._scheduler.charge(job.entry, seconds)
+        self._scheduler.charge(job.prompt, seconds)
         result = call.result()
-        self._scheduler.finish_chunk(job.entry, end, seconds)
+        self._scheduler.finish_chunk(job.prompt, end, seconds)
         metrics.PREFILL_TOKENS.labels("computed").inc(end - start)
         job.computed = end
         job.prompt_tokens += result.prompt_logprobs
@@ -80,31 +81,31 @@ class Chunks:
             raise asyncio.CancelledError
         return result
 
-    def _give_engine(self) -> None:
+    def _assign_engine(self) -> None:
         """Give the engine, if it is free, to the prompt that the scheduler chooses."""
-        while self._computing is None and (choice := self._scheduler.next_chunk()) is not None:
-            entry, end = choice
-            job = self._jobs[entry]
-            if job.turn is None or job.turn.done():
+        while self._current is None and (choice := self._scheduler.next_chunk()) is not None:
+            prompt, end = choice
+            job = self._jobs[prompt]
+            if job.wakeup is None or job.wakeup.done():
                 # It was cancelled, and has yet to wake up.
-                self._scheduler.remove(entry)
+                self._scheduler.remove(prompt)
                 continue
-            self._computing = job
-            self._scheduler.start_chunk(entry)
-            job.turn.set_result(end)
-        if self._computing is None:
-            self._progress.idle()
+            self._current = job
+            self._scheduler.start_chunk(prompt)
+            job.wakeup.set_result(end)
+        if self._current is None:
+            self._progress.set_idle()
 
-    def _compute(self, job: Job, start: int, end: int) -> ChunkResult:
-        """One chunk, on the engine thread."""
+    def _compute(self, job: PrefillJob, start: int, end: int) -> ChunkResult:
+        """Compute one chunk; runs on the engine thread."""
 
         def on_layer(layer: int) -> None:
-            self._progress.moved()
+            self._progress.record()
             job.check()
             if job.export is not None:
                 job.export.advance(layer, end)
 
-        self._progress.moved()
+        self._progress.record()
         job.check()
         return self._engine.prefill_chunk(
             job.pages,

@@ -1,8 +1,8 @@
-"""One attempt at one prompt: what was asked, what it holds, and the stream of what happens to it.
+"""One attempt at one prompt: the request, what it holds, and the stream of its events.
 
-A job goes through the states of `baton.lifecycle`, each with a deadline. It ends once for its caller, with
-`PrefillDone` or an error as the last event of its stream; one with an export is HELD from then on, until the export
-ends. `prefill_svc.worker` has its life.
+A job goes through the states of `baton.lifecycle`, each with a deadline. For its caller it ends once: the last event of
+its stream is `PrefillDone` or an error. A job with an export is HELD from then on, until the export ends.
+`prefill_svc.worker` has the life of a job.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from baton.request import (
 )
 from baton.transfer.export import Export
 from baton.transfer.remote import PrefixSource
-from prefill_svc.plan import Run
+from prefill_svc.load_plan import TierRun
 from prefill_svc.scheduler import Prompt
 
 PROGRESS_S = 1.0
-"""Longest silence of a job that is alive."""
+"""Longest time between two events of a live job."""
 
 QUEUED_S = 120.0
-"""Longest wait for the first chunk; what waits longer is better off at another worker, or in the router's line."""
+"""Longest wait for the first chunk. After that, another worker or the router's queue is the better place."""
 
 _PREFILLING_S, _PREFILLING_TOKEN_S = 60.0, 0.1
 
@@ -45,8 +45,8 @@ _PREFILLING_S, _PREFILLING_TOKEN_S = 60.0, 0.1
 class PrefillTask:
     """What a router asks for; `deadline` is on this process's monotonic clock, in seconds.
 
-    `output_ids` are tokens that the client has already: a replay. `transfer_id` is empty when no decode
-    follows. `source` is where a prefix may be had if no cache has it.
+    `output_ids` are tokens that the client has already, if the request is replayed. `transfer_id` is empty if no decode
+    follows. `source` is where a prefix can be fetched if no cache has it.
     """
 
     request_id: str
@@ -64,21 +64,21 @@ class PrefillTask:
 
     @property
     def reads(self) -> bool:
-        """Whether cached KV may be used: log-probabilities of the prompt need every position computed."""
+        """Whether cached KV may be used. Logprobs of the prompt need every position to be computed."""
         return self.cache.reads and self.params.prompt_logprobs is None
 
     @property
     def uses_cache(self) -> bool:
-        """Whether its blocks need names."""
+        """Whether its blocks need digests."""
         return self.reads or self.cache.writes
 
     @property
     def name(self) -> str:
-        """For the ledger and for logs."""
+        """Its name in the ledger and in logs."""
         return f"{self.request_id}/{self.attempt}"
 
     def states(self) -> list[SequenceState]:
-        """What the sampler must know of each choice."""
+        """The sampler's state of each choice."""
         return [SequenceState(self.params, self.prompt_ids, self.output_ids, choice) for choice in self.choices]
 
 
@@ -93,7 +93,7 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
-    """The end of a prefill; `prompt_tokens` is empty unless log-probabilities were asked for."""
+    """The result of a prefill; `prompt_tokens` is empty unless logprobs of the prompt were asked for."""
 
     first_tokens: tuple[FirstToken, ...]
     cached: CachedTokens
@@ -101,48 +101,54 @@ class PrefillDone:
 
 
 @dataclass(eq=False, slots=True)
-class Job:
-    """An accepted task; belongs to the asyncio loop, but for `check`.
+class PrefillJob:
+    """An accepted task; used on the asyncio loop, except `check` and `is_active`, which any thread may call.
 
-    `entry` is the prompt as the scheduler knows it, `handle` the right to its pages. `digests` name the full blocks of
-    `ids`; `hits` are those that the cache had from block `searched_from` on, and `plan` is what of them is loaded.
-    `sources` tells where the KV in the pages came from, as (tier, tokens) one after the other. The first `computed`
-    tokens have final KV; with the chunk that is on the engine thread, or was last, `computing` have. `turn` is what the
-    job waits for: its pages, or the end of its next chunk. `begun` says that its coroutine runs, `over` that the stream
-    has its last event.
+    prompt          the prompt as the scheduler knows it
+    ids             prompt and output token ids; the last token is always computed
+    handle          the right to its pages
+    digests         of the full blocks of `ids`
+    hits            blocks that the cache had, from block `looked_up_from` on
+    load_plan       the part of `hits` that is loaded
+    sources         (tier, tokens) runs that say where the KV in the pages came from, in order
+    computed        leading tokens whose KV is final
+    computing_end   end of the chunk that the engine thread computes, or computed last
+    wakeup          what the job waits for: its pages, or the end of its next chunk
+    started         whether its coroutine runs
+    finished        whether its stream has had its last event
     """
 
     task: PrefillTask
-    entry: Prompt
+    prompt: Prompt
     ids: Sequence[int]
     life: Lifecycle
     handle: KvHandle | None = None
     export: Export | None = None
     digests: Sequence[bytes] = ()
-    searched_from: int = 0
+    looked_up_from: int = 0
     hits: Hits = field(default_factory=Hits)
-    plan: list[Run] = field(default_factory=list)
+    load_plan: list[TierRun] = field(default_factory=list)
     sources: list[tuple[str, int]] = field(default_factory=list)
     computed: int = 0
-    computing: int = 0
+    computing_end: int = 0
     prompt_tokens: list[TokenInfo] = field(default_factory=list)
     error: BatonError | None = None
-    begun: bool = False
-    over: bool = False
-    turn: asyncio.Future[int] | None = None
-    running: asyncio.Task[None] | None = None
+    started: bool = False
+    finished: bool = False
+    wakeup: asyncio.Future[int] | None = None
+    runner: asyncio.Task[None] | None = None
     export_closed: asyncio.Event = field(default_factory=asyncio.Event)
     _events: asyncio.Queue[PrefillProgress | PrefillDone | BatonError] = field(default_factory=asyncio.Queue)
 
     @classmethod
-    def of(cls, task: PrefillTask, entry: Prompt, now: float) -> Job:
+    def create(cls, task: PrefillTask, prompt: Prompt, now: float) -> PrefillJob:
         """The job of a task that was just admitted."""
         deadline = math.inf if task.deadline is None else task.deadline
         life = Lifecycle(State.QUEUED, now, request_deadline=deadline, limit_s=QUEUED_S)
-        return cls(task, entry, [*task.prompt_ids, *task.output_ids], life)
+        return cls(task, prompt, [*task.prompt_ids, *task.output_ids], life)
 
     def start(self, now: float) -> None:
-        """The first chunk begins."""
+        """Enter PREFILLING, when the first chunk begins."""
         self.life.enter(State.PREFILLING, now, _PREFILLING_S + _PREFILLING_TOKEN_S * len(self.ids))
 
     @property
@@ -153,35 +159,38 @@ class Job:
         return self.handle
 
     @property
-    def found(self) -> int:
-        """Tokens that were not computed; the last token always is, to sample from."""
+    def cached_tokens(self) -> int:
+        """Number of tokens that were not computed.
+
+        The last token always is, because the next one is sampled from it.
+        """
         return min(sum(tokens for _, tokens in self.sources), len(self.ids) - 1)
 
-    def cached(self) -> CachedTokens:
-        """Where the prompt's KV came from, as far as it was not computed."""
-        return CachedTokens(**by_tier(self.sources, min(self.found, len(self.task.prompt_ids))))
+    def cached_by_tier(self) -> CachedTokens:
+        """Number of prompt tokens that were not computed, by the tier that they came from."""
+        return CachedTokens(**count_by_tier(self.sources, min(self.cached_tokens, len(self.task.prompt_ids))))
 
-    def goes_on(self) -> bool:
-        """Whether it is neither aborted nor late; from any thread."""
-        return self.error is None and not self.life.overdue(time.monotonic())
+    def is_active(self) -> bool:
+        """Whether the job is neither aborted nor late; may be called from any thread."""
+        return self.error is None and not self.life.is_overdue(time.monotonic())
 
     def check(self) -> None:
-        """Raise if the job was aborted or its state's deadline has passed; from any thread."""
+        """Raise if the job was aborted or the deadline of its state has passed; may be called from any thread."""
         if self.error is not None:
             raise self.error
-        if self.life.overdue(time.monotonic()):
-            raise overdue(self)
+        if self.life.is_overdue(time.monotonic()):
+            raise overdue_error(self)
 
     def progress(self) -> PrefillProgress:
-        """How far it has come."""
-        return PrefillProgress(self.computed, len(self.ids), min(self.found, len(self.task.prompt_ids)))
+        """How far the job has come."""
+        return PrefillProgress(self.computed, len(self.ids), min(self.cached_tokens, len(self.task.prompt_ids)))
 
-    def tell(self, event: PrefillProgress | PrefillDone | BatonError) -> None:
+    def emit(self, event: PrefillProgress | PrefillDone | BatonError) -> None:
         """Add an event to the stream."""
         self._events.put_nowait(event)
 
     async def events(self) -> AsyncIterator[PrefillProgress | PrefillDone]:
-        """Progress, at least every PROGRESS_S, then `PrefillDone`; raises what ended the job instead."""
+        """Yield progress, at least every PROGRESS_S, and then `PrefillDone`. Raises the error that ended the job."""
         while True:
             try:
                 async with asyncio.timeout(PROGRESS_S):
@@ -195,7 +204,7 @@ class Job:
                 return
 
 
-def by_tier(sources: Sequence[tuple[str, int]], most: int) -> dict[str, int]:
+def count_by_tier(sources: Sequence[tuple[str, int]], most: int) -> dict[str, int]:
     """Tokens by tier, of the first `most`. The tiers are fields of `CachedTokens`."""
     counts: dict[str, int] = {}
     for tier, tokens in sources:
@@ -204,9 +213,11 @@ def by_tier(sources: Sequence[tuple[str, int]], most: int) -> dict[str, int]:
     return counts
 
 
-def finished(job: Job, tokens: Sequence[TokenInfo], eos_token_ids: frozenset[int]) -> tuple[Handoff, PrefillDone]:
-    """What decode and what the router get of a computed job, given one token for each choice."""
-    task, cached = job.task, job.cached()
+def make_result(
+    job: PrefillJob, tokens: Sequence[TokenInfo], eos_token_ids: frozenset[int]
+) -> tuple[Handoff, PrefillDone]:
+    """The handoff for decode and the result for the router, given one sampled token for each choice."""
+    task, cached = job.task, job.cached_by_tier()
     first_tokens = tuple(
         FirstToken(choice, token, finish_reason(task.params, [*task.output_ids, token.token_id], eos_token_ids))
         for choice, token in zip(task.choices, tokens, strict=True)
@@ -225,10 +236,10 @@ def finished(job: Job, tokens: Sequence[TokenInfo], eos_token_ids: frozenset[int
     return handoff, PrefillDone(first_tokens, cached, prompt_tokens)
 
 
-def overdue(job: Job) -> BatonError:
-    """The error of a job whose state's deadline has passed: the request's own, or the limit of the state."""
+def overdue_error(job: PrefillJob) -> BatonError:
+    """The error of a job whose deadline has passed: the request's own deadline, or the limit of the state."""
     done = f"{job.computed} of {len(job.ids)} tokens prefilled"
-    if job.life.of_request():
+    if job.life.is_request_deadline():
         return DeadlineExceeded(f"the deadline passed with {done}")
     if job.life.state is State.QUEUED:
         return Overloaded(f"no chunk of the prompt was computed within {QUEUED_S:g} s", retry_after=1.0)

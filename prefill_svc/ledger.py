@@ -8,19 +8,19 @@ from collections.abc import Iterable
 from baton.engine.contract import EngineSpec
 from baton.ledger import LedgerEntry
 from baton.lifecycle import State
-from prefill_svc.job import Job
+from prefill_svc.job import PrefillJob
 
 
-def entries(jobs: Iterable[Job], spec: EngineSpec, now: float) -> list[LedgerEntry]:
-    """An entry for each job that goes on or holds pages; `now` is on the jobs' clock."""
+def entries(jobs: Iterable[PrefillJob], spec: EngineSpec, now: float) -> list[LedgerEntry]:
+    """One entry for each job that runs or holds pages; `now` is on the jobs' clock."""
     return [_entry(job, spec, now) for job in dict.fromkeys(jobs)]
 
 
-def _entry(job: Job, spec: EngineSpec, now: float) -> LedgerEntry:
+def _entry(job: PrefillJob, spec: EngineSpec, now: float) -> LedgerEntry:
     pages = spec.pages_for(len(job.ids)) if job.handle is not None else 0
     kind, state, deadline_s, detail = "kv", job.life.state, job.life.deadline - now, ""
-    if job.over:
-        kind, state, deadline_s, detail = _after_its_end(job)
+    if job.finished:
+        kind, state, deadline_s, detail = _describe_finished(job)
     elif job.task.transfer_id:
         detail = f"transfer {job.task.transfer_id}"
     return LedgerEntry(
@@ -35,8 +35,10 @@ def _entry(job: Job, spec: EngineSpec, now: float) -> LedgerEntry:
     )
 
 
-def _after_its_end(job: Job) -> tuple[str, State, float, str]:
-    """Kind, state, seconds until the deadline, and detail for a job that only others hold pages of."""
+def _describe_finished(job: PrefillJob) -> tuple[str, State, float, str]:
+    """Kind, state, seconds until the deadline, and detail of a job that is finished but whose pages are still in
+    use.
+    """
     if job.export is None or job.export.closed:
         return "kv", State.ENDED, math.inf, "cached blocks on their way"
     detail = f"transfer {job.task.transfer_id}"

@@ -1,4 +1,4 @@
-"""Fetching a prefix from a decode worker that holds it; a fetch that fails only means that more is computed."""
+"""Fetches a prefix from a decode worker that has it. If a fetch fails, the tokens are computed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _SLOWEST_BYTES_PER_S = 100e6
 _log = logging.getLogger(__name__)
 
 
-class Peers:
-    """Decode workers as a tier; lives on the asyncio loop. `consumer` is whom tickets name.
+class PeerFetcher:
+    """Decode workers as a cache tier; used on the asyncio loop only. Tickets are made out to `consumer`.
 
-    A fetch may take `budget_s` beside the time of its bytes at 100 MB/s, and its exporter be silent for `budget_s`.
+    A fetch may take `budget_s` plus the time of its bytes at 100 MB/s. It fails if the exporter sends nothing for
+    `budget_s`.
     """
 
     def __init__(self, engine: Engine, tls: Tls | None, consumer: str, budget_s: float) -> None:
@@ -36,16 +37,15 @@ class Peers:
 
     @property
     def rate(self) -> FetchRate | None:
-        """What recent fetches took in all; None before the first that succeeded."""
+        """The measured rate of recent fetches; None before the first one that succeeded."""
         bytes_per_s = self._bytes_per_s.value
         return FetchRate(0.0, bytes_per_s) if bytes_per_s else None
 
     async def fetch(self, handle: KvHandle, source: PrefixSource, tokens: range, digest: bytes) -> bool:
-        """Pull `tokens` of the source's prefix into the handle; False if they did not all arrive.
+        """Pull `tokens` of the source's prefix into the handle; False if not all of them arrived.
 
-        `digest` names the last full block of the source's prefix, as this worker computed it.
-
-        Returns or raises, when cancelled as well, only once nothing is being written any more.
+        `digest` is that of the last full block of the source's prefix, as this worker computed it. Returns or raises,
+        also when cancelled, only after the last write has ended.
         """
         size, arrived, began = len(tokens) * self._token_bytes, 0, time.monotonic()
         timeout_s = self._budget_s + size / _SLOWEST_BYTES_PER_S
@@ -74,5 +74,5 @@ class Peers:
         return arrived == size
 
     async def close(self) -> None:
-        """Close all channels; no fetch may be going on."""
+        """Close all channels; no fetch may be running."""
         await self._channels.close()

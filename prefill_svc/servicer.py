@@ -24,8 +24,8 @@ from baton.rpc.convert import (
 from prefill_svc.job import PrefillDone, PrefillProgress, PrefillTask
 from prefill_svc.worker import PrefillWorker
 
-MOST_SALT_BYTES = 64
-MOST_TENANT_BYTES = 64
+MAX_SALT_BYTES = 64
+MAX_TENANT_BYTES = 64
 _LARGE_TOKENS = 16_384
 
 
@@ -39,7 +39,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        """Stream a job's events; a call that ends before `done` aborts it."""
+        """Stream a job's events; if the call ends before `done`, the job is aborted."""
         left = context.time_remaining()
         deadline = None if left is None else time.monotonic() + left
         if _token_ids(request) > _LARGE_TOKENS:
@@ -69,8 +69,8 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
     """The task in a request; raises InvalidRequest naming the field and the value seen."""
     check_id("request_id", request.request_id)
     check_id("transfer_id", request.transfer_id, optional=True)
-    check_length("cache_salt", request.cache_salt, MOST_SALT_BYTES)
-    check_length("tenant", request.tenant, MOST_TENANT_BYTES)
+    check_length("cache_salt", request.cache_salt, MAX_SALT_BYTES)
+    check_length("tenant", request.tenant, MAX_TENANT_BYTES)
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", "must not be empty")
     for name in ("prompt_token_ids", "output_token_ids"):

@@ -13,7 +13,7 @@ from functools import partial
 
 import grpc
 
-from baton.admin import ADMIN_SERVICE, Sources, add_admin
+from baton.admin import ADMIN_SERVICE, AdminSources, add_admin
 from baton.config.router import RouterConfig
 from baton.digest import tokenizer_digest
 from baton.kv.hashing import request_salt
@@ -101,7 +101,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
 
         def add(server: grpc.aio.Server) -> None:
             InferenceServicer(door).add_to_server(server)
-            add_admin(server, Sources(router_id, "router", pipeline.ledger, pool.prefixes.tiers))
+            add_admin(server, AdminSources(router_id, "router", pipeline.ledger, pool.prefixes.tiers))
 
         listener = await stack.enter_async_context(
             listen(

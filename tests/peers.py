@@ -62,7 +62,7 @@ async def peer(engine: Engine) -> AsyncIterator[Peer]:
         yield Peer(engine, f"127.0.0.1:{port}", exports)
     finally:
         exports.close()
-        await exports.drained()
+        await exports.wait_closed()
         await server.stop(0)
 
 

@@ -20,7 +20,7 @@ from baton.config.prefill import PrefillConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import BatonError
 from baton.kv.prefix.contract import Hits
-from baton.kv.prefix.fetch_cost import Decision, FetchCostModel
+from baton.kv.prefix.fetch_cost import FetchCostModel, FetchDecision
 from baton.pb import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.request import CachePolicy, Handoff, SamplingParams, SequenceState
 from baton.rpc.channel import control_channel, kv_channel
@@ -29,7 +29,7 @@ from baton.transfer.fetcher import fetch
 from baton.transfer.remote import RemoteExport
 from baton.transfer.source import GrpcSource
 from prefill_svc.app import App, run
-from prefill_svc.job import Job
+from prefill_svc.job import PrefillJob
 from tests.metrics import sample
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -143,8 +143,8 @@ class Client:
         """Set when the worker learns, from now on, that the caller of a job that goes on is gone."""
         aborted, abort = asyncio.Event(), self.app.worker.abort
 
-        def watched(job: Job, error: BatonError) -> None:
-            if not job.over:
+        def watched(job: PrefillJob, error: BatonError) -> None:
+            if not job.finished:
                 aborted.set()
             abort(job, error)
 
@@ -198,8 +198,8 @@ def decode(engine: FakeEngine, handle: Any, handoff: Handoff, steps: int) -> lis
 def fetch_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetch whatever is found, as if all were slow to compute: the fake engine, and tiny models, are not."""
 
-    def decide(self: FetchCostModel, hits: Hits, *_: Any) -> Decision:
-        return Decision(hits.blocks, hits.blocks)
+    def decide(self: FetchCostModel, hits: Hits, *_: Any) -> FetchDecision:
+        return FetchDecision(hits.blocks, hits.blocks)
 
     monkeypatch.setattr(FetchCostModel, "decide", decide)
 
@@ -218,7 +218,7 @@ async def read(call: Any) -> list[prefill_pb2.PrefillEvent]:
 
 async def flushed(client: Client) -> None:
     """Wait until all has ended and new blocks are written back; KV must not be held for longer."""
-    await client.app.worker.finished()
+    await client.app.worker.wait_finished()
     await client.pages_back()
 
 

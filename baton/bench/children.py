@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from baton.errors import Unavailable
-from baton.launcher import bound_to_me
+from baton.launcher import bind_to_parent
 
 ANSWER_S = 900.0
 """For one line; the first one has loading in it, which may compile a model."""
@@ -172,7 +172,7 @@ def child(
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         with pinned(cores):
             process = subprocess.Popen(
-                bound_to_me(command),
+                bind_to_parent(command),
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=log if unread else subprocess.PIPE,

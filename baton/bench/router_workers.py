@@ -70,7 +70,7 @@ class Prefill(prefill_pb2_grpc.PrefillServicer):
         return prefill_pb2.AbandonResponse()
 
 
-class _Sequence:
+class _FakeSequence:
     """One sequence of the batch; `left` tokens are to come."""
 
     def __init__(self, output: decode_pb2.SequenceOutput, left: int) -> None:
@@ -85,7 +85,7 @@ class Decode(decode_pb2_grpc.DecodeServicer, inference_pb2_grpc.InferenceService
         self.steps: list[tuple[int, int]] = []
         """Time and number of sequences of each step."""
         self._step_s = step_s
-        self._batches: dict[asyncio.Queue[decode_pb2.SessionDown], dict[str, _Sequence]] = {}
+        self._batches: dict[asyncio.Queue[decode_pb2.SessionDown], dict[str, _FakeSequence]] = {}
         self._direct: dict[str, asyncio.Event] = {}
 
     async def run(self) -> None:
@@ -139,7 +139,7 @@ class Decode(decode_pb2_grpc.DecodeServicer, inference_pb2_grpc.InferenceService
             del self._direct[name]
 
 
-def _message(batch: dict[str, _Sequence], token: int) -> decode_pb2.SessionDown:
+def _message(batch: dict[str, _FakeSequence], token: int) -> decode_pb2.SessionDown:
     """What a step yields for one router's sequences."""
     down = decode_pb2.SessionDown()
     for name, sequence in list(batch.items()):
@@ -158,7 +158,7 @@ def _message(batch: dict[str, _Sequence], token: int) -> decode_pb2.SessionDown:
 async def _read(
     requests: AsyncIterator[decode_pb2.SessionUp],
     queue: asyncio.Queue[decode_pb2.SessionDown],
-    batch: dict[str, _Sequence],
+    batch: dict[str, _FakeSequence],
 ) -> None:
     reserved: dict[str, decode_pb2.Reserve] = {}
     async for up in requests:
@@ -172,7 +172,7 @@ async def _read(
                 output = decode_pb2.SequenceOutput(key=up.start.key, output_index=1)
                 output.tokens.add()
                 output.timings.fetch_ms = 0.0
-                batch[name] = _Sequence(output, reserved[name].max_new_tokens - 1)
+                batch[name] = _FakeSequence(output, reserved[name].max_new_tokens - 1)
                 continue
             case "cancel":
                 reserved.pop(up.cancel.key.request_id, None)

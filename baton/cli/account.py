@@ -28,14 +28,14 @@ def print_account(completion: Completion, console: Console | None = None) -> Non
     if (usage := completion.usage) is not None:
         reasons = [choice.finish_reason.value for choice in completion.choices if choice.finish_reason]
         console.print(
-            f"prompt {usage.prompt_tokens} tokens ({cached_in_words(usage)}), "
+            f"prompt {usage.prompt_tokens} tokens ({describe_cached(usage)}), "
             f"completion {usage.completion_tokens} tokens, finish reason {', '.join(reasons)}",
             style="dim",
             soft_wrap=not console.is_terminal,
         )
 
 
-def cached_in_words(usage: Usage) -> str:
+def describe_cached(usage: Usage) -> str:
     """Prompt tokens that were not computed, where they came from, and how many decode held already."""
     counts = {words: getattr(usage.cached, name) for name, words in _SOURCES.items()}
     sources = ", ".join(f"{count} from {words}" for words, count in counts.items() if count)

@@ -60,7 +60,7 @@ def clear(targets: Sequence[list[str]], redis: bool, yes: bool, timeout: float, 
     for each in found.answers:
         for tier in each.tiers:
             if tier.state:
-                found.fault(f"{each.role} {each.process}: {tier.name}: {tier.state}")
+                found.add_failure(f"{each.role} {each.process}: {tier.name}: {tier.state}")
     found.end()
 
 

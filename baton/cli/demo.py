@@ -18,7 +18,7 @@ from baton.cli.account import print_account
 from baton.client import Client, Completion
 from baton.completion import Sampling
 from baton.errors import BatonError
-from baton.launcher import bound_to_me
+from baton.launcher import bind_to_parent
 
 _PROMPT = '''class Queue:
     """A queue that can be shared by several threads."""
@@ -44,7 +44,7 @@ def demo(verbose: bool) -> None:
     flags = ["--grpc", "127.0.0.1:0", "--dtype", "float32", "--log-level", level]
     command = [sys.executable, "-m", "baton", "up", *flags]
     console.print("starting router, prefill, decode and Valkey …", style="dim")
-    fleet = subprocess.Popen(bound_to_me(command), stdout=subprocess.PIPE, text=True)
+    fleet = subprocess.Popen(bind_to_parent(command), stdout=subprocess.PIPE, text=True)
     problem = ""
     try:
         _complete_twice(console, _target(fleet))

@@ -30,7 +30,7 @@ def exit_status(error: BatonError) -> int:
     return _STATUS.get(error.grpc_status, FAILED)
 
 
-def in_words(error: BatonError) -> str:
+def describe(error: BatonError) -> str:
     """Status and message of an error, and when to try again, if it says so."""
     after = error.retry_after if isinstance(error, Overloaded) else None
     again = "" if after is None else f" (try again in {after:.3g} s)"
@@ -48,5 +48,5 @@ def extra_installed(extra: str) -> Iterator[None]:
 
 def fail(error: BatonError) -> NoReturn:
     """Say what failed and end the process."""
-    click.echo(f"error: {in_words(error)}", err=True)
+    click.echo(f"error: {describe(error)}", err=True)
     sys.exit(exit_status(error))

@@ -28,7 +28,7 @@ def ledger(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags:
     found = Survey(addresses(targets), connection(flags), lambda client: client.ledger(timeout=timeout))
     for each in found.answers:
         if each.violation:
-            found.fault(f"{each.role} {each.process}: {each.violation}")
+            found.add_failure(f"{each.role} {each.process}: {each.violation}")
     found.show(_print, as_list=as_list)
     found.end()
 

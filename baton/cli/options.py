@@ -43,7 +43,7 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: flags.pop(name) for name in _CONNECTION}
 
 
-class Addresses(click.ParamType[list[str]]):
+class AddressList(click.ParamType[list[str]]):
     """HOST:PORT, several with commas between them."""
 
     name = "HOST:PORT[,HOST:PORT...]"

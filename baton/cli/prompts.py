@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from baton.completion import Prompt
-from baton.errors import InvalidRequest, shown
+from baton.errors import InvalidRequest, preview
 from baton.rpc import requests
 
 _FORMS = {
@@ -79,11 +79,11 @@ def _prompt(line: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("prompt", f"is no JSON: {error}") from None
     if not isinstance(value, dict) or len(value) != 1 or not value.keys() <= _FORMS.keys():
-        raise InvalidRequest("prompt", f"must be an object with one of {', '.join(_FORMS)}, got {shown(value)}")
+        raise InvalidRequest("prompt", f"must be an object with one of {', '.join(_FORMS)}, got {preview(value)}")
     ((form, prompt),) = value.items()
     kind = str if form == "text" else list
     if not isinstance(prompt, kind) or not prompt or (form != "text" and _is_chat(prompt) != (form == "messages")):
-        raise InvalidRequest(form, f"must be {_FORMS[form]}, got {shown(prompt)}")
+        raise InvalidRequest(form, f"must be {_FORMS[form]}, got {preview(prompt)}")
     return prompt
 
 

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 import click
 from rich.console import Console
 
-from baton.cli.failures import FAILED, INTERRUPTED, exit_status, in_words
-from baton.cli.options import Addresses, F, Seconds, connection_options
+from baton.cli.failures import FAILED, INTERRUPTED, describe, exit_status
+from baton.cli.options import AddressList, F, Seconds, connection_options
 from baton.cli.tables import output
 from baton.client import Client
 from baton.config.options import usage_errors
@@ -43,7 +43,7 @@ def survey_options(
             click.option("--json", "as_list", is_flag=True, help="Print a JSON list with an object for each process."),
             click.option("--timeout", type=Seconds(), default=5.0, help=timeout),
             click.option(
-                "--target", "targets", type=Addresses(), multiple=True, help=f"{who}; may be given again.", **targets
+                "--target", "targets", type=AddressList(), multiple=True, help=f"{who}; may be given again.", **targets
             ),
         ):
             command = option(command)
@@ -63,7 +63,7 @@ class Survey(Generic[T]):
     def __init__(self, targets: Sequence[str], reach: dict[str, Any], question: Callable[[Client], T]) -> None:
         """Ask each of `targets`; `reach` are the client's settings. Ends the process at Ctrl-C."""
         self.answers: list[T] = []
-        self._faults: list[str] = []
+        self._failures: list[str] = []
         self._statuses: set[int] = set()
         for target in targets:
             try:
@@ -71,11 +71,11 @@ class Survey(Generic[T]):
             except KeyboardInterrupt:
                 sys.exit(INTERRUPTED)
             except BatonError as error:
-                self.fault(f"{target}: {in_words(error)}", exit_status(error))
+                self.add_failure(f"{target}: {describe(error)}", exit_status(error))
 
-    def fault(self, words: str, status: int = FAILED) -> None:
+    def add_failure(self, words: str, status: int = FAILED) -> None:
         """Note something else that is wrong."""
-        self._faults.append(words)
+        self._failures.append(words)
         self._statuses.add(status)
 
     def show(self, one: Callable[[T, Console], None], *, as_list: bool) -> None:
@@ -90,7 +90,7 @@ class Survey(Generic[T]):
 
     def end(self) -> None:
         """Say what was wrong and end the process: with the status of all faults, FAILED if they have several."""
-        for fault in self._faults:
+        for fault in self._failures:
             click.echo(f"error: {fault}", err=True)
         sys.exit(self._statuses.pop() if len(self._statuses) == 1 else FAILED if self._statuses else 0)
 
@@ -109,11 +109,11 @@ def ask(target: str, reach: dict[str, Any], question: Callable[[Client], T]) -> 
                 return question(client)
             except Unavailable as error:
                 if name == names[-1] or _OTHER_NAME not in str(error):
-                    raise _told(error, names) from None
+                    raise _explain(error, names) from None
     raise Unavailable(f"{target} was not asked")
 
 
-def _told(error: Unavailable, names: Sequence[str | None]) -> Unavailable:
+def _explain(error: Unavailable, names: Sequence[str | None]) -> Unavailable:
     if len(names) == 1 or _OTHER_NAME not in str(error):
         return error
     asked = ", ".join(name for name in names if name)

@@ -46,12 +46,12 @@ class SecureFleet:
         names = [host for host in hosts if host not in _ANY_HOST]
         if not any(fleet.file(f"{stem}.{kind}").exists() for stem in _FIRST for kind in _KINDS):
             make_all(directory, hosts=names)
-        lacking = {name: role for name, role in (_OF_ONE | wanted).items() if fleet._lacks(name, "crt")}
-        if lacking:
-            fleet._check_authority(next(iter(lacking)))
-        for name, role in lacking.items():
+        missing = {name: role for name, role in (_OF_ONE | wanted).items() if fleet._is_missing(name, "crt")}
+        if missing:
+            fleet._check_authority(next(iter(missing)))
+        for name, role in missing.items():
             issue(directory, role, name, hosts=names)
-        if fleet._lacks("ticket", "pub"):
+        if fleet._is_missing("ticket", "pub"):
             make_ticket_keys(directory)
         if not fleet.file("api.key").exists():
             key = keys.add(fleet.file("api_keys.json"), tenant=_TENANT, admin=True)
@@ -75,21 +75,21 @@ class SecureFleet:
         """TLS of who supervises the fleet."""
         return Tls(*(str(self.file(name)) for name in ("admin.crt", "admin.key", "ca.crt")))
 
-    def _lacks(self, stem: str, public: str) -> bool:
+    def _is_missing(self, stem: str, public: str) -> bool:
         """Whether neither file of a pair is there; raises ConfigError if one is."""
         there = [self.file(f"{stem}.{kind}") for kind in (public, "key") if self.file(f"{stem}.{kind}").exists()]
         if len(there) == 1:
             raise ConfigError(f"{there[0]} is there without its other half: remove it, and both are made")
         return not there
 
-    def _check_authority(self, lacking: str) -> None:
+    def _check_authority(self, missing: str) -> None:
         if absent := [name for name in ("ca.crt", "ca.key") if not self.file(name).exists()]:
             raise ConfigError(
-                f"{self.directory} lacks {lacking}.crt and, to make it, {' and '.join(absent)}: put what lacks there, "
+                f"{self.directory} lacks {missing}.crt and, to make it, {' and '.join(absent)}: put what lacks there, "
                 "or give --secure a directory that is new or empty"
             )
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Where clients find what they need, for the ready line."""
         return f" ca={self.file('ca.crt')} api_key_file={self.file('api.key')}"
 

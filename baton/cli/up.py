@@ -350,7 +350,7 @@ async def _start(
             found = [f"--{role}={','.join(listeners[name]['control'] for name in names[role])}" for role in names]
             router = await routers.start("router", [*command("router", "router"), *found], environ)
             where = addresses(await routers.ready(router))
-            await _until_serving(where["grpc"], secure.admin() if secure else None)
+            await _wait_until_serving(where["grpc"], secure.admin() if secure else None)
     except TimeoutError:
         raise Unavailable(f"not ready after {options.start_timeout:g} s (--start-timeout)") from None
     for role in names:
@@ -359,7 +359,7 @@ async def _start(
             children[name].restart_on_death([*command(role, name), *listen])
     return (
         f"ready grpc={where['grpc']} ops={where['ops']} model={options.served_model_name} "
-        f"prefill={options.prefill} decode={options.decode}{secure.words() if secure else ''}"
+        f"prefill={options.prefill} decode={options.decode}{secure.describe() if secure else ''}"
     )
 
 
@@ -374,7 +374,7 @@ def _environment(options: UpOptions, redis: str) -> dict[str, str]:
     }
 
 
-async def _until_serving(address: str, tls: Tls | None) -> None:
+async def _wait_until_serving(address: str, tls: Tls | None) -> None:
     async with control_channel(address, tls) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         async for response in watch:

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from baton.cli.account import cached_in_words
-from baton.cli.failures import EXIT_HELP, FAILED, INTERRUPTED, exit_status, in_words
+from baton.cli.account import describe_cached
+from baton.cli.failures import EXIT_HELP, FAILED, INTERRUPTED, describe, exit_status
 from baton.cli.options import DEFAULT_GRPC, Seconds, connection, connection_options
 from baton.cli.prompts import read_prompts
 from baton.client import AsyncClient
@@ -24,7 +24,7 @@ from baton.request import Usage
 
 
 @dataclass(frozen=True, slots=True)
-class _Warmed:
+class WarmResult:
     """What became of the prompt of a line: its usage or its error."""
 
     line: int
@@ -33,14 +33,14 @@ class _Warmed:
 
     def as_json(self) -> dict[str, Any]:
         usage = asdict(self.usage) if self.usage else None
-        return {"line": self.line, "usage": usage, "error": in_words(self.error) if self.error else None}
+        return {"line": self.line, "usage": usage, "error": describe(self.error) if self.error else None}
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         if self.error is not None:
-            return f"error: {in_words(self.error)}"
+            return f"error: {describe(self.error)}"
         usage = self.usage or Usage(0, 0, 0)
         computed = usage.prompt_tokens - usage.cached_tokens
-        return f"{usage.prompt_tokens} tokens, {computed} computed, {cached_in_words(usage)}"
+        return f"{usage.prompt_tokens} tokens, {computed} computed, {describe_cached(usage)}"
 
 
 @click.command(epilog=f"{EXIT_HELP} Where prompts fail in different ways, it is 1.")
@@ -92,16 +92,16 @@ async def _warm(
     concurrency: int,
     *,
     live: bool,
-) -> list[_Warmed]:
+) -> list[WarmResult]:
     """Send all prompts, saying of each, if `live`, how it ended; what became of them, by their lines."""
-    done: list[_Warmed] = []
+    done: list[WarmResult] = []
     waiting = iter(prompts.items())
 
     async def work() -> None:
         for line, prompt in waiting:
-            done.append(await _sent(client, line, prompt, arguments))
+            done.append(await _send(client, line, prompt, arguments))
             if live:
-                click.echo(f"prompt {line}: {done[-1].in_words()}", err=done[-1].error is not None)
+                click.echo(f"prompt {line}: {done[-1].describe()}", err=done[-1].error is not None)
 
     with usage_errors():
         client = AsyncClient(target, **settings)
@@ -112,15 +112,15 @@ async def _warm(
     return sorted(done, key=lambda each: each.line)
 
 
-async def _sent(client: AsyncClient, line: int, prompt: Prompt, arguments: Mapping[str, Any]) -> _Warmed:
+async def _send(client: AsyncClient, line: int, prompt: Prompt, arguments: Mapping[str, Any]) -> WarmResult:
     try:
         completion = await client.complete(prompt, max_tokens=1, temperature=0, **arguments)
     except BatonError as error:
-        return _Warmed(line, error=error)
-    return _Warmed(line, completion.usage)
+        return WarmResult(line, error=error)
+    return WarmResult(line, completion.usage)
 
 
-def _total(done: list[_Warmed]) -> str:
+def _total(done: list[WarmResult]) -> str:
     usages = [each.usage for each in done if each.usage]
     tokens, cached = sum(usage.prompt_tokens for usage in usages), sum(usage.cached_tokens for usage in usages)
     failed = sum(1 for each in done if each.error)

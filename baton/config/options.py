@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from baton.config.values import format_bytes, parse_address, parse_bytes
-from baton.errors import ConfigError, shown
+from baton.errors import ConfigError, preview
 
 STYLE = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """Context settings of our commands."""
@@ -92,7 +92,7 @@ class Settings:
             except click.BadParameter as error:
                 raise ConfigError(f"{field.name}: {error.message}") from None
             if converted != value:
-                raise ConfigError(f"{field.name}: must be of type {type(field.default).__name__}, got {shown(value)}")
+                raise ConfigError(f"{field.name}: must be of type {type(field.default).__name__}, got {preview(value)}")
 
 
 def option(

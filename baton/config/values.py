@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from baton.errors import ConfigError, shown
+from baton.errors import ConfigError, preview
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
@@ -16,7 +16,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """Host and port of "host:port" or "[ipv6]:port"; raises ConfigError naming the text."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:/\[\]]+)):(\d{1,5})", text)
     if match is None or int(match[3]) > 65535:
-        raise ConfigError(f"must be HOST:PORT with a port of at most 65535, got {shown(text)}")
+        raise ConfigError(f"must be HOST:PORT with a port of at most 65535, got {preview(text)}")
     return match[1] or match[2], int(match[3])
 
 
@@ -32,7 +32,7 @@ def parse_bytes(text: str) -> int:
     """A size in bytes from "512", "4GiB", "1.5 GB" or "64M" (a bare letter is binary); raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"must be a size such as 512MiB or 4GB, got {shown(text)}")
+        raise ConfigError(f"must be a size such as 512MiB or 4GB, got {preview(text)}")
     return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
 
 

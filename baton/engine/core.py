@@ -83,7 +83,7 @@ class EngineCore:
     ) -> PageHandle:
         """See `Engine.fork`."""
         parent, donor = _own(handle), None if spare is None else _own(spare)
-        with self._kv.pool.pinned(parent):
+        with self._kv.pool.pin(parent):
             child, copy = self._kv.pool.fork(parent, owner, shared_tokens, tokens, donor)
             if copy is not None:
                 try:
@@ -111,7 +111,7 @@ class EngineCore:
                 f"max_model_len is {self._spec.max_model_len}"
             )
         check_token_ids("token_ids", token_ids[start : end + 1], self._spec.vocab_size, start)
-        with self._kv.pool.pinned(_own(handle), writes=range(start, end)) as pages:
+        with self._kv.pool.pin(_own(handle), writes=range(start, end)) as pages:
             chunk = Chunk(
                 tuple(token_ids[start:end]),
                 start,
@@ -126,7 +126,7 @@ class EngineCore:
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
         """See `Engine.read_kv`. Raises InvalidRequest for a range that the handle does not have."""
         own, kv_format = _own(handle), self._spec.kv_format
-        with self._kv.pool.pinned(own) as pages:
+        with self._kv.pool.pin(own) as pages:
             check_range("layer", range(layer, layer + 1), kv_format.layers)
             check_range("tokens", tokens, len(pages) * self._spec.page_size)
             check_range("heads", heads, kv_format.heads)
@@ -143,7 +143,7 @@ class EngineCore:
     def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
         """See `Engine.read_blocks`. Raises InvalidRequest for blocks that the handle does not have."""
         size = self._spec.kv_format.block_size
-        with self._kv.pool.pinned(_own(handle)) as pages:
+        with self._kv.pool.pin(_own(handle)) as pages:
             tokens = range(token_start, token_start + count * size)
             check_range("tokens", tokens, len(pages) * self._spec.page_size)
             return self.memory.read_blocks(pages, token_start, size, count)
@@ -163,7 +163,7 @@ class EngineCore:
         ahead = self._spec.steps_ahead
         self._read(0 if self._kv.must_read_first else ahead)
         with ExitStack() as pins:
-            batch = pins.enter_context(self._kv.pinned_batch())
+            batch = pins.enter_context(self._kv.pin_batch())
             wait = self._launch(self._kv.plan_step(batch)) if batch else PlanResult
             step = LaunchedStep(batch, wait, pins.pop_all(), self._read_up_to)
         self._inflight.add(step)
@@ -175,7 +175,7 @@ class EngineCore:
         """See `Engine.pause`."""
         own = _own(handle)
         self._read(0)
-        with self._kv.pool.pinned(own) as pages:
+        with self._kv.pool.pin(own) as pages:
             sequence, size = self._kv.check_pause(own)
             saved = self.memory.save(pages, sequence.position)
             self._kv.pause(sequence, saved, size)
@@ -184,7 +184,7 @@ class EngineCore:
         """See `Engine.resume`."""
         own = _own(handle)
         saved = self._kv.begin_resume(own)
-        with self._kv.pool.pinned(own) as pages:
+        with self._kv.pool.pin(own) as pages:
             self.memory.restore(pages, saved)
         self._kv.end_resume(own)
 
@@ -220,7 +220,7 @@ class EngineCore:
         own = _own(handle)
         if tokens.start < 0 or (own.alive and tokens.stop > own.capacity):
             raise CorruptFrame(f"tokens {tokens} of {own.owner}, which holds {own.capacity}")
-        with self._kv.pool.pinned(own, writes=tokens) as pages:
+        with self._kv.pool.pin(own, writes=tokens) as pages:
             yield pages
 
     def _copy(self, copy: PageCopy) -> None:

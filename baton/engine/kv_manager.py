@@ -106,14 +106,14 @@ class KvManager:
             sequence.planned_pages = None
 
     @contextmanager
-    def pinned_batch(self) -> Iterator[list[RunningSequence]]:
+    def pin_batch(self) -> Iterator[list[RunningSequence]]:
         """The sequences of the next step, their pages pinned.
 
         Raises EngineError naming one that has no room for the step's token, or reached the model's length.
         """
         while True:
             batch = list(self._running.values())
-            with self.pool.pinned_batch([each.handle for each in batch], [each.position for each in batch]) as dead:
+            with self.pool.pin_batch([each.handle for each in batch], [each.position for each in batch]) as dead:
                 if not dead:
                     for each in batch:
                         self._check_length(each.handle, each.state)

@@ -54,7 +54,7 @@ class CachedRun:
             parent.child = self
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether it is a whole run, and not a part."""
         return len(self.inner) < len(self.blocks)
 
@@ -97,14 +97,14 @@ class CachedBlockIndex:
         runs, _, blocks = self._match(digests)
         return len(runs) * self.run_tokens + blocks * self._block_size
 
-    def match_prefix(self, digests: Sequence[bytes], most: int) -> tuple[list[int], list[int], int]:
-        """The pages of the chain's leading cached tokens, up to `most`, and the number of these tokens.
+    def match_prefix(self, digests: Sequence[bytes], max_tokens: int) -> tuple[list[int], list[int], int]:
+        """The pages of the chain's leading cached tokens, up to `max_tokens`, and the number of these tokens.
 
         First the pages of whole runs, then those of the run of which only the beginning matches.
         """
-        wanted = -(-most // self.run_tokens) * self._run_blocks
+        wanted = -(-max_tokens // self.run_tokens) * self._run_blocks
         runs, part, blocks = self._match(digests[:wanted])
-        tokens = min(most, len(runs) * self.run_tokens + blocks * self._block_size)
+        tokens = min(max_tokens, len(runs) * self.run_tokens + blocks * self._block_size)
         whole, rest = divmod(tokens, self.run_tokens)
         if whole < len(runs):
             part = runs[whole]
@@ -193,7 +193,7 @@ class CachedBlockIndex:
         self.notify()
         self._changed = changed
         if changed is not None and self._runs:
-            changed([*self._inner, *(name for name, run in self._runs.items() if run.whole)], [])
+            changed([*self._inner, *(name for name, run in self._runs.items() if run.is_whole)], [])
 
     def notify(self) -> None:
         """Report the changes since the last call to the watcher."""
@@ -266,7 +266,7 @@ class CachedBlockIndex:
         for name in digests[size - 1 :: size]:
             run = runs.get(name)
             # Digests that are not a chain count as unknown.
-            if run is None or run.parent is not last or not run.whole:
+            if run is None or run.parent is not last or not run.is_whole:
                 break
             found.append(run)
             last = run
@@ -282,11 +282,11 @@ class CachedBlockIndex:
         """Remove a run and all runs after it; returns their pages without owner."""
         runs, run_of, owners = self._runs, self._run_of, self._owners
         first.unlink()
-        freed, going = [], [first]
-        while going:
-            run = going.pop()
+        freed, pending = [], [first]
+        while pending:
+            run = pending.pop()
             while run.child is not None:
-                going.append(run.child)
+                pending.append(run.child)
                 run.child.unlink()
             del runs[run.blocks[-1]]
             for page in run.pages:

@@ -103,14 +103,14 @@ class KvFormat:
         """SHA-256 in hex over the canonical JSON of all fields."""
         return _digest(self)
 
-    def made_up_of(self, shards: Sequence[Shard]) -> bool:
+    def is_covered_by(self, shards: Sequence[Shard]) -> bool:
         """Whether the shards hold every layer and head exactly once."""
         if any(shard.layers.stop > self.layers or shard.heads.stop > self.heads for shard in shards):
             return False
         covered = [at for shard in shards for at in itertools.product(shard.layers, shard.heads)]
         return sorted(covered) == list(itertools.product(range(self.layers), range(self.heads)))
 
-    def convertible_from(self, other: KvFormat) -> bool:
+    def can_convert_from(self, other: KvFormat) -> bool:
         """Whether KV of `other` differs from this format in element types only."""
         return self._shape() == other._shape()
 

@@ -45,7 +45,7 @@ class _Lease:
     owner: str
     pages: list[int]
     pins: int = 0
-    held: bool = True
+    active: bool = True
 
 
 class PageHandle:
@@ -71,7 +71,7 @@ class PageHandle:
     @property
     def alive(self) -> bool:
         """False from the moment it was freed."""
-        return self._lease.held
+        return self._lease.active
 
     @property
     def cached(self) -> int:
@@ -111,12 +111,12 @@ class PagePool:
         self._block_index = CachedBlockIndex(self._refs, page_size, block_size or page_size)
         self._leases: set[_Lease] = set()
         self._returns = 0
-        self._returned: Callable[[], object] | None = None
+        self._on_returned: Callable[[], object] | None = None
 
-    def watch(self, returned: Callable[[], object] | None) -> None:
-        """Call `returned`, from any thread and without a lock, when pages have returned; None ends this."""
+    def watch(self, on_returned: Callable[[], object] | None) -> None:
+        """Call `on_returned`, from any thread and without a lock, when pages have returned; None ends this."""
         with self._lock:
-            self._returned = returned
+            self._on_returned = on_returned
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
@@ -139,7 +139,7 @@ class PagePool:
         most = tokens if max_cached_tokens is None else min(max_cached_tokens, tokens)
         if most < 0:
             raise EngineError(f"{owner}: can't reserve {tokens} tokens, {max_cached_tokens} of them cached")
-        with self._changing():
+        with self._locked():
             shared, cut, cached = self._block_index.match_prefix(prefix, most)
             need = self.pages_for(tokens) - len(shared)
             if copy is None or need > self._available(shared + cut):
@@ -152,9 +152,9 @@ class PagePool:
             if not cut or copy is None:
                 return handle
             source = self._lease(owner, cut)
-            source.pins, source.held = 1, False
+            source.pins, source.active = 1, False
         try:
-            with self.pinned(handle):
+            with self.pin(handle):
                 for index, page in enumerate(cut):
                     rest = cached - (len(shared) + index) * self.page_size
                     copy(PageCopy(page, own[index], min(rest, self.page_size)))
@@ -162,13 +162,13 @@ class PagePool:
             self.free(handle)
             raise
         finally:
-            with self._changing():
+            with self._locked():
                 self._unpin(source)
         return handle
 
     def publish(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
         """See `Engine.publish`."""
-        with self._changing():
+        with self._locked():
             if handle.alive:
                 self._block_index.insert(handle._lease.pages, digests)
 
@@ -179,13 +179,13 @@ class PagePool:
 
     def drop_cached(self) -> int:
         """See `Engine.drop_cached`."""
-        with self._changing():
+        with self._locked():
             self._free += (freed := self._block_index.clear())
             return len(freed)
 
     def retract(self, handle: PageHandle) -> None:
         """See `Engine.retract`."""
-        with self._changing():
+        with self._locked():
             if handle.alive:
                 self._free += self._block_index.remove(handle._lease.pages)
 
@@ -196,7 +196,7 @@ class PagePool:
 
     def extend(self, handle: PageHandle, tokens: int) -> None:
         """Grow the handle to at least `tokens` tokens. Raises OutOfPages, and then changes nothing."""
-        with self._changing():
+        with self._locked():
             self._check_alive(handle)
             pages = handle._lease.pages
             pages += self._allocate(max(0, self.pages_for(tokens) - len(pages)))
@@ -209,7 +209,7 @@ class PagePool:
         The caller must copy the partly filled page after them, if any. The pages of `spare`, which is freed, are
         used before free ones. Raises OutOfPages, and then changes nothing.
         """
-        with self._changing():
+        with self._locked():
             self._check_alive(handle)
             if not 0 <= shared_tokens <= min(tokens, handle.capacity):
                 asked = f"{shared_tokens} tokens of {handle.capacity}"
@@ -217,13 +217,13 @@ class PagePool:
             full, rest = divmod(shared_tokens, self.page_size)
             need = self.pages_for(tokens) - full
             shared = handle._lease.pages[:full]
-            own = self._allocate(need) if spare is None else self._convert(spare, need)
+            own = self._allocate(need) if spare is None else self._reuse_pages(spare, need)
             self._share(shared)
             copy = PageCopy(handle._lease.pages[full], own[0], rest) if rest else None
             return self._handle(owner, shared + own), copy
 
     @contextmanager
-    def pinned(self, handle: PageHandle, writes: range = range(0)) -> Iterator[Sequence[int]]:
+    def pin(self, handle: PageHandle, writes: range = range(0)) -> Iterator[Sequence[int]]:
         """Keep the handle's pages from returning to the pool; yields them in token order.
 
         `writes` are the tokens about to be written. Raises EngineError if the handle is dead, or if a page to
@@ -233,16 +233,16 @@ class PagePool:
             self._check_alive(handle)
             lease = handle._lease
             if writes:
-                self._check_private(lease, writes)
+                self._check_writable(lease, writes)
             lease.pins += 1
         try:
             yield lease.pages
         finally:
-            with self._changing():
+            with self._locked():
                 self._unpin(lease)
 
     @contextmanager
-    def pinned_batch(self, handles: Sequence[PageHandle], positions: Sequence[int]) -> Iterator[list[PageHandle]]:
+    def pin_batch(self, handles: Sequence[PageHandle], positions: Sequence[int]) -> Iterator[list[PageHandle]]:
         """Pin all of `handles`, each about to write its entry of `positions`, or none if some are dead.
 
         Yields the dead ones. Raises EngineError if a position lies outside its handle or in a shared or published page.
@@ -251,13 +251,13 @@ class PagePool:
             dead = [handle for handle in handles if not handle.alive]
             leases = [] if dead else [handle._lease for handle in handles]
             for lease, position in zip(leases, positions, strict=False):
-                self._check_private(lease, range(position, position + 1))
+                self._check_writable(lease, range(position, position + 1))
             for lease in leases:
                 lease.pins += 1
         try:
             yield dead
         finally:
-            with self._changing():
+            with self._locked():
                 for lease in leases:
                     self._unpin(lease)
 
@@ -266,26 +266,26 @@ class PagePool:
 
         False if the handle was freed before.
         """
-        with self._changing():
+        with self._locked():
             lease = handle._lease
-            if lease.held:
+            if lease.active:
                 handle._lease = self._lease(lease.owner, [])
-                self._give_up(lease)
+                self._end_lease(lease)
             return handle.alive
 
     def free(self, handle: PageHandle, digests: Sequence[bytes] = (), but: Container[PageHandle] = ()) -> None:
         """Free the handle; its pages return once unpinned. Caches `digests` (`Engine.free`) unless it is in `but`."""
-        with self._changing():
+        with self._locked():
             if handle.alive:
                 self._block_index.insert(handle._lease.pages, () if handle in but else digests, ends=True)
-                self._give_up(handle._lease)
+                self._end_lease(handle._lease)
 
     def free_all(self) -> None:
         """Free every handle, and remove all published blocks."""
-        with self._changing():
+        with self._locked():
             self._free += self._block_index.clear()
-            for lease in [lease for lease in self._leases if lease.held]:
-                self._give_up(lease)
+            for lease in [lease for lease in self._leases if lease.active]:
+                self._end_lease(lease)
 
     def check_alive(self, handle: PageHandle) -> None:
         """Raise EngineError if the handle is dead."""
@@ -309,11 +309,11 @@ class PagePool:
             counts = [0] * self.pages
             faults = []
             for lease in self._leases:
-                name = lease.owner if lease.held else lease.owner + DRAINING
+                name = lease.owner if lease.active else lease.owner + DRAINING
                 ledger[name] = ledger.get(name, 0) + len(lease.pages)
                 for page in lease.pages:
                     counts[page] += 1
-                if not lease.held and lease.pins <= 0:
+                if not lease.active and lease.pins <= 0:
                     faults.append(f"{lease.owner} freed {len(lease.pages)} pages that did not return")
             free = set(self._free)
             if len(free) != len(self._free):
@@ -330,15 +330,15 @@ class PagePool:
         return ledger
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Hold the lock, and report changed blocks in it; after its release, report returned pages to the watcher."""
         with self._lock:
             before = self._returns
             yield
             self._block_index.notify()
-            told = self._returned if self._returns != before else None
-        if told is not None:
-            told()
+            on_returned = self._on_returned if self._returns != before else None
+        if on_returned is not None:
+            on_returned()
 
     def _lease(self, owner: str, pages: list[int]) -> _Lease:
         lease = _Lease(owner, pages)
@@ -368,43 +368,43 @@ class PagePool:
         for page in pages:
             refs[page] += 1
 
-    def _convert(self, spare: PageHandle, count: int) -> list[int]:
+    def _reuse_pages(self, spare: PageHandle, count: int) -> list[int]:
         """Allocate `count` pages, first those of `spare`, which is freed; its other pages return to the pool."""
         self._check_alive(spare)
         lease = spare._lease
-        if lease.pins or any(not self._private(page) for page in lease.pages):
+        if lease.pins or any(not self._is_writable(page) for page in lease.pages):
             raise EngineError(f"{lease.owner}: its pages are in use, a fork can't use them")
         more = self._allocate(max(0, count - len(lease.pages)))
         kept, lease.pages = lease.pages[:count], lease.pages[count:]
-        self._give_up(lease)
+        self._end_lease(lease)
         return kept + more
 
-    def _give_up(self, lease: _Lease) -> None:
-        lease.held = False
+    def _end_lease(self, lease: _Lease) -> None:
+        lease.active = False
         if not lease.pins:
-            self._drop(lease)
+            self._return_pages(lease)
 
     def _unpin(self, lease: _Lease) -> None:
         lease.pins -= 1
-        if not lease.pins and not lease.held:
-            self._drop(lease)
+        if not lease.pins and not lease.active:
+            self._return_pages(lease)
 
-    def _drop(self, lease: _Lease) -> None:
+    def _return_pages(self, lease: _Lease) -> None:
         self._leases.discard(lease)
         for page in lease.pages:
             self._refs[page] -= 1
             self._returns += not self._refs[page]
         self._free += self._block_index.release(lease.pages)
 
-    def _private(self, page: int) -> bool:
+    def _is_writable(self, page: int) -> bool:
         return self._refs[page] == 1 and not self._block_index.is_cached(page)
 
-    def _check_private(self, lease: _Lease, tokens: range) -> None:
+    def _check_writable(self, lease: _Lease, tokens: range) -> None:
         first, last = tokens[0] // self.page_size, tokens[-1] // self.page_size
         if last >= len(lease.pages):
             raise EngineError(f"{lease.owner}: token {tokens[-1]} lies beyond its {len(lease.pages)} pages")
         for page in lease.pages[first : last + 1]:
-            if not self._private(page):
+            if not self._is_writable(page):
                 raise EngineError(f"{lease.owner}: page {page} is shared or published, {tokens} can't be written")
 
     @staticmethod

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from baton.completion import Delta
-from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Unavailable, shown
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Unavailable, preview
 from baton.rpc.errors import from_rpc_error
 
 MAX_TIMEOUT_S = 366 * 24 * 3600
@@ -23,7 +23,7 @@ _SAYS_NOTHING = re.compile(r"(stream removed )?\(?(deadline exceeded)?\)?\.?", r
 _CLOSED = re.compile(r"failed to connect to all addresses.*Socket closed", re.DOTALL)
 
 
-class Call:
+class ClientCall:
     """A call with `timeout` in seconds, None without a deadline; `secure` says whether its channel has TLS.
 
     Raises InvalidRequest naming timeout, unless that is a finite number of at most MAX_TIMEOUT_S.
@@ -31,22 +31,22 @@ class Call:
 
     def __init__(self, timeout: float | None, *, secure: bool) -> None:
         if timeout is not None and not (isinstance(timeout, numbers.Real) and _usable(timeout)):
-            problem = f"must be a number of at most {MAX_TIMEOUT_S} seconds, got {shown(timeout)}"
+            problem = f"must be a number of at most {MAX_TIMEOUT_S} seconds, got {preview(timeout)}"
             raise InvalidRequest("timeout", problem)
         self.timeout = timeout
         self._secure = secure
         self._tokens: int | None = None
 
-    def streams(self) -> None:
+    def start_stream(self) -> None:
         """Note that the call streams tokens."""
         self._tokens = 0
 
-    def took(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
+    def count_tokens(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         """Count the tokens in `deltas`; returns `deltas`."""
         self._tokens = (self._tokens or 0) + sum(len(delta.tokens) for delta in deltas)
         return deltas
 
-    def failure(self, error: grpc.RpcError) -> BatonError:
+    def to_error(self, error: grpc.RpcError) -> BatonError:
         """The Baton error of a failed call."""
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self.timeout is not None:

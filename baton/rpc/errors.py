@@ -1,6 +1,6 @@
 """The one place that converts between Baton's errors and gRPC statuses.
 
-On a server, `Boundary` wraps every handler:
+On a server, `ErrorInterceptor` wraps every handler:
 
     request bytes ── strict deserializer ── handler ── BatonError       its status, the message as details
                           │ undecodable              ├ CancelledError   passes through
@@ -50,7 +50,7 @@ _CLASSES: dict[str, Callable[[str], errors.BatonError]] = {
 }
 
 
-class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Adds the error mapping and the strict deserializer to every handler of a server."""
 
     def __init__(self, admit: Callable[[Any], None] | None = None) -> None:
@@ -70,7 +70,7 @@ class Boundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             known = self._wrapped[details.method] = (handler, wrapped)
         return known[1]
 
-    async def ended(self, timeout: float) -> None:
+    async def wait_ended(self, timeout: float) -> None:
         """Return when no handler runs; log the handlers that still run after `timeout` seconds."""
         if self._running:
             _, late = await asyncio.wait(self._running, timeout=timeout)
@@ -133,7 +133,7 @@ def _wrap(handler: Any, method: str, running: set[asyncio.Task[Any]], admit: Cal
         # Without the wrapper, it would also serve callers that `admit` refuses.
         raise TypeError(f"the handler of {method} is not async")
     return make(
-        _guarded(behaviour, method, running, admit, stream_in=handler.request_streaming),
+        _guard(behaviour, method, running, admit, stream_in=handler.request_streaming),
         request_deserializer=strict(handler.request_deserializer, method),
         response_serializer=handler.response_serializer,
     )
@@ -150,7 +150,7 @@ def _behaviour(handler: Any) -> tuple[Any, Any]:
     return kinds[handler.request_streaming, handler.response_streaming]
 
 
-def _guarded(
+def _guard(
     behaviour: Any,
     method: str,
     running: set[asyncio.Task[Any]],

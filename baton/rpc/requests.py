@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from baton.completion import Cache, Delta, Messages, Model, Prompt, Sampling
-from baton.errors import InvalidRequest, shown
+from baton.errors import InvalidRequest, preview
 from baton.pb import inference_pb2 as pb
 from baton.request import MAX_CACHE_SALT_BYTES, CachePolicy, SamplingParams, check_token_ids
 from baton.rpc import convert
@@ -156,7 +156,7 @@ def _check_number(name: str, value: Any) -> None:
 
 def _wrong(name: str, problem: str, value: Any) -> InvalidRequest:
     """An InvalidRequest that shows the value even if it is None."""
-    return InvalidRequest(name, f"{problem}, got {shown(value)}")
+    return InvalidRequest(name, f"{problem}, got {preview(value)}")
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -4,7 +4,7 @@
         listener.set_serving(True)       NOT_SERVING until then
         ...                                    at the end: NOT_SERVING, no new calls, `grace` for running ones
 
-`Boundary` wraps every handler: errors become statuses, undecodable requests INVALID_ARGUMENT.
+`ErrorInterceptor` wraps every handler: errors become statuses, undecodable requests INVALID_ARGUMENT.
 
 A listener that other machines can reach needs TLS and the keys that identify callers, or the setting `insecure`:
 
@@ -29,7 +29,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.config import is_loopback, parse_address
 from baton.errors import ConfigError
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES, KEEPALIVE, METADATA_BYTES, METADATA_MOST_BYTES, Options
-from baton.rpc.errors import Boundary
+from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.tls import SETTINGS, Tls, admit
 from baton.sockets import bind
 
@@ -106,7 +106,7 @@ async def listen(
         bind(address, shared=shared).close()
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from None
-    boundary = Boundary(partial(admit, roles=roles) if tls and roles else None)
+    boundary = ErrorInterceptor(partial(admit, roles=roles) if tls and roles else None)
     server = _server([boundary, *guards], streams, message_bytes, shared=shared)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -128,7 +128,7 @@ async def listen(
         await servicer.enter_graceful_shutdown()
         await server.stop(grace)
         # gRPC cancels the handlers and does not wait for their `finally` blocks.
-        await boundary.ended(_HANDLERS_S)
+        await boundary.wait_ended(_HANDLERS_S)
 
 
 def _server(
@@ -146,10 +146,10 @@ def _server(
 
 def check_reach(address: str, *, insecure: bool, tls: bool, keys: Mapping[str, str], field: str) -> None:
     """Raise ConfigError naming the missing settings if other machines could reach `address` without TLS or keys."""
-    lacking = [*(() if tls else SETTINGS), *(name for name, value in keys.items() if not value)]
-    if lacking and not insecure and not is_loopback(parse_address(address)[0]):
-        problem = f"can be reached from other machines, and {', '.join(lacking)} "
-        raise ConfigError(f"{field}: {address} {problem}{_are(lacking)} not set; --insecure allows that")
+    missing = [*(() if tls else SETTINGS), *(name for name, value in keys.items() if not value)]
+    if missing and not insecure and not is_loopback(parse_address(address)[0]):
+        problem = f"can be reached from other machines, and {', '.join(missing)} "
+        raise ConfigError(f"{field}: {address} {problem}{_are(missing)} not set; --insecure allows that")
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: Tls | None, require_client: bool, field: str) -> int:

@@ -12,22 +12,22 @@ from collections.abc import Callable
 _LATE_S = 0.5
 
 
-class Silence:
+class SilenceTimer:
     """Calls `on_silence` once if `heard` is not called for `limit_s` seconds; use as a context manager."""
 
     def __init__(self, limit_s: float, on_silence: Callable[[], object]) -> None:
         self.limit_s = limit_s
-        self.fell = False
+        self.expired = False
         """Whether the stream was silent for too long."""
         self._on_silence = on_silence
         self._loop = asyncio.get_running_loop()
-        self._due = 0.0
-        self._due_of_speech = 0.0
+        self._checked_at = 0.0
+        self._expires_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def __enter__(self) -> Silence:
-        self.heard()
-        self._arm(self._due_of_speech)
+    def __enter__(self) -> SilenceTimer:
+        self.reset()
+        self._arm(self._expires_at)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -38,20 +38,20 @@ class Silence:
         if self._timer is not None:
             self._timer.cancel()
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         """Note that a message came."""
-        self._due_of_speech = self._loop.time() + self.limit_s
+        self._expires_at = self._loop.time() + self.limit_s
 
     def _arm(self, due: float) -> None:
-        self._due = due
+        self._checked_at = due
         self._timer = self._loop.call_at(due, self._check)
 
     def _check(self) -> None:
         now = self._loop.time()
-        if now < self._due_of_speech:
-            self._arm(self._due_of_speech)
-        elif now > self._due + _LATE_S:
+        if now < self._expires_at:
+            self._arm(self._expires_at)
+        elif now > self._checked_at + _LATE_S:
             self._arm(now + min(_LATE_S, self.limit_s))
         else:
-            self.fell = True
+            self.expired = True
             self._on_silence()

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import grpc
 
 from baton.errors import ConfigError, PermissionDenied
-from baton.watched import Watched
+from baton.watched import WatchedFiles
 
 SETTINGS = ("tls_cert", "tls_key", "tls_ca")
 ROLES = ("router", "prefill", "decode", "admin", "client")
@@ -80,7 +80,7 @@ class Tls:
         self._lock = threading.Lock()
         self.principal = ""
         """Name of this process in its own certificate: its URI name, else the DNS name of its role, else empty."""
-        self._files = Watched(self._paths, self._check)
+        self._files = WatchedFiles(self._paths, self._check)
         self._identity = self._files.value()
         self._generation = 0
         self.principal = self._identity.principal
@@ -137,7 +137,7 @@ class Tls:
         return grpc.ssl_channel_credentials(identity.ca, identity.key, identity.cert)
 
     def _check(self, cert: bytes, key: bytes, ca: bytes) -> Identity:
-        names = _checked(cert, key, ca, self._paths)
+        names = _check_files(cert, key, ca, self._paths)
         if self._role and role_name(self._role) not in names:
             raise ConfigError(
                 f"tls_cert: {self._paths['tls_cert']!r} must name {role_name(self._role)}, "
@@ -153,7 +153,7 @@ def _server_configuration(identity: Identity) -> grpc.ServerCertificateConfigura
     return grpc.ssl_server_certificate_configuration([(identity.key, identity.cert)], identity.ca)
 
 
-def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, str]) -> list[str]:
+def _check_files(cert: bytes, key: bytes, ca: bytes, paths: dict[str, str]) -> list[str]:
     """URI and DNS names in the certificate.
 
     Raises ConfigError naming the setting whose contents are not PEM, or do not match.
@@ -176,7 +176,7 @@ def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, str]) -> list[
         raise ConfigError(f"tls_cert: {paths['tls_cert']!r} expired at {chain[0].not_valid_after_utc}")
     if chain[0].public_key() != private.public_key():
         raise ConfigError(f"tls_key: {paths['tls_key']!r} is not the key of {paths['tls_cert']!r}")
-    if not any(_signed(chain[-1], authority) for authority in authorities):
+    if not any(_is_signed_by(chain[-1], authority) for authority in authorities):
         raise ConfigError(f"tls_ca: {paths['tls_ca']!r} does not hold the CA that signed {paths['tls_cert']!r}")
     try:
         names = chain[0].extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -186,7 +186,7 @@ def _checked(cert: bytes, key: bytes, ca: bytes, paths: dict[str, str]) -> list[
     return [*uris, *names.get_values_for_type(x509.DNSName)]
 
 
-def _signed(certificate: Any, authority: Any) -> bool:
+def _is_signed_by(certificate: Any, authority: Any) -> bool:
     from cryptography.exceptions import InvalidSignature
 
     try:

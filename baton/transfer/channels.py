@@ -15,7 +15,7 @@ MAX_IDLE = 32
 
 
 @dataclass(slots=True)
-class _Entry:
+class _PooledChannel:
     channel: grpc.aio.Channel
     users: int = 0
 
@@ -30,13 +30,13 @@ class KvChannels:
     def __init__(self, tls: Tls | None = None, role: str = "prefill") -> None:
         self._tls = tls
         self._role = role
-        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._entries: dict[tuple[str, int], _PooledChannel] = {}
 
     @contextlib.asynccontextmanager
     async def use(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
         """A channel to `address` ("host:port")."""
         key = (address, self._generation)
-        entry = self._entries.pop(key, None) or _Entry(kv_channel(address, self._tls, self._role))
+        entry = self._entries.pop(key, None) or _PooledChannel(kv_channel(address, self._tls, self._role))
         self._entries[key] = entry
         entry.users += 1
         try:

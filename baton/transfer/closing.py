@@ -21,7 +21,7 @@ from baton.rpc.convert import handoff_from_proto, handoff_to_proto, shard_from_p
 
 HANDOFF_VERSION = 2
 
-Run = tuple[int, int, int]
+TokenRun = tuple[int, int, int]
 """(layer, first token, one past the last token)."""
 
 
@@ -33,7 +33,7 @@ class Manifest:
     """
 
     frames: int
-    runs: tuple[Run, ...]
+    runs: tuple[TokenRun, ...]
     digest: int
     shard: Shard
 

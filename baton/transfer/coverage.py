@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from baton.errors import CorruptFrame
-from baton.transfer.closing import Run
+from baton.transfer.closing import TokenRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Coverage:
         stop = after[1] if after and joins_after else tokens.stop
         runs[at - joins_before : at + joins_after] = [[start, stop]]
 
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[TokenRun, ...]:
         """The longest runs carried, by layer and token."""
         return tuple((layer, start, stop) for layer, runs in self._runs.items() for start, stop in runs)
 

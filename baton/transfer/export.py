@@ -26,7 +26,7 @@ from baton.transfer import wire
 from baton.transfer.closing import Manifest, encode_commit, encode_manifest, pack
 from baton.transfer.compression import compress
 from baton.transfer.coverage import Box, Coverage
-from baton.transfer.waiters import waiter_in, wake_all
+from baton.transfer.waiters import add_waiter, wake_all
 
 PROGRESS_S = 1.0
 
@@ -166,15 +166,15 @@ class Export:
         carried, digest, count = Coverage(box), 0, 0
         pieces = _Pieces(box, self._tokens_a_frame(box))
         ahead = None
-        told_at = self._loop.time()
+        sent_at = self._loop.time()
         while ahead is not None or not pieces.done:
             ahead = ahead or self._read_next(pieces, box, compression)
             if ahead is None:
-                if self._loop.time() < told_at + PROGRESS_S:
-                    await self._changed()
+                if self._loop.time() < sent_at + PROGRESS_S:
+                    await self._wait_for_change()
                 else:
                     yield wire.PROGRESS
-                    told_at = self._loop.time()
+                    sent_at = self._loop.time()
                 continue
             layer, tokens, frame, checksum, payload = await self._result(ahead)
             carried.add(layer, tokens, box.heads)
@@ -183,14 +183,14 @@ class Export:
             yield frame
             TRANSFER_BYTES.labels("sent").inc(payload)
             self._renew()
-            told_at = self._loop.time()
+            sent_at = self._loop.time()
         yield encode_manifest(Manifest(count, carried.runs(), digest, Shard("", box.layers, box.heads)))
         self._renew()
         while not self._committed:
-            await self._changed()
-            if self._loop.time() >= told_at + PROGRESS_S:
+            await self._wait_for_change()
+            if self._loop.time() >= sent_at + PROGRESS_S:
                 yield wire.PROGRESS
-                told_at = self._loop.time()
+                sent_at = self._loop.time()
         self._check()
         yield await asyncio.to_thread(self._encoded_commit)
         self._renew()
@@ -210,12 +210,12 @@ class Export:
     def _read_next(self, pieces: _Pieces, box: Box, compression: KvCompression) -> asyncio.Future[_Frame] | None:
         """Start to read the next piece, if one is final."""
         self._check()
-        piece = pieces.take(self._final)
+        piece = pieces.next_piece(self._final)
         if piece is None:
             return None
         self._reading += 1
         read = self._loop.run_in_executor(None, self._read, *piece, box.heads, compression)
-        read.add_done_callback(self._read_done)
+        read.add_done_callback(self._on_read_done)
         return read
 
     def _read(self, layer: int, tokens: range, heads: range, compression: KvCompression) -> _Frame:
@@ -232,7 +232,7 @@ class Export:
             self._check()
             raise
 
-    def _read_done(self, read: asyncio.Future[_Frame]) -> None:
+    def _on_read_done(self, read: asyncio.Future[_Frame]) -> None:
         self._reading -= 1
         if not read.cancelled():
             read.exception()
@@ -247,10 +247,10 @@ class Export:
         if self._ended is not None:
             raise TransferError(str(self._ended))
 
-    async def _changed(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Wait until something is final, committed or ended; raises if the export has ended."""
         self._check()
-        with waiter_in(self._waiting) as waiter:
+        with add_waiter(self._waiting) as waiter:
             await waiter
         self._check()
 
@@ -267,12 +267,12 @@ class Export:
         if self._committed and not self.ended:
             self._lease_until = self._loop.time() + self._lease_s
             if self._timer is None:
-                self._timer = self._loop.call_at(self._lease_until, self._lease_due)
+                self._timer = self._loop.call_at(self._lease_until, self._on_lease_timer)
 
-    def _lease_due(self) -> None:
+    def _on_lease_timer(self) -> None:
         self._timer = None
         if self._loop.time() < self._lease_until:
-            self._timer = self._loop.call_at(self._lease_until, self._lease_due)
+            self._timer = self._loop.call_at(self._lease_until, self._on_lease_timer)
             return
         LEASES_EXPIRED.inc()
         self.end(f"was not fetched within its lease of {self._lease_s} s")
@@ -291,7 +291,7 @@ class _Pieces:
         """Whether all was taken."""
         return all(at == self._stop for at in self._next.values())
 
-    def take(self, final: list[int]) -> tuple[int, range] | None:
+    def next_piece(self, final: list[int]) -> tuple[int, range] | None:
         """The next piece, given how many tokens of each layer are final; None if there is none yet."""
         ready = [(at, layer) for layer, at in self._next.items() if at < min(final[layer], self._stop)]
         if not ready:

@@ -23,11 +23,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import InvalidRequest, NotFound, StaleIncarnation, TransferError, Unavailable, shown
+from baton.errors import InvalidRequest, NotFound, StaleIncarnation, TransferError, Unavailable, preview
 from baton.kv.format import Shard
 from baton.telemetry.metrics import EXPORTS_OPEN
 from baton.transfer.export import Export
-from baton.transfer.waiters import waiter_in, wake_all
+from baton.transfer.waiters import add_waiter, wake_all
 
 REMEMBERED = 65_536
 REASON_LENGTH = 160
@@ -57,7 +57,7 @@ class Exports:
         self._unclosed = 0
         self._announced: set[str] = set()
         self._ended: OrderedDict[str, str] = OrderedDict()
-        self._awaited: dict[str, set[asyncio.Future[None]]] = {}
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._draining: set[asyncio.Future[None]] = set()
         self._closed = False
 
@@ -66,11 +66,11 @@ class Exports:
 
         Raises as `open` does, and InvalidRequest if another prompt has announced it.
         """
-        self._admit(transfer_id)
+        self._check_new(transfer_id)
         if transfer_id in self._announced:
             raise InvalidRequest("transfer_id", "is announced already", transfer_id)
         self._announced.add(transfer_id)
-        self._tell(transfer_id)
+        self._wake_waiters(transfer_id)
 
     def withdraw(self, transfer_id: str, reason: str) -> None:
         """The announced id won't be opened: fetches of it end with NOT_FOUND. Nothing if it was opened."""
@@ -83,7 +83,7 @@ class Exports:
         It is called on the loop, perhaps from within `release`, `fail` or `close`. Raises InvalidRequest if
         the id is open, TransferError if it has ended (perhaps before it began), Unavailable after `close`.
         """
-        self._admit(transfer_id)
+        self._check_new(transfer_id)
         if not 0 < tokens <= handle.capacity:
             raise InvalidRequest("tokens", f"must be in [1, {handle.capacity}]", tokens)
         self._announced.discard(transfer_id)
@@ -111,7 +111,7 @@ class Exports:
         )
         self._unclosed += 1
         EXPORTS_OPEN.inc()
-        self._tell(transfer_id)
+        self._wake_waiters(transfer_id)
         return export
 
     async def find(self, transfer_id: str, incarnation: str) -> Export:
@@ -125,15 +125,15 @@ class Exports:
                 raise Unavailable("the exporter is closing")
             try:
                 async with asyncio.timeout_at(None if transfer_id in self._announced else give_up):
-                    with waiter_in(self._awaited.setdefault(transfer_id, set())) as waiter:
+                    with add_waiter(self._waiters.setdefault(transfer_id, set())) as waiter:
                         await waiter
             except TimeoutError:
                 raise NotFound(
                     f"transfer {transfer_id} is unknown, and was not opened within {self._unknown_wait_s} s"
                 ) from None
             finally:
-                if not self._awaited.get(transfer_id, True):
-                    del self._awaited[transfer_id]
+                if not self._waiters.get(transfer_id, True):
+                    del self._waiters[transfer_id]
         return export
 
     def release(self, transfer_id: str, incarnation: str, reason: str = "was released") -> None:
@@ -149,23 +149,23 @@ class Exports:
         """Raise StaleIncarnation if another incarnation of this worker was meant."""
         if incarnation != self.incarnation:
             # The right one is not named: without tickets, knowing it is what lets a caller release an export.
-            raise StaleIncarnation(f"incarnation: the exporter has been restarted, got {shown(incarnation)}")
+            raise StaleIncarnation(f"incarnation: the exporter has been restarted, got {preview(incarnation)}")
 
     def close(self) -> None:
         """Fail all exports and every fetch that waits for one; nothing can be opened any more."""
         self._closed = True
         for export in list(self._open.values()):
             export.end("ended: its exporter is closing")
-        for waiting in list(self._awaited.values()):
+        for waiting in list(self._waiters.values()):
             wake_all(waiting)
 
-    async def drained(self) -> None:
+    async def wait_closed(self) -> None:
         """Return once no export is left and every `on_closed` was called."""
         while self._unclosed:
-            with waiter_in(self._draining) as waiter:
+            with add_waiter(self._draining) as waiter:
                 await waiter
 
-    def _admit(self, transfer_id: str) -> None:
+    def _check_new(self, transfer_id: str) -> None:
         if self._closed:
             raise Unavailable("the exporter is closing")
         if transfer_id in self._open:
@@ -178,7 +178,7 @@ class Exports:
         self._ended[transfer_id] = reason[:REASON_LENGTH]
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
-        self._tell(transfer_id)
+        self._wake_waiters(transfer_id)
 
-    def _tell(self, transfer_id: str) -> None:
-        wake_all(self._awaited.get(transfer_id, set()))
+    def _wake_waiters(self, transfer_id: str) -> None:
+        wake_all(self._waiters.get(transfer_id, set()))

@@ -40,7 +40,7 @@ async def fetch(
     not be published. Raises only TransferError and its subclasses, EncodingRefused where the exporter does not know the
     compression.
     """
-    async with _released(sources):
+    async with _release_at_end(sources):
         box = _whole(engine, range(first, tokens))
         return await pull(sources, engine, handle, box, length=tokens, timeout_s=timeout_s)
 
@@ -60,7 +60,7 @@ async def fetch_prefix(
     `digest` names the last full block of the export. It is never compressed. All else is as with `fetch`. Raises
     WrongPrefix, too, if the exporter holds what it sent by another name.
     """
-    async with _released(sources), _bounded(timeout_s):
+    async with _release_at_end(sources), _limit_time(timeout_s):
         for receiver in await _pull(sources, engine, handle, _whole(engine, tokens), length):
             if (held := receiver.prefix_digest) != digest:
                 name = held.hex() or "none"
@@ -75,7 +75,7 @@ async def pull(
     The export stays open. A bad frame is fetched once more. Raises TransferError and its subclasses, each counted by
     kind.
     """
-    async with _bounded(timeout_s):
+    async with _limit_time(timeout_s):
         first, *others = [receiver.handoff for receiver in await _pull(sources, engine, handle, box, length)]
         if first is None:
             raise IncompleteTransfer("the commit hands nothing over: it is a prefix's")
@@ -90,17 +90,17 @@ def _whole(engine: Engine, tokens: range) -> Box:
 
 
 @asynccontextmanager
-async def _released(sources: Sequence[KvSource]) -> AsyncIterator[None]:
+async def _release_at_end(sources: Sequence[KvSource]) -> AsyncIterator[None]:
     """Release the export at the end of the block, however that comes."""
     try:
         yield
     finally:
         # A cancel must not end the release too: the exporter would hold its pages until the lease ends.
-        await _ended(asyncio.gather(*(source.release() for source in sources)))
+        await _wait_to_end(asyncio.gather(*(source.release() for source in sources)))
 
 
 @asynccontextmanager
-async def _bounded(timeout_s: float) -> AsyncIterator[None]:
+async def _limit_time(timeout_s: float) -> AsyncIterator[None]:
     """Raise IncompleteTransfer when time is up, and count whatever TransferError ends the block."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -119,9 +119,9 @@ async def _pull(sources: Sequence[KvSource], engine: Engine, handle: KvHandle, b
     The first failure ends all.
     """
     shards = [replace(source.shard, kv_address="") for source in sources]
-    if not engine.spec.kv_format.made_up_of(shards):
+    if not engine.spec.kv_format.is_covered_by(shards):
         raise IncompleteTransfer(f"the exporter's shards are not all of the KV, once: {shards}")
-    parts = [Box(box.tokens, _both(box.layers, each.layers), _both(box.heads, each.heads)) for each in shards]
+    parts = [Box(box.tokens, _intersect(box.layers, each.layers), _intersect(box.heads, each.heads)) for each in shards]
     try:
         async with asyncio.TaskGroup() as group:
             pulls = [
@@ -134,7 +134,7 @@ async def _pull(sources: Sequence[KvSource], engine: Engine, handle: KvHandle, b
     return [each.result() for each in pulls]
 
 
-def _both(one: range, other: range) -> range:
+def _intersect(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
@@ -150,7 +150,7 @@ async def _pull_shard(
     for gap in await _receive(source, receivers[0]):
         again = receiver(gap)
         await _receive(source, again)
-        if again.bad:
+        if again.bad_frames:
             raise CorruptFrame(f"layer {gap.layers.start}, tokens {gap.tokens}: bad again when fetched again")
         receivers.append(again)
     committed = next((each for each in receivers if each.committed), None)
@@ -168,16 +168,16 @@ async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:
             async for frame in frames:
                 if writing is not None:
                     await asyncio.shield(writing)
-                writing = loop.run_in_executor(None, receiver.take, frame)
+                writing = loop.run_in_executor(None, receiver.add_frame, frame)
             if writing is not None:
                 await asyncio.shield(writing)
         finally:
             if writing is not None:
-                await _ended(writing)
+                await _wait_to_end(writing)
     return receiver.gaps()
 
 
-async def _ended(work: asyncio.Future[Any]) -> None:
+async def _wait_to_end(work: asyncio.Future[Any]) -> None:
     """Wait for a write or a release, through cancellations as well, which are raised after it."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():

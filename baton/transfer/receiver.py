@@ -39,7 +39,7 @@ class Receiver:
         compression: KvCompression = KvCompression.NONE,
     ) -> None:
         self.box = box
-        self.bad = 0
+        self.bad_frames = 0
         """Frames that failed their check."""
         self.committed = False
         self.handoff: Handoff | None = None
@@ -57,7 +57,7 @@ class Receiver:
         self._digest = 0
         self._manifest: Manifest | None = None
 
-    def take(self, raw: bytes) -> None:
+    def add_frame(self, raw: bytes) -> None:
         """One frame; raises TransferError when the transfer can't succeed any more."""
         if self.committed:
             raise CorruptFrame("a frame was sent after the commit")
@@ -66,16 +66,16 @@ class Receiver:
         try:
             frame = wire.decode(raw, self._seed)
         except CorruptFrame:
-            self.bad += 1
+            self.bad_frames += 1
             TRANSFER_FAULTS.labels("bad_frame").inc()
             return
         match frame:
             case wire.KvData():
-                self._take_data(frame)
+                self._add_data(frame)
             case Manifest():
-                self._take_manifest(frame)
+                self._add_manifest(frame)
             case Commit():
-                self._take_commit(frame)
+                self._add_commit(frame)
 
     def gaps(self) -> list[Box]:
         """At the stream's end: what has to be fetched again because of bad frames.
@@ -83,9 +83,9 @@ class Receiver:
         Raises IncompleteTransfer if something lacks though no frame was bad.
         """
         missing = self._coverage.missing()
-        if not self.bad:
+        if not self.bad_frames:
             if missing:
-                raise IncompleteTransfer(f"the stream ended without {_described(missing)}")
+                raise IncompleteTransfer(f"the stream ended without {_describe(missing)}")
             if self._manifest is None or not self.committed:
                 raise IncompleteTransfer(
                     f"the stream ended without {'manifest' if self._manifest is None else 'commit'}"
@@ -94,7 +94,7 @@ class Receiver:
             return [Box(range(self._length, self._length), self.box.layers, self.box.heads)]
         return missing
 
-    def _take_data(self, frame: wire.KvData) -> None:
+    def _add_data(self, frame: wire.KvData) -> None:
         if self._manifest is not None:
             raise CorruptFrame("data was sent after the manifest")
         self._coverage.add(frame.layer, frame.tokens, frame.heads)
@@ -112,14 +112,14 @@ class Receiver:
         except Exception as error:
             raise TransferError(f"layer {layer} from token {token} on could not be written: {error}") from error
 
-    def _take_manifest(self, manifest: Manifest) -> None:
+    def _add_manifest(self, manifest: Manifest) -> None:
         """Compare with what arrived; where frames were bad, with what should have arrived."""
         if self._manifest is not None:
             raise CorruptFrame("a second manifest was sent")
         tokens, layers = self.box.tokens, self.box.layers
         whole = tuple((layer, tokens.start, tokens.stop) for layer in layers) if tokens else ()
-        runs, digest = (whole, manifest.digest) if self.bad else (self._coverage.runs(), self._digest)
-        arrived = Manifest(self._frames + self.bad, runs, digest, Shard("", layers, self.box.heads))
+        runs, digest = (whole, manifest.digest) if self.bad_frames else (self._coverage.runs(), self._digest)
+        arrived = Manifest(self._frames + self.bad_frames, runs, digest, Shard("", layers, self.box.heads))
         if manifest != arrived:
             raise IncompleteTransfer(
                 f"the manifest lists {manifest.frames} frames with digest {manifest.digest:#010x} in "
@@ -128,8 +128,8 @@ class Receiver:
             )
         self._manifest = manifest
 
-    def _take_commit(self, commit: Commit) -> None:
-        if self._manifest is None and not self.bad:
+    def _add_commit(self, commit: Commit) -> None:
+        if self._manifest is None and not self.bad_frames:
             raise IncompleteTransfer("the commit was sent without a manifest")
         handoff, lengths = None, {commit.length}
         if commit.handoff is not None:
@@ -148,7 +148,7 @@ def _part(shard: Shard) -> str:
     return f"layers [{shard.layers.start}, {shard.layers.stop}) and heads [{shard.heads.start}, {shard.heads.stop})"
 
 
-def _described(missing: list[Box]) -> str:
+def _describe(missing: list[Box]) -> str:
     first = missing[0]
     return (
         f"tokens [{first.tokens.start}, {first.tokens.stop}) of layer {first.layers.start}, "

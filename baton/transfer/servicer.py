@@ -21,7 +21,7 @@ from baton.transfer.coverage import Box
 from baton.transfer.export import Export
 from baton.transfer.exports import Exports
 from baton.transfer.source import COMPRESSIONS, FAULT_METADATA
-from baton.transfer.tickets import Asked, TicketVerifier, Use
+from baton.transfer.tickets import RequestedBox, TicketVerifier, Use
 
 SERVICE = "baton.v1.Kv"
 
@@ -54,7 +54,7 @@ class KvServicer:
         self, request: kv_pb2.FetchKvRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[bytes, None]:
         """Encoded frames; the initial metadata is sent once the export is open."""
-        self._check(request, context, use=(_asked(request), request.retry))
+        self._check(request, context, use=(_requested_box(request), request.retry))
         try:
             export = await self._exports.find(request.transfer_id, request.incarnation)
         except StaleIncarnation as error:
@@ -93,18 +93,18 @@ class KvServicer:
             incarnation=request.incarnation,
             consumer=request.consumer,
         )
-        if _secured(context) and (peer := peer_principal(context)) != ticket.consumer:
+        if _uses_tls(context) and (peer := peer_principal(context)) != ticket.consumer:
             raise PermissionDenied(f"ticket: is for another consumer than the caller, {peer or 'who has no name'}")
         if use is not None:
-            tickets.once(ticket, *use)
+            tickets.redeem(ticket, *use)
 
 
-def _secured(context: grpc.aio.ServicerContext) -> bool:
+def _uses_tls(context: grpc.aio.ServicerContext) -> bool:
     """Whether the call came over TLS."""
     return bytes(next(iter(context.auth_context().get("transport_security_type", ())), b"")) == b"ssl"
 
 
-def _asked(request: kv_pb2.FetchKvRequest) -> Asked:
+def _requested_box(request: kv_pb2.FetchKvRequest) -> RequestedBox:
     return (
         request.token_start,
         request.token_end,

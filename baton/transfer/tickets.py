@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
-from baton.errors import ConfigError, PermissionDenied, shown
+from baton.errors import ConfigError, PermissionDenied, preview
 from baton.pb import kv_pb2
 from baton.transfer.remote import MAX_TICKET_BYTES
 from baton.watched import watch_file
@@ -45,10 +45,10 @@ MAX_USES = 131_072
 _KEY_ID_BYTES = 8
 _PUBLIC_END = b"-----END PUBLIC KEY-----"
 
-Asked = tuple[int, int, int, int, int, int]
+RequestedBox = tuple[int, int, int, int, int, int]
 """A box as a request states it: first and end of tokens, of layers, of heads, where an end of 0 means all."""
 
-Use = tuple[Asked, int]
+Use = tuple[RequestedBox, int]
 """The box, and the number of the retry."""
 
 
@@ -57,7 +57,7 @@ class TicketSigner:
 
     def __init__(self, path: str, *, setting: str = "ticket_key") -> None:
         """Raises ConfigError naming setting and path if the file holds no such key."""
-        self._key = watch_file(path, setting, _private)
+        self._key = watch_file(path, setting, _parse_private_key)
 
     @property
     def key_id(self) -> bytes:
@@ -87,7 +87,7 @@ class TicketVerifier:
         self, path: str, *, setting: str = "ticket_keys", clock: Callable[[], float] = time.time, most: int = MAX_USES
     ) -> None:
         """`clock` tells seconds since the Unix epoch. Raises ConfigError as TicketSigner does."""
-        self._keys = watch_file(path, setting, _publics)
+        self._keys = watch_file(path, setting, _parse_public_keys)
         self._clock = clock
         self._most = most
         self._uses: OrderedDict[bytes, None] = OrderedDict()
@@ -98,17 +98,17 @@ class TicketVerifier:
 
     def check(self, raw: bytes, *, transfer_id: str, incarnation: str, consumer: str) -> kv_pb2.Ticket:
         """The ticket, if a router made it out for just this. Raises PermissionDenied naming what is wrong."""
-        ticket = self._verified(raw)
+        ticket = self._verify(raw)
         asked = {"transfer_id": transfer_id, "incarnation": incarnation, "consumer": consumer}
         for name, value in asked.items():
             if getattr(ticket, name) != value:
-                raise PermissionDenied(f"ticket: is for another {name} than {shown(value)}")
+                raise PermissionDenied(f"ticket: is for another {name} than {preview(value)}")
         late = self._clock() - ticket.expires_unix_ms / 1000
         if late > LEEWAY_S:
             raise PermissionDenied(f"ticket: expired {late:.1f} s ago; clocks may differ by {LEEWAY_S:g} s")
         return ticket
 
-    def once(self, ticket: kv_pb2.Ticket, box: Asked, retry: int) -> None:
+    def redeem(self, ticket: kv_pb2.Ticket, box: RequestedBox, retry: int) -> None:
         """Accept this use of a ticket that was checked. Raises PermissionDenied the second time."""
         use: Use = (box, retry)
         name = hashlib.sha256(repr(use).encode() + ticket.SerializeToString(deterministic=True)).digest()
@@ -118,7 +118,7 @@ class TicketVerifier:
         if len(self._uses) > self._most:
             self._uses.popitem(last=False)
 
-    def _verified(self, raw: bytes) -> kv_pb2.Ticket:
+    def _verify(self, raw: bytes) -> kv_pb2.Ticket:
         if not raw:
             raise PermissionDenied("ticket: is missing")
         if len(raw) > MAX_TICKET_BYTES:
@@ -144,7 +144,7 @@ class TicketVerifier:
             raise PermissionDenied("ticket: is malformed") from None
 
 
-def _private(data: bytes) -> tuple[Ed25519PrivateKey, bytes]:
+def _parse_private_key(data: bytes) -> tuple[Ed25519PrivateKey, bytes]:
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -158,7 +158,7 @@ def _private(data: bytes) -> tuple[Ed25519PrivateKey, bytes]:
     return key, _key_id(key.public_key())
 
 
-def _publics(data: bytes) -> Mapping[bytes, Ed25519PublicKey]:
+def _parse_public_keys(data: bytes) -> Mapping[bytes, Ed25519PublicKey]:
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key

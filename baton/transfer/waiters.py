@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def waiter_in(waiting: set[asyncio.Future[None]]) -> Iterator[asyncio.Future[None]]:
+def add_waiter(waiting: set[asyncio.Future[None]]) -> Iterator[asyncio.Future[None]]:
     """A future that stands in the set while the block runs."""
     waiter = asyncio.get_running_loop().create_future()
     waiting.add(waiter)

@@ -27,7 +27,7 @@ from itertools import islice
 
 import crc32c
 
-from baton.errors import CorruptFrame, EncodingRefused, shown
+from baton.errors import CorruptFrame, EncodingRefused, preview
 from baton.kv.format import WIRE_DTYPE_BYTES, PartData
 from baton.transfer import closing
 
@@ -141,11 +141,11 @@ def _parts(described: Iterable[memoryview], payload: memoryview, outer: tuple[in
             case _:
                 raise CorruptFrame(f"a part is described by fields {list(fields)}")
         if more or part.shape[:2] != outer:
-            raise CorruptFrame(f"part {shown(part.name)} has shape {part.shape}, the header says {outer}")
+            raise CorruptFrame(f"part {preview(part.name)} has shape {part.shape}, the header says {outer}")
         if part.dtype not in WIRE_DTYPE_BYTES:
-            raise EncodingRefused(f"part {shown(part.name)} came as {shown(part.dtype)}, which is not known here")
+            raise EncodingRefused(f"part {preview(part.name)} came as {preview(part.dtype)}, which is not known here")
         if WIRE_DTYPE_BYTES[part.dtype] * math.prod(part.shape) != length or len(part.data) != length:
-            raise CorruptFrame(f"part {shown(part.name)}: {length} bytes for {part.shape} {shown(part.dtype)}")
+            raise CorruptFrame(f"part {preview(part.name)}: {length} bytes for {part.shape} {preview(part.dtype)}")
         offset += length
         yield part
     if offset != len(payload):
@@ -246,4 +246,4 @@ def _text(data: memoryview) -> str:
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError:
-        raise CorruptFrame(f"a name is not UTF-8: {shown(bytes(data))}") from None
+        raise CorruptFrame(f"a name is not UTF-8: {preview(bytes(data))}") from None

@@ -26,7 +26,9 @@ MIN_INTERVAL_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-async def take_ledger(identity: WorkerIdentity, engine: Engine, entries: Callable[[], Sequence[LedgerEntry]]) -> Ledger:
+async def build_ledger(
+    identity: WorkerIdentity, engine: Engine, entries: Callable[[], Sequence[LedgerEntry]]
+) -> Ledger:
     """The ledger now: the entries, freed pages that copies still use, and whether the sums are right.
 
     `entries` is called on the loop. An entry has the owner's name that was given to `Engine.reserve`.
@@ -40,9 +42,9 @@ async def take_ledger(identity: WorkerIdentity, engine: Engine, entries: Callabl
             if name.endswith(DRAINING):
                 owner = name.removesuffix(DRAINING)
                 draining.append(LedgerEntry(owner, "draining", State.ENDED.value, count, count * page_bytes))
-        orphans = _held(pages) - {entry.owner for entry in listed}
+        orphans = _owners(pages) - {entry.owner for entry in listed}
         if orphans:
-            orphans &= _held(await asyncio.to_thread(engine.audit))
+            orphans &= _owners(await asyncio.to_thread(engine.audit))
             orphans -= {entry.owner for entry in entries()}
         if orphans:
             violation = f"no running request owns the pages of {', '.join(sorted(orphans))}"
@@ -61,23 +63,25 @@ async def take_ledger(identity: WorkerIdentity, engine: Engine, entries: Callabl
     )
 
 
-def _held(pages: dict[str, int]) -> set[str]:
+def _owners(pages: dict[str, int]) -> set[str]:
     return {name for name in pages if not name.endswith(DRAINING)}
 
 
 class IdleAudit:
     """Makes the ledger when the worker has become idle, at most every MIN_INTERVAL_S; off the critical path.
 
-    Calls `broken` on the loop, once, when the ledger shows a violation.
+    Calls `on_violation` on the loop, once, when the ledger shows a violation.
     """
 
-    def __init__(self, ledger: LedgerSource, idle: Callable[[], bool], broken: Callable[[EngineError], object]) -> None:
+    def __init__(
+        self, ledger: LedgerSource, idle: Callable[[], bool], on_violation: Callable[[EngineError], object]
+    ) -> None:
         self._ledger = ledger
         self._idle = idle
-        self._broken = broken
+        self._on_violation = on_violation
         self._wanted = asyncio.Event()
 
-    def changed(self) -> None:
+    def notify(self) -> None:
         """The worker may have become idle."""
         if self._idle():
             self._wanted.set()
@@ -92,7 +96,7 @@ class IdleAudit:
             ledger = await self._ledger()
             if ledger.violation:
                 _log.error("%s", describe(ledger))
-                self._broken(EngineError(f"the ledger does not add up: {ledger.violation}"))
+                self._on_violation(EngineError(f"the ledger does not add up: {ledger.violation}"))
                 return
             await asyncio.sleep(MIN_INTERVAL_S)
 

@@ -7,7 +7,7 @@ from baton.errors import EngineError
 LIMIT = 3
 
 
-class Faults:
+class FaultCounter:
     """The latest requests for which no token could be computed.
 
     If the logits of one request are not finite, the request is the cause, however often it comes. If this happens to
@@ -17,11 +17,11 @@ class Faults:
     def __init__(self) -> None:
         self._requests: set[str] = set()
 
-    def computed(self) -> None:
+    def record_success(self) -> None:
         """Note that a token was computed."""
         self._requests.clear()
 
-    def failed(self, request_id: str) -> None:
+    def record_failure(self, request_id: str) -> None:
         """Note that no token could be computed for this request. Raises EngineError after LIMIT different requests."""
         self._requests.add(request_id)
         if len(self._requests) >= LIMIT:

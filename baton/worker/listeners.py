@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from baton.admin import ADMIN_SERVICE, CacheClearer, CacheSource, LedgerSource, Sources, add_admin
+from baton.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSource, LedgerSource, add_admin
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
 from baton.pb import worker_pb2_grpc
@@ -41,7 +41,7 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
-class Addresses:
+class WorkerAddresses:
     """The bound addresses of a worker, each "host:port"."""
 
     control: str
@@ -67,7 +67,7 @@ def check_addresses(config: WorkerConfig) -> None:
 
 
 @contextlib.asynccontextmanager
-async def listeners(
+async def serve_listeners(
     config: WorkerConfig,
     status: StatusHub,
     progress: Progress,
@@ -79,7 +79,7 @@ async def listeners(
     clear: CacheClearer,
     tls: Tls | None = None,
     tickets: TicketVerifier | None = None,
-) -> AsyncIterator[Addresses]:
+) -> AsyncIterator[WorkerAddresses]:
     """Serve `control` (with Worker, Admin, health and reflection), `kv` and ops until the block ends.
 
     `progress` decides the health of both gRPC listeners, the readiness of ops, and the stall in `status`. Raises
@@ -90,7 +90,7 @@ async def listeners(
 
     def add_control(server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(status), server)
-        add_admin(server, Sources(status.identity.worker_id, status.identity.role.value, ledger, cache, clear))
+        add_admin(server, AdminSources(status.identity.worker_id, status.identity.role.value, ledger, cache, clear))
         control.add(server)
 
     def serve(*, field: str, **what: Any) -> contextlib.AbstractAsyncContextManager[Listener]:
@@ -98,7 +98,7 @@ async def listeners(
         return listen(address, insecure=config.insecure, field=field, tls=tls, keys=_keys(config), **what)
 
     if tickets is not None:
-        status.ask_for_tickets(tickets.key_ids)
+        status.set_ticket_keys(tickets.key_ids)
     async with contextlib.AsyncExitStack() as stack:
         kv_listener = await stack.enter_async_context(serve(field="kv", add=kv.add, services=[kv.name], roles=KV_ROLES))
         status.advertise(config.kv_advertise or f":{kv_listener.address.rpartition(':')[2]}")
@@ -108,19 +108,19 @@ async def listeners(
         )
         stack.callback(status.close)
         ops_listener = await stack.enter_async_context(
-            serve_ops(config.ops, ready=lambda: not status.draining and progress.stalled() < config.stall_s)
+            serve_ops(config.ops, ready=lambda: not status.draining and progress.stalled_s() < config.stall_s)
         )
 
         def report(healthy: bool) -> None:
             for listener in (kv_listener, control_listener):
                 listener.set_serving(healthy)
-            status.stall(not healthy)
+            status.set_stalled(not healthy)
 
         report(True)
 
         watching = asyncio.create_task(watch_progress(progress, config.stall_s, report), name="watch-progress")
         try:
-            yield Addresses(control_listener.address, kv_listener.address, ops_listener.address)
+            yield WorkerAddresses(control_listener.address, kv_listener.address, ops_listener.address)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)

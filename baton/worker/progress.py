@@ -14,20 +14,20 @@ class Progress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._moved_at: float | None = None
+        self._recorded_at: float | None = None
 
-    def moved(self) -> None:
+    def record(self) -> None:
         """Note that there is work, and that it has just made progress."""
-        self._moved_at = self._clock()
+        self._recorded_at = self._clock()
 
-    def idle(self) -> None:
+    def set_idle(self) -> None:
         """Note that there is no work."""
-        self._moved_at = None
+        self._recorded_at = None
 
-    def stalled(self) -> float:
+    def stalled_s(self) -> float:
         """Seconds since the last progress; 0 without work."""
-        moved_at = self._moved_at
-        return 0.0 if moved_at is None else self._clock() - moved_at
+        recorded_at = self._recorded_at
+        return 0.0 if recorded_at is None else self._clock() - recorded_at
 
 
 async def watch_progress(progress: Progress, limit_s: float, report: Callable[[bool], object]) -> None:
@@ -38,7 +38,7 @@ async def watch_progress(progress: Progress, limit_s: float, report: Callable[[b
     healthy = True
     while True:
         await asyncio.sleep(limit_s / _CHECKS_PER_LIMIT)
-        now = progress.stalled() < limit_s
+        now = progress.stalled_s() < limit_s
         if now != healthy:
             healthy = now
             report(healthy)

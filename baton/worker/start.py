@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class WorkerRuntime:
     """The parts from which a service is built."""
 
     thread: EngineThread
@@ -36,9 +36,9 @@ class Started:
 
 
 @contextlib.asynccontextmanager
-async def started(
+async def start_runtime(
     config: WorkerConfig, role: WorkerRole, *, engine: Engine | None = None, converts_kv: bool = False
-) -> AsyncIterator[Started]:
+) -> AsyncIterator[WorkerRuntime]:
     """Yield an engine on its thread, and the identity of the worker, until the block ends.
 
     `engine` None builds the torch engine from the settings; an engine that is passed in is not closed. Raises
@@ -59,7 +59,7 @@ async def started(
         _warn_of_small_memory(engine.spec)
         principal = tls.principal if tls else ""
         identity = new_identity(config, role, engine.spec, digest, converts_kv=converts_kv, principal=principal)
-        yield Started(thread, engine, identity, tls, tickets)
+        yield WorkerRuntime(thread, engine, identity, tls, tickets)
 
 
 def _warn_of_small_memory(spec: EngineSpec) -> None:
@@ -73,7 +73,7 @@ def _warn_of_small_memory(spec: EngineSpec) -> None:
         )
 
 
-def prefix_cache(config: WorkerConfig, kv_format: KvFormat, *, cache_memory: int = 0) -> PrefixCache:
+def open_cache(config: WorkerConfig, kv_format: KvFormat, *, cache_memory: int = 0) -> PrefixCache:
     """The worker's prefix cache: `cache_memory` bytes of host memory, then Redis.
 
     Raises ConfigError for a bad URL.

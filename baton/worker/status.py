@@ -22,7 +22,7 @@ from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, Shard
 
 if TYPE_CHECKING:
-    from baton.worker.prefix_news import PrefixNews
+    from baton.worker.prefix_changes import PrefixChangeFeed
 
 PREFIX_NAME_BYTES = 8
 """Leading bytes of a block's digest that identify it in `PrefixChange`."""
@@ -136,14 +136,14 @@ class StatusHub:
     """
 
     def __init__(
-        self, identity: WorkerIdentity, load: Callable[[], WorkerLoad], prefixes: PrefixNews | None = None
+        self, identity: WorkerIdentity, load: Callable[[], WorkerLoad], prefixes: PrefixChangeFeed | None = None
     ) -> None:
         self._identity = identity
         self._load = load
         self._prefixes = prefixes
         self._draining = self._stalled = False
         self._closed = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._ticket_key_ids: Callable[[], tuple[bytes, ...]] | None = None
 
     @property
@@ -167,47 +167,47 @@ class StatusHub:
         addressed = zip(self._identity.shards, kv_addresses, strict=True)
         shards = tuple(replace(shard, kv_address=address) for shard, address in addressed)
         self._identity = replace(self._identity, shards=shards)
-        self.changed()
+        self.notify()
 
-    def ask_for_tickets(self, key_ids: Callable[[], tuple[bytes, ...]]) -> None:
+    def set_ticket_keys(self, key_ids: Callable[[], tuple[bytes, ...]]) -> None:
         """Tell watchers that KV needs tickets; every status calls `key_ids` for the keys that are valid then."""
         self._ticket_key_ids = key_ids
-        self.changed()
+        self.notify()
 
-    def changed(self) -> None:
+    def notify(self) -> None:
         """Tell watchers that the load has changed."""
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def drain(self) -> None:
         """Tell watchers that the worker refuses new work."""
         self._draining = True
-        self.changed()
+        self.notify()
 
-    def stall(self, stalled: bool) -> None:
+    def set_stalled(self, stalled: bool) -> None:
         """Tell watchers whether the engine has work but makes no progress."""
         if stalled != self._stalled:
             self._stalled = stalled
-            self.changed()
+            self.notify()
 
     def close(self) -> None:
         """End all watches."""
         self._closed = True
-        self.changed()
+        self.notify()
 
     async def watch(self) -> AsyncIterator[WorkerStatus]:
         """Yield the status at once, on change, and at least every MAX_INTERVAL_S, until the hub is closed."""
-        follower = self._prefixes.follow() if self._prefixes else None
+        subscriber = self._prefixes.subscribe() if self._prefixes else None
         try:
             while not self._closed:
-                news = self._news
-                yield replace(self.status(), prefixes=follower.take() if follower else None)
+                changed = self._changed
+                yield replace(self.status(), prefixes=subscriber.pop() if subscriber else None)
                 await asyncio.sleep(MIN_INTERVAL_S)
-                if follower and follower.more:
+                if subscriber and subscriber.has_changes:
                     continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(MAX_INTERVAL_S - MIN_INTERVAL_S):
-                        await news.wait()
+                        await changed.wait()
         finally:
-            if self._prefixes and follower:
-                self._prefixes.leave(follower)
+            if self._prefixes and subscriber:
+                self._prefixes.unsubscribe(subscriber)

@@ -74,7 +74,7 @@ Group = dict[str, V]
 
 def pairable(prefill: KvFormat, decode: KvFormat, *, converts: bool) -> bool:
     """Whether KV of one format can be handed to a worker of the other."""
-    return prefill == decode or (converts and decode.convertible_from(prefill))
+    return prefill == decode or (converts and decode.can_convert_from(prefill))
 
 
 class DecayingSum:

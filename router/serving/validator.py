@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from baton.errors import InvalidRequest, NotFound, shown
+from baton.errors import InvalidRequest, NotFound, preview
 from baton.request import MAX_CACHE_SALT_BYTES, CachePolicy, SamplingParams, check_count
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import token_ids_from_proto
@@ -129,7 +129,7 @@ class RequestValidator:
     def check_model(self, name: str) -> None:
         """Raise NotFound unless `name` is the served model's, or empty."""
         if name and name != self._model.name:
-            raise NotFound(f"model: {shown(name)} is not served; {self._model.name!r} is")
+            raise NotFound(f"model: {preview(name)} is not served; {self._model.name!r} is")
 
     async def validate(
         self, request: GenerateRequest, *, arrived: float, deadline: float | None, tenant: str = ""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from baton.config import parse_address
-from baton.errors import ConfigError, shown
+from baton.errors import ConfigError, preview
 from baton.kv.format import Shard
 
 _logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Discovery:
             except ConfigError as error:
                 raise ConfigError(f"{flag}: {error}") from None
             except UnicodeError as error:
-                raise ConfigError(f"{flag}: {shown(address)} names no host: {error}") from None
+                raise ConfigError(f"{flag}: {preview(address)} names no host: {error}") from None
         self._interval_s = interval_s
         self._found = found
         self._known: dict[str, set[str]] = {name: set() for name in self._names}

@@ -21,7 +21,7 @@ import grpc
 from baton.errors import BatonError, Unavailable
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
-from baton.rpc.silence import Silence
+from baton.rpc.silence import SilenceTimer
 from baton.rpc.tls import Tls
 from baton.worker.servicer import status_from_proto
 from baton.worker.status import PrefixChange, WorkerRole, WorkerStatus
@@ -248,12 +248,12 @@ class WorkerLink:
     async def _watch(self) -> str:
         """Follow one watch to its end, and say why it ended."""
         call = worker_pb2_grpc.WorkerStub(self.channel).Watch(worker_pb2.WatchRequest())
-        silence = Silence(SILENCE_S, call.cancel)
+        silence = SilenceTimer(SILENCE_S, call.cancel)
         try:
             with silence:
                 while True:
                     message = await call.read()
-                    silence.heard()
+                    silence.reset()
                     if message is grpc.aio.EOF:
                         return "ended its watch"
                     status = status_from_proto(message)
@@ -273,7 +273,7 @@ class WorkerLink:
             return f"sent a status that can't be read: {error}"
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not silence.fell or (task is not None and task.cancelling()):
+            if not silence.expired or (task is not None and task.cancelling()):
                 raise
             return f"was silent for {SILENCE_S:g} s"
         except Exception as error:

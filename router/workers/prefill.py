@@ -25,7 +25,7 @@ from baton.rpc.convert import (
     token_from_proto,
 )
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.silence import Silence
+from baton.rpc.silence import SilenceTimer
 from baton.transfer.remote import PrefixSource
 from baton.worker.status import WorkerIdentity
 from router.events import Blame, Cause, Deliver, Failed, Prefilled
@@ -161,11 +161,11 @@ async def call_prefill(
         request.prefix_source.CopyFrom(prefix_source_to_proto(source))
     call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=timeout)
     done = False
-    silence = Silence(silence_s, call.cancel)
+    silence = SilenceTimer(silence_s, call.cancel)
     try:
         with silence:
             async for event in call:
-                silence.heard()
+                silence.reset()
                 if event.WhichOneof("event") == "done":
                     # Its part is done, and a thread may be long in coming.
                     silence.stop()
@@ -178,7 +178,7 @@ async def call_prefill(
         return
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        if not silence.fell or (task is not None and task.cancelling()):
+        if not silence.expired or (task is not None and task.cancelling()):
             raise
         if not done:
             said = f"prefill worker {link.name} was silent for {silence_s:g} s"

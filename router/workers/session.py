@@ -35,7 +35,7 @@ from baton.errors import (
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy
 from baton.rpc.convert import cache_policy_to_proto, export_to_proto, finish_from_proto, token_from_proto
-from baton.rpc.silence import Silence
+from baton.rpc.silence import SilenceTimer
 from baton.transfer.remote import RemoteExport
 from baton.worker.messages import DecodeTimings, Output, Reserved
 from baton.worker.status import WIRE_VERSION
@@ -257,24 +257,24 @@ class DecodeSession:
         call = self._stub.Session()
         writing = asyncio.create_task(self._write(call), name=f"session up {self._worker}")
         reason = "ended the session"
-        silence = Silence(SILENCE_S, call.cancel)
+        silence = SilenceTimer(SILENCE_S, call.cancel)
         try:
             with silence:
                 async for down in call:
-                    silence.heard()
+                    silence.reset()
                     self._dispatch(down)
         except grpc.aio.AioRpcError as error:
             reason = f"is lost: {error.code().name} {error.details()}"
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not silence.fell or (task is not None and task.cancelling()):
+            if not silence.expired or (task is not None and task.cancelling()):
                 raise
         except Exception as error:
             # The next session may fare better; without one the worker would stand idle.
             _logger.exception("a message of decode worker %s can't be handled", self._worker)
             reason = f"sent what can't be handled: {type(error).__name__}: {error}"
         finally:
-            if silence.fell:
+            if silence.expired:
                 reason = f"was silent for {SILENCE_S:g} s"
             self._close(reason, ended)
             writing.cancel()

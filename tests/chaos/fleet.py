@@ -28,7 +28,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import keys
-from baton.launcher import bound_to_me
+from baton.launcher import bind_to_parent
 from tests.redis_server import BINARIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ class Process:
             log.write(f"--- start {self.starts} of {self.name}\n".encode())
             log.flush()
             self.popen = subprocess.Popen(
-                bound_to_me(self.command), stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT, env=environ
+                bind_to_parent(self.command), stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT, env=environ
             )
         self.starts += 1
 

@@ -72,7 +72,7 @@ async def fetched(cache: PrefixCache, digests: Sequence[bytes]) -> list[bytes]:
 
 
 async def test_an_empty_cache_misses(cache: PrefixCache) -> None:
-    assert cache.stores
+    assert cache.enabled
     assert await found(cache, DIGESTS) == 0
     assert await cache.fetch(DIGESTS) == []
 
@@ -80,7 +80,7 @@ async def test_an_empty_cache_misses(cache: PrefixCache) -> None:
 async def test_no_digests_are_no_hits(cache: PrefixCache) -> None:
     assert await found(cache, []) == 0
     assert await cache.fetch([]) == []
-    assert cache.wants([]) == []
+    assert cache.select_writes([]) == []
     cache.touch([])
 
 
@@ -117,13 +117,13 @@ async def test_payloads_may_be_views_of_buffers_that_change(cache: PrefixCache) 
 
 
 async def test_new_blocks_are_wanted_and_hits_only_for_others(cache: PrefixCache, shared: bool) -> None:
-    assert cache.wants(DIGESTS) == [True] * 10
-    assert cache.wants(DIGESTS, 4) == [shared] * 4 + [True] * 6
+    assert cache.select_writes(DIGESTS) == [True] * 10
+    assert cache.select_writes(DIGESTS, 4) == [shared] * 4 + [True] * 6
 
 
 async def test_what_is_wanted_may_be_put_in_part(cache: PrefixCache) -> None:
     for upto in (4, 4, 10):
-        wanted = cache.wants(DIGESTS)
+        wanted = cache.select_writes(DIGESTS)
         await fill(cache, [i for i in range(upto) if wanted[i]])
         assert await found(cache, DIGESTS) == upto
         assert await fetched(cache, DIGESTS) == BLOCKS[:upto]
@@ -141,8 +141,8 @@ async def test_rates_are_of_known_tiers(cache: PrefixCache) -> None:
     await fill(cache, range(10))
     await cache.fetch(DIGESTS)
     names = {tier.name for tier in await cache.stats()}
-    assert all(rate.bytes_per_s > 0 and rate.latency_s >= 0 for rate in cache.rates().values())
-    assert set(cache.rates()) <= names
+    assert all(rate.bytes_per_s > 0 and rate.latency_s >= 0 for rate in cache.fetch_rates().values())
+    assert set(cache.fetch_rates()) <= names
 
 
 async def test_a_watcher_knows_what_this_process_holds(cache: PrefixCache) -> None:
@@ -187,7 +187,7 @@ async def test_what_is_cleared_is_gone(cache: PrefixCache) -> None:
     assert max(tier.bytes for tier in cleared) >= 6 * SIZE
     assert await found(cache, DIGESTS) == 0
     assert await cache.fetch(DIGESTS) == []
-    assert cache.wants(DIGESTS) == [True] * 10
+    assert cache.select_writes(DIGESTS) == [True] * 10
     await fill(cache, range(6))
     assert await fetched(cache, DIGESTS) == BLOCKS[:6]
 
@@ -203,7 +203,7 @@ async def test_many_at_once_never_get_a_wrong_block(cache: PrefixCache) -> None:
     async def use(number: int) -> None:
         for turn in range(4):
             upto = (3 * number + turn) % 10 + 1
-            wanted = cache.wants(DIGESTS[:upto])
+            wanted = cache.select_writes(DIGESTS[:upto])
             for i in range(upto):
                 if wanted[i]:
                     cache.put(DIGESTS[i], BLOCKS[i])
@@ -228,8 +228,8 @@ async def test_flush_without_work_returns_and_close_may_be_repeated(cache: Prefi
 
 async def test_no_cache_finds_nothing_and_keeps_nothing() -> None:
     cache: PrefixCache = NullPrefixCache()
-    assert not cache.stores
-    assert cache.wants(DIGESTS) == [False] * 10
+    assert not cache.enabled
+    assert cache.select_writes(DIGESTS) == [False] * 10
     assert not cache.put(DIGESTS[0], BLOCKS[0])
     cache.watch(lambda *_: pytest.fail("nothing changes"))
     cache.touch(DIGESTS)
@@ -237,6 +237,6 @@ async def test_no_cache_finds_nothing_and_keeps_nothing() -> None:
     await cache.flush()
     assert await found(cache, DIGESTS) == 0
     assert await cache.fetch(DIGESTS) == []
-    assert not cache.rates()
+    assert not cache.fetch_rates()
     assert await cache.stats() == await cache.clear(shared=True) == []
     await cache.close()

@@ -60,14 +60,14 @@ def test_an_altered_ticket_says_the_same_or_is_refused(rng: random.Random, offic
     raw = office.signer.sign(**ASKED, expires_unix_s=NOW + 60)
     ticket = accepted(verifier, raw, ASKED)
     assert ticket is not None
-    verifier.once(ticket, BOX, 0)
+    verifier.redeem(ticket, BOX, 0)
     for altered in (mutated(rng, raw), _resigned(rng, raw, office), arbitrary(rng)):
         found = accepted(verifier, altered, ASKED)
         assert found is None or found == ticket
         if found is not None:
             # Other bytes around the same signed ticket are no second ticket.
             with pytest.raises(PermissionDenied, match="used before"):
-                verifier.once(found, BOX, 0)
+                verifier.redeem(found, BOX, 0)
 
 
 def _resigned(rng: random.Random, raw: bytes, office: Office) -> bytes:
@@ -109,9 +109,9 @@ def test_each_use_of_a_ticket_is_accepted_once(rng: random.Random, office: Offic
         box = (use[1], 0, 0, 0, 0, 0)
         if use in used:
             with pytest.raises(PermissionDenied):
-                verifier.once(ticket, box, use[2])
+                verifier.redeem(ticket, box, use[2])
         else:
-            verifier.once(ticket, box, use[2])
+            verifier.redeem(ticket, box, use[2])
             used.add(use)
     office.now = NOW
 

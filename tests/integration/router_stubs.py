@@ -24,7 +24,7 @@ from baton.kv.format import KvFormat, KvPart
 from baton.kv.prefix import NullPrefixCache
 from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
 from baton.rpc.server import listen
-from baton.worker.prefix_news import PrefixNews
+from baton.worker.prefix_changes import PrefixChangeFeed
 from baton.worker.servicer import WorkerServicer
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
 
@@ -136,7 +136,7 @@ class Stub:
         self.handoffs = handoffs
         self.load = WorkerLoad(pages_total=64, page_size=16, slots_total=8, tokens_per_second=1000)
         self.pages = Pages()
-        news = PrefixNews(cast(Engine, self.pages), NullPrefixCache(), lambda: self.status.changed())
+        news = PrefixChangeFeed(cast(Engine, self.pages), NullPrefixCache(), lambda: self.status.notify())
         self.status = StatusHub(identity, lambda: self.load, news)
         self.log = Log()
         self.address = ""

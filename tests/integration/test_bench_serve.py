@@ -18,7 +18,7 @@ from rich.console import Console
 
 from baton.bench.load.lengths import lengths
 from baton.bench.load.outcome import RequestFailed
-from baton.bench.load.session import Load, Settings, measured
+from baton.bench.load.session import Load, LoadSettings, measured
 from baton.bench.load.targets import Place
 from baton.bench.traces import Arrival
 from baton.bundled import path as bundled_path
@@ -35,8 +35,8 @@ FIRST = behaviour.with_ids
 """What the small request before a run gets."""
 
 
-def settings(url: str, **more: Any) -> Settings:
-    made = Settings(
+def settings(url: str, **more: Any) -> LoadSettings:
+    made = LoadSettings(
         Place(url, model="m"),
         [Load(concurrency=2)],
         requests=6,
@@ -47,7 +47,7 @@ def settings(url: str, **more: Any) -> Settings:
     return replace(made, **more)
 
 
-async def one(wanted: Settings) -> dict[str, Any]:
+async def one(wanted: LoadSettings) -> dict[str, Any]:
     found = [each async for each in measured(wanted, QUIET)]
     assert len(found) == 1
     return found[0]

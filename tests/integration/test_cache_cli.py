@@ -53,7 +53,7 @@ async def test_prompts_are_warmed_counted_found_and_cleared(tmp_path: Path) -> N
                 assert (len(ids) - 1) // BLOCK * BLOCK <= each["usage"]["cached_tokens"] < len(ids)
             assert all(each["error"] is None for each in (*cold, *hot))
 
-            await prefill.worker.finished()
+            await prefill.worker.wait_finished()
             await prefill.cache.flush()
             held, of_decode, known = await cache("stats", workers, f"--target={router.address}")
             assert [held["role"], of_decode["role"], known["role"]] == ["prefill", "decode", "router"]
@@ -72,7 +72,7 @@ async def test_prompts_are_warmed_counted_found_and_cleared(tmp_path: Path) -> N
             again = await cache(*warm)
             assert again[0]["usage"]["cached"]["redis"] > 0, "Redis was spared"
 
-            await prefill.worker.finished()
+            await prefill.worker.wait_finished()
             await prefill.cache.flush()
             cleared = await cache("clear", workers, "--yes", "--redis")
             assert sum(tiers(report)["redis"]["blocks"] for report in cleared) >= blocks

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from baton import Client
-from baton.launcher import bound_to_me
+from baton.launcher import bind_to_parent
 from tests.processes import gone
 
 BATON = [sys.executable, "-m", "baton"]
@@ -37,7 +37,7 @@ HANG_S = 120.0
 def running(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
     """`baton up`: the process, the address, and the file with its standard error."""
     log = tmp_path / "up.log"
-    command = bound_to_me([*BATON, "up", "--grpc=127.0.0.1:0", "--dtype=float32", *flags])
+    command = bind_to_parent([*BATON, "up", "--grpc=127.0.0.1:0", "--dtype=float32", *flags])
     with log.open("w") as stream, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True) as up:
         try:
             ready = up.stdout.readline()

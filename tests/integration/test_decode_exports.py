@@ -141,7 +141,7 @@ async def test_an_export_ends_with_its_attempt_while_it_is_being_read(end: str) 
                 case "session":
                     router.call.cancel()
                 case "deadline":
-                    all_.app.service.worker._overdue(attempt_of(all_, "b"))
+                    all_.app.service.worker._fail_overdue(attempt_of(all_, "b"))
                 case "release":
                     all_.app.service.worker._exports.release("b/prefix", all_.app.service.status.identity.incarnation)
                 case "failed transfer":

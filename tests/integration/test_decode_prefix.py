@@ -122,7 +122,7 @@ async def test_answers_are_written_back_and_prompts_are_not(tmp_path: Path, page
             router = await all_.router()
             ids = await turn(all_, router, "a", PROMPT, greedy(60))
             await all_.until_free()
-            await all_.app.service.worker.write_backs.finished()
+            await all_.app.service.worker.write_backs.wait_finished()
             expected = digests(all_.engine, ids[:-1])[2:]
             await all_.app.cache.flush()
             assert (await all_.app.cache.lookup(expected)).blocks == len(expected) == 4
@@ -150,7 +150,7 @@ async def test_a_drain_waits_until_blocks_are_stored(tmp_path: Path, monkeypatch
         async with rig({"redis": server.url, "fleet_secret": "secret"}) as all_:
             await turn(all_, await all_.router(), "a", PROMPT, greedy(60))
             await asyncio.wait_for(writing.wait(), WAIT_S)
-            await all_.app.service.worker.write_backs.finished()
+            await all_.app.service.worker.write_backs.wait_finished()
             draining = asyncio.create_task(all_.app.drain())
             await asyncio.wait({draining}, timeout=0.1)
             assert not draining.done()

@@ -101,7 +101,7 @@ async def test_a_start_that_is_cancelled_in_the_same_breath_releases_the_export(
         service.worker.handle(session, Reserve(key, context_tokens=3, max_new_tokens=4, choices=1))
         service.worker.handle(session, Start(key, exporter.source("r/0")))
         service.worker.handle(session, Cancel(key))
-        await asyncio.wait_for(exporter.exports.drained(), 60)
+        await asyncio.wait_for(exporter.exports.wait_closed(), 60)
         service.worker.close_session(session)
 
 

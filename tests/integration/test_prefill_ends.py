@@ -13,7 +13,7 @@ import pytest
 
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import EngineError, NoToken, TransferError
-from prefill_svc.job import Job
+from prefill_svc.job import PrefillJob
 from tests.metrics import sample
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, decode, decoder, read, serving, status_of
 
@@ -165,7 +165,7 @@ async def test_what_ended_is_forgotten() -> None:
             await client.done(timeout=60 if number % 2 else None, transfer_id=f"t{number}" if number else "")
         await client.pages_back()
         gc.collect()
-        assert not [each for each in gc.get_objects() if type(each) is Job]
+        assert not [each for each in gc.get_objects() if type(each) is PrefillJob]
 
 
 async def test_a_storm_of_ends_leaves_nothing() -> None:

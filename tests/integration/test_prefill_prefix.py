@@ -10,7 +10,7 @@ import pytest
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.kv.prefix.contract import FetchRate
-from baton.kv.prefix.fetch_cost import Decision, FetchCostModel
+from baton.kv.prefix.fetch_cost import FetchCostModel, FetchDecision
 from baton.request import CachePolicy, SamplingParams
 from tests.metrics import sample
 from tests.peers import exporter
@@ -206,7 +206,7 @@ async def test_the_load_tells_what_is_left_after_the_decision(monkeypatch: pytes
         return caches[-1]
 
     monkeypatch.setattr("baton.worker.start.open_prefix_cache", open_cache)
-    monkeypatch.setattr(FetchCostModel, "decide", lambda self, hits, *_: Decision(hits.blocks, hits.blocks // 2))
+    monkeypatch.setattr(FetchCostModel, "decide", lambda self, hits, *_: FetchDecision(hits.blocks, hits.blocks // 2))
     async with serving() as client:
         await client.done()
         await flushed(client)
@@ -257,7 +257,7 @@ class Rated(MemoryPrefixCache):
 
     bytes_per_s = 1.0
 
-    def rates(self) -> Mapping[str, FetchRate]:
+    def fetch_rates(self) -> Mapping[str, FetchRate]:
         return {"host": FetchRate(0.0, self.bytes_per_s)}
 
 

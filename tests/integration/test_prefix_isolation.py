@@ -59,8 +59,8 @@ async def test_what_others_have_cached_takes_all_the_work_of_what_nobody_ever_as
                 """What one request made fleet and store do."""
                 before = works(valkey)
                 await client.complete(prompt, cache_salt=salt, max_tokens=2, temperature=0, ignore_eos=True)
-                await prefill.worker.finished()
-                await decode.service.worker.write_backs.finished()
+                await prefill.worker.wait_finished()
+                await decode.service.worker.write_backs.wait_finished()
                 await decode.service._cache.flush()
                 return {name: count - before[name] for name, count in works(valkey).items() if count > before[name]}
 
@@ -128,7 +128,7 @@ async def test_a_writer_to_redis_without_the_secret_can_not_plant_an_answer(valk
         first = await fleet.prefill(redis=valkey.url, cache_memory=0)
         writer = await fleet.router([first], [decode])
         expected = (await writer.complete(prompt, **SETTINGS, cache="write")).token_ids
-        await first.worker.finished()
+        await first.worker.wait_finished()
         await first.cache.flush()
 
         async def asked_anew() -> Completion:

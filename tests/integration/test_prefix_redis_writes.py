@@ -12,12 +12,12 @@ import pytest
 
 from baton.kv.prefix import PrefixCache, open_prefix_cache
 from baton.kv.prefix.redis import RedisLimits, key_prefix
-from baton.kv.prefix.redis.calls import Calls
+from baton.kv.prefix.redis.calls import RedisCalls
 from baton.kv.prefix.redis.nodes import Command, Node
 from tests.prefix_redis import BLOCKS, DIGESTS, FORMAT, KEYS, dropped, faults, fill, found, open_cache
 from tests.redis_server import Server, running
 
-LIMITS = RedisLimits(budget_s=60.0, pause_s=0.001, longest_pause_s=0.001)
+LIMITS = RedisLimits(budget_s=60.0, pause_s=0.001, max_pause_s=0.001)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 def request(cache: PrefixCache, hits: int) -> int:
     """The end of a request whose first `hits` blocks were found nearer by; how many it had to copy."""
-    wanted = [index for index, wants in enumerate(cache.wants(DIGESTS, hits)) if wants]
+    wanted = [index for index, wants in enumerate(cache.select_writes(DIGESTS, hits)) if wants]
     assert all(cache.put(DIGESTS[index], BLOCKS[index]) for index in wanted)
     return len(wanted)
 
@@ -105,14 +105,14 @@ Scanned = Callable[[float], Awaitable[None]]
 
 def watch_batches(monkeypatch: pytest.MonkeyPatch, scanned: Scanned) -> None:
     """Make clearing look at few keys at a time, and tell of each batch."""
-    at = Calls.at
+    at = RedisCalls.call_node
 
-    async def watched(self: Calls, node: Node, lane: str, commands: Sequence[Command], budget_s: float) -> Any:
+    async def watched(self: RedisCalls, node: Node, lane: str, commands: Sequence[Command], budget_s: float) -> Any:
         if commands[0][0] == "SCAN":
             await scanned(budget_s)
         return await at(self, node, lane, commands, budget_s)
 
-    monkeypatch.setattr(Calls, "at", watched)
+    monkeypatch.setattr(RedisCalls, "call_node", watched)
     monkeypatch.setattr("baton.kv.prefix.redis.cache.CLEAR_KEYS", 20)
 
 

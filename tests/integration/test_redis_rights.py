@@ -45,7 +45,7 @@ async def test_the_documented_user_suffices(
         await cache.check()
         await fill(cache)
         assert await hits(cache) == (len(BLOCKS), len(BLOCKS))
-        await cache._prolong(DIGESTS)
+        await cache._renew_expiry(DIGESTS)
         gone = removed()
         slot, many = key_slot(KEYS[0].encode()), len(nodes)
         owner = next(node for number, node in enumerate(nodes) if slot < SLOTS * (number + 1) // many)

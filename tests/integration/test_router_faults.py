@@ -149,7 +149,7 @@ async def test_a_status_that_can_not_be_handled_costs_its_watch_and_another_foll
 
     async with bench(tmp_path) as b:
         monkeypatch.setattr(link, "status_from_proto", breaks)
-        b.prefill[0].status.changed()
+        b.prefill[0].status.notify()
         await until(b.app, lambda: broken.is_set() and len(b.app.pool.fleet.prefill) == 1)
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)
 

@@ -208,7 +208,7 @@ async def test_a_source_needs_a_ticket_where_decode_asks_for_one(tmp_path: Path,
         longer(stub)
         if isinstance(stub, StubDecode):
             stub.answer = pins(96)
-            stub.status.ask_for_tickets(lambda: (asks,))
+            stub.status.set_ticket_keys(lambda: (asks,))
 
     async with bench(tmp_path, change=change, ticket_key=str(path)) as b:
         await hold(b, b.decode[0], PROMPT)
@@ -240,7 +240,7 @@ async def test_a_replay_is_found_by_prompt_and_output_and_usage_tells_of_the_fir
         await hold(b, b.decode[1], replay)
         b.decode[1].answer = pins(112)
         b.decode[1].load = replace(b.decode[1].load, slots_used=8)
-        b.decode[1].status.changed()
+        b.decode[1].status.notify()
         await until(b.app, lambda: min(view.free_slots for view in b.app.pool.fleet.decode.values()) == 0)
         b.prefill[0].cached_tokens = 7
         ids, sampling = inference_pb2.TokenIds(ids=PROMPT), inference_pb2.SamplingParams(max_tokens=25)

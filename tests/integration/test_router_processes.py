@@ -24,7 +24,7 @@ import pytest
 from baton import bundled
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.launcher import bound_to_me
+from baton.launcher import bind_to_parent
 from baton.pb import inference_pb2, inference_pb2_grpc
 from router.processes import several
 
@@ -54,7 +54,7 @@ class Routers:
 
 def process(*arguments: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    command = bound_to_me([sys.executable, "-m", *arguments])
+    command = bind_to_parent([sys.executable, "-m", *arguments])
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 

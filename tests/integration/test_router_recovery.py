@@ -145,11 +145,11 @@ async def test_a_silent_session_is_a_lost_one(tmp_path: Path, monkeypatch: pytes
 async def test_a_worker_that_answers_and_makes_no_progress_is_lost_until_it_does(tmp_path: Path) -> None:
     async with bench(tmp_path, decode=2, max_attempts=1) as b:
         call, first, other = await running(b, max_tokens=4)
-        first.status.stall(True)
+        first.status.set_stalled(True)
         assert (await whole(call)).text() == "bcd"
         await until(b.app, lambda: [d.name for d in b.app.pool.fleet.decode.values()] == [other.address])
         assert "makes no progress" in b.app.pool.describe_missing()
-        first.status.stall(False)
+        first.status.set_stalled(False)
         await until(b.app, lambda: len(b.app.pool.fleet.decode) == 2)
 
 
@@ -188,7 +188,7 @@ async def test_a_stalled_prefill_worker_is_lost_too(tmp_path: Path) -> None:
     async with bench(tmp_path, prefill=2, max_attempts=1) as b:
 
         async def stall(_: prefill_pb2.PrefillRequest) -> None:
-            next(stub for stub in b.prefill if stub.requests).status.stall(True)
+            next(stub for stub in b.prefill if stub.requests).status.set_stalled(True)
             for stub in b.prefill:
                 stub.script = lambda request: asyncio.sleep(0)  # type: ignore[assignment,return-value]
             await asyncio.get_running_loop().create_future()

@@ -71,7 +71,7 @@ async def test_refused_reservation_waits_for_news(tmp_path: Path) -> None:
         assert b.prefill[0].requests == []
         b.decode[0].answer = granted
         b.decode[0].load = WorkerLoad(pages_total=65, page_size=16, slots_total=8)
-        b.decode[0].status.changed()
+        b.decode[0].status.notify()
         assert [(await call).text() for call in calls] == ["ab"] * 3
 
 
@@ -126,7 +126,7 @@ async def test_mismatched_worker_is_refused_by_name(
             )
             await until(b.app, lambda: "refused" in b.app.pool.describe_missing())
             for _ in range(3):
-                odd[0].status.changed()
+                odd[0].status.notify()
             error = await refused(b.call(max_tokens=2))
             assert error.code() is grpc.StatusCode.UNAVAILABLE
             assert f"its {what} is" in (error.details() or "")
@@ -147,7 +147,7 @@ async def test_a_prefill_worker_whose_tickets_cannot_be_signed_is_refused_by_nam
 
     def change(stub: StubPrefill | StubDecode) -> None:
         # Nobody fetches from decode workers.
-        stub.status.ask_for_tickets(lambda: taken if isinstance(stub, StubPrefill) else (other,))
+        stub.status.set_ticket_keys(lambda: taken if isinstance(stub, StubPrefill) else (other,))
 
     async with bench(tmp_path, change=change, ready=False, worker_wait_s=0, ticket_key=str(key)) as b:
         words = f"prefill worker prefill-0 at {b.prefill[0].address} is refused: it takes tickets of the keys "
@@ -157,11 +157,11 @@ async def test_a_prefill_worker_whose_tickets_cannot_be_signed_is_refused_by_nam
         )
         assert not b.app.pool.serving
         taken = (other, signs)
-        b.prefill[0].status.changed()
+        b.prefill[0].status.notify()
         await until(b.app, lambda: b.app.pool.serving)
         assert (await b.answer(max_tokens=2)).text() == "ab"
         taken = (other,)
-        b.prefill[0].status.changed()
+        b.prefill[0].status.notify()
         await until(b.app, lambda: not b.app.pool.serving)
         assert words in (await refused(b.call(max_tokens=2))).details()
     assert [record.levelname for record in caplog.records if words in record.getMessage()] == ["ERROR"] * 2
@@ -169,7 +169,7 @@ async def test_a_prefill_worker_whose_tickets_cannot_be_signed_is_refused_by_nam
 
 async def test_a_router_that_signs_no_tickets_refuses_a_worker_that_wants_some(tmp_path: Path) -> None:
     def change(stub: StubPrefill | StubDecode) -> None:
-        stub.status.ask_for_tickets(lambda: (b"\1" * 8,))
+        stub.status.set_ticket_keys(lambda: (b"\1" * 8,))
 
     async with bench(tmp_path, change=change, ready=False, worker_wait_s=0) as b:
         await until(b.app, lambda: "refused: it gives KV for tickets only" in b.app.pool.describe_missing())

@@ -79,7 +79,7 @@ async def exporting() -> AsyncIterator[Exporter]:
             yield Exporter(bound.address, exports, ends)
         finally:
             exports.close()
-            await exports.drained()
+            await exports.wait_closed()
     assert engine.stats().used == 0
 
 

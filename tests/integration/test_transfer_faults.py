@@ -168,7 +168,7 @@ async def test_after_a_cancel_no_write_is_in_flight_and_the_export_is_gone(pair:
     assert pair.engine.in_flight == 0
     pair.engine.free(pair.handle)
     assert pair.engine.stats().used == 0
-    await pair.exports.drained()
+    await pair.exports.wait_closed()
     assert ends == ["t"]
 
 

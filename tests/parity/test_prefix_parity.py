@@ -77,7 +77,7 @@ async def worker(models: Models, page_size: int, **settings: Any) -> AsyncIterat
 
 async def settled(client: Client) -> None:
     """What was computed is in all tiers."""
-    await client.app.worker.finished()
+    await client.app.worker.wait_finished()
 
 
 async def completed(

@@ -16,8 +16,8 @@ from baton.transfer import wire
 from baton.transfer.closing import Commit, Manifest
 from baton.transfer.coverage import Box
 from baton.transfer.exports import Exports
-from decode_svc.messages import AttemptKey, Down, FailureKind
-from decode_svc.session import Session
+from decode_svc.messages import AttemptKey, FailureKind, SessionDown
+from decode_svc.session import RouterSession
 from tests.decoding import LoggingEngine, Prefilled, alone, digests, prefill
 from tests.property.virtual import VirtualLoop
 
@@ -26,7 +26,7 @@ from tests.property.virtual import VirtualLoop
 class Try:
     """An attempt as its router sees it; `named` are the ids whose blocks it has said to be the context's."""
 
-    session: Session
+    session: RouterSession
     key: AttemptKey
     ready: Prefilled
     fetched: Any
@@ -77,12 +77,12 @@ class Book:
         self.loop = loop
         self.tries_of: dict[str, Try] = {}
 
-    async def listen(self, session: Session) -> None:
+    async def listen(self, session: RouterSession) -> None:
         """Read all that a session is told."""
         async for down in session.messages():
             self._told(session, down)
 
-    def _told(self, session: Session, down: Down) -> None:
+    def _told(self, session: RouterSession, down: SessionDown) -> None:
         for key, result in down.reserved:
             ours = self._of(session, key)
             assert not ours.granted
@@ -109,7 +109,7 @@ class Book:
             going = {each.key for each in self.tries_of.values() if each.session is session and goes_on(each)}
             assert set(down.live) == going
 
-    def _of(self, session: Session, key: AttemptKey) -> Try:
+    def _of(self, session: RouterSession, key: AttemptKey) -> Try:
         ours = self.tries_of[key.request_id]
         assert ours.session is session
         return ours

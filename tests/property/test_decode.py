@@ -32,10 +32,10 @@ from baton.transfer.exports import Exports
 from baton.transfer.remote import RemoteExport
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.admission import OFFER_S
-from decode_svc.loop import Report
+from decode_svc.loop import StepReport
 from decode_svc.messages import AttemptKey, Cancel, Heartbeat, Reserve, Start
 from decode_svc.service import DecodeService
-from decode_svc.session import Session
+from decode_svc.session import RouterSession
 from tests.decoding import LoggingEngine, alone, digests, prefill
 from tests.effort import machine_test
 from tests.property.attempts import Book, PausingEngine, Try, check_left, goes_on, read_prefix
@@ -81,7 +81,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.tries_of = self.book.tries_of
         self.numbers = itertools.count()
         # Reports on their way from one thread to the other: commands may overtake them.
-        self.reports: list[Report] = []
+        self.reports: list[StepReport] = []
         self.asleep = True
         self.open: set[int] = set()
         self.service = self.loop.call(self._made)
@@ -92,7 +92,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.exports = Exports(self.engine, "ours", unknown_wait_s=0.0)
         service = DecodeService(config, self.engine, identity, self._fetch, self.exports, self.cache)
         service.worker.loop._emit = self.reports.append
-        self.engine.watch_pages(service.pages_returned)
+        self.engine.watch_pages(service.on_pages_returned)
         return service
 
     async def _fetch(self, source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
@@ -110,18 +110,18 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         return ours.ready.handoff
 
     @initialize(target=sessions)
-    def first_session(self) -> Session:
+    def first_session(self) -> RouterSession:
         return self.open_session()
 
     @rule(target=sessions)
-    def open_session(self) -> Session:
+    def open_session(self) -> RouterSession:
         session = self.loop.call(self.service.worker.open_session, "router")
         self.loop.spawn(self.book.listen(session))
         self.open.add(session.number)
         return session
 
     @rule(session=consumes(sessions))
-    def lose_session(self, session: Session) -> None:
+    def lose_session(self, session: RouterSession) -> None:
         for ours in self.tries_of.values():
             ours.told_to_end |= ours.session is session
         self.open.discard(session.number)
@@ -144,7 +144,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
     def reserve(
         self,
-        session: Session,
+        session: RouterSession,
         prompt: tuple[int, ...],
         max_tokens: int,
         choices: int,
@@ -229,14 +229,14 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
                 self.loop.spawn(read_prefix(self.exports, self.engine, ours))
 
     @rule(session=sessions, prompt=PROMPT, choices=CHOICES)
-    def reserve_start_and_fetch(self, session: Session, prompt: tuple[int, ...], choices: int) -> None:
+    def reserve_start_and_fetch(self, session: RouterSession, prompt: tuple[int, ...], choices: int) -> None:
         ours = self.reserve(session, prompt, 17, choices, None)
         if ours is not None:
             self.start(ours, None)
             self.end_fetch(ours, True)
 
     @rule(session=sessions, named=st.sampled_from(["another's", "its own"]), choices=st.sampled_from([1, 2]))
-    def follow(self, session: Session, named: str, choices: int) -> None:
+    def follow(self, session: RouterSession, named: str, choices: int) -> None:
         """One attempt runs, and another has the same blocks, or says that it has."""
         self.reserve_start_and_fetch(session, PROMPTS[4], 1)
         prompt = PROMPTS[4] if named == "its own" else PROMPTS[3]
@@ -246,7 +246,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             self.end_fetch(other, True)
 
     @rule(session=sessions, cancelled=st.booleans(), then=st.sampled_from(["start", "expire", ""]))
-    def squeeze(self, session: Session, cancelled: bool, then: str) -> None:
+    def squeeze(self, session: RouterSession, cancelled: bool, then: str) -> None:
         """One attempt runs, and another holds the pages into which it would grow."""
         self.reserve_start_and_fetch(session, PROMPTS[2], 1)
         self.turn("")
@@ -267,7 +267,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             self.loop.call(self.service.worker.handle, ours.session, Cancel(ours.key, choice))
 
     @rule(session=sessions, forgotten=st.sets(st.integers(0, 5), max_size=1))
-    def heartbeat(self, session: Session, forgotten: set[int]) -> None:
+    def heartbeat(self, session: RouterSession, forgotten: set[int]) -> None:
         going = [each for each in self.tries_of.values() if each.session is session and goes_on(each)]
         for index in forgotten & set(range(len(going))):
             going[index].told_to_end = True
@@ -289,7 +289,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.engine.fail_next = ""
 
     def _idle(self) -> bool:
-        return self.service.worker.loop._scheduler.idle(self.service.worker.loop._free_pages())
+        return self.service.worker.loop._scheduler.is_idle(self.service.worker.loop._free_pages())
 
     @rule(count=st.integers(2, 12))
     def turns(self, count: int) -> None:
@@ -375,7 +375,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.turn("")
             self.deliver()
-        self.loop.run_until_complete(self.service.worker.write_backs.finished())
+        self.loop.run_until_complete(self.service.worker.write_backs.wait_finished())
         # Reads of exports that have ended may still be under way.
         self.loop.advance(COPY_S)
         assert self.engine.audit() == {}

@@ -228,7 +228,7 @@ class ExportsMachine(RuleBasedStateMachine):
             async with aclosing(export.frames(whole(TOKENS))) as frames:
                 ours.renewed_at = self.loop.now
                 async for frame in frames:
-                    receiver.take(frame)
+                    receiver.add_frame(frame)
                     if frames_wanted <= 0:
                         return "stopped"
                     frames_wanted -= 1
@@ -303,7 +303,7 @@ class ExportsMachine(RuleBasedStateMachine):
         assert self.exports._announced == self.announced
         assert len(self.exports._ended) <= REMEMBERED
         waiting = {fetch.transfer_id for fetch in self.fetches if not fetch.task.done()}
-        assert set(self.exports._awaited) <= waiting
+        assert set(self.exports._waiters) <= waiting
 
     @invariant()
     def no_fetch_waits_for_what_nobody_announced(self) -> None:
@@ -317,13 +317,13 @@ class ExportsMachine(RuleBasedStateMachine):
             self.loop.work_s = lambda: 0.2
             self.loop.call(self.exports.close)
             self.loop.finish()
-            self.loop.run_until_complete(self.exports.drained())
+            self.loop.run_until_complete(self.exports.wait_closed())
             for fetch in self.fetches:
                 if not fetch.task.cancelled():
                     assert fetch.task.result() in {"complete", "ended", "not found", "closing", "stale", "stopped"}
             assert all(ours.closed == 1 for ours in self.all)
             assert self.engine.audit() == self.consumer.audit() == {}
-            assert not self.exports._awaited
+            assert not self.exports._waiters
             assert not self.exports._open
         finally:
             exports_module.REMEMBERED = self._remembered

@@ -91,12 +91,12 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
 
     def later(self, work: Prompt) -> bool:
         leader = self.prompts[work].leader
-        return leader in self.prompts and not leader.begun
+        return leader in self.prompts and not leader.started
 
     def prepared_before(self, work: Prompt) -> list[Prompt]:
         """Those that have pages, have not begun, and go before it."""
         rank = self.scheduler.rank
-        prepared = [each for each in self.prompts if each.stage in (Stage.LOADING, Stage.READY) and not each.begun]
+        prepared = [each for each in self.prompts if each.stage in (Stage.LOADING, Stage.READY) and not each.started]
         return [each for each in prepared if (rank(each), each.order) < (rank(work), work.order)]
 
     @rule(found=st.floats(0, 0.99))
@@ -119,7 +119,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
             assert work.stage is Stage.WAITING
             assert work not in deferred, "it was to wait"
             if work.pages > self.free:
-                self.scheduler.refuse(work, self.now)
+                self.scheduler.mark_refused(work, self.now)
                 refused.add(work)
             else:
                 self.free -= work.pages
@@ -192,8 +192,8 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         works = self.prompts.keys()
         assert self.free >= 0
         assert self.free + sum(prompt.pages for prompt in self.prompts.values()) == PAGES
-        assert self.scheduler.waiting == sum(not work.begun for work in works) <= WAITING
-        assert self.scheduler.running == sum(work.begun for work in works)
+        assert self.scheduler.waiting == sum(not work.started for work in works) <= WAITING
+        assert self.scheduler.running == sum(work.started for work in works)
         assert self.scheduler.pending_tokens == sum(work.tokens - work.done for work in works)
 
     def teardown(self) -> None:

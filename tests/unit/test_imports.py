@@ -44,7 +44,7 @@ PURE = (
     "decode_svc.scheduler",
     "decode_svc.sequence",
     "decode_svc.sequence",
-    "prefill_svc.plan",
+    "prefill_svc.load_plan",
     "prefill_svc.scheduler",
     "router.output.stops",
     "router.placement.block_hasher",

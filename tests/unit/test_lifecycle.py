@@ -59,10 +59,10 @@ def test_every_state_has_the_nearer_deadline_and_the_end_is_final(
             continue
         assert before is not State.ENDED
         assert life.deadline == min(request_deadline, now + limit_s)
-        assert life.overdue(life.deadline)
-        assert life.of_request() == (request_deadline < math.inf and request_deadline <= now + limit_s)
+        assert life.is_overdue(life.deadline)
+        assert life.is_request_deadline() == (request_deadline < math.inf and request_deadline <= now + limit_s)
     assert life.end(now)
-    assert not life.overdue(now + 1e9)
+    assert not life.is_overdue(now + 1e9)
     for state in State:
         with pytest.raises(EngineError):
             life.enter(state, now)

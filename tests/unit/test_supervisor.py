@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import Unavailable
-from baton.supervisor import Child, Supervisor, Times, addresses
+from baton.supervisor import SupervisedProcess, Supervisor, SupervisorTimes, addresses
 from tests.processes import gone
 
 WAIT_S = 60.0
@@ -77,7 +77,7 @@ async def said(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Lines]:
     log.removeHandler(handler)
 
 
-async def started(group: Supervisor, code: str) -> Child:
+async def started(group: Supervisor, code: str) -> SupervisedProcess:
     child = await group.start("w", script(code))
     async with asyncio.timeout(WAIT_S):
         await group.ready(child)
@@ -103,7 +103,7 @@ async def test_a_death_is_told_with_its_last_line_and_ends_the_wait_for_others(s
 
 
 async def test_the_pause_before_a_successor_grows_to_its_limit(said: Lines) -> None:
-    async with Supervisor(said.add, Times(pause_s=0.02, max_pause_s=0.05)) as group:
+    async with Supervisor(said.add, SupervisorTimes(pause_s=0.02, max_pause_s=0.05)) as group:
         (await group.start("w", script(FAIL))).restart_on_death()
         pauses = await said.until("log: w ended with exit status 3; its last line: because; it is started (.*)", 4)
         assert not group.death.done()
@@ -111,7 +111,7 @@ async def test_the_pause_before_a_successor_grows_to_its_limit(said: Lines) -> N
 
 
 async def test_one_that_had_served_has_its_successor_at_once(said: Lines) -> None:
-    async with Supervisor(said.add, Times(pause_s=3600.0, steady_s=0.0)) as group:
+    async with Supervisor(said.add, SupervisorTimes(pause_s=3600.0, steady_s=0.0)) as group:
         (await started(group, SERVE)).restart_on_death(script(f"print('in its place'); {SERVE}"))
         for number in (1, 2, 3):
             pid = int((await said.until(r"w: pid=(\d+)", number))[-1])
@@ -126,7 +126,7 @@ async def test_one_that_can_not_be_started_has_not_served(said: Lines, monkeypat
     async def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "no memory")
 
-    async with Supervisor(said.add, Times(pause_s=0.02, steady_s=0.0)) as group:
+    async with Supervisor(said.add, SupervisorTimes(pause_s=0.02, steady_s=0.0)) as group:
         child = await started(group, "print('listening a=1:2'); signal.pause()")
         monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
         child.restart_on_death()
@@ -155,7 +155,7 @@ async def test_a_stop_lets_children_drain_unless_a_second_one_cuts_that_short(sa
 
 
 async def test_whoever_ignores_sigterm_is_killed_after_two(said: Lines) -> None:
-    async with Supervisor(said.add, Times(kill_s=0.01)) as group:
+    async with Supervisor(said.add, SupervisorTimes(kill_s=0.01)) as group:
         await started(group, DEAF)
         async with asyncio.timeout(WAIT_S):
             stopping = asyncio.create_task(group.stop(3600.0))
@@ -167,7 +167,7 @@ async def test_whoever_ignores_sigterm_is_killed_after_two(said: Lines) -> None:
 
 @pytest.mark.parametrize("pause", [3600.0, 0.0])
 async def test_a_stop_ends_the_pause_and_overtakes_a_start(said: Lines, pause: float) -> None:
-    async with asyncio.timeout(WAIT_S), Supervisor(said.add, Times(pause_s=pause)) as group:
+    async with asyncio.timeout(WAIT_S), Supervisor(said.add, SupervisorTimes(pause_s=pause)) as group:
         (await group.start("w", script(FAIL))).restart_on_death()
         await said.until("it is started again", 2)
 

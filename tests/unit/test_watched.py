@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.watched import Watched, watch_file
+from baton.watched import WatchedFiles, watch_file
 
 
 def number(data: bytes) -> int:
@@ -61,7 +61,7 @@ def test_several_files_are_read_together(tmp_path: Path) -> None:
     paths = {name: tmp_path / name for name in ("one", "two")}
     for path in paths.values():
         path.write_bytes(b"a")
-    watched = Watched({name: str(path) for name, path in paths.items()}, lambda one, two: one + two)
+    watched = WatchedFiles({name: str(path) for name, path in paths.items()}, lambda one, two: one + two)
     assert watched.value() == b"aa"
     replace(paths["two"], b"b")
     assert watched.value() == b"ab"

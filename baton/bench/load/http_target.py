@@ -22,7 +22,7 @@ import aiohttp
 from baton.bench.load.outcome import Ending, Outcome, RequestFailed
 from baton.bench.load.targets import Place
 from baton.bench.load.workload import Job
-from baton.errors import ConfigError, shown
+from baton.errors import ConfigError, preview
 
 KEEP_ALIVE_S = 2.0
 """Less than servers keep a connection that is idle (uvicorn: 5 s), or a request would meet one as it closes."""
@@ -169,7 +169,7 @@ class _Reader:
         try:
             event = json.loads(data)
             if "error" in event:
-                raise RequestFailed("error event", shown(event["error"]))
+                raise RequestFailed("error event", preview(event["error"]))
             if usage := event.get("usage"):
                 self._usage = int(usage["completion_tokens"])
                 if (prompt_tokens := usage.get("prompt_tokens")) is not None:
@@ -179,7 +179,7 @@ class _Reader:
             for choice in event.get("choices", ()):
                 self._choice(choice)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RequestFailed("bad event", f"{type(error).__name__}: {error}: {shown(data)}") from None
+            raise RequestFailed("bad event", f"{type(error).__name__}: {error}: {preview(data)}") from None
 
     def _choice(self, choice: Mapping[str, Any]) -> None:
         self._finish = choice.get("finish_reason") or self._finish

@@ -19,7 +19,7 @@ from typing import Any
 
 from baton.bench.load.lengths import Lengths
 from baton.bench.load.workload import Job
-from baton.errors import InvalidRequest, shown
+from baton.errors import InvalidRequest, preview
 from baton.rpc import requests
 
 _TEXT, _IDS = "a text", "a list of token ids"
@@ -91,15 +91,15 @@ def _line(number: int, text: str) -> Line:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("prompt", f"is no JSON: {error}") from None
     if not isinstance(values, dict):
-        raise InvalidRequest("prompt", f"must be an object, got {shown(values)}")
+        raise InvalidRequest("prompt", f"must be an object, got {preview(values)}")
     if unknown := values.keys() - set(_FIELDS):
         raise InvalidRequest(min(unknown), f"is none of {', '.join(_FIELDS)}")
     name, prompt = _only(values, tuple(_PROMPT), f"must have one of {', '.join(_PROMPT)}")
     if not prompt or _kind(prompt) not in _PROMPT[name]:
-        raise InvalidRequest(name, f"must be {' or '.join(_PROMPT[name])} that is not empty, got {shown(prompt)}")
+        raise InvalidRequest(name, f"must be {' or '.join(_PROMPT[name])} that is not empty, got {preview(prompt)}")
     name, tokens = _only(values, _TOKENS, f"may have one of {', '.join(_TOKENS)}", at_least=0)
     if name and (type(tokens) is not int or tokens < 1):
-        raise InvalidRequest(name, f"must be a whole number of at least 1, got {shown(tokens)}")
+        raise InvalidRequest(name, f"must be a whole number of at least 1, got {preview(tokens)}")
     salt = values.get("cache_salt", "")
     # As a client checks what it sends.
     requests.generate_request("", prompt, {"max_tokens": tokens}, cache_salt=salt)

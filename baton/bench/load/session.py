@@ -38,7 +38,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LoadSettings:
     """What is measured; `arrivals` are those of a trace, `speed` is what its gaps were divided by.
 
     `prompts` are those of the file named `prompt_file`, in place of random ones. `max_concurrency` caps open loops.
@@ -69,7 +69,7 @@ class Settings:
         return bool(self.prompts) and all(isinstance(each.prompt, str) for each in self.prompts)
 
 
-async def measured(settings: Settings, console: Console) -> AsyncGenerator[dict[str, Any], None]:
+async def measured(settings: LoadSettings, console: Console) -> AsyncGenerator[dict[str, Any], None]:
     """A report for each load, as it is done; the last one tells if Ctrl-C or SIGTERM ended its run.
 
     Raises RequestFailed if the server does not serve even a small request, ConfigError for settings that can't be used.
@@ -101,7 +101,7 @@ async def measured(settings: Settings, console: Console) -> AsyncGenerator[dict[
                 return
 
 
-async def _warmed(target: Target, settings: Settings, vocab_size: int) -> None:
+async def _warmed(target: Target, settings: LoadSettings, vocab_size: int) -> None:
     seed = f"{settings.seed}/warmup"
     plan = Plan(_WARMUP_USERS, settings.warmup, None, settings.timeout_s)
     if settings.texts:
@@ -111,7 +111,7 @@ async def _warmed(target: Target, settings: Settings, vocab_size: int) -> None:
     await Run(plan).go(target, jobs)
 
 
-def _jobs(settings: Settings, load: Load, seed: str, vocab_size: int) -> Iterator[Job]:
+def _jobs(settings: LoadSettings, load: Load, seed: str, vocab_size: int) -> Iterator[Job]:
     prompts = Prompts(seed, vocab_size, settings.shared)
     if load.trace is not None:
         return traced(prompts, settings.arrivals)
@@ -121,7 +121,7 @@ def _jobs(settings: Settings, load: Load, seed: str, vocab_size: int) -> Iterato
     return drawn(prompts, seed, settings.inputs, settings.outputs, due)
 
 
-def _workload(settings: Settings, load: Load, vocab_size: int) -> dict[str, Any]:
+def _workload(settings: LoadSettings, load: Load, vocab_size: int) -> dict[str, Any]:
     """What was asked, with all that is needed to ask it again."""
     own: dict[str, Any] = {"trace": load.trace, "speed": settings.speed}
     if settings.prompts:

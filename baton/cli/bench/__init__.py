@@ -15,7 +15,7 @@ from baton.cli.bench.transfer import transfer
 from baton.cli.failures import INTERRUPTED
 
 
-class _Group(click.Group):
+class _BenchGroup(click.Group):
     """Commands for which a Ctrl-C before there is anything to report has its status too."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -27,7 +27,7 @@ class _Group(click.Group):
             sys.exit(INTERRUPTED)
 
 
-@click.group(cls=_Group)
+@click.group(cls=_BenchGroup)
 def bench() -> None:
     """Measure servers, engines and links."""
 

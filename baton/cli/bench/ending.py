@@ -12,7 +12,7 @@ import click
 from baton.cli.failures import INTERRUPTED
 
 
-def deliver(report: dict[str, Any] | None, file: Path | None, show: Callable[[dict[str, Any]], object]) -> None:
+def write_report(report: dict[str, Any] | None, file: Path | None, show: Callable[[dict[str, Any]], object]) -> None:
     """Write the report of `baton.bench.interrupts.last_report` and show it; ends the process if it was interrupted.
 
     Raises KeyboardInterrupt if nothing was complete.

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.cli.bench.ending import deliver
+from baton.cli.bench.ending import write_report
 from baton.cli.failures import extra_installed
 from baton.cli.options import ReportFile
 from baton.cli.tables import output, size, table
@@ -107,7 +107,7 @@ def engine(
         raise click.UsageError(str(error)) from None
     except BatonError as error:
         raise click.ClickException(str(error)) from None
-    deliver(report, json_path, partial(_show, plot=plot))
+    write_report(report, json_path, partial(_show, plot=plot))
 
 
 def _show(report: dict[str, Any], plot: Path | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from baton.cli.bench.ending import deliver
+from baton.cli.bench.ending import write_report
 from baton.cli.options import ReportFile
 
 
@@ -38,7 +38,7 @@ def router(
         found = last_report(measure(bench, lambda what: click.echo(f"measuring: {what}", err=True)))
     except BatonError as error:
         raise click.ClickException(str(error)) from None
-    deliver(found, file, _print)
+    write_report(found, file, _print)
 
 
 def _print(found: dict[str, Any]) -> None:

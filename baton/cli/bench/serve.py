@@ -19,7 +19,7 @@ from baton.cli.options import ReportFile, Seconds, connection, connection_option
 from baton.config.options import usage_errors
 
 if TYPE_CHECKING:
-    from baton.bench.load.session import Load, Settings
+    from baton.bench.load.session import Load, LoadSettings
 
 _EPILOG = (
     "TARGET is grpc://HOST:PORT for Baton, or http://HOST:PORT/v1/completions for any OpenAI-compatible server. A DIST "
@@ -148,12 +148,12 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
         # Before and after runs, which take it themselves.
         with usage_errors(), at_interrupt(interrupt):
             table = None if json_file == Path("-") else output()
-            asyncio.run(_measured(settings, console, table, reports))
+            asyncio.run(_measure(settings, console, table, reports))
     except RequestFailed as error:
         click.echo(f"error: {target} does not serve: {error.kind}: {error}", err=True)
         sys.exit(FAILED)
     except ModuleNotFoundError as error:
-        raise click.ClickException(_missing(error.name)) from None
+        raise click.ClickException(_explain_missing(error.name)) from None
     except KeyboardInterrupt:
         if not reports:
             raise
@@ -164,7 +164,7 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
     sys.exit(0 if any(each["requests"]["finished"] for each in reports) else FAILED)
 
 
-async def _measured(settings: Settings, console: Any, table: Any, reports: list[dict[str, Any]]) -> None:
+async def _measure(settings: LoadSettings, console: Any, table: Any, reports: list[dict[str, Any]]) -> None:
     """Append the report of each load to `reports` and show it, as it is done."""
     from baton.bench.load.session import measured
     from baton.bench.load.show import print_report, warnings
@@ -199,7 +199,7 @@ def _write(reports: list[dict[str, Any]], *, many: bool, json_file: Path | None,
 def _check_plot(folder: Path) -> None:
     """Make the folder, and refuse pictures that could not be drawn once all is measured."""
     if find_spec("matplotlib") is None:
-        raise click.ClickException(_missing("matplotlib"))
+        raise click.ClickException(_explain_missing("matplotlib"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -208,14 +208,14 @@ def _check_plot(folder: Path) -> None:
         raise click.BadParameter(f"{str(folder)!r} is not yours to write to", param_hint="'--plot'")
 
 
-def _missing(name: str | None) -> str:
+def _explain_missing(name: str | None) -> str:
     return f"{name} is missing: pip install 'baton[bench]'"
 
 
-def _settings(target: str, flags: dict[str, Any]) -> Settings:
+def _settings(target: str, flags: dict[str, Any]) -> LoadSettings:
     """Settings of the flags; raises click.UsageError for those that do not go together."""
     from baton.bench.load.report import Objectives
-    from baton.bench.load.session import Settings
+    from baton.bench.load.session import LoadSettings
     from baton.bench.load.targets import CONNECTIONS, Place, is_grpc
 
     try:
@@ -238,7 +238,7 @@ def _settings(target: str, flags: dict[str, Any]) -> Settings:
         if flags[name] is not None:
             more[field] = _lengths(name, flags[name])
     once = None if flags["seconds"] else len(more.get("prompts", ())) or None
-    return Settings(
+    return LoadSettings(
         place,
         loads,
         requests=flags["requests"] or once,

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from baton.cli.bench.ending import deliver
+from baton.cli.bench.ending import write_report
 from baton.cli.failures import extra_installed
 from baton.cli.options import ReportFile
 
@@ -41,7 +41,7 @@ def transfer(tokens: int, streams: tuple[int, ...], repeats: int, file: Path | N
             found = last_report(measure(streams=streams, tokens=tokens, repeats=repeats))
     except BatonError as error:
         raise click.ClickException(str(error)) from None
-    deliver(None if found is None else {**about.report(), **found}, file, _print)
+    write_report(None if found is None else {**about.report(), **found}, file, _print)
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def parse_redis_url(url: str) -> RedisAddress:
     """Raises ConfigError for a bad URL; the message contains no password."""
     scheme, found, rest = url.partition("://")
     if not found or f"{scheme}://" not in SCHEMES:
-        raise ConfigError(f"redis: must be none or begin with {', '.join(SCHEMES)}, got {_shown(url)!r}")
+        raise ConfigError(f"redis: must be none or begin with {', '.join(SCHEMES)}, got {_redact(url)!r}")
     base, _, kind = scheme.partition("+")
     rest, _, query = rest.partition("?")
     authority, _, path = rest.partition("/")
@@ -63,19 +63,19 @@ def parse_redis_url(url: str) -> RedisAddress:
     plain = "&".join(pair for pair in query.split("&") if not pair.startswith("sentinel_"))
     if base == "unix":
         if hosts or not path:
-            raise ConfigError(f"redis: must be unix:// and an absolute path, got {_shown(url)!r}")
+            raise ConfigError(f"redis: must be unix:// and an absolute path, got {_redact(url)!r}")
         return RedisAddress("server", url)
     addresses = tuple(_host(host, _SENTINEL_PORT if kind == "sentinel" else _PORT, url) for host in hosts.split(","))
     if not kind and len(addresses) > 1:
-        raise ConfigError(f"redis: {scheme}:// takes one host, got {_shown(url)!r}")
+        raise ConfigError(f"redis: {scheme}:// takes one host, got {_redact(url)!r}")
     service, _, db = path.partition("/") if kind == "sentinel" else ("", "", path)
     db = db.rstrip("/")
     if kind == "sentinel" and not service:
-        raise ConfigError(f"redis: needs the name of the service after the sentinels, got {_shown(url)!r}")
+        raise ConfigError(f"redis: needs the name of the service after the sentinels, got {_redact(url)!r}")
     if not all(number.isdecimal() for number in (db or "0", options.get("db", "0"))):
-        raise ConfigError(f"redis: the database must be a number, got {_shown(url)!r}")
+        raise ConfigError(f"redis: the database must be a number, got {_redact(url)!r}")
     if kind == "cluster" and int(options.get("db", db or "0")):
-        raise ConfigError(f"redis: a cluster has no databases but 0, got {_shown(url)!r}")
+        raise ConfigError(f"redis: a cluster has no databases but 0, got {_redact(url)!r}")
     host, port = addresses[0]
     return RedisAddress(
         kind="cluster" if kind == "cluster" else "sentinel" if kind == "sentinel" else "server",
@@ -93,13 +93,13 @@ def _host(text: str, port: int, url: str) -> tuple[str, int]:
         host, closed, number = text[1:].partition("]")
         colon, number = number[:1], number[1:]
         if not closed or colon not in ("", ":"):
-            raise ConfigError(f"redis: not an address: {text!r}, got {_shown(url)!r}")
+            raise ConfigError(f"redis: not an address: {text!r}, got {_redact(url)!r}")
     elif ":" in text:
         host, colon, number = text.rpartition(":")
     if colon and not (number.isdecimal() and 0 < int(number) < 1 << 16):
-        raise ConfigError(f"redis: the port must be a number from 1 to 65535, got {_shown(url)!r}")
+        raise ConfigError(f"redis: the port must be a number from 1 to 65535, got {_redact(url)!r}")
     if not host and (colon or "," in url.rpartition("@")[2]):
-        raise ConfigError(f"redis: a host is missing, got {_shown(url)!r}")
+        raise ConfigError(f"redis: a host is missing, got {_redact(url)!r}")
     return host or "localhost", int(number) if colon else port
 
 
@@ -109,13 +109,13 @@ def _options(query: str, tls: bool, sentinel: bool, url: str) -> dict[str, str]:
     for name, value in options.items():
         if name not in known:
             why = "needs rediss" if name in _TLS else f"must be one of {', '.join(known)}"
-            raise ConfigError(f"redis: option {name!r} {why}, got {_shown(url)!r}")
+            raise ConfigError(f"redis: option {name!r} {why}, got {_redact(url)!r}")
         if name in _FILES and not Path(value).exists():
             raise ConfigError(f"redis: {name}: no such file: {value!r}")
     return options
 
 
-def _shown(url: str) -> str:
+def _redact(url: str) -> str:
     """The URL without user, password and options."""
     scheme, found, rest = url.partition("?")[0].partition("://")
     return scheme.rpartition("@")[2] + found + rest.rpartition("@")[2]

@@ -55,7 +55,7 @@ class PrefixCache(Protocol):
     """KV blocks by digest; used from one asyncio loop."""
 
     @property
-    def stores(self) -> bool:
+    def enabled(self) -> bool:
         """Whether a block that is put here can be found again; if not, callers need not put any."""
 
     async def check(self) -> None:
@@ -67,7 +67,7 @@ class PrefixCache(Protocol):
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         """Payloads of the leading digests, up to the first miss; callers limit the number of digests."""
 
-    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Whether each block should be put: it is not known to be stored, and was seen often enough.
 
         Call it once for each request, when its KV is final, with its whole chain from the first block on. It counts
@@ -84,7 +84,7 @@ class PrefixCache(Protocol):
         Renews their expiry in shared stores: in the background, and only for a sample of the calls.
         """
 
-    def rates(self) -> Mapping[str, FetchRate]:
+    def fetch_rates(self) -> Mapping[str, FetchRate]:
         """The measured fetch rates by tier, without tiers from which nothing was fetched yet."""
 
     def watch(self, changed: PrefixesChanged | None) -> None:

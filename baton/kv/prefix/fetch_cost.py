@@ -29,7 +29,7 @@ TRIAL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class FetchDecision:
     """How many of the `found` leading blocks to fetch, and the seconds that this should save by the known rates."""
 
     found: int
@@ -52,32 +52,32 @@ class FetchCostModel:
 
     def __init__(self, block_bytes: int, block_tokens: int) -> None:
         self._block_bytes, self._block_tokens = block_bytes, block_tokens
-        self._measured: dict[str, float] = {}
+        self._fetched_at: dict[str, float] = {}
 
-    def decide(self, hits: Hits, rates: Mapping[str, FetchRate], prefill_rate: float, now: float) -> Decision:
+    def decide(self, hits: Hits, rates: Mapping[str, FetchRate], prefill_rate: float, now: float) -> FetchDecision:
         """Decide for one request; `now` is in seconds of a monotonic clock."""
         runs, gain_s, saves_s, taken = hits.runs, 0.0, 0.0, 0
         for number, (tier, blocks) in enumerate(runs, 1):
-            gain_s += self.computing_s(blocks, prefill_rate) - self.fetching_s(blocks, rates.get(tier))
+            gain_s += self.estimate_compute_s(blocks, prefill_rate) - self.estimate_fetch_s(blocks, rates.get(tier))
             if gain_s >= saves_s or prefill_rate <= 0:
                 taken, saves_s = number, gain_s
         for tier, _ in runs[:taken]:
-            self._measured[tier] = now
+            self._fetched_at[tier] = now
         fetched = sum(blocks for _, blocks in runs[:taken])
         if taken < len(runs):
             tier, blocks = runs[taken]  # which loses, and so has a rate
-            if now - self._measured.setdefault(tier, now) >= TRIAL_EVERY_S:
-                self._measured[tier] = now
-                return Decision(hits.blocks, fetched + self._trial(blocks, rates[tier]), saves_s, trial=True)
-        return Decision(hits.blocks, fetched, saves_s)
+            if now - self._fetched_at.setdefault(tier, now) >= TRIAL_EVERY_S:
+                self._fetched_at[tier] = now
+                return FetchDecision(hits.blocks, fetched + self._trial(blocks, rates[tier]), saves_s, trial=True)
+        return FetchDecision(hits.blocks, fetched, saves_s)
 
-    def fetching_s(self, blocks: int, rate: FetchRate | None) -> float:
+    def estimate_fetch_s(self, blocks: int, rate: FetchRate | None) -> float:
         """Seconds that a run is expected to take from a tier; 0 if that is not known."""
         if rate is None or rate.bytes_per_s <= 0:
             return 0.0
         return rate.latency_s + blocks * self._block_bytes / rate.bytes_per_s
 
-    def computing_s(self, blocks: int, prefill_rate: float) -> float:
+    def estimate_compute_s(self, blocks: int, prefill_rate: float) -> float:
         """Seconds that computing a run is expected to take; 0 if that is not known."""
         return blocks * self._block_tokens / prefill_rate if prefill_rate > 0 else 0.0
 

@@ -21,8 +21,8 @@ from baton.telemetry import metrics
 
 TIER = "host"
 
-_MOST_AWAITED = 1 << 16
-_STALE_PLACES = 4096
+_MAX_PARENTS = 1 << 16
+_STALE_ENTRIES = 4096
 _SLACK = 16
 
 _HIT, _MISS, _FETCHED, _EVICTED = (
@@ -30,7 +30,7 @@ _HIT, _MISS, _FETCHED, _EVICTED = (
 )
 
 
-class _Run:
+class _ChainRun:
     """Blocks of one use of a chain, in its order. Blocks that have moved to a later run since must be skipped."""
 
     __slots__ = ("digests",)
@@ -46,15 +46,15 @@ class HostPrefixCache:
         self._capacity = capacity_bytes
         self._bytes = 0
         self._payloads: dict[bytes, Payload] = {}
-        self._run_of: dict[bytes, _Run] = {}
-        self._runs: deque[_Run] = deque()
-        self._places = 0
-        self._awaited: dict[bytes, bytes] = {}
+        self._run_of: dict[bytes, _ChainRun] = {}
+        self._runs: deque[_ChainRun] = deque()
+        self._entries = 0
+        self._parents: dict[bytes, bytes] = {}
         self._hits = self._misses = 0
         self._changed: PrefixesChanged | None = None
 
     @property
-    def stores(self) -> bool:
+    def enabled(self) -> bool:
         """Whether the capacity is above 0."""
         return self._capacity > 0
 
@@ -81,54 +81,54 @@ class HostPrefixCache:
         """A block's payload, or None."""
         return self._payloads.get(digest)
 
-    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Blocks that are not cached here and were no hits; marks the chain as used."""
-        wanted = self.missing(digests, hits)
+        wanted = self.select_missing(digests, hits)
         self.mark_used(digests, wanted)
         return wanted
 
-    def missing(self, digests: Sequence[bytes], hits: int) -> list[bool]:
+    def select_missing(self, digests: Sequence[bytes], hits: int) -> list[bool]:
         """The same as `wants`, without marking the chain as used."""
-        return [self.stores and index >= hits and digest not in self for index, digest in enumerate(digests)]
+        return [self.enabled and index >= hits and digest not in self for index, digest in enumerate(digests)]
 
     def put(self, digest: bytes, payload: Payload) -> bool:
         """Keep the block; False if it would have to evict the blocks before it in its chain."""
         if digest in self._payloads:
             return True
-        parent, size = self._awaited.pop(digest, None), _held_bytes(payload)
+        parent, size = self._parents.pop(digest, None), _buffer_bytes(payload)
         if size > self._capacity or (parent is not None and parent not in self._payloads):
             return False
-        run = _Run() if parent is None else self._run_of[parent]
+        run = _ChainRun() if parent is None else self._run_of[parent]
         dropped = self._make_room(size, run)
         kept = self._bytes + size <= self._capacity
         if kept:
-            self._payloads[digest] = own(payload)
+            self._payloads[digest] = to_owned(payload)
             self._bytes += size
             self._place(run, digest)
         self._notify((digest,) if kept else (), dropped)
         return kept
 
-    def mark_used(self, digests: Sequence[bytes], follow: Sequence[bool] | None = None) -> None:
-        """Mark consecutive blocks of a chain as used; `follow`: which of the missing ones will be put (default: all).
+    def mark_used(self, digests: Sequence[bytes], will_put: Sequence[bool] | None = None) -> None:
+        """Mark consecutive blocks of a chain as used; `will_put`: which of the missing ones will be put (default: all).
 
         Such a block is kept only if the block before it is still cached when it is put.
         """
-        if not self.stores:
+        if not self.enabled:
             return
-        run, parent = _Run(), None
+        run, parent = _ChainRun(), None
         for index, digest in enumerate(digests):
             if digest in self._payloads:
                 self._place(run, digest)
                 parent = digest
                 continue
-            self._awaited.pop(digest, None)
-            follows = follow is None or follow[index]
-            if follows and parent is not None:
-                self._awaited[digest] = parent
-            parent = digest if follows else None
-        while len(self._awaited) > _MOST_AWAITED:
-            del self._awaited[next(iter(self._awaited))]
-        if self._places > 2 * len(self._payloads) + _STALE_PLACES:
+            self._parents.pop(digest, None)
+            put_later = will_put is None or will_put[index]
+            if put_later and parent is not None:
+                self._parents[digest] = parent
+            parent = digest if put_later else None
+        while len(self._parents) > _MAX_PARENTS:
+            del self._parents[next(iter(self._parents))]
+        if self._entries > 2 * len(self._payloads) + _STALE_ENTRIES:
             self._compact()
 
     def count_fetched(self, blocks: int) -> None:
@@ -145,7 +145,7 @@ class HostPrefixCache:
     def touch(self, digests: Sequence[bytes]) -> None:
         """Do nothing: blocks that are used in the engine's pages need no second copy."""
 
-    def rates(self) -> Mapping[str, FetchRate]:
+    def fetch_rates(self) -> Mapping[str, FetchRate]:
         """Empty: a fetch from memory takes no time."""
         return {}
 
@@ -164,7 +164,7 @@ class HostPrefixCache:
         self._payloads.clear()
         self._run_of.clear()
         self._runs.clear()
-        self._bytes = self._places = 0
+        self._bytes = self._entries = 0
         self._notify((), dropped)
         return [CacheTier(TIER, len(dropped), size)]
 
@@ -175,14 +175,14 @@ class HostPrefixCache:
         """Drop all blocks."""
         await self.clear(shared=False)
 
-    def _place(self, run: _Run, digest: bytes) -> None:
+    def _place(self, run: _ChainRun, digest: bytes) -> None:
         if not run.digests:
             self._runs.append(run)
         run.digests.append(digest)
         self._run_of[digest] = run
-        self._places += 1
+        self._entries += 1
 
-    def _make_room(self, size: int, keep: _Run) -> list[bytes]:
+    def _make_room(self, size: int, keep: _ChainRun) -> list[bytes]:
         """Evict until `size` fits, or `keep` is the oldest run; returns the evicted digests."""
         dropped: list[bytes] = []
         while self._bytes + size > self._capacity and self._runs and self._runs[0] is not keep:
@@ -191,10 +191,10 @@ class HostPrefixCache:
                 self._runs.popleft()
                 continue
             digest = run.digests.pop()
-            self._places -= 1
+            self._entries -= 1
             if self._run_of.get(digest) is run:
                 del self._run_of[digest]
-                self._bytes -= _held_bytes(self._payloads.pop(digest))
+                self._bytes -= _buffer_bytes(self._payloads.pop(digest))
                 dropped.append(digest)
         if dropped:
             _EVICTED.inc(len(dropped))
@@ -205,14 +205,14 @@ class HostPrefixCache:
         for run in self._runs:
             run.digests = [digest for digest in run.digests if self._run_of.get(digest) is run]
         self._runs = deque(run for run in self._runs if run.digests)
-        self._places = len(self._payloads)
+        self._entries = len(self._payloads)
 
     def _notify(self, stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
         if self._changed is not None and (stored or dropped):
             self._changed(stored, dropped)
 
 
-def own(payload: Payload) -> Payload:
+def to_owned(payload: Payload) -> Payload:
     """The payload, copied unless it `is_owned`."""
     return payload if is_owned(payload) else bytes(payload)
 
@@ -229,7 +229,7 @@ def _buffer(payload: Payload) -> bytes | None:
     return whole if isinstance(whole, bytes) and len(whole) * _SLACK <= payload.nbytes * (_SLACK + 1) else None
 
 
-def _held_bytes(payload: Payload) -> int:
+def _buffer_bytes(payload: Payload) -> int:
     """Bytes of memory that keeping a payload takes."""
     buffer = _buffer(payload)
     return memoryview(payload).nbytes if buffer is None else len(buffer)

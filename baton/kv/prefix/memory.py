@@ -14,7 +14,7 @@ class NullPrefixCache:
     """Finds nothing and keeps nothing."""
 
     @property
-    def stores(self) -> bool:
+    def enabled(self) -> bool:
         """False."""
         return False
 
@@ -29,7 +29,7 @@ class NullPrefixCache:
         """Nothing."""
         return []
 
-    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Nothing."""
         return [False] * len(digests)
 
@@ -40,7 +40,7 @@ class NullPrefixCache:
     def touch(self, digests: Sequence[bytes]) -> None:
         """Nothing can go stale."""
 
-    def rates(self) -> Mapping[str, FetchRate]:
+    def fetch_rates(self) -> Mapping[str, FetchRate]:
         """Nothing is ever fetched."""
         return {}
 
@@ -71,7 +71,7 @@ class MemoryPrefixCache:
         self._changed: PrefixesChanged | None = None
 
     @property
-    def stores(self) -> bool:
+    def enabled(self) -> bool:
         """True."""
         return True
 
@@ -89,7 +89,7 @@ class MemoryPrefixCache:
         """Payloads up to the first miss."""
         return [self.blocks[digest] for digest in takewhile(self.blocks.__contains__, digests)]
 
-    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Whatever is not there, unless it was a hit nearer by."""
         return [index >= hits and digest not in self.blocks for index, digest in enumerate(digests)]
 
@@ -104,7 +104,7 @@ class MemoryPrefixCache:
     def touch(self, digests: Sequence[bytes]) -> None:
         """Nothing goes stale."""
 
-    def rates(self) -> Mapping[str, FetchRate]:
+    def fetch_rates(self) -> Mapping[str, FetchRate]:
         """Nothing is measured."""
         return {}
 

@@ -41,7 +41,7 @@ def open_prefix_cache(
     check_url(url)
     host = HostPrefixCache(cache_memory)
     if url in ("", "none"):
-        return host if host.stores else NullPrefixCache()
+        return host if host.enabled else NullPrefixCache()
     if not fleet_secret:
         _log.warning("no fleet secret is set: whoever can write to Redis can plant cached blocks")
     from baton.kv.prefix.redis import RedisPrefixCache

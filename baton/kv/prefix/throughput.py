@@ -18,11 +18,11 @@ class Throughput:
         self._latency_s = DecayingAverage(_LATENCY_WEIGHT)
         self._bytes_per_s = DecayingRate()
 
-    def looked_up(self, seconds: float) -> None:
+    def record_lookup(self, seconds: float) -> None:
         """Record a look-up that took `seconds`."""
         self._latency_s.add(seconds)
 
-    def fetched(self, size: int, seconds: float) -> None:
+    def record_fetch(self, size: int, seconds: float) -> None:
         """Record a fetch of `size` bytes that took `seconds`."""
         if size >= ENOUGH_BYTES and seconds > 0:
             self._bytes_per_s.add(size, seconds)

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, groupby, repeat
 
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixCache, PrefixesChanged
-from baton.kv.prefix.host import TIER, HostPrefixCache, is_owned, own
+from baton.kv.prefix.host import TIER, HostPrefixCache, is_owned, to_owned
 from baton.kv.prefix.write_filter import BlockState, WriteFilter
 
 TOUCH_SHARE = 1 / 8
@@ -51,14 +51,14 @@ class TieredPrefixCache:
         self._host, self._shared = host, shared
         self._touch_share = touch_share
         self._write_filter = write_filter or WriteFilter()
-        self._due = {
+        self._write_states = {
             "first": (BlockState.ONCE, BlockState.AGAIN, BlockState.REFUSED),
             "second": (BlockState.AGAIN, BlockState.REFUSED),
             "never": (),
         }[writes]
 
     @property
-    def stores(self) -> bool:
+    def enabled(self) -> bool:
         """True."""
         return True
 
@@ -85,7 +85,7 @@ class TieredPrefixCache:
         """Payloads up to the first miss, each from the nearest tier that has it."""
         held = [self._host.get(digest) for digest in digests]
         missing = [digest for digest, payload in zip(digests, held, strict=True) if payload is None]
-        fetched = await self._keep(missing, await self._shared.fetch(missing)) if missing else []
+        fetched = await self._keep_in_host(missing, await self._shared.fetch(missing)) if missing else []
         farther, payloads = iter(fetched), []
         for payload in held:
             payload = next(farther, None) if payload is None else payload
@@ -97,11 +97,11 @@ class TieredPrefixCache:
         (self._shared.touch if fetched else self.touch)(digests[: len(payloads)])
         return payloads
 
-    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Computed blocks that are not in host memory, and all that the store needs and host memory can't supply."""
         seen = self._write_filter.observe(digests)
-        due = [digest for digest, times in zip(digests, seen, strict=True) if times in self._due]
-        absent = {digest for digest, wanted in zip(due, self._shared.wants(due), strict=True) if wanted}
+        due = [digest for digest, times in zip(digests, seen, strict=True) if times in self._write_states]
+        absent = {digest for digest, wanted in zip(due, self._shared.select_writes(due), strict=True) if wanted}
         for digest in due:
             payload = self._host.get(digest)
             if payload is not None and digest in absent:
@@ -109,27 +109,27 @@ class TieredPrefixCache:
                 if not self._store(digest, payload):
                     absent.clear()  # it would refuse the rest as well, after a copy out of the engine
                     break
-        lacking = self._host.missing(digests, hits)
-        wanted = [lacks or digest in absent for lacks, digest in zip(lacking, digests, strict=True)]
+        missing = self._host.select_missing(digests, hits)
+        wanted = [lacks or digest in absent for lacks, digest in zip(missing, digests, strict=True)]
         self._host.mark_used(digests, wanted)
         return wanted
 
     def put(self, digest: bytes, payload: Payload) -> bool:
         """Keep the block in host memory, and write it to the store if `writes` says so; False if neither was done."""
-        if self._host.stores:
-            payload = own(payload)
+        if self._host.enabled:
+            payload = to_owned(payload)
         kept = self._host.put(digest, payload)
         seen = self._write_filter.state(digest) or self._write_filter.observe([digest])[0]
-        return (seen in self._due and self._store(digest, payload)) or kept or seen is BlockState.STORED
+        return (seen in self._write_states and self._store(digest, payload)) or kept or seen is BlockState.STORED
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Renew the expiry of the blocks in the store, if the call is one of the sample."""
         if digests and random.random() < self._touch_share:
             self._shared.touch(digests)
 
-    def rates(self) -> Mapping[str, FetchRate]:
+    def fetch_rates(self) -> Mapping[str, FetchRate]:
         """Of both."""
-        return {**self._host.rates(), **self._shared.rates()}
+        return {**self._host.fetch_rates(), **self._shared.fetch_rates()}
 
     def watch(self, changed: PrefixesChanged | None) -> None:
         """Tell of the blocks in host memory."""
@@ -137,11 +137,11 @@ class TieredPrefixCache:
 
     async def stats(self) -> list[CacheTier]:
         """Host memory, if there is any, then the store."""
-        return [*(await self._host.stats() if self._host.stores else ()), *await self._shared.stats()]
+        return [*(await self._host.stats() if self._host.enabled else ()), *await self._shared.stats()]
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
         """Drop all blocks in host memory, and those in the store if asked to."""
-        near = await self._host.clear(shared=False) if self._host.stores else []
+        near = await self._host.clear(shared=False) if self._host.enabled else []
         cleared = [*near, *await self._shared.clear(shared=shared)]
         if shared:
             self._write_filter.clear()  # last, since what was stored meanwhile may be gone as well
@@ -162,12 +162,12 @@ class TieredPrefixCache:
             self._write_filter.set(digest, BlockState.STORED)
         return taken
 
-    async def _keep(self, digests: Sequence[bytes], payloads: list[Payload]) -> list[Payload]:
+    async def _keep_in_host(self, digests: Sequence[bytes], payloads: list[Payload]) -> list[Payload]:
         """Keep fetched blocks in host memory; returns them, as owned there."""
-        if not self._host.stores:
+        if not self._host.enabled:
             return payloads
         if not all(map(is_owned, payloads)):
-            payloads = await asyncio.to_thread(lambda: [own(payload) for payload in payloads])
+            payloads = await asyncio.to_thread(lambda: [to_owned(payload) for payload in payloads])
         for digest, payload in zip(digests, payloads, strict=False):
             self._host.put(digest, payload)
         return payloads

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-NAME_BYTES = 8
+KEY_BYTES = 8
 
 
 class BlockState(IntEnum):
@@ -39,14 +39,14 @@ class WriteFilter:
 
     def state(self, digest: bytes) -> BlockState:
         """What is remembered of a block."""
-        name = digest[:NAME_BYTES]
+        name = digest[:KEY_BYTES]
         return self._young.get(name) or self._old.get(name) or BlockState.NEVER
 
     def set(self, digest: bytes, state: BlockState) -> None:
         """Remember it."""
         if len(self._young) >= self._most:
             self._young, self._old = {}, self._young
-        self._young[digest[:NAME_BYTES]] = state
+        self._young[digest[:KEY_BYTES]] = state
 
     def observe(self, digests: Sequence[bytes]) -> list[BlockState]:
         """Note that the blocks of a chain were seen once more; returns their new states, in the same order."""

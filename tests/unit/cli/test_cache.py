@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from baton import AsyncClient
-from baton.admin import ADMIN_SERVICE, Sources, add_admin
+from baton.admin import ADMIN_SERVICE, AdminSources, add_admin
 from baton.cache_report import CacheReport, CacheTier
 from baton.cli.main import main
 from baton.errors import InvalidRequest, Overloaded, Unsupported
@@ -37,7 +37,7 @@ class Process:
         self.cleared: list[bool] = []
         self.dropped = [CacheTier("pool", 4, 4096)]
         clear = None if role == "router" else self.clear
-        self.sources = Sources(f"{role}-1", role, self.ledger, self.cache, clear)
+        self.sources = AdminSources(f"{role}-1", role, self.ledger, self.cache, clear)
 
     async def ledger(self) -> Ledger:
         return Ledger(self.sources.process, self.sources.role)

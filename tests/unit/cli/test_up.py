@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.launcher import bound_to_me
+from baton.launcher import bind_to_parent
 from tests.processes import gone
 
 STUB = Path(__file__).with_name("stub_up.py")
@@ -26,7 +26,7 @@ class Up:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
         environ |= {f"STUB_{role.upper()}": way for role, way in behaviour.items()}
         self.process = subprocess.Popen(
-            bound_to_me([sys.executable, str(STUB), "up", "--grpc=127.0.0.1:0", "--redis=none", *flags]),
+            bind_to_parent([sys.executable, str(STUB), "up", "--grpc=127.0.0.1:0", "--redis=none", *flags]),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -15,9 +15,9 @@ from baton.request import SamplingParams
 from baton.worker.progress import Progress
 from decode_svc.admission import KEEP, OFFER_S, SPAN_S, Admission, SlotForecast
 from decode_svc.attempts import Attempts
-from decode_svc.loop import DecodeLoop, Report
+from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import AttemptKey, FailureKind, Reserve
-from decode_svc.sequence import Attempt
+from decode_svc.sequence import DecodeAttempt
 from tests.decoding import LoggingEngine, alone, prefill
 
 PAGE = 4
@@ -29,7 +29,7 @@ class Asked:
 
     prompt: list[int]
     params: SamplingParams
-    attempt: Attempt | None = None
+    attempt: DecodeAttempt | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     failed: FailureKind | None = None
@@ -47,7 +47,7 @@ class Worker:
         self.engine = LoggingEngine(
             page_size=PAGE, pages=pages, slots=slots, max_model_len=400, host_kv_memory=host_tokens * token_bytes
         )
-        self.reports: list[Report] = []
+        self.reports: list[StepReport] = []
         self.loop = DecodeLoop(self.engine, Progress(), self.reports.append)
         self.attempts = Attempts(self.engine, reserve_tokens)
         self.admission = Admission(self.engine, self.attempts, SlotForecast(slots, 0.0), self.loop, lambda: False)
@@ -95,11 +95,11 @@ class Worker:
         self.fork()
 
     def fork(self) -> None:
-        forked = self.admission.forks(self.now)
+        forked = self.admission.start_forks(self.now)
         assert not forked.failed
         self.loop.add(forked.started)
 
-    def fail(self, attempt: Attempt, kind: FailureKind) -> None:
+    def fail(self, attempt: DecodeAttempt, kind: FailureKind) -> None:
         self.asked[attempt.key.request_id].failed = kind
         self.loop.drop(self.attempts.end(attempt, self.now))
 
@@ -112,28 +112,28 @@ class Worker:
             self.take(self.reports.pop(0))
         return self.progress() != before
 
-    def take(self, report: Report) -> None:
+    def take(self, report: StepReport) -> None:
         for sequence, state in report.states:
             self.attempts.set_state(sequence, state, self.now)
         for output in report.outputs:
-            if (owner := self.attempts.owner(output.id)) is None:
+            if (owner := self.attempts.find_owner(output.id)) is None:
                 continue
             attempt, choice = owner
             asked = self.asked[attempt.key.request_id]
             asked.tokens[choice] += [token.token_id for token in output.tokens]
             if output.finish is not None:
                 asked.finished.add(choice)
-                self.attempts.sequence_ended(output.id, self.now)
-                if self.attempts.is_over(attempt):
+                self.attempts.end_sequence(output.id, self.now)
+                if self.attempts.is_finished(attempt):
                     self.attempts.end(attempt, self.now)
         for lost in report.failures:
-            if (owner := self.attempts.owner(lost.id)) is not None:
+            if (owner := self.attempts.find_owner(lost.id)) is not None:
                 self.fail(owner[0], lost.kind)
         self.fork()
 
     def progress(self) -> list[object]:
         counts = [(each.failed, sum(map(len, each.tokens.values()))) for each in self.asked.values()]
-        return [counts, self.attempts.forks, self.loop.paused]
+        return [counts, self.attempts.pending_choices, self.loop.paused]
 
     def finish(self) -> None:
         """Turn until all is over; nothing may stand still for longer than a place is kept."""
@@ -166,7 +166,7 @@ def test_a_request_that_comes_while_more_choices_than_slots_run_starts_at_once()
     worker = Worker(32)
     assert worker.ask("many", [3, 1, 4], 40, 33)
     worker.turn()
-    assert worker.attempts.forks == 33 - 28
+    assert worker.attempts.pending_choices == 33 - 28
     assert worker.ask("one", [2, 7], 5, 1)
     worker.turn()
     assert "one/0" in worker.engine.steps[-1]
@@ -182,7 +182,7 @@ def test_many_choices_start_on_a_worker_that_is_nearly_full_and_nobody_waits_for
     assert worker.ask("many", [3, 1, 4], 30, 16)
     worker.turn()
     assert len(worker.engine.steps[-1]) == 28
-    assert worker.attempts.forks == 36 - 28
+    assert worker.attempts.pending_choices == 36 - 28
     assert worker.ask("other", [5], 30, 1)
     worker.finish()
 
@@ -193,10 +193,10 @@ def test_others_and_the_choices_of_one_request_get_places_in_turn(slots: int) ->
     assert worker.ask("many", [3, 1, 4], 4, 64)
     granted, numbers = 0, itertools.count()
     other = Asked([2, 7], SamplingParams(max_tokens=4, seed=7))
-    while worker.attempts.forks:
-        forks = worker.attempts.forks
+    while worker.attempts.pending_choices:
+        forks = worker.attempts.pending_choices
         worker.turn()
-        started = forks - worker.attempts.forks
+        started = forks - worker.attempts.pending_choices
         while worker.try_again(f"other{next(numbers)}", other):
             granted += 1
             other = Asked([2, 7], other.params)
@@ -210,13 +210,13 @@ def test_an_attempt_whose_forks_lack_pages_lets_the_forks_of_others_go_on() -> N
     worker = Worker(2, pages=36, reserve_tokens=20)
     other = worker.engine.reserve("other", 18 * PAGE)
     # Nothing is forked before all is set up.
-    worker.admission.forecast.offered_until = 1.0
+    worker.admission.forecast.forks_wait_until = 1.0
     for name, length, max_tokens in (("large", 33, 20), ("small", 29, 2)):
         assert worker.ask(name, list(range(2, 2 + length)), max_tokens, 4)
         while worker.attempts.sequences:
             worker.turn()
     # Beside both contexts there is one page, and a choice of the first needs six.
-    assert (worker.attempts.forks, worker.engine.stats().free) == (6, 1)
+    assert (worker.attempts.pending_choices, worker.engine.stats().free) == (6, 1)
     worker.now = 1.0
     worker.fork()
     assert {attempt.key.request_id for attempt in worker.attempts if attempt.sequences} == {"small"}
@@ -286,5 +286,5 @@ def test_a_context_that_has_more_than_the_share_of_kept_ones_is_kept_alone_and_w
             small.pop()
         worker.turn()
         worker.now += 0.01
-    assert worker.attempts.kept_pages == 22
+    assert worker.attempts.all_context_pages == 22
     worker.finish()

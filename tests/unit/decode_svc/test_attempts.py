@@ -12,7 +12,7 @@ from baton.lifecycle import State
 from baton.request import FinishReason, Handoff, SamplingParams
 from decode_svc.attempts import Attempts
 from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import Attempt, Refused, Sequence, ledger_entries, sizes
+from decode_svc.sequence import DecodeAttempt, InvalidReservation, Sequence, ledger_entries, size_reservation
 from tests.decoding import greedy, prefill
 
 KEY = AttemptKey("r", 0)
@@ -26,16 +26,16 @@ def of(fake: FakeEngine, reserve_tokens: int = 100) -> Attempts:
     return Attempts(fake, reserve_tokens)
 
 
-def committed(attempts: Attempts, ours: Attempt, **handoff: object) -> int:
+def committed(attempts: Attempts, ours: DecodeAttempt, **handoff: object) -> int:
     ready = replace(prefill([1, 2, 3, 4, 5]).handoff, **handoff)
     first = attempts.commit(ours, ready, 0.0, 0.0)
-    return (first is not None) + attempts.forks
+    return (first is not None) + attempts.pending_choices
 
 
-def forked(attempts: Attempts, ours: Attempt, ready: Handoff, now: float = 0.0) -> list[Sequence]:
+def forked(attempts: Attempts, ours: DecodeAttempt, ready: Handoff, now: float = 0.0) -> list[Sequence]:
     """All sequences of an attempt, begun at once."""
     first = attempts.commit(ours, ready, 1.0, now)
-    return [] if first is None else [first, *(attempts.fork(ours) for _ in range(attempts.forks))]
+    return [] if first is None else [first, *(attempts.fork(ours) for _ in range(attempts.pending_choices))]
 
 
 def test_a_request_that_was_tried_before_is_older() -> None:
@@ -62,7 +62,7 @@ def test_a_request_that_was_tried_before_is_older() -> None:
 def test_a_reservation_holds_the_context_and_one_choices_first_outputs_and_the_page_that_forks_cant_share(
     context: int, new: int, choices: int, first: int, tokens: int, spare: int, pages: int
 ) -> None:
-    need = sizes(engine().spec, Reserve(KEY, context, new, choices), first)
+    need = size_reservation(engine().spec, Reserve(KEY, context, new, choices), first)
     assert (need.tokens, need.spare_tokens, need.pages) == (tokens, spare, pages)
 
 
@@ -78,16 +78,16 @@ def test_a_reservation_holds_the_context_and_one_choices_first_outputs_and_the_p
 )
 def test_what_can_never_fit_is_refused_with_the_numbers(context: int, new: int, choices: int, words: str) -> None:
     attempts = of(engine())
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(InvalidReservation, match=words):
         attempts.reserve(1, Reserve(KEY, context, new, choices), 0.0)
     assert len(attempts) == 0
 
 
 def test_what_could_not_be_generated_alone_in_an_empty_pool_is_refused_however_little_is_reserved() -> None:
-    with pytest.raises(Refused, match="needs 10 pages, there are 9"):
-        sizes(engine(pages=9).spec, Reserve(KEY, 10, 30, 1), 1)
-    assert sizes(engine(pages=10).spec, Reserve(KEY, 10, 30, 1), 1).pages == 3
-    many, one = (sizes(engine(pages=10).spec, Reserve(KEY, 30, 10, choices), 100) for choices in (64, 1))
+    with pytest.raises(InvalidReservation, match="needs 10 pages, there are 9"):
+        size_reservation(engine(pages=9).spec, Reserve(KEY, 10, 30, 1), 1)
+    assert size_reservation(engine(pages=10).spec, Reserve(KEY, 10, 30, 1), 1).pages == 3
+    many, one = (size_reservation(engine(pages=10).spec, Reserve(KEY, 30, 10, choices), 100) for choices in (64, 1))
     assert many == one
 
 
@@ -105,7 +105,7 @@ def test_a_live_name_is_not_given_twice_but_each_session_has_its_own() -> None:
     fake = engine()
     attempts = of(fake)
     first = attempts.reserve(1, Reserve(KEY, 4, 4, 1), 0.0)
-    with pytest.raises(Refused, match="attempt r/0 is reserved already"):
+    with pytest.raises(InvalidReservation, match="attempt r/0 is reserved already"):
         attempts.reserve(1, Reserve(KEY, 4, 4, 1), 0.0)
     assert attempts.reserve(2, Reserve(KEY, 4, 4, 1), 0.0) is not first
     attempts.end(first, 0.0)
@@ -123,7 +123,7 @@ def test_further_choices_take_their_pages_one_by_one_and_the_last_takes_the_cont
     ready.write(fake, attempt.handle)
     first = attempts.commit(attempt, ready.handoff, 1.0, 2.0)
     assert first is not None
-    assert (fake.audit(), attempts.sequences, attempts.forks) == ({"r/0": 3, "r/0/context": 2}, 1, 3)
+    assert (fake.audit(), attempts.sequences, attempts.pending_choices) == ({"r/0": 3, "r/0/context": 2}, 1, 3)
     sequences = [first]
     for pages, owner in ((2, "r/0/1"), (2, "r/0/2")):
         before = fake.stats().used
@@ -133,18 +133,18 @@ def test_further_choices_take_their_pages_one_by_one_and_the_last_takes_the_cont
         assert owner in fake.audit()
     # The first choice has ended: its pages are another's, and the context is still there.
     fake.free(first.handle)
-    attempts.sequence_ended(first.id, 3.0)
+    attempts.end_sequence(first.id, 3.0)
     assert attempts.fork_pages(attempt) == 1
     sequences.append(attempts.fork(attempt))
     assert [each.state.choice_index for each in sequences] == [0, 1, 2, 3]
-    assert (attempts.forks, attempts.pending, attempt.pending) == (0, [], None)
+    assert (attempts.pending_choices, attempts.pending, attempt.pending) == (0, [], None)
     assert all(each.handle.capacity >= 12 for each in sequences)
     for each in sequences[1:]:
         expected, got = prefill([1, 2, 3, 4, 5, 6]).layers[0], fake.read_kv(each.handle, 0, range(6), range(2))
         assert [bytes(part.data) for part in got] == [bytes(part.data) for part in expected]
         fake.free(each.handle)
-        attempts.sequence_ended(each.id, 4.0)
-    assert attempts.is_over(attempt)
+        attempts.end_sequence(each.id, 4.0)
+    assert attempts.is_finished(attempt)
     attempts.end(attempt, 4.0)
     assert fake.audit() == {}
 
@@ -158,7 +158,7 @@ def test_a_fork_without_pages_changes_nothing_and_its_attempt_keeps_its_turn() -
     attempts.commit(attempt, ready, 0.0, 0.0)
     with pytest.raises(OutOfPages):
         attempts.fork(attempt)
-    assert (attempts.forks, attempts.pending, fake.stats().used) == (2, [attempt], 4)
+    assert (attempts.pending_choices, attempts.pending, fake.stats().used) == (2, [attempt], 4)
     attempts.end(attempt, 0.0)
     assert (fake.audit(), attempts.pending) == ({}, [])
 
@@ -187,12 +187,12 @@ def test_a_pending_choice_that_is_cancelled_never_runs_and_the_last_gives_the_co
     assert first is not None
     attempts.set_state(first.id, State.DECODING, 0.0)
     fake.free(first.handle)
-    attempts.sequence_ended(first.id, 1.0)
-    assert (attempts.is_over(attempt), attempt.life.state) == (False, State.SLOT_WAIT)
+    attempts.end_sequence(first.id, 1.0)
+    assert (attempts.is_finished(attempt), attempt.life.state) == (False, State.SLOT_WAIT)
     assert attempts.cancel_choice(attempt, 2, 1.0) == []
     assert set(fake.audit()) == {"r/0/context"}
     assert attempts.cancel_choice(attempt, 1, 1.0) == []
-    assert attempts.is_over(attempt)
+    assert attempts.is_finished(attempt)
     assert fake.audit() == {}
     assert attempts.end(attempt, 1.0) == []
 
@@ -211,7 +211,7 @@ def test_choices_that_ended_with_their_first_token_or_were_cancelled_are_not_dec
     assert fake.stats().used == 3 + 2
     dropped = attempts.cancel_choice(attempt, 1, 0.0)
     assert dropped == [sequences[0].id]
-    assert not attempts.is_over(attempt)
+    assert not attempts.is_finished(attempt)
     assert attempts.end(attempt, 0.0) == [sequences[1].id]
 
 
@@ -263,7 +263,7 @@ def test_a_replay_reserves_what_is_left_and_continues_its_choice() -> None:
     (sequence,) = forked(attempts, attempt, ready)
     assert sequence.state.choice_index == 2
     assert sequence.output_ids[:2] == [8, 9]
-    assert attempts.owner(sequence.id) == (attempt, 2)
+    assert attempts.find_owner(sequence.id) == (attempt, 2)
 
 
 def test_every_state_has_the_deadline_of_the_request_or_its_own_if_that_comes_first() -> None:

@@ -11,7 +11,7 @@ from baton.engine.fake import FakeEngine
 from decode_svc.attempts import Attempts
 from decode_svc.deadlines import Deadlines
 from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import Attempt
+from decode_svc.sequence import DecodeAttempt
 from tests.property.virtual import VirtualLoop
 
 
@@ -30,7 +30,7 @@ class Watched:
         self.overdue: list[float] = []
         self.deadlines = loop.call(lambda: Deadlines(lambda _: self.overdue.append(loop.now)))
         request = Reserve(AttemptKey("r", 0), 5, 5, 1, deadline_s)
-        self.attempt: Attempt = self.attempts.reserve(1, request, loop.now, 10.0)
+        self.attempt: DecodeAttempt = self.attempts.reserve(1, request, loop.now, 10.0)
         loop.call(self.deadlines.set, self.attempt)
 
 

@@ -11,7 +11,7 @@ from baton.errors import EngineError
 from baton.lifecycle import State
 from baton.request import FinishReason, SequenceState
 from baton.worker.progress import Progress
-from decode_svc.loop import DecodeLoop, Lost, Report
+from decode_svc.loop import DecodeLoop, FailedSequence, StepReport
 from decode_svc.messages import FailureKind
 from decode_svc.sequence import Sequence
 from tests.contract.engines import spoil
@@ -23,7 +23,7 @@ class Turns:
 
     def __init__(self, **settings: int) -> None:
         self.engine = LoggingEngine(**{"page_size": 4, "pages": 64, "slots": 2, **settings})
-        self.reports: list[Report] = []
+        self.reports: list[StepReport] = []
         self.progress = Progress()
         self.loop = DecodeLoop(self.engine, self.progress, self.reports.append)
         self.tokens: dict[int, list[int]] = {}
@@ -49,7 +49,7 @@ class Turns:
             self.turn()
         pytest.fail(f"{numbers} have not finished, but {self.finished}")
 
-    def turn(self) -> Report:
+    def turn(self) -> StepReport:
         """One turn and its report, with what changed before the step; a drop of nothing keeps it from waiting."""
         self.loop.drop([])
         told = len(self.reports)
@@ -114,7 +114,9 @@ def test_a_step_that_raises_fails_its_batch_and_no_other() -> None:
     turns.engine.fail_next = "out of memory"
     report = turns.turn()
     assert turns.engine.match_prefix(names) == 0
-    assert report.failures == [Lost(each, FailureKind.ENGINE, "EngineError: out of memory") for each in (1, 2)]
+    assert report.failures == [
+        FailedSequence(each, FailureKind.ENGINE, "EngineError: out of memory") for each in (1, 2)
+    ]
     assert set(turns.engine.audit()) == {"s3"}
     turns.until_finished(3)
     assert turns.tokens[3] == alone([3], greedy(4))
@@ -132,7 +134,7 @@ def test_a_sequence_without_a_token_fails_alone_and_its_mates_get_theirs() -> No
             spoil(turns.engine, sequence.handle, 1)
     report = turns.turn()
     message = "NoToken: s2: logits are not finite"
-    assert report.failures == [Lost(2, FailureKind.ENGINE, message)]
+    assert report.failures == [FailedSequence(2, FailureKind.ENGINE, message)]
     assert [output.id for output in report.outputs] == [1, 3]
     turns.until_finished(1, 3)
     for number in (1, 3):
@@ -198,7 +200,7 @@ def test_pages_that_dont_audit_clean_after_a_fault_end_the_loop_and_free_everyth
     with pytest.raises(EngineError, match="page audit failed"):
         turns.loop.run()
     assert turns.engine.stats().used == 0
-    assert turns.progress.stalled() == 0
+    assert turns.progress.stalled_s() == 0
 
 
 def test_the_loop_sleeps_without_work_and_stops_when_told() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.errors import EngineError
 from baton.request import FinishReason
-from decode_svc.loop import Lost, Report
+from decode_svc.loop import FailedSequence, StepReport
 from decode_svc.messages import FailureKind
 from tests.contract.engines import ExecutorStub
 from tests.decoding import alone, greedy
@@ -20,12 +20,12 @@ class Ahead(Turns):
     def __init__(self, **settings: int) -> None:
         super().__init__(steps_ahead=1, **settings)
 
-    def turn(self) -> Report:
+    def turn(self) -> StepReport:
         """One turn, with all that it told as one report."""
         self.loop.drop([])
         told = len(self.reports)
         assert self.loop.turn()
-        whole = Report()
+        whole = StepReport()
         for each in self.reports[told:]:
             whole.states += each.states
             whole.failures += each.failures
@@ -109,7 +109,7 @@ def test_a_step_that_cant_be_launched_comes_after_the_one_in_flight() -> None:
     # The first one had come to its end.
     assert [output.id for output in report.outputs] == [1, 2]
     assert turns.finished == {1: FinishReason.LENGTH}
-    assert report.failures == [Lost(2, FailureKind.ENGINE, "EngineError: out of memory")]
+    assert report.failures == [FailedSequence(2, FailureKind.ENGINE, "EngineError: out of memory")]
     turns.until_finished(3)
     assert turns.tokens[3] == alone([3], greedy(4))
     assert turns.engine.audit() == {}
@@ -132,7 +132,7 @@ def test_a_step_that_fails_when_it_is_read_fails_its_batch_and_the_next_one() ->
     stub = ExecutorStub(turns.engine, failing)
     assert turns.turn().failures == []
     report = turns.turn()
-    assert report.failures == [Lost(each, FailureKind.ENGINE, "EngineError: not finite") for each in (1, 2)]
+    assert report.failures == [FailedSequence(each, FailureKind.ENGINE, "EngineError: not finite") for each in (1, 2)]
     assert report.outputs == []
     assert set(turns.engine.audit()) == {"s3"}
     turns.until_finished(3)

@@ -13,7 +13,7 @@ from baton.engine.contract import KvHandle
 from baton.lifecycle import State
 from baton.request import SamplingParams, SequenceState
 from baton.worker.progress import Progress
-from decode_svc.loop import DecodeLoop, Report
+from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import FailureKind
 from decode_svc.sequence import RollingBlockHasher, Sequence
 from tests.decoding import LoggingEngine, alone, digests, prefill
@@ -36,7 +36,7 @@ class Bench:
             host_kv_memory=host_tokens * TOKEN_BYTES,
             steps_ahead=steps_ahead,
         )
-        self.reports: list[Report] = []
+        self.reports: list[StepReport] = []
         self.progress = Progress()
         self.spare: KvHandle | None = None
         self.loop = DecodeLoop(self.engine, self.progress, self.take, reclaim=self.give_back)
@@ -49,7 +49,7 @@ class Bench:
         self.states: list[tuple[int, State]] = []
         self.over = threading.Event()
 
-    def take(self, report: Report) -> None:
+    def take(self, report: StepReport) -> None:
         self.reports.append(report)
         self.states += report.states
         for output in report.outputs:
@@ -223,20 +223,20 @@ def test_what_is_paused_sleeps_until_pages_return_from_elsewhere() -> None:
     bench.add(1, [1, 7, 9], 60)
     thread = threading.Thread(target=bench.loop.run, daemon=True)
     waiting = threading.Event()
-    idle = bench.progress.idle
+    idle = bench.progress.set_idle
 
     def noticed() -> None:
         idle()
         if bench.loop.paused:
             waiting.set()
 
-    bench.progress.idle = noticed  # type: ignore[method-assign]
+    bench.progress.set_idle = noticed  # type: ignore[method-assign]
     thread.start()
     assert waiting.wait(60)
     turns = len(bench.reports)
-    assert bench.progress.stalled() == 0
+    assert bench.progress.stalled_s() == 0
     # Pages with a copy in flight return after the free, and nobody else says a word.
-    with bench.engine._kv.pool.pinned(taken):  # type: ignore[arg-type]
+    with bench.engine._kv.pool.pin(taken):  # type: ignore[arg-type]
         bench.engine.free(taken)
         assert bench.engine.stats().free == 6
         assert len(bench.reports) == turns

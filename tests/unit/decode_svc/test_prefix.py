@@ -15,7 +15,7 @@ from baton.lifecycle import State
 from baton.request import CachePolicy, SamplingParams
 from decode_svc.attempts import Attempts
 from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import Attempt, Refused
+from decode_svc.sequence import DecodeAttempt, InvalidReservation
 from tests.decoding import alone, digests, greedy, prefill
 from tests.property.attempts import check_pool, held_payloads, payloads
 
@@ -38,18 +38,24 @@ class Worker:
             self.engine, 100, lambda owner, names, found: self.left.append((owner, len(names), found))
         )
 
-    def reserve(self, name: str, prompt: Sequence[int] = PROMPT, **change: Any) -> Attempt:
+    def reserve(self, name: str, prompt: Sequence[int] = PROMPT, **change: Any) -> DecodeAttempt:
         names = b"".join(digests(self.engine, prompt, SALT))
         request = Reserve(AttemptKey(name, 0), len(prompt), 8, 1, prefix_digests=names, cache_salt=SALT)
         return self.attempts.reserve(1, replace(request, **change), 0.0)
 
-    def commit(self, attempt: Attempt, prompt: Sequence[int] = PROMPT, params: SamplingParams = PARAMS) -> list[Any]:
+    def commit(
+        self, attempt: DecodeAttempt, prompt: Sequence[int] = PROMPT, params: SamplingParams = PARAMS
+    ) -> list[Any]:
         ready = prefill(prompt, params, request_id=attempt.key.request_id, choices=range(params.n))
         self.attempts.start(attempt, 0.0)
         ready.write(self.engine, attempt.handle, attempt.handle.cached)
-        names = digests(self.engine, prompt, SALT) if self.attempts.needs_names(attempt) else None
+        names = digests(self.engine, prompt, SALT) if self.attempts.needs_digests(attempt) else None
         first = self.attempts.commit(attempt, ready.handoff, 0.0, 0.0, names)
-        return [] if first is None else [first, *(self.attempts.fork(attempt) for _ in range(self.attempts.forks))]
+        return (
+            []
+            if first is None
+            else [first, *(self.attempts.fork(attempt) for _ in range(self.attempts.pending_choices))]
+        )
 
     def run(self, sequence: Any, tokens: int) -> None:
         """Decode so many tokens, as the engine thread does."""
@@ -294,7 +300,7 @@ def test_a_replay_finds_prompt_and_outputs() -> None:
 )
 def test_malformed_names_are_refused_by_name(change: dict[str, Any], words: str) -> None:
     worker = Worker()
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(InvalidReservation, match=words):
         worker.reserve("a", **change)
     worker.check()
 

@@ -135,9 +135,9 @@ def test_those_without_room_for_the_next_token_are_told_oldest_first() -> None:
     full = {number: sequence(number, age=age, capacity=3) for number, age in ((1, 7), (2, 5), (3, 5))}
     scheduler.add(full.values())
     scheduler.admit(0.0)
-    assert ids(scheduler.short()) == [2, 3, 1]
+    assert ids(scheduler.sequences_to_extend()) == [2, 3, 1]
     full[2].handle.capacity = 4  # type: ignore[misc]
-    assert ids(scheduler.short()) == [3, 1]
+    assert ids(scheduler.sequences_to_extend()) == [3, 1]
 
 
 def test_the_youngest_by_reservation_is_paused_first_and_the_oldest_comes_back_first() -> None:
@@ -147,7 +147,7 @@ def test_the_youngest_by_reservation_is_paused_first_and_the_oldest_comes_back_f
     assert paused(scheduler, 3) == [1, 3, 2]
     assert (scheduler.running, scheduler.paused) == (0, 3)
     came_back = []
-    while (each := scheduler.resumable(99)) is not None:
+    while (each := scheduler.next_to_resume(99)) is not None:
         scheduler.resume(each)
         came_back.append(each.id)
     assert came_back == [2, 3, 1]
@@ -161,14 +161,14 @@ def test_a_paused_sequence_comes_back_before_one_that_waits_but_only_into_a_slot
     scheduler.admit(0.0)
     scheduler.add([waiting])
     paused(scheduler, 1)
-    assert scheduler.resumable(99) is old
+    assert scheduler.next_to_resume(99) is old
     scheduler.resume(old)
     assert scheduler.admit(0.0) == []
     paused(scheduler, 1)
     # While there is no room for it, the slot goes to the one that holds its pages anyhow.
-    assert scheduler.resumable(0) is None
+    assert scheduler.next_to_resume(0) is None
     assert ids(scheduler.admit(0.0)) == [2]
-    assert scheduler.resumable(99) is None
+    assert scheduler.next_to_resume(99) is None
 
 
 def test_room_is_what_the_whole_batch_needs_to_go_on_for_a_while() -> None:
@@ -178,8 +178,8 @@ def test_room_is_what_the_whole_batch_needs_to_go_on_for_a_while() -> None:
     scheduler.admit(0.0)
     paused(scheduler, 1)
     # 5 for the one that returns, and 4 more for the one that runs with 1.
-    assert scheduler.resumable(8) is None
-    assert scheduler.resumable(9) is not None
+    assert scheduler.next_to_resume(8) is None
+    assert scheduler.next_to_resume(9) is not None
 
 
 def test_no_more_room_is_asked_for_than_there_is_left_to_generate() -> None:
@@ -187,13 +187,13 @@ def test_no_more_room_is_asked_for_than_there_is_left_to_generate() -> None:
     scheduler.add([sequence(1, max_tokens=20, capacity=16)])
     scheduler.admit(0.0)
     paused(scheduler, 1)
-    assert scheduler.resumable(1) is None
-    assert scheduler.resumable(2) is not None
+    assert scheduler.next_to_resume(1) is None
+    assert scheduler.next_to_resume(2) is not None
     short = Scheduler(replace(LONG, max_model_len=30))
     short.add([sequence(1, max_tokens=500, capacity=16)])
     short.admit(0.0)
     paused(short, 1)
-    assert short.resumable(2) is not None
+    assert short.next_to_resume(2) is not None
 
 
 def test_a_sequence_comes_back_to_as_many_pages_as_it_had() -> None:
@@ -201,20 +201,20 @@ def test_a_sequence_comes_back_to_as_many_pages_as_it_had() -> None:
     scheduler.add([sequence(1, max_tokens=500, capacity=16 * 9)])
     scheduler.admit(0.0)
     paused(scheduler, 1)
-    assert scheduler.resumable(8) is None
-    assert scheduler.resumable(9) is not None
+    assert scheduler.next_to_resume(8) is None
+    assert scheduler.next_to_resume(9) is not None
 
 
 def test_there_is_nothing_to_do_while_what_is_paused_lacks_room() -> None:
     scheduler = Scheduler(LONG)
-    assert scheduler.idle(99)
+    assert scheduler.is_idle(99)
     scheduler.add([sequence(1)])
-    assert not scheduler.idle(0)
+    assert not scheduler.is_idle(0)
     scheduler.admit(0.0)
-    assert not scheduler.idle(0)
+    assert not scheduler.is_idle(0)
     paused(scheduler, 1)
-    assert scheduler.idle(0)
-    assert not scheduler.idle(9)
+    assert scheduler.is_idle(0)
+    assert not scheduler.is_idle(9)
     assert ids(scheduler.drop([1])) == [1]
-    assert scheduler.idle(9)
-    assert scheduler.all() == []
+    assert scheduler.is_idle(9)
+    assert scheduler.all_ids() == []

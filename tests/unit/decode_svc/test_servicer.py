@@ -14,7 +14,7 @@ from baton.pb import decode_pb2
 from baton.worker.status import WIRE_VERSION
 from decode_svc.messages import Command
 from decode_svc.servicer import SILENCE_S, DecodeServicer
-from decode_svc.session import Session
+from decode_svc.session import RouterSession
 from decode_svc.worker import DecodeWorker
 from tests.property.virtual import VirtualLoop
 
@@ -23,19 +23,19 @@ class FakeService:
     """One session, which owns nothing."""
 
     def __init__(self) -> None:
-        self.session: Session | None = None
+        self.session: RouterSession | None = None
         self.heard = 0
 
-    def open_session(self, router_id: str) -> Session:
-        self.session = Session(1, router_id)
+    def open_session(self, router_id: str) -> RouterSession:
+        self.session = RouterSession(1, router_id)
         return self.session
 
-    def close_session(self, session: Session, error: BatonError | None = None) -> None:
+    def close_session(self, session: RouterSession, error: BatonError | None = None) -> None:
         if self.session is not None:
             self.session = None
             session.end(error)
 
-    def handle(self, session: Session, command: Command) -> None:
+    def handle(self, session: RouterSession, command: Command) -> None:
         self.heard += 1
 
 

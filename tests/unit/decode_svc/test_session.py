@@ -18,15 +18,15 @@ from baton.worker.status import WIRE_VERSION
 from decode_svc.messages import (
     AttemptKey,
     Cancel,
-    Down,
     Failure,
     FailureKind,
     Heartbeat,
     Reserve,
+    SessionDown,
     Start,
 )
 from decode_svc.servicer import command_from_proto, down_to_proto
-from decode_svc.session import Session
+from decode_svc.session import RouterSession
 from tests.property.virtual import VirtualLoop
 
 KEY = AttemptKey("r", 2)
@@ -34,16 +34,16 @@ KEY_MESSAGE = decode_pb2.AttemptKey(request_id="r", attempt=2)
 
 
 async def test_what_came_up_together_is_one_message_and_the_end_comes_after_the_last() -> None:
-    session = Session(1, "router")
+    session = RouterSession(1, "router")
     output = Output(0, 1, (TokenInfo(5),), None, None)
     failure = Failure(FailureKind.ENGINE, "why")
-    session.tell(KEY, output)
-    session.tell(KEY, failure)
+    session.send(KEY, output)
+    session.send(KEY, failure)
     messages = session.messages()
-    assert await anext(messages) == Down(outputs=[(KEY, output)], failures=[(KEY, failure)])
-    session.tell(KEY, Reserved(True))
+    assert await anext(messages) == SessionDown(outputs=[(KEY, output)], failures=[(KEY, failure)])
+    session.send(KEY, Reserved(True))
     session.end()
-    assert await anext(messages) == Down(reserved=[(KEY, Reserved(True))])
+    assert await anext(messages) == SessionDown(reserved=[(KEY, Reserved(True))])
     with pytest.raises(StopAsyncIteration):
         await anext(messages)
 
@@ -54,17 +54,17 @@ def test_once_a_second_a_message_lists_who_lives_whatever_else_it_says() -> None
     told: list[tuple[float, list[AttemptKey] | None]] = []
 
     async def talk() -> None:
-        session = Session(1, "router", lambda: live)
+        session = RouterSession(1, "router", lambda: live)
 
         async def listen() -> None:
             told.extend([(round(loop.time(), 3), down.live) async for down in session.messages()])
 
         listening = asyncio.create_task(listen())
         await asyncio.sleep(0.75)
-        session.tell(KEY, Reserved(True))
+        session.send(KEY, Reserved(True))
         await asyncio.sleep(0.75)
         live.clear()
-        session.tell(KEY, Failure(FailureKind.ENGINE, "why"))
+        session.send(KEY, Failure(FailureKind.ENGINE, "why"))
         await asyncio.sleep(0.75)
         session.end()
         await listening
@@ -75,9 +75,9 @@ def test_once_a_second_a_message_lists_who_lives_whatever_else_it_says() -> None
 
 
 async def test_a_session_that_ends_by_an_error_keeps_nothing() -> None:
-    session = Session(1, "router")
+    session = RouterSession(1, "router")
     for _ in range(3):
-        session.tell(KEY, Reserved(False))
+        session.send(KEY, Reserved(False))
     assert session.unread == 3
     session.end(Overloaded("3 answers were not read"))
     assert [down async for down in session.messages()] == []
@@ -140,7 +140,7 @@ def test_what_is_kept_of_a_router_is_short(field: str, message: dict[str, Any]) 
 
 def test_messages_are_written() -> None:
     timings = DecodeTimings(1.0, 2.0)
-    down = Down(
+    down = SessionDown(
         reserved=[(KEY, Reserved(False, "full", never=True, retry_after_s=0.25))],
         outputs=[(KEY, Output(1, 7, (TokenInfo(5, -0.5, ((5, -0.5),)),), FinishReason.STOP, timings))],
         failures=[(KEY, Failure(kind, "why")) for kind in FailureKind],
@@ -150,8 +150,8 @@ def test_messages_are_written() -> None:
     assert (reserved.key, reserved.granted, reserved.reason, reserved.never) == (KEY_MESSAGE, False, "full", True)
     assert reserved.retry_after_ms == 250
     assert not message.HasField("heartbeat")
-    assert list(down_to_proto(Down(live=[KEY])).heartbeat.live) == [KEY_MESSAGE]
-    assert down_to_proto(Down(live=[])).HasField("heartbeat")
+    assert list(down_to_proto(SessionDown(live=[KEY])).heartbeat.live) == [KEY_MESSAGE]
+    assert down_to_proto(SessionDown(live=[])).HasField("heartbeat")
     assert (output.choice_index, output.output_index, output.tokens[0].token_id) == (1, 7, 5)
     assert output.tokens[0].top[0].logprob == -0.5
     assert output.finish_reason == inference_pb2.FINISH_REASON_STOP

@@ -13,9 +13,9 @@ from decode_svc.admission import KEEP, MAX_RETRY_S, MIN_RETRY_S, OFFER_S, SPAN_S
 def busy(slots: int, rate: float, lead_s: float, until: float = 10 * SPAN_S) -> SlotForecast:
     """SlotForecast that has seen `rate` completions a second for long, and readiness `lead_s` after reservation."""
     admission = SlotForecast(slots, 0.0)
-    admission.ready(lead_s)
+    admission.record_ready(lead_s)
     for n in range(int(until * rate)):
-        admission.ended((n + 1) / rate)
+        admission.record_end((n + 1) / rate)
     return admission
 
 
@@ -32,7 +32,7 @@ def test_without_measurements_the_slots_are_the_limit() -> None:
 def test_as_many_more_as_end_while_a_new_one_is_made_ready() -> None:
     admission, now = busy(32, rate=10.0, lead_s=0.5), 10 * SPAN_S
     assert admission.rate(now) == pytest.approx(10.0, rel=0.02)
-    assert admission.ahead(now) == 5
+    assert admission.lookahead(now) == 5
     admission.check(36, now)
     with pytest.raises(Overloaded, match="of which 5 will be free in time") as refused:
         admission.check(38, now)
@@ -41,26 +41,26 @@ def test_as_many_more_as_end_while_a_new_one_is_made_ready() -> None:
 
 
 def test_no_more_than_a_quarter_of_the_slots_is_ahead_whatever_was_measured() -> None:
-    assert busy(32, rate=10.0, lead_s=60.0).ahead(10 * SPAN_S) == 8
-    assert busy(3, rate=10.0, lead_s=60.0).ahead(10 * SPAN_S) == 0
+    assert busy(32, rate=10.0, lead_s=60.0).lookahead(10 * SPAN_S) == 8
+    assert busy(3, rate=10.0, lead_s=60.0).lookahead(10 * SPAN_S) == 0
 
 
 def test_a_rate_is_of_late_and_right_from_the_first_second_on() -> None:
     admission = busy(32, rate=10.0, lead_s=0.5, until=2.0)
     assert admission.rate(2.0) == pytest.approx(10.0, rel=0.1)
     assert admission.rate(2.0 + 3 * SPAN_S) < 1.0
-    assert admission.ahead(2.0 + 3 * SPAN_S) == 0
+    assert admission.lookahead(2.0 + 3 * SPAN_S) == 0
     eager = SlotForecast(32, 0.0)
-    eager.ended(0.001, 4)
+    eager.record_end(0.001, 4)
     assert eager.rate(0.001) < 5.0
 
 
 def test_the_lead_follows_what_is_measured() -> None:
     admission, now = busy(64, rate=10.0, lead_s=0.2), 10 * SPAN_S
-    assert admission.ahead(now) == 2
+    assert admission.lookahead(now) == 2
     for _ in range(60):
-        admission.ready(1.0)
-    assert admission.ahead(now) == 10
+        admission.record_ready(1.0)
+    assert admission.lookahead(now) == 10
 
 
 class Worker:
@@ -72,7 +72,7 @@ class Worker:
     def fork(self) -> bool:
         if not self.admission.may_fork(self.held, self.now):
             return False
-        self.admission.forked()
+        self.admission.record_fork()
         self.held += 1
         return True
 
@@ -81,7 +81,7 @@ class Worker:
             self.admission.check(self.held, self.now)
         except Overloaded:
             return False
-        self.admission.granted(self.now, pending=pending)
+        self.admission.record_grant(self.now, pending=pending)
         self.held += 1
         return True
 
@@ -116,8 +116,8 @@ def test_forks_leave_more_places_where_reservations_come_often(rate: float, kept
     worker = Worker(32)
     worker.now = 10 * SPAN_S
     for n in range(int(4 * SPAN_S * rate)):
-        worker.admission.granted(6 * SPAN_S + n / rate, pending=False)
-    assert worker.admission.kept(worker.now) == kept
+        worker.admission.record_grant(6 * SPAN_S + n / rate, pending=False)
+    assert worker.admission.fork_headroom(worker.now) == kept
     while worker.fork():
         pass
     assert worker.held == 32 - kept
@@ -156,7 +156,7 @@ def test_places_that_come_free_all_at_once_are_shared_as_well(slots: int) -> Non
     worker.held = 1
     while worker.fork():
         pass
-    assert worker.held == 1 + worker.admission._owed
+    assert worker.held == 1 + worker.admission._fork_owed
     worker.now += OFFER_S
     assert worker.fork() or slots == 2
 
@@ -166,7 +166,7 @@ def test_a_fork_that_cant_take_its_turn_keeps_nobody_from_the_place() -> None:
     assert worker.reserve()
     worker.held -= 1
     assert not worker.reserve()
-    worker.admission.forked()
+    worker.admission.record_fork()
     assert worker.reserve(pending=False)
 
 

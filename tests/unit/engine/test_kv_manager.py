@@ -30,7 +30,7 @@ def join(kv: KvManager, owner: str, tokens: int, params: SamplingParams = GREEDY
 
 
 def plan(kv: KvManager) -> ForwardPlan:
-    with kv.pinned_batch() as batch:
+    with kv.pin_batch() as batch:
         return kv.plan_step(batch)
 
 
@@ -119,7 +119,7 @@ def test_slots_and_lengths_are_checked_before_anything_changes(kv: KvManager) ->
     for _ in range(2):
         for sequence in kv.batch:
             sequence.output_ids.append(7)
-    with pytest.raises(EngineError, match="lies beyond"), kv.pinned_batch():
+    with pytest.raises(EngineError, match="lies beyond"), kv.pin_batch():
         pytest.fail("it has no room")
 
 

@@ -85,7 +85,7 @@ def test_what_a_sequence_leaves_of_its_last_page_is_copied_and_never_taken_for_a
     handle = pool.reserve("b/1", 40, CHAIN_A, copy=copied.append)
     assert (handle.cached, [copy.tokens for copy in copied]) == (24, [8])
     assert copied[0].target == handle.pages[1]
-    with pool.pinned(handle, range(24, 40)):
+    with pool.pin(handle, range(24, 40)):
         pass
     # Named so that its last block stands where that of a whole unit does, or beyond its end.
     other = CHAIN_B[:4]

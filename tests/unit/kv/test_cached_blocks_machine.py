@@ -244,10 +244,10 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         owners, named = self.owned(), {page for unit in self.model.names.values() for page in unit.pages}
         written = pages[tokens[0] // page_size : tokens[-1] // page_size + 1]
         if any(owners[page] > 1 or page in named for page in written):
-            with pytest.raises(EngineError, match="shared or published"), self.pool.pinned(sequence.handle, tokens):
+            with pytest.raises(EngineError, match="shared or published"), self.pool.pin(sequence.handle, tokens):
                 pass
             return
-        with self.pool.pinned(sequence.handle, tokens):
+        with self.pool.pin(sequence.handle, tokens):
             for position in tokens:
                 self.content[pages[position // page_size], position % page_size] = tuple(sequence.ids[: position + 1])
         sequence.written = tokens.stop
@@ -315,7 +315,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         sequence = self.pick(index)
         if sequence is not None:
             stack = ExitStack()
-            self.pins.append((stack.enter_context(self.pool.pinned(sequence.handle)), stack))
+            self.pins.append((stack.enter_context(self.pool.pin(sequence.handle)), stack))
 
     @rule(index=INDEX)
     def unpin(self, index: int) -> None:

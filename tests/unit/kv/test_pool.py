@@ -44,7 +44,7 @@ def test_a_fork_takes_its_spares_pages_and_gives_back_or_adds_the_rest(spare_tok
     pool = PagePool(8, 4)
     parent, spare = pool.reserve("a/1", 8), pool.reserve("a/spare", spare_tokens)
     given = set(spare.pages)
-    with pool.pinned(spare), pytest.raises(EngineError, match="in use"):
+    with pool.pin(spare), pytest.raises(EngineError, match="in use"):
         pool.fork(parent, "a/1/0", 8, 16, spare)
     with pytest.raises(OutOfPages):
         pool.fork(parent, "a/1/0", 8, 48, spare)
@@ -59,15 +59,15 @@ def test_a_fork_takes_its_spares_pages_and_gives_back_or_adds_the_rest(spare_tok
 def test_a_batch_is_pinned_unless_a_page_is_shared_and_names_who_was_freed() -> None:
     pool = PagePool(8, 4)
     one, other, dead = pool.reserve("a/1", 4), pool.reserve("b/1", 4), pool.reserve("c/1", 4)
-    with pool.pinned_batch([one, other], [0, 0]) as gone:
+    with pool.pin_batch([one, other], [0, 0]) as gone:
         assert gone == []
         pool.free(other)
         assert pool.audit() == {"a/1": 1, "b/1 (draining)": 1, "c/1": 1}
     pool.free(dead)
-    with pool.pinned_batch([one, dead], [0, 0]) as gone:
+    with pool.pin_batch([one, dead], [0, 0]) as gone:
         assert gone == [dead]
     pool.fork(one, "a/1/0", 4, 4)
-    with pytest.raises(EngineError), pool.pinned_batch([one], [0]):
+    with pytest.raises(EngineError), pool.pin_batch([one], [0]):
         pass
 
 
@@ -75,7 +75,7 @@ def test_the_ledger_names_owners_and_those_still_draining() -> None:
     pool = PagePool(8, 4)
     first, second = pool.reserve("a/1", 9), pool.reserve("b/1", 4)
     child, _ = pool.fork(first, "a/1/0", 8, 12)
-    with pool.pinned(first) as pages:
+    with pool.pin(first) as pages:
         held = list(pages)
         pool.free(first)
         assert pool.audit() == {"a/1 (draining)": 3, "b/1": 1, "a/1/0": 3}
@@ -101,7 +101,7 @@ def test_the_audit_raises_with_the_ledger(damage: str) -> None:
     elif damage == "borrowed":
         handle._lease.pages.append(next(iter(pool._free)))
     else:
-        handle._lease.held = False
+        handle._lease.active = False
     with pytest.raises(EngineError, match=r"audit failed: .*ledger \{'a/1"):
         pool.audit()
 
@@ -125,7 +125,7 @@ def test_any_thread_may_reserve_and_free() -> None:
                     handle = pool.reserve(f"{name}/{i}", 4 * (1 + i % 5))
                 except OutOfPages:
                     continue
-                with pool.pinned(handle) as pages:
+                with pool.pin(handle) as pages:
                     child, _ = pool.fork(handle, f"{name}/{i}/0", 4, 4)
                     pool.free(handle)
                     assert pool.audit()[f"{name}/{i} (draining)"] == len(pages)

@@ -9,8 +9,8 @@ from baton.engine.contract import ChunkResult
 from baton.engine.fake import FakeEngine
 from baton.request import SamplingParams
 from baton.worker.progress import Progress
-from prefill_svc.chunks import Chunks
-from prefill_svc.job import Job, PrefillTask
+from prefill_svc.chunks import ChunkRunner
+from prefill_svc.job import PrefillJob, PrefillTask
 from prefill_svc.scheduler import Prompt, Scheduler
 
 
@@ -33,23 +33,23 @@ class Worker:
         engine = FakeEngine()
         self.thread, self.progress = Thread(), Progress()
         self._scheduler = Scheduler(engine.spec, chunk_size, 8)
-        self._jobs: dict[Prompt, Job] = {}
-        self._chunks = Chunks(engine, self.thread, self._scheduler, self.progress, self._jobs)  # type: ignore[arg-type]
+        self._jobs: dict[Prompt, PrefillJob] = {}
+        self._chunks = ChunkRunner(engine, self.thread, self._scheduler, self.progress, self._jobs)  # type: ignore[arg-type]
         self.order: list[str] = []
 
     def start(self, name: str, tokens: int) -> asyncio.Task[None]:
         task = PrefillTask(name, 0, "", range(tokens), (), (0,), SamplingParams(max_tokens=1, temperature=0.0))
         entry = self._scheduler.admit(tokens, 0.0)
-        job = self._jobs[entry] = Job.of(task, entry, 0.0)
+        job = self._jobs[entry] = PrefillJob.create(task, entry, 0.0)
         return asyncio.create_task(self._compute(job))
 
-    async def _compute(self, job: Job) -> None:
+    async def _compute(self, job: PrefillJob) -> None:
         while job.computed < len(job.ids):
-            async with self._chunks.turn(job) as end:
+            async with self._chunks.acquire_engine(job) as end:
                 self.order.append(job.task.request_id)
-                self.progress.moved()
+                self.progress.record()
                 await self._chunks.run(job, end)
-        self._scheduler.remove(job.entry)
+        self._scheduler.remove(job.prompt)
 
 
 async def test_the_shortest_prompt_keeps_the_engine_from_chunk_to_chunk() -> None:
@@ -79,7 +79,7 @@ async def test_a_chunk_keeps_the_engine_until_it_has_ended_however_often_its_job
         await asyncio.sleep(0)
     assert not first.done()
     assert thread.calls.empty()
-    assert progress.stalled() > 0
+    assert progress.stalled_s() > 0
     call.set_result(ChunkResult())
     await asyncio.wait({first})
     assert first.cancelled()

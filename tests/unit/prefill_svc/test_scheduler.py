@@ -30,7 +30,7 @@ def allocate(
             s.allocate(prompt, prompt.done)
             allocated.append(prompt)
         else:
-            s.refuse(prompt, now)
+            s.mark_refused(prompt, now)
             refused.add(prompt)
     return allocated
 
@@ -71,7 +71,7 @@ def test_automatic_chunks_are_never_too_short_to_be_quick_or_to_tell_the_rate() 
 def compute(s: Scheduler, tokens: int, done: int = 0, overhead: float = 0.05) -> list[int]:
     """Chunk sizes of one prompt on a machine that computes 1,000 tokens/s beside an overhead for each chunk."""
     prompt, sizes = admit_ready(s, tokens, done=done), []
-    while prompt.left:
+    while prompt.remaining:
         prompt, end = s.next_chunk() or (prompt, 0)
         sizes.append(end - prompt.done)
         s.finish_chunk(prompt, end, overhead + sizes[-1] / 1_000)
@@ -153,7 +153,7 @@ def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time(aborted: b
     """Also by prompts that are cancelled in their first chunk."""
     s = scheduler()
     long, now, rate = admit_ready(s, 1_000), 0.0, 1_000.0
-    while long.left:
+    while long.remaining:
         assert now < 13 * 1_000 / rate, "starved"
         fresh = admit_ready(s, 10, now=now)
         prompt, end = s.next_chunk() or (fresh, 0)
@@ -187,7 +187,7 @@ def run(s: Scheduler) -> Prompt:
     took = (end - prompt.done) / 1_000
     s.charge(prompt, took)
     s.finish_chunk(prompt, end, took)
-    if not prompt.left:
+    if not prompt.remaining:
         s.remove(prompt)
     return prompt
 
@@ -209,7 +209,7 @@ def test_what_a_tenant_overtook_earns_no_credit_against_it() -> None:
     long = admit_ready(s, 4_000, tenant=b"a")
     run(s)
     order = []
-    while long.left > 100:
+    while long.remaining > 100:
         short = admit_ready(s, 50, tenant=b"b")
         assert run(s) is short, "it waited for more than the chunk before it"
         order.append(run(s))
@@ -222,7 +222,7 @@ def test_a_tenant_with_long_prompts_gets_its_share() -> None:
     long = admit_ready(s, 4_000, tenant=b"a")
     for _ in range(8):
         admit_ready(s, 50, tenant=b"b")
-    while long.left:
+    while long.remaining:
         prompt = run(s)
         served[prompt.tenant] += 0.05 if prompt is not long else 0.1
         if prompt is not long:

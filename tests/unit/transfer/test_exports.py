@@ -53,7 +53,7 @@ async def exports(engine: Engine) -> AsyncIterator[Exports]:
     exports = Exports(engine, INCARNATION, frame_bytes=4 * engine.spec.kv_format.token_bytes // LAYERS)
     yield exports
     exports.close()
-    await exports.drained()
+    await exports.wait_closed()
     assert count(EXPORTS_OPEN) == 0
     assert engine.in_flight == 0
 
@@ -194,13 +194,13 @@ async def test_the_end_waits_for_a_read_in_flight_and_no_longer(exports: Exports
     await asyncio.to_thread(gate.reached.wait)
     stream.cancel()
     exports.release("t", INCARNATION)
-    drained = asyncio.create_task(exports.drained())
+    wait_closed = asyncio.create_task(exports.wait_closed())
     await asyncio.wait({stream})
     assert stream.cancelled()
     assert ends == []
-    assert not drained.done()
+    assert not wait_closed.done()
     gate.open()
-    await drained
+    await wait_closed
     assert ends == ["t"]
 
 
@@ -215,7 +215,7 @@ async def test_a_failed_export_ends_its_streams(exports: Exports, engine: Engine
     export.fail(EngineError("again"))
     with pytest.raises(TransferError, match="failed at its source: out of luck"):
         await stream
-    await exports.drained()
+    await exports.wait_closed()
     assert ends == ["t"]
     export.advance(1, TOKENS)
     export.commit(handoff(TOKENS))

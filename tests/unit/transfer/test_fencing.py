@@ -34,7 +34,7 @@ async def test_a_late_frame_does_not_reach_the_pages_next_owner() -> None:
     assert list(owner.pages) == list(dead.pages)
     before = contents(target, owner, whole(TOKENS))
     with pytest.raises((EngineError, TransferError)):
-        receiver.take(first)
+        receiver.add_frame(first)
     assert contents(target, owner, whole(TOKENS)) == before
     target.free(owner)
     exports.close()

@@ -40,7 +40,7 @@ async def exports(engine: Engine) -> AsyncIterator[Exports]:
     exports = Exports(engine, INCARNATION, frame_bytes=4 * engine.spec.kv_format.token_bytes // LAYERS)
     yield exports
     exports.close()
-    await exports.drained()
+    await exports.wait_closed()
     assert count(EXPORTS_OPEN) == 0
     assert engine.in_flight == 0
 
@@ -112,7 +112,7 @@ async def test_a_stream_that_takes_nothing_loses_the_lease(exports: Exports, eng
     async with aclosing(export.frames(whole(TOKENS))) as frames:
         await anext(frames)
         await clock.advance(10.1)
-        await exports.drained()
+        await exports.wait_closed()
         assert ends == ["t"]
         with pytest.raises(TransferError, match="lease"):
             async for _ in frames:
@@ -141,7 +141,7 @@ async def test_an_unknown_id_waits_briefly_an_announced_one_longer(
     exports.withdraw("late", "too late")
     assert [await task for task in late] == [export, export]
     assert ends == []
-    assert exports._awaited == {}
+    assert exports._waiters == {}
 
 
 async def test_another_incarnation_is_refused_at_once(exports: Exports, engine: Engine) -> None:
@@ -175,5 +175,5 @@ async def test_close_fails_everything(engine: Engine) -> None:
         await waiting
     with pytest.raises(Unavailable):
         exports.open("v", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
-    await exports.drained()
+    await exports.wait_closed()
     assert ends == ["t"]

@@ -51,7 +51,7 @@ async def exports(engine: Engine) -> AsyncIterator[Exports]:
     exports = Exports(engine, INCARNATION, lease_s=30.0)
     yield exports
     exports.close()
-    await exports.drained()
+    await exports.wait_closed()
 
 
 async def test_a_prefix_is_final_and_leased_at_once_and_hands_nothing_over(exports: Exports, engine: Engine) -> None:
@@ -91,7 +91,7 @@ async def test_a_read_that_finds_its_handle_freed_after_the_end_tells_of_the_end
     gate.open()
     with pytest.raises(TransferError, match="transfer t ended with its attempt"):
         await collecting
-    await exports.drained()
+    await exports.wait_closed()
     assert engine.stats().used == 0
 
 
@@ -139,8 +139,8 @@ async def test_progress_is_no_frame_and_nothing_follows_the_commit(exports: Expo
     consumer = Engine(page_size=4)
     receiver = Receiver(consumer, consumer.reserve("decode", TOKENS), REST, TOKENS, [WHOLE], SEED)
     for frame in frames:
-        receiver.take(wire.PROGRESS)
-        receiver.take(frame)
+        receiver.add_frame(wire.PROGRESS)
+        receiver.add_frame(frame)
     assert receiver.gaps() == []
     with pytest.raises(CorruptFrame, match="after the commit"):
-        receiver.take(wire.PROGRESS)
+        receiver.add_frame(wire.PROGRESS)

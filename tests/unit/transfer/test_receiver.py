@@ -66,7 +66,7 @@ async def pair() -> AsyncIterator[Pair]:
     pair = Pair()
     yield pair
     pair.exports.close()
-    await pair.exports.drained()
+    await pair.exports.wait_closed()
 
 
 def flip(frame: bytes, bit: int = 400) -> bytes:
@@ -88,11 +88,11 @@ async def test_every_flipped_bit_of_every_frame_is_caught(pair: Pair) -> None:
             receiver = Receiver(pair.engine, pair.handle, Box(range(6), range(1), range(HEADS)), TOKENS, [WHOLE], SEED)
             try:
                 for at, sent in enumerate(clean):
-                    receiver.take(flip(sent, bit) if at == number else sent)
+                    receiver.add_frame(flip(sent, bit) if at == number else sent)
             except TransferError:
                 assert number in (manifest, commit)
                 continue
-            assert receiver.bad == 1
+            assert receiver.bad_frames == 1
             missing = {data: [range(6)], manifest: [], commit: [range(TOKENS, TOKENS)]}[number]
             assert [gap.tokens for gap in receiver.gaps()] == missing
 

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.serialization import (
 
 from baton.errors import ConfigError, PermissionDenied
 from baton.pb import kv_pb2
-from baton.transfer.tickets import DOMAIN, LEEWAY_S, MAX_TICKET_BYTES, Asked, TicketSigner, TicketVerifier
+from baton.transfer.tickets import DOMAIN, LEEWAY_S, MAX_TICKET_BYTES, RequestedBox, TicketSigner, TicketVerifier
 
-ALL: Asked = (0, 40, 0, 3, 0, 2)
+ALL: RequestedBox = (0, 40, 0, 3, 0, 2)
 FOR = {"transfer_id": "t", "incarnation": "first", "consumer": "baton://decode/d"}
 
 
@@ -131,29 +131,29 @@ def test_each_box_and_retry_is_accepted_once(router: Router) -> None:
     ticket = router.check(router.ticket())
     uses = [(ALL, 0), (ALL, 1), ((0, 8, 0, 3, 0, 2), 0), ((5, 0, 0, 3, 0, 2), 0)]
     for use in uses:
-        router.verifier.once(ticket, *use)
+        router.verifier.redeem(ticket, *use)
     for box, retry in uses:
         with pytest.raises(PermissionDenied, match=f"was used before for retry {retry} of"):
-            router.verifier.once(router.check(router.ticket()), box, retry)
+            router.verifier.redeem(router.check(router.ticket()), box, retry)
 
 
 def test_uses_are_remembered_for_as_long_as_the_ticket_is_taken(router: Router) -> None:
     raw = router.ticket(lasts=10)
-    router.verifier.once(router.check(raw), ALL, 0)
+    router.verifier.redeem(router.check(raw), ALL, 0)
     router.clock.now += 10 + LEEWAY_S
     with pytest.raises(PermissionDenied, match="was used before"):
-        router.verifier.once(router.check(raw), ALL, 0)
+        router.verifier.redeem(router.check(raw), ALL, 0)
 
 
 def test_the_oldest_use_is_forgotten_rather_than_a_new_one_refused(tmp_path: Path) -> None:
     router = Router(tmp_path, most=2)
     ticket = router.check(router.ticket(lasts=1e9))
     for retry in range(3):
-        router.verifier.once(ticket, ALL, retry)
+        router.verifier.redeem(ticket, ALL, retry)
     for retry in (1, 2):
         with pytest.raises(PermissionDenied, match="was used before"):
-            router.verifier.once(ticket, ALL, retry)
-    router.verifier.once(ticket, ALL, 0)
+            router.verifier.redeem(ticket, ALL, retry)
+    router.verifier.redeem(ticket, ALL, 0)
 
 
 def test_keys_are_replaced_while_the_worker_runs(router: Router) -> None:

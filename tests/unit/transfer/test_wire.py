@@ -74,7 +74,9 @@ SHARDS = st.builds(Shard, st.just(""), SPANS, SPANS)
 
 
 @given(UINT32, st.lists(st.tuples(UINT32, UINT32, UINT32), max_size=4), UINT32, SHARDS)
-def test_manifests_are_read_as_they_were_made(frames: int, runs: list[closing.Run], digest: int, shard: Shard) -> None:
+def test_manifests_are_read_as_they_were_made(
+    frames: int, runs: list[closing.TokenRun], digest: int, shard: Shard
+) -> None:
     manifest = closing.Manifest(frames, tuple(runs), digest, shard)
     assert wire.decode(closing.encode_manifest(manifest)) == manifest
 

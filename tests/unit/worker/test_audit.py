@@ -13,7 +13,7 @@ from baton.engine.fake import FakeEngine
 from baton.errors import EngineError
 from baton.ledger import Ledger, LedgerEntry
 from baton.worker import audit
-from baton.worker.audit import IdleAudit, describe, take_ledger
+from baton.worker.audit import IdleAudit, build_ledger, describe
 from baton.worker.status import WorkerRole, new_identity
 
 ENGINE = FakeEngine(pages=8)
@@ -27,13 +27,13 @@ def entry(owner: str, pages: int) -> LedgerEntry:
 async def test_the_ledger_holds_owners_of_pages_against_those_whom_the_service_knows() -> None:
     engine = FakeEngine(pages=8)
     known, forgotten = engine.reserve("a/0", 20), engine.reserve("b/0", 20)
-    ledger = await take_ledger(IDENTITY, engine, lambda: [entry("a/0", 2), entry("b/0", 2)])
+    ledger = await build_ledger(IDENTITY, engine, lambda: [entry("a/0", 2), entry("b/0", 2)])
     assert (ledger.process, ledger.role, ledger.incarnation) == ("w", "decode", IDENTITY.incarnation)
     assert (ledger.pages_total, ledger.pages_free, ledger.violation) == (8, 4, "")
-    ledger = await take_ledger(IDENTITY, engine, lambda: [entry("a/0", 2)])
+    ledger = await build_ledger(IDENTITY, engine, lambda: [entry("a/0", 2)])
     assert ledger.violation == "no running request owns the pages of b/0"
     engine.free(forgotten)
-    assert (await take_ledger(IDENTITY, engine, lambda: [entry("a/0", 2)])).violation == ""
+    assert (await build_ledger(IDENTITY, engine, lambda: [entry("a/0", 2)])).violation == ""
     engine.free(known)
 
 
@@ -49,7 +49,7 @@ async def test_an_owner_that_ends_while_the_ledger_is_taken_is_no_violation() ->
         engine.free(handle)
         return []
 
-    assert (await take_ledger(IDENTITY, engine, entries)).violation == ""
+    assert (await build_ledger(IDENTITY, engine, entries)).violation == ""
 
 
 async def test_a_name_that_is_used_again_while_the_ledger_is_taken_is_no_violation() -> None:
@@ -60,7 +60,7 @@ async def test_a_name_that_is_used_again_while_the_ledger_is_taken_is_no_violati
     def entries() -> Sequence[LedgerEntry]:
         return listed.pop(0)
 
-    assert (await take_ledger(IDENTITY, engine, entries)).violation == ""
+    assert (await build_ledger(IDENTITY, engine, entries)).violation == ""
     assert not listed
     engine.free(first)
 
@@ -79,18 +79,18 @@ async def test_pages_given_up_in_a_copy_are_listed_as_draining() -> None:
     )
     await asyncio.to_thread(come.wait, 60)
     engine.free(handle)
-    ledger = await take_ledger(IDENTITY, engine, list)
+    ledger = await build_ledger(IDENTITY, engine, list)
     assert ledger.entries == (LedgerEntry("a/0", "draining", "ended", 2, 2 * 16 * 64),)
     assert ledger.violation == ""
     go.set()
     await chunk
-    assert (await take_ledger(IDENTITY, engine, list)).entries == ()
+    assert (await build_ledger(IDENTITY, engine, list)).entries == ()
 
 
 async def test_what_the_pool_finds_is_told_with_the_ledger() -> None:
     engine = FakeEngine(pages=8)
     engine._kv.pool._free.pop()
-    ledger = await take_ledger(IDENTITY, engine, lambda: [entry("a/0", 2)])
+    ledger = await build_ledger(IDENTITY, engine, lambda: [entry("a/0", 2)])
     assert "page 0: count 0, owners 0, not free" in ledger.violation
     assert describe(ledger).splitlines()[1] == "  a/0 kv decoding: 2 pages, 0 bytes, 0.0 s"
 
@@ -108,19 +108,19 @@ async def test_the_audit_runs_when_idle_at_most_once_an_interval_and_tells_once(
 
     auditing = IdleAudit(ledger, lambda: idle, broken.put_nowait)
     running = asyncio.create_task(auditing.run())
-    auditing.changed()
+    auditing.notify()
     for _ in range(3):
         await asyncio.sleep(0)
     assert taken.empty()
     idle = True
-    auditing.changed()
+    auditing.notify()
     first = await asyncio.wait_for(taken.get(), 60)
-    auditing.changed()
-    auditing.changed()
+    auditing.notify()
+    auditing.notify()
     second = await asyncio.wait_for(taken.get(), 60)
     assert second - first >= 0.05
     violation = "a page is lost"
-    auditing.changed()
+    auditing.notify()
     error = await asyncio.wait_for(broken.get(), 60)
     assert "a page is lost" in str(error)
     assert "a page is lost" in caplog.text

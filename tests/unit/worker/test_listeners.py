@@ -15,7 +15,7 @@ from baton.kv.format import KvFormat, KvPart
 from baton.ledger import Ledger
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
-from baton.worker.listeners import Service, listeners
+from baton.worker.listeners import Service, serve_listeners
 from baton.worker.progress import Progress
 from baton.worker.servicer import status_from_proto
 from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, new_identity
@@ -62,7 +62,10 @@ async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_fo
         "cache": nothing_cached,
         "clear": nothing_cached,
     }
-    async with listeners(config, hub, progress, **rest) as addresses, control_channel(addresses.control) as channel:
+    async with (
+        serve_listeners(config, hub, progress, **rest) as addresses,
+        control_channel(addresses.control) as channel,
+    ):
         watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
         first = status_from_proto(await watch.read())
         assert first.identity == hub.identity
@@ -72,14 +75,14 @@ async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_fo
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="x.Control"))
         while (await health.read()).status != SERVING:
             pass
-        progress.moved()
+        progress.record()
         now = 1.0
         assert (await health.read()).status == NOT_SERVING
         assert await ops_status(addresses.ops, "/ready") == 503
         assert await ops_status(addresses.ops, "/live") == 200
         while not (await watch.read()).stalled:
             pass
-        progress.idle()
+        progress.set_idle()
         while (await watch.read()).stalled:
             pass
         assert (await health.read()).status == SERVING
@@ -102,5 +105,5 @@ async def test_an_advertised_address_replaces_the_bound_one() -> None:
         "cache": nothing_cached,
         "clear": nothing_cached,
     }
-    async with listeners(config, hub, Progress(), **rest):
+    async with serve_listeners(config, hub, Progress(), **rest):
         assert hub.identity.shards[0].kv_address == "kv.example:7001"

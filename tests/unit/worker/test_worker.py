@@ -77,7 +77,7 @@ async def test_a_watch_tells_at_once_then_on_change_and_ends_with_the_hub() -> N
 async def test_every_status_says_anew_whose_tickets_are_taken() -> None:
     hub, taken = StatusHub(new_identity(WorkerConfig(), WorkerRole.PREFILL, SPEC, ""), WorkerLoad), (b"old",)
     assert hub.status().identity.ticket_key_ids == ()
-    hub.ask_for_tickets(lambda: taken)
+    hub.set_ticket_keys(lambda: taken)
     assert hub.status().identity.ticket_key_ids == (b"old",)
     taken = (b"old", b"new")
     assert hub.status().identity.ticket_key_ids == (b"old", b"new")
@@ -121,22 +121,22 @@ async def test_closing_the_engine_thread_withdraws_what_has_not_begun() -> None:
 def test_progress_stalls_only_while_there_is_work() -> None:
     now = 100.0
     progress = Progress(lambda: now)
-    assert progress.stalled() == 0
-    progress.moved()
+    assert progress.stalled_s() == 0
+    progress.record()
     now = 105.0
-    assert progress.stalled() == 5
-    progress.idle()
-    assert progress.stalled() == 0
+    assert progress.stalled_s() == 5
+    progress.set_idle()
+    assert progress.stalled_s() == 0
 
 
 async def test_a_stall_is_reported_once_and_so_is_its_end() -> None:
     now, reports = 0.0, asyncio.Queue[bool]()
     progress = Progress(lambda: now)
-    progress.moved()
+    progress.record()
     watching = asyncio.create_task(watch_progress(progress, 0.02, reports.put_nowait))
     now = 1.0
     assert await asyncio.wait_for(reports.get(), 60) is False
-    progress.moved()
+    progress.record()
     assert await asyncio.wait_for(reports.get(), 60) is True
     watching.cancel()
     assert reports.empty()

@@ -25,7 +25,7 @@ class Breaker:
         """Whether a call would be allowed now; takes nobody's turn."""
         return self.closed or self._clock() >= self._until
 
-    def allows(self) -> bool:
+    def allow(self) -> bool:
         """Whether a call may be made now; while open, one caller in a pause is told so."""
         if not self.due:
             return False
@@ -33,11 +33,11 @@ class Breaker:
             self._until, self._trying = self._clock() + self._pause_s, True
         return True
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """A call was answered."""
         self._pause_s = 0.0
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         """A call failed. Calls that were under way when the first one failed say nothing new."""
         if self.closed or self._trying:
             self._pause_s = min(self._most_s, self._pause_s * 2 or self._first_s)

@@ -33,12 +33,12 @@ from baton.kv.prefix.address import parse_redis_url
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
 from baton.kv.prefix.record import HEADER_BYTES, BadRecord, RecordCodec
 from baton.kv.prefix.redis.breaker import Breaker
-from baton.kv.prefix.redis.calls import Calls
+from baton.kv.prefix.redis.calls import RedisCalls
 from baton.kv.prefix.redis.connect import open_topology
-from baton.kv.prefix.redis.faults import count, reason
+from baton.kv.prefix.redis.faults import count_fault, fault_label
 from baton.kv.prefix.redis.nodes import Command, Node
-from baton.kv.prefix.redis.removals import Removals, removal
-from baton.kv.prefix.redis.write_queue import Lost, WriteQueue
+from baton.kv.prefix.redis.removals import RemovalQueue, removal_command
+from baton.kv.prefix.redis.write_queue import OnLost, WriteQueue
 from baton.kv.prefix.throughput import Throughput
 from baton.telemetry import metrics
 
@@ -62,18 +62,18 @@ _THREADS = 2
 class RedisLimits:
     """Seconds that a round trip may take beside its payload's time; life of a block; bytes queued.
 
-    A node that failed is tried again after `pause_s`, which doubles with each failure up to `longest_pause_s`.
+    A node that failed is tried again after `pause_s`, which doubles with each failure up to `max_pause_s`.
     """
 
     budget_s: float = 0.5
     ttl_s: int = 24 * 3600
     queue_bytes: int = 256 << 20
     pause_s: float = 1.0
-    longest_pause_s: float = 10.0
+    max_pause_s: float = 10.0
 
 
 @dataclass(slots=True)
-class _Checked:
+class _CheckedRecords:
     """`asked` records of successive blocks: payloads up to the first that is not usable, and what was wrong there."""
 
     asked: int
@@ -89,7 +89,7 @@ class _Checked:
 
 
 @dataclass(slots=True, eq=False)
-class _Clearing:
+class _ClearJob:
     """The deletion of all our keys at one node: how far it has come, and the first error that it was answered with."""
 
     node: Node
@@ -111,43 +111,43 @@ class RedisPrefixCache:
         kv_format: KvFormat,
         fleet_secret: str,
         limits: RedisLimits | None = None,
-        lost: Lost = lambda _: None,
-        refused: Lost = lambda _: None,
+        lost: OnLost = lambda _: None,
+        refused: OnLost = lambda _: None,
     ) -> None:
         self._limits = limits or RedisLimits()
         self._codec = RecordCodec(kv_format, fleet_secret)
         self._prefix = key_prefix(kv_format).encode()
-        breaker = partial(Breaker, self._limits.pause_s, self._limits.longest_pause_s)
+        breaker = partial(Breaker, self._limits.pause_s, self._limits.max_pause_s)
         self._topology = open_topology(parse_redis_url(url), self._limits.budget_s, breaker)
-        self._calls = Calls(self._topology, self._limits.budget_s)
+        self._calls = RedisCalls(self._topology, self._limits.budget_s)
         self._threads = ThreadPoolExecutor(_THREADS, "prefix-records")
         self._lost, self._refused = lost, refused
         self._queue = WriteQueue(TIER, self._write, self._limits.queue_bytes, BATCH_BYTES, lost)
-        self._removals = Removals(TIER, self._remove)
+        self._removals = RemovalQueue(TIER, self._remove)
         self._throughput = Throughput()
         self._hits = self._misses = 0
-        self._touching: asyncio.Task[None] | None = None
-        self._clearing: set[_Clearing] = set()
+        self._touch_task: asyncio.Task[None] | None = None
+        self._clear_jobs: set[_ClearJob] = set()
         self._closed = False
 
     @property
-    def stores(self) -> bool:
+    def enabled(self) -> bool:
         """True."""
         return True
 
     async def check(self) -> None:
         """One round trip to each node."""
-        await self._ask_all([("PING",)])
+        await self._call_all([("PING",)])
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest run of leading hits; one round trip for each LOOKUP_KEYS digests."""
         found = 0
         for start in range(0, len(digests), LOOKUP_KEYS):
-            sizes = await self._sizes(digests[start : start + LOOKUP_KEYS])
+            sizes = await self._get_sizes(digests[start : start + LOOKUP_KEYS])
             found += sum(1 for _ in takewhile(lambda size: size == self._codec.record_bytes, sizes))
             if found < start + len(sizes):
                 if isinstance(size := sizes[found - start], int) and size > 0:
-                    count("truncated")
+                    count_fault("truncated")
                     self._removals.add({digests[found]: b""})
                 break
         self._hits += found
@@ -161,40 +161,40 @@ class RedisPrefixCache:
         keys, started = self._keys(digests), time.monotonic()
         size, until = self._codec.record_bytes, started + self._budget(len(keys))
         window = max(1, WINDOW_BYTES * max(1, len(self._topology.masters)) // size)
-        starts, parts = iter(range(0, len(keys), window)), dict[int, _Checked]()
+        starts, parts = iter(range(0, len(keys), window)), dict[int, _CheckedRecords]()
 
         async def lane() -> None:
             for start in starts:
                 wanted = slice(start, start + window)
-                records = await self._records(keys[wanted], until - time.monotonic())
+                records = await self._get_records(keys[wanted], until - time.monotonic())
                 parts[start] = await self._in_thread(self._check, digests[wanted], records)
                 if not parts[start].complete:
                     deque(starts, 0)  # what comes behind is of no use
 
         await asyncio.gather(*(lane() for _ in range(LANES)))
-        payloads = self._usable(digests, [parts[start] for start in sorted(parts)])
-        self._throughput.fetched(len(payloads) * size, time.monotonic() - started)
+        payloads = self._accept_records(digests, [parts[start] for start in sorted(parts)])
+        self._throughput.record_fetch(len(payloads) * size, time.monotonic() - started)
         metrics.PREFIX_BLOCKS.labels(TIER, "fetched").inc(len(payloads))
         return payloads
 
-    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """All that are not being written already, and whose node is to be had."""
         return [
-            not self._closed and digest not in self._queue and self._calls.accepts(self._key(digest))
+            not self._closed and digest not in self._queue and self._calls.can_write(self._key(digest))
             for digest in digests
         ]
 
     def put(self, digest: bytes, payload: Payload) -> bool:
         """Queue a block for writing; False if the queue is full or its node is not to be had."""
-        return self._queue.put(digest, payload, not self._closed and self._calls.accepts(self._key(digest)))
+        return self._queue.put(digest, payload, not self._closed and self._calls.can_write(self._key(digest)))
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Prolong their lives in the background; dropped if another such call is still under way."""
         there = [digest for digest in digests[:LOOKUP_KEYS] if digest not in self._queue]
-        if there and not self._closed and (self._touching is None or self._touching.done()):
-            self._touching = asyncio.create_task(self._prolong(there), name="prefix-cache-touch")
+        if there and not self._closed and (self._touch_task is None or self._touch_task.done()):
+            self._touch_task = asyncio.create_task(self._renew_expiry(there), name="prefix-cache-touch")
 
-    def rates(self) -> Mapping[str, FetchRate]:
+    def fetch_rates(self) -> Mapping[str, FetchRate]:
         """Measured over the fetches of this process."""
         return {TIER: rate} if (rate := self._throughput.rate) else {}
 
@@ -204,7 +204,7 @@ class RedisPrefixCache:
     async def stats(self) -> list[CacheTier]:
         """What the servers say of themselves: blocks are all keys of the database, bytes all memory in use."""
         blocks = used = most = 0
-        for keys, info in await self._ask_all([("DBSIZE",), ("INFO", "memory")]):
+        for keys, info in await self._call_all([("DBSIZE",), ("INFO", "memory")]):
             blocks += keys if isinstance(keys, int) else 0
             used += _number(info, "used_memory")
             most += _number(info, "maxmemory")
@@ -220,22 +220,22 @@ class RedisPrefixCache:
         if not shared:
             return []
         self._queue.clear()
-        jobs = [_Clearing(node) for node in await self._calls.masters()]
-        self._clearing.update(jobs)
+        jobs = [_ClearJob(node) for node in await self._calls.masters()]
+        self._clear_jobs.update(jobs)
         try:
             await asyncio.gather(*map(self._clear, jobs))
         finally:
-            self._clearing.difference_update(jobs)
+            self._clear_jobs.difference_update(jobs)
         blocks = sum(job.deleted for job in jobs)
         refused = next((f"refused: {job.refused}" for job in jobs if job.refused), "")
         unfinished = "" if all(job.done for job in jobs) else "not all of it"
-        state = "; ".join(filter(None, (unfinished, refused, self._trouble())))
+        state = "; ".join(filter(None, (unfinished, refused, self._describe_faults())))
         return [CacheTier(TIER, blocks, blocks * self._codec.record_bytes, state=state)]
 
     async def flush(self) -> None:
         """Wait until the queue is written or dropped, and refused records are removed."""
         await self._queue.flush()
-        await self._removals.finished()
+        await self._removals.flush()
 
     async def close(self) -> None:
         """Write for at most a second more, then drop the rest and disconnect."""
@@ -243,29 +243,29 @@ class RedisPrefixCache:
             return
         self._closed = True
         await self._queue.close(_CLOSE_S)
-        if self._touching is not None:
-            self._touching.cancel()
+        if self._touch_task is not None:
+            self._touch_task.cancel()
         await self._removals.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._calls.aclose()
         self._threads.shutdown(wait=False)
 
-    async def _sizes(self, digests: Sequence[bytes]) -> list[Any]:
+    async def _get_sizes(self, digests: Sequence[bytes]) -> list[Any]:
         keys, started = self._keys(digests), time.monotonic()
-        sizes = await self._calls.keyed("look", keys, lambda index: ("STRLEN", keys[index]), self._limits.budget_s)
+        sizes = await self._calls.call_keys("look", keys, lambda index: ("STRLEN", keys[index]), self._limits.budget_s)
         if all(isinstance(size, int) for size in sizes):
-            self._throughput.looked_up(time.monotonic() - started)
+            self._throughput.record_lookup(time.monotonic() - started)
         return sizes
 
-    async def _records(self, keys: Sequence[bytes], budget_s: float) -> list[Any]:
+    async def _get_records(self, keys: Sequence[bytes], budget_s: float) -> list[Any]:
         # One byte more than a record, to tell a longer value from one.
         last = self._codec.record_bytes
-        return await self._calls.keyed("fetch", keys, lambda index: ("GETRANGE", keys[index], 0, last), budget_s)
+        return await self._calls.call_keys("fetch", keys, lambda index: ("GETRANGE", keys[index], 0, last), budget_s)
 
-    def _check(self, digests: Sequence[bytes], records: Sequence[Any]) -> _Checked:
+    def _check(self, digests: Sequence[bytes], records: Sequence[Any]) -> _CheckedRecords:
         """Check records in their order; runs in a thread."""
-        checked = _Checked(len(records))
+        checked = _CheckedRecords(len(records))
         for digest, record in zip(digests, records, strict=True):
             try:
                 # An error was counted already, and no answer is one of the node.
@@ -279,16 +279,16 @@ class RedisPrefixCache:
             checked.payloads.append(payload)
         return checked
 
-    def _usable(self, digests: Sequence[bytes], parts: Sequence[_Checked]) -> list[Payload]:
+    def _accept_records(self, digests: Sequence[bytes], parts: Sequence[_CheckedRecords]) -> list[Payload]:
         """The payloads before the first missing one; reports the missing ones, or the first refused one."""
         payloads: list[Payload] = []
         for part in parts:
             payloads += part.payloads
             if part.gone:
-                count("evicted")
+                count_fault("evicted")
                 self._lost(part.gone)
             if part.refused is not None:
-                count(part.reason)
+                count_fault(part.reason)
                 refused = digests[len(payloads)]
                 self._refused([refused])
                 self._removals.add({refused: part.refused})
@@ -300,30 +300,30 @@ class RedisPrefixCache:
         keys = self._keys([digest for digest, _ in blocks])
         records = await self._in_thread(lambda: [self._codec.encode(digest, payload) for digest, payload in blocks])
         budget_s = _WRITE_BUDGET_S + self._budget(len(keys))
-        replies = await self._calls.keyed(
+        replies = await self._calls.call_keys(
             "write", keys, lambda index: ("SET", keys[index], records[index], "EX", self._limits.ttl_s), budget_s
         )
         return [reply is True for reply in replies]
 
     async def _remove(self, refused: Mapping[bytes, bytes]) -> list[Any]:
         keys, size, headers = self._keys(list(refused)), self._codec.record_bytes, list(refused.values())
-        return await self._calls.keyed(
-            "write", keys, lambda index: removal(keys[index], size, headers[index]), self._limits.budget_s
+        return await self._calls.call_keys(
+            "write", keys, lambda index: removal_command(keys[index], size, headers[index]), self._limits.budget_s
         )
 
-    async def _clear(self, job: _Clearing) -> None:
+    async def _clear(self, job: _ClearJob) -> None:
         """Delete in batches, until all keys were looked at or a batch fails."""
         cursor, budget_s = 0, _WRITE_BUDGET_S + self._budget(0)
         scan = ("MATCH", self._prefix + b"*", "COUNT", CLEAR_KEYS)
         # The lane of writes: in that of look-ups it would keep them waiting.
-        ask = partial(self._calls.at, job.node, "write", budget_s=budget_s)
+        ask = partial(self._calls.call_node, job.node, "write", budget_s=budget_s)
         while not job.done and not job.refused:
             replies = await ask([("SCAN", cursor, *scan)])
             if replies is None:
                 return
             if isinstance(replies[0], Exception):
                 job.refused = replies[0]
-                count(reason(replies[0]))
+                count_fault(fault_label(replies[0]))
                 return
             cursor, keys = replies[0]
             deleted = await ask([("UNLINK", key) for key in keys]) if keys else []
@@ -331,20 +331,22 @@ class RedisPrefixCache:
                 return
             job.deleted += sum(reply for reply in deleted if isinstance(reply, int))
             for error in (reply for reply in deleted if isinstance(reply, Exception)):
-                count(reason(error))
+                count_fault(fault_label(error))
                 job.refused = job.refused or error
             job.done = cursor == 0
 
-    async def _prolong(self, digests: Sequence[bytes]) -> None:
+    async def _renew_expiry(self, digests: Sequence[bytes]) -> None:
         keys, ttl_s = self._keys(digests), self._limits.ttl_s
-        there = await self._calls.keyed(
+        there = await self._calls.call_keys(
             "look", keys, lambda index: ("EXPIRE", keys[index], ttl_s), self._limits.budget_s
         )
         self._lost([digest for digest, reply in zip(digests, there, strict=True) if reply is False])
 
-    async def _ask_all(self, commands: Sequence[Command]) -> list[list[Any]]:
+    async def _call_all(self, commands: Sequence[Command]) -> list[list[Any]]:
         """The replies of each node that answered."""
-        asked = [self._calls.at(node, "look", commands, self._limits.budget_s) for node in await self._calls.masters()]
+        asked = [
+            self._calls.call_node(node, "look", commands, self._limits.budget_s) for node in await self._calls.masters()
+        ]
         return [replies for replies in await asyncio.gather(*asked) if replies is not None]
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
@@ -355,20 +357,20 @@ class RedisPrefixCache:
         return await done
 
     def _state(self) -> str:
-        if self._clearing:
-            return f"clearing: {sum(job.deleted for job in self._clearing)} blocks are gone"
-        return self._trouble()
+        if self._clear_jobs:
+            return f"clearing: {sum(job.deleted for job in self._clear_jobs)} blocks are gone"
+        return self._describe_faults()
 
-    def _trouble(self) -> str:
+    def _describe_faults(self) -> str:
         nodes = self._topology.masters
-        lost = [node.health for node in nodes if not node.health.well]
-        if not self._topology.health.well and not nodes:
+        lost = [node.health for node in nodes if not node.health.is_reachable]
+        if not self._topology.health.is_reachable and not nodes:
             lost = [self._topology.health]
         if not lost:
             return ""
         if len(nodes) <= 1:
-            return f"out of reach: {lost[0].trouble}"
-        return f"{len(lost)} of {len(nodes)} nodes out of reach: {lost[0].trouble}"
+            return f"out of reach: {lost[0].last_error}"
+        return f"{len(lost)} of {len(nodes)} nodes out of reach: {lost[0].last_error}"
 
     def _budget(self, records: int) -> float:
         return self._limits.budget_s + records * self._codec.record_bytes / _SLOWEST_BYTES_PER_S

@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.exceptions import AskError, ReadOnlyError
 
-from baton.kv.prefix.redis.faults import count, reason
+from baton.kv.prefix.redis.faults import count_fault, fault_label
 from baton.kv.prefix.redis.nodes import Command, Node
 from baton.kv.prefix.redis.topology import Topology
 
@@ -23,7 +23,7 @@ _LOOK_AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Calls:
+class RedisCalls:
     """Lives on the asyncio loop. To find out where the nodes are may take `budget_s`."""
 
     def __init__(self, topology: Topology, budget_s: float) -> None:
@@ -32,7 +32,7 @@ class Calls:
         self._refreshed_at = -float("inf")
         self._closed = False
 
-    def accepts(self, key: bytes) -> bool:
+    def can_write(self, key: bytes) -> bool:
         """Whether a write of this key has a chance, as far as is known.
 
         One that is due as a try is: a decode worker makes no other calls, and would else never come back.
@@ -44,16 +44,16 @@ class Calls:
 
     async def masters(self) -> Sequence[Node]:
         """All nodes that are known."""
-        await self._is_ready()
+        await self._ensure_ready()
         return self._topology.masters
 
-    async def keyed(
+    async def call_keys(
         self, lane: str, keys: Sequence[bytes], command: Callable[[int], Command], budget_s: float
     ) -> list[Any]:
         """`command(i)` for each key i at its node: its reply, an exception about this key, or None if there is none."""
         until = _now() + budget_s
         replies: list[Any] = [None] * len(keys)
-        if not keys or not await self._is_ready():
+        if not keys or not await self._ensure_ready():
             return replies
         places: dict[Node, list[int]] = {}
         homeless = 0
@@ -65,7 +65,7 @@ class Calls:
                 places.setdefault(node, []).append(index)
 
         async def ask(node: Node, indexes: Sequence[int]) -> None:
-            got = await self.at(node, lane, [command(index) for index in indexes], until - _now())
+            got = await self.call_node(node, lane, [command(index) for index in indexes], until - _now())
             for index, reply in zip(indexes, got or (), strict=False):
                 replies[index] = reply
 
@@ -73,17 +73,17 @@ class Calls:
             for node, indexes in places.items():
                 group.create_task(ask(node, indexes))
         if homeless:
-            count("cluster_down", homeless)
+            count_fault("cluster_down", homeless)
             self._refresh_soon()
-        await self._learn(places, [reply for reply in replies if isinstance(reply, Exception)])
+        await self._handle_errors(places, [reply for reply in replies if isinstance(reply, Exception)])
         return replies
 
-    async def at(self, node: Node, lane: str, commands: Sequence[Command], budget_s: float) -> list[Any] | None:
+    async def call_node(self, node: Node, lane: str, commands: Sequence[Command], budget_s: float) -> list[Any] | None:
         """Replies of one node; None if it failed, after which the others are looked for again."""
         if self._closed:
             return None
         replies = await node.run(lane, commands, budget_s)
-        if not node.health.well:
+        if not node.health.is_reachable:
             self._refresh_soon()
         return replies
 
@@ -95,21 +95,21 @@ class Calls:
             await asyncio.wait({self._refreshing})
         await self._topology.aclose()
 
-    async def _learn(self, nodes: dict[Node, list[int]], faults: Sequence[Exception]) -> None:
+    async def _handle_errors(self, nodes: dict[Node, list[int]], faults: Sequence[Exception]) -> None:
         for fault in faults:
-            count(reason(fault))
+            count_fault(fault_label(fault))
         if faults:
             _log.debug("%d keys of the prefix cache failed, the first: %s", len(faults), faults[0])
         if any(isinstance(fault, AskError) for fault in faults):  # MovedError is one
             self._refresh_soon()
         if any(isinstance(fault, ReadOnlyError) for fault in faults):
             for node in nodes:
-                await self._topology.demoted(node)
+                await self._topology.handle_readonly(node)
 
-    async def _is_ready(self) -> bool:
+    async def _ensure_ready(self) -> bool:
         """Whether it is known where the nodes are; waits for that if nobody has failed to find out just now."""
         if not self._topology.ready and not self._closed:
-            if not self._is_refreshing() and self._topology.health.breaker.allows():
+            if not self._is_refreshing() and self._topology.health.breaker.allow():
                 self._refreshing = asyncio.create_task(self._refresh(), name="prefix-cache-topology")
             if self._refreshing is not None and not self._refreshing.done():
                 await asyncio.wait({self._refreshing})
@@ -129,9 +129,9 @@ class Calls:
             async with asyncio.timeout(self._budget_s):
                 await self._topology.refresh()
         except Exception as error:  # whatever keeps the client from finding its nodes, it is a miss
-            self._topology.health.failed(error)
+            self._topology.health.record_failure(error)
         else:
-            self._topology.health.succeeded()
+            self._topology.health.record_success()
 
 
 def _now() -> float:

@@ -15,7 +15,7 @@ from redis.exceptions import AuthenticationError, RedisError
 from baton.errors import ConfigError
 from baton.kv.prefix.address import RedisAddress
 from baton.kv.prefix.redis.breaker import Breaker
-from baton.kv.prefix.redis.topology import Address, Cluster, OneMaster, Topology, first_answer
+from baton.kv.prefix.redis.topology import Address, Cluster, SingleMaster, Topology, first_answer
 
 _READ_BYTES = 256 << 10
 """Bytes that are handed to the parser at a time, if as many are there."""
@@ -62,7 +62,7 @@ def open_topology(address: RedisAddress, timeout_s: float, breaker: Callable[[],
     except (ValueError, TypeError) as error:
         raise ConfigError(f"redis: {error}") from error
     if address.kind == "server":
-        return OneMaster(_client(options | common), breaker(), None)
+        return SingleMaster(_client(options | common), breaker(), None)
     del options["host"], options["port"]
     if address.kind == "cluster":
         options.pop("db", None)
@@ -76,7 +76,7 @@ def open_topology(address: RedisAddress, timeout_s: float, breaker: Callable[[],
         address.hosts, sentinel_kwargs=to_sentinels | {"ssl": tls, "username": user, "password": password}
     )
     master = sentinels.master_for(address.service, ssl=tls, **options, **common)
-    return OneMaster(master, breaker(), sentinels.aclose)
+    return SingleMaster(master, breaker(), sentinels.aclose)
 
 
 def _client(options: dict[str, Any]) -> Redis:

@@ -38,7 +38,7 @@ _WORDS = {"timeout": "no answer in time"}
 _log = logging.getLogger(__name__)
 
 
-def reason(error: Exception) -> str:
+def fault_label(error: Exception) -> str:
     """Metric label of a fault."""
     if isinstance(error.__context__, ReadOnlyError):
         error = error.__context__  # redis-py makes it an error of the connection where sentinels name the master
@@ -50,34 +50,34 @@ def reason(error: Exception) -> str:
     return "connection"
 
 
-def count(name: str, times: int = 1) -> None:
+def count_fault(name: str, times: int = 1) -> None:
     """Count misses by the reason `name`."""
     metrics.PREFIX_FAULTS.labels(name).inc(times)
 
 
-class Health:
+class NodeHealth:
     """Whether a server is in reach. Its loss and its return are logged, each failed call is counted."""
 
     def __init__(self, name: str, breaker: Breaker) -> None:
         self.name, self.breaker = name, breaker
-        self.trouble = ""
+        self.last_error = ""
 
     @property
-    def well(self) -> bool:
+    def is_reachable(self) -> bool:
         """Whether the last call was answered."""
         return self.breaker.closed
 
-    def failed(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         """A call found the server out of reach."""
-        self.trouble = str(error).partition(_ARGUMENTS)[0] or _WORDS.get(reason(error), reason(error))
+        self.last_error = str(error).partition(_ARGUMENTS)[0] or _WORDS.get(fault_label(error), fault_label(error))
         if self.breaker.closed:
-            _log.warning("%s is out of reach, requests go on without it: %s", self.name, self.trouble)
-        self.breaker.failed()
-        count(reason(error))
+            _log.warning("%s is out of reach, requests go on without it: %s", self.name, self.last_error)
+        self.breaker.record_failure()
+        count_fault(fault_label(error))
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """A call was answered."""
         if not self.breaker.closed:
             _log.info("%s is back", self.name)
-        self.breaker.succeeded()
-        self.trouble = ""
+        self.breaker.record_success()
+        self.last_error = ""

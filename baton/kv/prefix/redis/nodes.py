@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from redis.asyncio import Redis
 from redis.exceptions import ClusterDownError, RedisError
 
-from baton.kv.prefix.redis.faults import Health, count
+from baton.kv.prefix.redis.faults import NodeHealth, count_fault
 
 Command: TypeAlias = tuple[Any, ...]
 """A command and its arguments, as `Redis.execute_command` takes them."""
@@ -22,7 +22,7 @@ LANES = {"look": 8, "fetch": 8, "write": 4}
 class Node:
     """One master. Its client makes connections as it needs them, one for each call under way."""
 
-    def __init__(self, client: Redis, health: Health) -> None:
+    def __init__(self, client: Redis, health: NodeHealth) -> None:
         self.client, self.health = client, health
         self._lanes = {name: asyncio.Semaphore(most) for name, most in LANES.items()}
 
@@ -34,26 +34,26 @@ class Node:
         answer is taken for that to another question.
         """
         if budget_s <= 0:
-            count("timeout")  # that of what came before
+            count_fault("timeout")  # that of what came before
             return None
-        if not self.health.breaker.allows():
+        if not self.health.breaker.allow():
             return None
         until = asyncio.get_running_loop().time() + budget_s
         try:
             async with asyncio.timeout_at(until):
                 await self._lanes[lane].acquire()
         except TimeoutError:
-            count("busy")  # that says nothing of the node
+            count_fault("busy")  # that says nothing of the node
             return None
         try:
             async with asyncio.timeout_at(until):
                 replies = await self._ask(commands)
         except Exception as error:  # whatever a broken connection makes the client raise, it is a miss
-            self.health.failed(error)
+            self.health.record_failure(error)
             return None
         finally:
             self._lanes[lane].release()
-        self.health.succeeded()
+        self.health.record_success()
         return replies
 
     async def _ask(self, commands: Sequence[Command]) -> list[Any]:

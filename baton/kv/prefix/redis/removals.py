@@ -31,10 +31,10 @@ return 0
 _log = logging.getLogger(__name__)
 
 Remove = Callable[[Mapping[bytes, bytes]], Awaitable[Sequence[object]]]
-"""Gets headers by digest; returns the replies to their `removal`."""
+"""Gets headers by digest; returns the replies to their `removal_command`."""
 
 
-def removal(key: bytes, size: int, header: bytes) -> Command:
+def removal_command(key: bytes, size: int, header: bytes) -> Command:
     """The command that deletes the value at `key` if it has not `size` bytes, or begins with `header`, if any.
 
     Its reply is the number of deleted keys.
@@ -42,7 +42,7 @@ def removal(key: bytes, size: int, header: bytes) -> Command:
     return ("EVAL", _SCRIPT, 1, key, size, header)
 
 
-class Removals:
+class RemovalQueue:
     """Removes what was refused, in batches, one after the other; lives on the asyncio loop."""
 
     def __init__(self, tier: str, remove: Remove) -> None:
@@ -60,7 +60,7 @@ class Removals:
         if self._waiting and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run(), name="prefix-cache-removals")
 
-    async def finished(self) -> None:
+    async def flush(self) -> None:
         """Wait until all are removed or given up."""
         if self._task is not None:
             await asyncio.wait({self._task})

@@ -16,7 +16,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisCluste
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from baton.kv.prefix.redis.breaker import Breaker
-from baton.kv.prefix.redis.faults import Health
+from baton.kv.prefix.redis.faults import NodeHealth
 from baton.kv.prefix.redis.nodes import Node, close
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ _ASKED = 3
 class Topology(Protocol):
     """Where keys are."""
 
-    health: Health
+    health: NodeHealth
     """Of the way to learn where the nodes are."""
 
     @property
@@ -48,21 +48,21 @@ class Topology(Protocol):
     async def refresh(self) -> None:
         """Find out, or find out again; raises what keeps it from that."""
 
-    async def demoted(self, node: Node) -> None:
+    async def handle_readonly(self, node: Node) -> None:
         """A replica refused a write: it may have been the master before."""
 
     async def aclose(self) -> None:
         """Close all connections."""
 
 
-class OneMaster:
+class SingleMaster:
     """A server, or the master of a service that sentinels watch: its client asks them when it makes a connection."""
 
     ready = True
 
     def __init__(self, client: Redis, breaker: Breaker, close_sentinels: Callable[[], Awaitable[None]] | None) -> None:
-        self.masters = (Node(client, Health(_NAME, breaker)),)
-        self.health = Health(_NAME, Breaker())
+        self.masters = (Node(client, NodeHealth(_NAME, breaker)),)
+        self.health = NodeHealth(_NAME, Breaker())
         self._close_sentinels = close_sentinels
 
     def node_of(self, key: bytes) -> Node:
@@ -72,7 +72,7 @@ class OneMaster:
     async def refresh(self) -> None:
         """Nothing to find out."""
 
-    async def demoted(self, node: Node) -> None:
+    async def handle_readonly(self, node: Node) -> None:
         """Let go of idle connections, so that the next asks the sentinels."""
         if self._close_sentinels is not None:
             await node.disconnect_idle()
@@ -94,7 +94,7 @@ class Cluster:
         self._clients: dict[Address, Redis] = {}
         self._nodes: dict[Address, Node] = {}
         self._slots: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-        self.health = Health(f"{_NAME}'s cluster", breaker())
+        self.health = NodeHealth(f"{_NAME}'s cluster", breaker())
 
     @property
     def ready(self) -> bool:
@@ -112,8 +112,8 @@ class Cluster:
 
     async def refresh(self) -> None:
         """Ask some nodes at once for the cluster's slots; the first that knows them is believed."""
-        well = [address for address, node in self._nodes.items() if node.health.well]
-        asked = dict.fromkeys((*well[:_ASKED], *self._seeds))
+        reachable = [address for address, node in self._nodes.items() if node.health.is_reachable]
+        asked = dict.fromkeys((*reachable[:_ASKED], *self._seeds))
         host, ranges = await first_answer({f"{each[0]}:{each[1]}": self._ask(each) for each in asked})
         # A node that does not know its own address is where it was asked.
         owners = {(first, last): (_text(owner[0]) or host, int(owner[1])) for first, last, owner, *_ in ranges}
@@ -124,7 +124,7 @@ class Cluster:
         gone = [address for address in self._clients if address not in self._nodes and address not in self._seeds]
         await asyncio.gather(*(close(self._clients.pop(address)) for address in gone))
 
-    async def demoted(self, node: Node) -> None:
+    async def handle_readonly(self, node: Node) -> None:
         """A replica of a cluster redirects writes, and does not refuse them."""
 
     async def aclose(self) -> None:
@@ -145,7 +145,7 @@ class Cluster:
     def _node(self, address: Address) -> Node:
         known = self._nodes.get(address)
         name = f"{_NAME}'s node {address[0]}:{address[1]}"
-        return known or Node(self._client(address), Health(name, self._breaker()))
+        return known or Node(self._client(address), NodeHealth(name, self._breaker()))
 
 
 async def first_answer(questions: Mapping[str, Awaitable[T]]) -> T:

@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 Write = Callable[[Sequence[tuple[bytes, Payload]]], Awaitable[Sequence[bool]]]
 """Writes (digest, payload) pairs and returns which of them were stored."""
 
-Lost = Callable[[Sequence[bytes]], object]
+OnLost = Callable[[Sequence[bytes]], object]
 """Gets the digests of blocks that a store had taken, and that are not stored after all."""
 
 
@@ -25,12 +25,12 @@ class WriteQueue:
     """
 
     def __init__(
-        self, tier: str, write: Write, queue_bytes: int, batch_bytes: int, lost: Lost = lambda _: None
+        self, tier: str, write: Write, queue_bytes: int, batch_bytes: int, lost: OnLost = lambda _: None
     ) -> None:
         self._write, self._queue_bytes, self._batch_bytes, self._lost = write, queue_bytes, batch_bytes, lost
         self._queue: dict[bytes, Payload] = {}
         self._bytes = 0
-        self._news, self._idle = asyncio.Event(), asyncio.Event()
+        self._has_blocks, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._writer: asyncio.Task[None] | None = None
         self._closed = False
@@ -51,7 +51,7 @@ class WriteQueue:
         self._queue[digest] = payload
         self._bytes += len(payload)
         self._idle.clear()
-        self._news.set()
+        self._has_blocks.set()
         if self._writer is None:
             self._writer = asyncio.create_task(self._run(), name="prefix-cache-writer")
         return True
@@ -78,7 +78,7 @@ class WriteQueue:
 
     async def _run(self) -> None:
         while True:
-            await self._news.wait()
+            await self._has_blocks.wait()
             batch = self._batch()
             try:
                 written = await self._write(batch)
@@ -110,5 +110,5 @@ class WriteQueue:
         for digest in digests:
             self._bytes -= len(self._queue.pop(digest))
         if not self._queue:
-            self._news.clear()
+            self._has_blocks.clear()
             self._idle.set()

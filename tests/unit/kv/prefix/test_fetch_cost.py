@@ -94,10 +94,10 @@ def test_no_other_number_of_leading_blocks_is_quicker(
     model = FetchCostModel(BYTES, TOKENS)
 
     def seconds(fetched: int) -> float:
-        took = model.computing_s(hits.blocks - fetched, prefill_rate)
+        took = model.estimate_compute_s(hits.blocks - fetched, prefill_rate)
         for tier, blocks in hits.runs:
             taken = min(blocks, fetched)
-            took += model.fetching_s(taken, rates.get(tier)) if taken else 0.0
+            took += model.estimate_fetch_s(taken, rates.get(tier)) if taken else 0.0
             fetched -= taken
         return took
 

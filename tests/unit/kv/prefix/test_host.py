@@ -29,7 +29,7 @@ def payload(digest: bytes) -> bytes:
 
 def write(cache: HostPrefixCache, digests: Sequence[bytes], upto: int | None = None) -> list[bool]:
     """What a worker does with a chain that it computed."""
-    wanted = [digest for digest, wanted in zip(digests, cache.wants(digests), strict=True) if wanted]
+    wanted = [digest for digest, wanted in zip(digests, cache.select_writes(digests), strict=True) if wanted]
     return [cache.put(digest, payload(digest)) for digest in wanted[:upto]]
 
 
@@ -59,8 +59,8 @@ async def test_a_block_larger_than_the_bound_is_not_kept() -> None:
 
 async def test_no_memory_keeps_nothing() -> None:
     cache = HostPrefixCache(0)
-    assert not cache.stores
-    assert cache.wants(LONG) == [False] * 8
+    assert not cache.enabled
+    assert cache.select_writes(LONG) == [False] * 8
     assert not cache.put(LONG[0], b"x")
 
 
@@ -90,8 +90,8 @@ async def test_many_look_ups_leave_no_trace() -> None:
     for _ in range(1000):
         await cache.lookup(LONG)
     assert sum(len(run.digests) for run in cache._runs) < 5000
-    cache.wants([os.urandom(32) for _ in range(70_000)])
-    assert len(cache._awaited) == 1 << 16
+    cache.select_writes([os.urandom(32) for _ in range(70_000)])
+    assert len(cache._parents) == 1 << 16
     assert (await cache.lookup(LONG)).blocks == 8
 
 
@@ -168,7 +168,7 @@ async def test_equals_the_model(most: int, sequence: list[tuple[str, list[bytes]
         else:
             first = number if step == "wants" else 0
             wanted = [i >= first and digest not in model.places for i, digest in enumerate(digests)]
-            assert cache.wants(digests, first) == wanted
+            assert cache.select_writes(digests, first) == wanted
             model.use(digests, wanted)
             if step == "write":
                 mine = [digest for digest, wants in zip(digests, wanted, strict=True) if wants][:number]

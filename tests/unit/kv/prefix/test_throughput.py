@@ -10,22 +10,22 @@ SIZE = 4 * ENOUGH_BYTES
 
 def test_nothing_is_known_at_first_nor_from_small_fetches() -> None:
     throughput = Throughput()
-    throughput.looked_up(0.1)
+    throughput.record_lookup(0.1)
     assert throughput.rate is None
-    throughput.fetched(ENOUGH_BYTES - 1, 0.1)
+    throughput.record_fetch(ENOUGH_BYTES - 1, 0.1)
     assert throughput.rate is None
 
 
 def test_the_first_samples_are_taken_as_they_are_and_later_ones_move_the_means() -> None:
     throughput = Throughput()
-    throughput.looked_up(0.1)
-    throughput.fetched(SIZE, 1.0)
+    throughput.record_lookup(0.1)
+    throughput.record_fetch(SIZE, 1.0)
     assert throughput.rate == FetchRate(0.1, SIZE)
-    throughput.looked_up(0.6)
-    throughput.fetched(SIZE, 4.0)
+    throughput.record_lookup(0.6)
+    throughput.record_fetch(SIZE, 4.0)
     assert throughput.rate is not None
     assert throughput.rate.latency_s == pytest.approx(0.2)
     assert SIZE / throughput.rate.bytes_per_s == pytest.approx(4.8 / 1.8), "of the seconds, not of the rates"
     for _ in range(50):
-        throughput.fetched(SIZE, 0.5)
+        throughput.record_fetch(SIZE, 0.5)
     assert throughput.rate.bytes_per_s == pytest.approx(2 * SIZE, rel=1e-3)

@@ -44,7 +44,7 @@ class Store(MemoryPrefixCache):
         await self.go.wait()
         return await super().fetch(digests)
 
-    def wants(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         return [digest not in self.blocks for digest in digests]
 
     def put(self, digest: bytes, payload: Payload) -> bool:
@@ -62,7 +62,7 @@ class Store(MemoryPrefixCache):
     async def stats(self) -> list[CacheTier]:
         return [replace(tier, name=TIER) for tier in await super().stats()]
 
-    def rates(self) -> dict[str, FetchRate]:
+    def fetch_rates(self) -> dict[str, FetchRate]:
         return {TIER: FetchRate(0.001, 1e9)}
 
 
@@ -77,7 +77,7 @@ def tiered(store: Store, writes: str = "first", blocks: int = 100, touch_share: 
 
 def request(cache: TieredPrefixCache, digests: Sequence[bytes], hits: int = 0) -> list[bytes]:
     """What a worker does at the end of a request; returns what it copied out."""
-    wanted = [digest for digest, wants in zip(digests, cache.wants(digests, hits), strict=True) if wants]
+    wanted = [digest for digest, wants in zip(digests, cache.select_writes(digests, hits), strict=True) if wants]
     for digest in wanted:
         cache.put(digest, BLOCKS[digest])
     return wanted
@@ -319,7 +319,7 @@ async def test_a_cleared_store_is_filled_again(store: Store) -> None:
 
 
 async def test_rates_of_both(store: Store) -> None:
-    assert tiered(store).rates() == store.rates()
+    assert tiered(store).fetch_rates() == store.fetch_rates()
 
 
 def test_sightings_forget_the_oldest() -> None:

@@ -12,8 +12,8 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix import MemoryPrefixCache, Payload
-from baton.worker import blocks
-from baton.worker.blocks import MOST_WRITE_BACKS, Blocks
+from baton.worker import block_copier
+from baton.worker.block_copier import MOST_WRITE_BACKS, BlockCopier
 
 IDS = [(7 * i) % 1000 for i in range(100)]
 WAIT_S = 60.0
@@ -67,7 +67,7 @@ def computed(engine: FakeEngine, owner: str = "a") -> KvHandle:
 
 
 def two_blocks_a_slice(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "SLICE_BYTES", 2 * engine.spec.kv_format.block_bytes)
+    monkeypatch.setattr(block_copier, "SLICE_BYTES", 2 * engine.spec.kv_format.block_bytes)
 
 
 def kv(engine: FakeEngine, handle: KvHandle, tokens: range) -> list[bytes]:
@@ -77,10 +77,10 @@ def kv(engine: FakeEngine, handle: KvHandle, tokens: range) -> list[bytes]:
 
 
 async def test_names_are_those_of_the_chain_however_many(engine: FakeEngine) -> None:
-    found = Blocks(engine, Cache())
+    found = BlockCopier(engine, Cache())
     for ids in (IDS, IDS * 100, []):
         root = chain_root(engine.spec.fingerprint, engine.spec.kv_format.digest, b"salt")
-        assert await found.names(ids, b"salt") == block_digests(root, ids, 16)
+        assert await found.hash_blocks(ids, b"salt") == block_digests(root, ids, 16)
 
 
 @pytest.mark.parametrize("blocks_a_copy", [1, 2, 5])
@@ -88,10 +88,10 @@ async def test_what_is_written_back_is_loaded_into_other_pages(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, blocks_a_copy: int
 ) -> None:
     two_blocks_a_slice(engine, monkeypatch)
-    monkeypatch.setattr(blocks, "COPY_BYTES", blocks_a_copy * engine.spec.kv_format.block_bytes)
+    monkeypatch.setattr(block_copier, "COPY_BYTES", blocks_a_copy * engine.spec.kv_format.block_bytes)
     cache = Cache()
-    both, source, told = Blocks(engine, cache), computed(engine), list[int]()
-    digests = await both.names(IDS, b"")
+    both, source, told = BlockCopier(engine, cache), computed(engine), list[int]()
+    digests = await both.hash_blocks(IDS, b"")
     await both.write_back(source, digests, 0, lambda: True)
     assert cache.put_digests == digests
     target = engine.reserve("b", len(IDS))
@@ -104,8 +104,8 @@ async def test_what_is_written_back_is_loaded_into_other_pages(
 async def test_only_what_the_cache_wants_is_written_back(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     two_blocks_a_slice(engine, monkeypatch)
     cache = Cache()
-    both, source = Blocks(engine, cache), computed(engine)
-    digests = await both.names(IDS, b"")
+    both, source = BlockCopier(engine, cache), computed(engine)
+    digests = await both.hash_blocks(IDS, b"")
     cache.blocks[digests[3]] = b"known"
     await both.write_back(source, digests, 1, lambda: True)
     assert cache.put_digests == [digests[1], digests[2], digests[4], digests[5]]
@@ -113,8 +113,8 @@ async def test_only_what_the_cache_wants_is_written_back(engine: FakeEngine, mon
 
 
 async def test_a_full_cache_and_a_job_that_is_over_end_a_write_back(engine: FakeEngine) -> None:
-    both, source = Blocks(engine, cache := Cache(most=2)), computed(engine)
-    digests = await both.names(IDS, b"")
+    both, source = BlockCopier(engine, cache := Cache(most=2)), computed(engine)
+    digests = await both.hash_blocks(IDS, b"")
     await both.write_back(source, digests, 0, lambda: False)
     assert cache.put_digests == []
     await both.write_back(source, digests, 0, lambda: True)
@@ -122,8 +122,8 @@ async def test_a_full_cache_and_a_job_that_is_over_end_a_write_back(engine: Fake
 
 
 async def test_more_write_backs_than_may_run_are_dropped(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    both, source = Blocks(engine, cache := Cache()), computed(engine)
-    digests = await both.names(IDS, b"")
+    both, source = BlockCopier(engine, cache := Cache()), computed(engine)
+    digests = await both.hash_blocks(IDS, b"")
     waiting = threading.Semaphore(0)
     read = engine.read_blocks
     monkeypatch.setattr(engine, "read_blocks", lambda *args: (waiting.acquire(timeout=WAIT_S), read(*args))[1])
@@ -139,8 +139,8 @@ async def test_more_write_backs_than_may_run_are_dropped(engine: FakeEngine, mon
 
 async def test_a_block_that_is_gone_shortens_a_load(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     two_blocks_a_slice(engine, monkeypatch)
-    both, source = Blocks(engine, cache := Cache()), computed(engine)
-    digests = await both.names(IDS, b"")
+    both, source = BlockCopier(engine, cache := Cache()), computed(engine)
+    digests = await both.hash_blocks(IDS, b"")
     await both.write_back(source, digests, 0, lambda: True)
     del cache.blocks[digests[3]]
     assert await both.load(engine.reserve("b", 96), digests, range(6), lambda: True) == 3
@@ -150,8 +150,8 @@ async def test_a_block_that_is_gone_shortens_a_load(engine: FakeEngine, monkeypa
 async def test_the_next_slice_is_fetched_while_one_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SlowEngine()
     two_blocks_a_slice(engine, monkeypatch)
-    both, source = Blocks(engine, cache := Cache()), computed(engine)
-    digests = await both.names(IDS, b"")
+    both, source = BlockCopier(engine, cache := Cache()), computed(engine)
+    digests = await both.hash_blocks(IDS, b"")
     await both.write_back(source, digests, 0, lambda: True)
     loading = asyncio.create_task(both.load(engine.reserve("b", 96), digests, range(6), lambda: True))
     async with asyncio.timeout(WAIT_S):
@@ -165,9 +165,9 @@ async def test_the_next_slice_is_fetched_while_one_is_copied(monkeypatch: pytest
 @pytest.mark.parametrize("how", ["cancel", "over", "stop"])
 async def test_a_load_ends_after_the_copy_in_progress_and_not_before(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SlowEngine()
-    monkeypatch.setattr(blocks, "COPY_BYTES", 2 * engine.spec.kv_format.block_bytes)
-    both, source = Blocks(engine, Cache()), computed(engine)
-    digests = await both.names(IDS, b"")
+    monkeypatch.setattr(block_copier, "COPY_BYTES", 2 * engine.spec.kv_format.block_bytes)
+    both, source = BlockCopier(engine, Cache()), computed(engine)
+    digests = await both.hash_blocks(IDS, b"")
     await both.write_back(source, digests, 0, lambda: True)
     going = [True]
     target = engine.reserve("b", 96)

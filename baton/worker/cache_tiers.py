@@ -13,7 +13,7 @@ from baton.telemetry import metrics
 POOL = "pool"
 
 
-class Caches:
+class CacheTiers:
     """The cache tiers for the Admin service: the engine's cached pages, and the tiers of `cache`."""
 
     def __init__(self, engine: Engine, cache: PrefixCache) -> None:
@@ -22,14 +22,14 @@ class Caches:
         self._page_bytes = engine.spec.page_size * engine.spec.kv_format.token_bytes
         self._hits = self._misses = 0
 
-    def reserved(self, hits: int, blocks: int) -> None:
+    def record_lookup(self, hits: int, blocks: int) -> None:
         """Count a prompt whose pages were reserved: `hits` of its full `blocks` were cached in them."""
         self._hits += hits
         self._misses += blocks - hits
         metrics.PREFIX_BLOCKS.labels(POOL, "hit").inc(hits)
         metrics.PREFIX_BLOCKS.labels(POOL, "miss").inc(blocks - hits)
 
-    async def tiers(self) -> list[CacheTier]:
+    async def list_tiers(self) -> list[CacheTier]:
         """All tiers as they are now, nearest first."""
         stats = self._engine.stats()
         pool = self._pool(stats.cached)

@@ -28,7 +28,7 @@ MOST_NAMES = 4096
 _POOL, _HOST = 1, 2
 
 
-class PrefixNews:
+class PrefixChangeFeed:
     """Merges the tiers' changes; made and used on the asyncio loop, until `close`.
 
     `changed` is called on the loop, when there is something new to `take` for the followers.
@@ -42,19 +42,19 @@ class PrefixNews:
         self._inbox: deque[tuple[int, Sequence[bytes], Sequence[bytes]]] = deque()
         self._due = False
         self._tiers: dict[bytes, int] = {}
-        self._followers: set[Follower] = set()
+        self._subscribers: set[PrefixSubscriber] = set()
         engine.watch_prefixes(partial(self._put, _POOL))
         cache.watch(partial(self._put, _HOST))
 
-    def follow(self) -> Follower:
+    def subscribe(self) -> PrefixSubscriber:
         """Add a follower, which begins with the whole list."""
-        follower = Follower(self._tiers)
-        self._followers.add(follower)
-        return follower
+        subscriber = PrefixSubscriber(self._tiers)
+        self._subscribers.add(subscriber)
+        return subscriber
 
-    def leave(self, follower: Follower) -> None:
+    def unsubscribe(self, subscriber: PrefixSubscriber) -> None:
         """Remove a follower."""
-        self._followers.discard(follower)
+        self._subscribers.discard(subscriber)
 
     def close(self) -> None:
         """Stop watching the tiers."""
@@ -73,7 +73,7 @@ class PrefixNews:
     def _merge(self) -> None:
         # Reset this first: a change that comes from now on needs another merge.
         self._due = False
-        news: dict[bytes, bool] = {}
+        changes: dict[bytes, bool] = {}
         while self._inbox:
             tier, stored, dropped = self._inbox.popleft()
             for digest in stored:
@@ -81,51 +81,51 @@ class PrefixNews:
                 tiers = self._tiers.get(name, 0)
                 self._tiers[name] = tiers | tier
                 if not tiers:
-                    news[name] = True
+                    changes[name] = True
             for digest in dropped:
                 name = digest[:PREFIX_NAME_BYTES]
                 tiers = self._tiers.get(name, 0)
                 if tiers == tier:
                     del self._tiers[name]
-                    news[name] = False
+                    changes[name] = False
                 elif tiers:
                     self._tiers[name] = tiers & ~tier
-        if news:
-            for follower in self._followers:
-                follower.add(news)
+        if changes:
+            for subscriber in self._subscribers:
+                subscriber.add(changes)
             self._changed()
 
 
-class Follower:
+class PrefixSubscriber:
     """The changes that one watcher has not received yet."""
 
-    def __init__(self, held: Mapping[bytes, int]) -> None:
-        self._held = held
-        self._anew = True
-        self._untold: dict[bytes, bool] = {}
+    def __init__(self, cached: Mapping[bytes, int]) -> None:
+        self._cached = cached
+        self._reset = True
+        self._unsent: dict[bytes, bool] = {}
 
     @property
-    def more(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether there is something to send."""
-        return self._anew or bool(self._untold)
+        return self._reset or bool(self._unsent)
 
-    def add(self, news: Mapping[bytes, bool]) -> None:
+    def add(self, changes: Mapping[bytes, bool]) -> None:
         """Add blocks that are cached now (True) or no longer (False)."""
-        if self._anew:
+        if self._reset:
             return
-        self._untold.update(news)
-        if len(self._untold) > len(self._held) + MOST_NAMES:
-            self._anew = True
-            self._untold.clear()
+        self._unsent.update(changes)
+        if len(self._unsent) > len(self._cached) + MOST_NAMES:
+            self._reset = True
+            self._unsent.clear()
 
-    def take(self) -> PrefixChange | None:
+    def pop(self) -> PrefixChange | None:
         """The next message: all cached blocks, or the changes since the last message; None if there are none."""
-        if not self.more:
+        if not self.has_changes:
             return None
-        reset, self._anew = self._anew, False
+        reset, self._reset = self._reset, False
         if reset:
-            self._untold = dict.fromkeys(self._held, True)
-        names = list(islice(self._untold, MOST_NAMES))
-        told = {name: self._untold.pop(name) for name in names}
-        stored = tuple(name for name, there in told.items() if there)
-        return PrefixChange(reset, stored, tuple(name for name, there in told.items() if not there))
+            self._unsent = dict.fromkeys(self._cached, True)
+        names = list(islice(self._unsent, MOST_NAMES))
+        changes = {name: self._unsent.pop(name) for name in names}
+        stored = tuple(name for name, is_cached in changes.items() if is_cached)
+        return PrefixChange(reset, stored, tuple(name for name, is_cached in changes.items() if not is_cached))

@@ -24,7 +24,7 @@ LONG_TOKENS = 8192
 """From this number on, hashing runs in a thread. Below, it takes less time than the way to a thread and back."""
 
 
-class Blocks:
+class BlockCopier:
     """The prefix blocks of one worker's sequences; used from the asyncio loop only."""
 
     def __init__(self, engine: Engine, cache: PrefixCache) -> None:
@@ -41,7 +41,7 @@ class Blocks:
         """Let `load` and `write_back` return soon."""
         self._stopped = True
 
-    async def names(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
+    async def hash_blocks(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
         """The digests of all full blocks of `ids`; uses a thread if there are many."""
         if len(ids) < LONG_TOKENS:
             return self.digests(ids, salt)
@@ -57,13 +57,13 @@ class Blocks:
         handle: KvHandle,
         digests: Sequence[bytes],
         blocks: range,
-        going: Callable[[], bool],
-        loaded: Callable[[int], object] = lambda _: None,
+        should_continue: Callable[[], bool],
+        on_loaded: Callable[[int], object] = lambda _: None,
     ) -> int:
         """Write the cached `blocks` of the chain `digests` into the handle's pages, up to the first that is gone.
 
-        Returns the end of the blocks loaded, and calls `loaded` with it after each slice. Returns or raises, also when
-        cancelled, only after the last write has ended.
+        Returns the end of the blocks loaded, and calls `on_loaded` with it after each slice. Returns or raises, also
+        when cancelled, only after the last write has ended.
         """
         at, fetching = blocks.start, self._fetch(digests, blocks)
         try:
@@ -71,15 +71,15 @@ class Blocks:
                 wanted = min(blocks.stop - at, self._slice)
                 payloads, start = await fetching, at
                 rest, fetching = range(start + len(payloads), blocks.stop), None
-                if not payloads or not self._goes_on(going):
+                if not payloads or not self._should_continue(should_continue):
                     break
                 if len(payloads) == wanted:
                     fetching = self._fetch(digests, rest)
-                await _through(asyncio.to_thread(self._write, handle, start, payloads, going))
-                if not self._goes_on(going):
+                await _wait_to_end(asyncio.to_thread(self._write, handle, start, payloads, should_continue))
+                if not self._should_continue(should_continue):
                     break
                 at = rest.start
-                loaded(at)
+                on_loaded(at)
         finally:
             if fetching is not None:
                 fetching.cancel()
@@ -87,16 +87,22 @@ class Blocks:
         return at
 
     async def write_back(
-        self, handle: KvHandle, digests: Sequence[bytes], first: int, going: Callable[[], bool], *, least: int = 0
+        self,
+        handle: KvHandle,
+        digests: Sequence[bytes],
+        first: int,
+        should_continue: Callable[[], bool],
+        *,
+        least: int = 0,
     ) -> None:
         """Put the blocks of the chain that the cache wants, until it refuses one; all of them must be final.
 
         The first `first` blocks were cache hits; other workers put the first `least`. The caller keeps the
         handle meanwhile. At most MOST_WRITE_BACKS run at a time; further ones are dropped.
         """
-        if not self._cache.stores:
+        if not self._cache.enabled:
             return
-        wants = self._cache.wants(digests, first)
+        wants = self._cache.select_writes(digests, first)
         wanted = [block for block in range(least, len(digests)) if wants[block]]
         if self._writing_back >= MOST_WRITE_BACKS:
             metrics.PREFIX_BLOCKS.labels("any", "dropped").inc(len(wanted))
@@ -104,26 +110,28 @@ class Blocks:
         self._writing_back += 1
         try:
             for blocks in _slices(wanted, self._slice):
-                if not self._goes_on(going):
+                if not self._should_continue(should_continue):
                     return
-                payloads = await _through(asyncio.to_thread(self._read, handle, blocks))
+                payloads = await _wait_to_end(asyncio.to_thread(self._read, handle, blocks))
                 for block, payload in zip(blocks, payloads, strict=True):
                     if not self._cache.put(digests[block], payload):
                         return
         finally:
             self._writing_back -= 1
 
-    def _goes_on(self, going: Callable[[], bool]) -> bool:
-        return going() and not self._stopped
+    def _should_continue(self, should_continue: Callable[[], bool]) -> bool:
+        return should_continue() and not self._stopped
 
     def _fetch(self, digests: Sequence[bytes], blocks: range) -> asyncio.Task[list[Payload]] | None:
         if not blocks:
             return None
         return asyncio.ensure_future(self._cache.fetch(digests[blocks.start : blocks.stop][: self._slice]))
 
-    def _write(self, handle: KvHandle, block: int, payloads: Sequence[Payload], going: Callable[[], bool]) -> None:
+    def _write(
+        self, handle: KvHandle, block: int, payloads: Sequence[Payload], should_continue: Callable[[], bool]
+    ) -> None:
         for start in range(0, len(payloads), self._copy):
-            if not self._goes_on(going):
+            if not self._should_continue(should_continue):
                 return
             token = (block + start) * self._format.block_size
             self._engine.write_blocks(handle, token, payloads[start : start + self._copy])
@@ -132,7 +140,7 @@ class Blocks:
         return self._engine.read_blocks(handle, blocks.start * self._format.block_size, len(blocks))
 
 
-async def _through(copy: Coroutine[Any, Any, Any]) -> Any:
+async def _wait_to_end(copy: Coroutine[Any, Any, Any]) -> Any:
     """Wait for a copy, even when cancelled; the cancellation is raised after it."""
     copying = asyncio.ensure_future(copy)
     try:

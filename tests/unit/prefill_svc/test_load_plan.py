@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from baton.kv.prefix.contract import FetchRate, Hits
-from prefill_svc.plan import Run, as_hits, cached_runs, common_blocks, leading, with_peer
+from prefill_svc.load_plan import TierRun, add_peer, cached_runs, common_blocks, to_hits, truncate
 
 HITS = Hits((("host", 2), ("redis", 3)))
 SLOW, QUICK = FetchRate(0.001, 1e6), FetchRate(0.0, 1e9)
@@ -24,11 +24,11 @@ SLOW, QUICK = FetchRate(0.001, 1e6), FetchRate(0.0, 1e9)
     ],
 )
 def test_hits_count_from_where_the_pages_end(have: int, runs: list[tuple[str, int, int]]) -> None:
-    assert cached_runs(HITS, 4, have) == [Run(tier, range(start, stop)) for tier, start, stop in runs]
+    assert cached_runs(HITS, 4, have) == [TierRun(tier, range(start, stop)) for tier, start, stop in runs]
 
 
 def plan(held: int, **rates: FetchRate) -> list[tuple[str, int, int]]:
-    runs = with_peer(cached_runs(HITS, 4, 4), 4, held, rates, 1000)
+    runs = add_peer(cached_runs(HITS, 4, 4), 4, held, rates, 1000)
     assert all(first.blocks.stop == second.blocks.start for first, second in itertools.pairwise(runs))
     return [(run.tier, run.blocks.start, run.blocks.stop) for run in runs]
 
@@ -37,8 +37,8 @@ def test_a_peer_gives_what_is_beyond_the_hits() -> None:
     assert plan(12) == [("host", 4, 6), ("redis", 6, 9), ("peer", 9, 12)]
     assert plan(9) == [("host", 4, 6), ("redis", 6, 9)]
     assert plan(0) == [("host", 4, 6), ("redis", 6, 9)]
-    assert with_peer([], 2, 5, {}, 1000) == [Run("peer", range(2, 5))]
-    assert with_peer([], 5, 5, {}, 1000) == []
+    assert add_peer([], 2, 5, {}, 1000) == [TierRun("peer", range(2, 5))]
+    assert add_peer([], 5, 5, {}, 1000) == []
 
 
 def test_a_peer_known_to_be_quicker_stands_in_for_a_store() -> None:
@@ -51,11 +51,11 @@ def test_a_peer_known_to_be_quicker_stands_in_for_a_store() -> None:
 
 def test_a_plan_is_cut_to_its_leading_blocks() -> None:
     runs = cached_runs(HITS, 4, 4)
-    assert as_hits(runs) == HITS
-    assert as_hits(leading(runs, 5)) == HITS
-    assert leading(runs, 3) == [Run("host", range(4, 6)), Run("redis", range(6, 7))]
-    assert leading(runs, 2) == [Run("host", range(4, 6))]
-    assert leading(runs, 0) == []
+    assert to_hits(runs) == HITS
+    assert to_hits(truncate(runs, 5)) == HITS
+    assert truncate(runs, 3) == [TierRun("host", range(4, 6)), TierRun("redis", range(6, 7))]
+    assert truncate(runs, 2) == [TierRun("host", range(4, 6))]
+    assert truncate(runs, 0) == []
 
 
 def test_chains_have_their_beginning_in_common() -> None:

@@ -17,8 +17,8 @@ from baton.kv.hashing import block_digests
 from baton.kv.prefix import NullPrefixCache
 from baton.kv.prefix.contract import PrefixesChanged
 from baton.pb import worker_pb2
-from baton.worker import prefix_news
-from baton.worker.prefix_news import PrefixNews
+from baton.worker import prefix_changes
+from baton.worker.prefix_changes import PrefixChangeFeed
 from baton.worker.servicer import status_from_proto, status_to_proto
 from baton.worker.status import PrefixChange, StatusHub, WorkerLoad, WorkerRole, WorkerStatus, new_identity
 
@@ -57,14 +57,14 @@ class Bench:
 
     def __init__(self) -> None:
         self.engine, self.host, self.calls = FakeEngine(page_size=16, pages=64), HostTier(), 0
-        self.news = PrefixNews(self.engine, self.host, self.changed)
+        self.news = PrefixChangeFeed(self.engine, self.host, self.changed)
         identity = new_identity(WorkerConfig(), WorkerRole.DECODE, self.engine.spec, "")
         self.hub = StatusHub(identity, WorkerLoad, self.news)
         self.hub.advertise(":7001")
 
     def changed(self) -> None:
         self.calls += 1
-        self.hub.changed()
+        self.hub.notify()
 
     def publish(self, blocks: int) -> None:
         handle = self.engine.reserve("r", 16 * blocks)
@@ -119,7 +119,7 @@ async def test_the_first_news_is_all_that_is_held_and_then_come_changes(bench: B
     await late.until([])
     await first.close()
     await late.close()
-    assert not bench.news._followers
+    assert not bench.news._subscribers
 
 
 async def test_a_watcher_is_woken_by_news_from_any_thread_and_told_nothing_without(
@@ -127,7 +127,7 @@ async def test_a_watcher_is_woken_by_news_from_any_thread_and_told_nothing_witho
 ) -> None:
     router = Router(bench)
     assert await router.next() == PrefixChange(True, (), ())
-    bench.hub._news = waits = Waited()
+    bench.hub._changed = waits = Waited()
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 0.05)
     assert await router.next() is None
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
@@ -164,7 +164,7 @@ async def test_a_block_is_held_while_any_tier_has_it(bench: Bench) -> None:
 async def test_long_news_come_in_parts_and_a_watcher_that_lags_is_told_anew(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_news, "MOST_NAMES", 4)
+    monkeypatch.setattr(prefix_changes, "MOST_NAMES", 4)
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
     bench.host.tell(DIGESTS[:11])
     router = Router(bench)
@@ -177,9 +177,9 @@ async def test_long_news_come_in_parts_and_a_watcher_that_lags_is_told_anew(
         bench.host.tell(DIGESTS[20:36])
         bench.host.tell([], DIGESTS[20:36])
         bench.host.tell(DIGESTS[:3])
-    (follower,) = bench.news._followers
+    (subscriber,) = bench.news._subscribers
     bench.news._merge()
-    assert len(follower._untold) <= 3 + 4
+    assert len(subscriber._unsent) <= 3 + 4
     await router.until(NAMES[:3])
     assert router.changes[3] == PrefixChange(True, tuple(NAMES[:3]), ())
     await router.close()
