@@ -26,7 +26,9 @@ async def test_a_deadline_stops_the_chunk() -> None:
         await gate.reached()
         gate.pass_layers(2)
         await gate.reached()
+        aborted = client.watch_aborts()
         assert (await reading)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        await asyncio.wait_for(aborted.wait(), WAIT_S)
         gate.pass_layers(1)
         await client.pages_back()
         assert sample("baton_wasted_prefill_tokens_total") == before + 60
