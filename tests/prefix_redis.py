@@ -11,6 +11,7 @@ from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix.record import RecordCodec
 from baton.kv.prefix.redis import RedisLimits, RedisPrefixCache, key_prefix
 from baton.kv.prefix.redis.breaker import Breaker
+from tests.clock import Clock
 from tests.metrics import sample
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=2, block_size=4)
@@ -21,23 +22,18 @@ KEYS = [key_prefix(FORMAT) + digest.hex() for digest in DIGESTS]
 BUDGET_S = 0.25
 """For caches of which a test wants to see the budget end. All others have time enough."""
 
+LONGEST_PAUSE_S = 10.0
 
-class Clock:
-    """The time of the breakers: it stands still until a test moves it."""
 
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def __call__(self) -> float:
-        return self._now
+class BreakerClock(Clock):
+    """The time of the breakers."""
 
     def pause_over(self) -> None:
         """Let every breaker try again."""
-        self._now += 2 * LONGEST_PAUSE_S
+        self.now += 2 * LONGEST_PAUSE_S
 
 
-LONGEST_PAUSE_S = 10.0
-CLOCK = Clock()
+CLOCK = BreakerClock()
 
 
 def open_cache(url: str, **limits: float) -> RedisPrefixCache:

@@ -12,9 +12,9 @@ import pytest
 
 from baton.engine.contract import ChunkResult, Engine, KvHandle
 from baton.errors import EngineError, OutOfPages
-from baton.kv.hashing import block_digests
 from baton.request import SequenceState
 from tests.contract.engines import MIXED, Rig, chunks, generate, ignore, state, step, whole_kv
+from tests.decoding import digests
 
 SIZES = [
     pytest.param({"page_size": 16, "block_size": 16}, id="page=block"),
@@ -22,10 +22,6 @@ SIZES = [
     pytest.param({"page_size": 8, "block_size": 32}, id="block>page"),
     pytest.param({"page_size": 8, "block_size": 12}, id="page and block without a common size"),
 ]
-
-
-def digests(engine: Engine, ids: Sequence[int]) -> list[bytes]:
-    return block_digests(bytes(32), ids, engine.spec.kv_format.block_size)
 
 
 def compute(engine: Engine, handle: KvHandle, wanted: SequenceState, chunk: int = 40) -> ChunkResult:

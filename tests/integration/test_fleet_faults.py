@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from baton.errors import Unavailable
 from baton.transfer.export import Export
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.fleet import Fleet
@@ -78,21 +77,6 @@ async def refusal(app: Any) -> str:
         await told.wait()
         told.clear()
     return str(app.pool.describe_missing())
-
-
-async def test_other_weights_are_refused_by_name(tmp_path: Path) -> None:
-    """Two checkpoints of the same shape and different weights never serve a request together."""
-    async with (
-        Fleet(make_checkpoint("llama", tmp_path / "a"), dtype="float32") as fleet,
-        Fleet(make_checkpoint("llama", tmp_path / "b", seed=1), dtype="float32") as other,
-    ):
-        prefill, decode = await fleet.prefill(), await other.decode()
-        app = await fleet.start_router([prefill], [decode], worker_wait_s=0)
-        reason = await refusal(app)
-        assert prefill.engine.spec.fingerprint in reason
-        assert decode.engine.spec.fingerprint in reason
-        with pytest.raises(Unavailable, match="its fingerprint is"):
-            await (await fleet.client(app)).complete([1, 2, 3], **SETTINGS)
 
 
 async def test_kv_of_another_dtype_needs_to_be_asked_for(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m decode_svc` as a supervisor sees it, on the bundled checkpoint and the real engine."""
+"""`python -m prefill_svc` and `-m decode_svc` as a supervisor sees them, with the bundled model and the real engine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
 
 from baton.config.decode import DecodeConfig
 from baton.errors import ConfigError
-from baton.pb import decode_pb2, decode_pb2_grpc
+from baton.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.request import SamplingParams
 from baton.rpc.channel import control_channel
+from baton.rpc.convert import sampling_to_proto
 from baton.worker import start as worker_start
 from baton.worker.status import WIRE_VERSION
 from decode_svc.app import run
@@ -22,8 +25,8 @@ from decode_svc.app import run
 START_S = 60
 
 
-async def start(*flags: str) -> Process:
-    command = [sys.executable, "-m", "decode_svc", "--threads", "1", *flags]
+async def start(module: str, *flags: str) -> Process:
+    command = [sys.executable, "-m", module, "--threads", "1", *flags]
     return await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
 
 
@@ -34,26 +37,45 @@ async def said(process: Process) -> str:
     return stderr.decode()
 
 
-async def test_listens_holds_pages_drains_and_exits_with_zero_while_a_router_is_connected() -> None:
-    process = await start("--dtype", "float32", "--kv-memory", "16MiB")
-    assert process.stdout is not None
+async def prefills(process: Process, channel: grpc.aio.Channel) -> None:
+    """A prompt is computed; then the process is told to end."""
+    request = prefill_pb2.PrefillRequest(
+        request_id="r",
+        prompt_token_ids=range(50, 90),
+        choice_indexes=[0],
+        sampling=sampling_to_proto(SamplingParams(max_tokens=4, temperature=0.0)),
+    )
+    events = [event async for event in prefill_pb2_grpc.PrefillStub(channel).Prefill(request)]
+    assert events[-1].done.first_tokens[0].token.token_id > 0
+    process.send_signal(signal.SIGTERM)
+
+
+async def holds_pages_while_it_drains(process: Process, channel: grpc.aio.Channel) -> None:
+    """The process is told to end while a router's session holds a reservation; the session ends well."""
     key = decode_pb2.AttemptKey(request_id="r")
+    session = decode_pb2_grpc.DecodeStub(channel).Session()
+    await session.write(decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id="x", wire_version=WIRE_VERSION)))
+    reserve = decode_pb2.Reserve(key=key, context_tokens=20, max_new_tokens=5, choices=1)
+    await session.write(decode_pb2.SessionUp(reserve=reserve))
+    assert (await session.read()).reserved[0].granted
+    process.send_signal(signal.SIGTERM)
+    await session.write(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=key)))
+    assert await session.code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize(("module", "use"), [("prefill_svc", prefills), ("decode_svc", holds_pages_while_it_drains)])
+async def test_listens_serves_drains_and_exits_with_zero(
+    module: str, use: Callable[[Process, grpc.aio.Channel], Awaitable[None]]
+) -> None:
+    process = await start(module, "--dtype", "float32", "--kv-memory", "16MiB")
+    assert process.stdout is not None
     try:
         async with asyncio.timeout(START_S):
             word, *pairs = (await process.stdout.readline()).decode().split()
             addresses = dict(pair.split("=") for pair in pairs)
             assert (word, sorted(addresses)) == ("listening", ["control", "kv", "ops"])
             async with control_channel(addresses["control"]) as channel:
-                session = decode_pb2_grpc.DecodeStub(channel).Session()
-                await session.write(
-                    decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id="x", wire_version=WIRE_VERSION))
-                )
-                reserve = decode_pb2.Reserve(key=key, context_tokens=20, max_new_tokens=5, choices=1)
-                await session.write(decode_pb2.SessionUp(reserve=reserve))
-                assert (await session.read()).reserved[0].granted
-                process.send_signal(signal.SIGTERM)
-                await session.write(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=key)))
-                assert await session.code() is grpc.StatusCode.OK
+                await use(process, channel)
         text = await said(process)
         assert process.returncode == 0
         assert "draining after SIGTERM" in text
@@ -73,9 +95,18 @@ async def test_a_taken_port_is_named_before_the_model_is_loaded(listener: str, m
                 pytest.fail("it has started")
 
 
-async def test_bad_settings_are_named_on_one_line_and_end_with_two() -> None:
-    process = await start("--control", "0.0.0.0:0")
+@pytest.mark.parametrize(
+    ("module", "flags", "words"),
+    [
+        ("prefill_svc", ["--model", "/nowhere"], ["prefill: ", "/nowhere"]),
+        ("decode_svc", ["--control", "0.0.0.0:0"], ["decode: ", "0.0.0.0:0", "--insecure"]),
+    ],
+)
+async def test_bad_settings_are_named_on_one_line_and_end_with_two(
+    module: str, flags: list[str], words: list[str]
+) -> None:
+    process = await start(module, *flags)
     text = await said(process)
     assert process.returncode == 2
     assert "Traceback" not in text
-    assert all(name in text.splitlines()[-1] for name in ("decode: ", "0.0.0.0:0", "--insecure"))
+    assert all(name in text.splitlines()[-1] for name in words)

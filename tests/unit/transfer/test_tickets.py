@@ -19,26 +19,17 @@ from cryptography.hazmat.primitives.serialization import (
 from baton.errors import ConfigError, PermissionDenied
 from baton.pb import kv_pb2
 from baton.transfer.tickets import DOMAIN, LEEWAY_S, MAX_TICKET_BYTES, RequestedBox, TicketSigner, TicketVerifier
+from tests.clock import Clock
 
 ALL: RequestedBox = (0, 40, 0, 3, 0, 2)
 FOR = {"transfer_id": "t", "incarnation": "first", "consumer": "baton://decode/d"}
-
-
-class Clock:
-    """Seconds since the Unix epoch, as a test sets them."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Router:
     """A signer, and the verifier of a worker that knows its key."""
 
     def __init__(self, folder: Path, **options: int) -> None:
-        self.folder, self.clock = folder, Clock()
+        self.folder, self.clock = folder, Clock(1_000_000.0)
         self.private, self.public = folder / "ticket.key", folder / "ticket.pub"
         self.key = write_key(self.private, self.public)
         self.signer = TicketSigner(str(self.private))

@@ -1,13 +1,7 @@
 """The circuit breaker on a clock of our own."""
 
 from baton.kv.prefix.redis.breaker import Breaker
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 def test_one_try_a_pause_and_the_pause_doubles() -> None:
