@@ -32,53 +32,38 @@ from collections import abc
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, IncompleteTransfer, OutOfPages
 from baton.lifecycle import Lifecycle, State
-from baton.request import FirstToken, Handoff, SequenceState, check_token_ids
+from baton.request import FirstToken, Handoff, SequenceState
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.sequence import (
     DecodeAttempt,
     InvalidReservation,
     PendingChoices,
+    Published,
     ReservationSize,
     RollingBlockHasher,
     RunningChoice,
     Sequence,
+    check_handoff,
+    context_ids,
     pinnable_digests,
     size_reservation,
 )
-
-OnPublished = abc.Callable[[str, abc.Sequence[bytes], int], object]
-"""Called at the end of a sequence: its owner, the digests of its final blocks, and how many of them are the
-context's.
-"""
-
-
-def context_ids(handoff: Handoff) -> abc.Sequence[int]:
-    """All tokens whose KV is handed over. Most requests have no output yet, so their long prompt is not copied."""
-    return (*handoff.prompt_ids, *handoff.output_ids) if handoff.output_ids else handoff.prompt_ids
 
 
 class Attempts:
     """All live attempts of a worker; times are seconds on the caller's clock.
 
-    `left` is called with the blocks that each sequence has published at its end. Nothing is published unless the
-    fetched KV is `exact`.
+    Nothing is published unless the KV that is fetched is `exact`.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        reserve_tokens: int,
-        left: OnPublished = lambda owner, digests, found: None,
-        *,
-        exact: bool = True,
-    ) -> None:
+    def __init__(self, engine: Engine, reserve_tokens: int, *, exact: bool = True) -> None:
         self._engine = engine
         self._reserve_tokens = reserve_tokens
-        self._on_published = left
         self._exact = exact
         self._live: dict[tuple[int, AttemptKey], DecodeAttempt] = {}
         self._owners: dict[int, tuple[DecodeAttempt, int]] = {}
         self._pending: dict[DecodeAttempt, None] = {}
+        self._published: list[Published] = []
         self._oldest_leads = True
         self._numbers = itertools.count()
         self._ids = itertools.count()
@@ -113,6 +98,16 @@ class Attempts:
     def newcomers(self) -> int:
         """Number of attempts that have not received a token from this worker."""
         return sum(not attempt.has_output for attempt in self._live.values())
+
+    @property
+    def deadline(self) -> float:
+        """When the first attempt will have been in its state for too long; infinite without a limit."""
+        return min((attempt.life.deadline for attempt in self._live.values()), default=math.inf)
+
+    def take_published(self) -> list[Published]:
+        """The blocks that sequences have published at their ends since the last call."""
+        published, self._published = self._published, []
+        return published
 
     def get(self, session: int, key: AttemptKey) -> DecodeAttempt | None:
         """The live attempt with this key."""
@@ -184,7 +179,7 @@ class Attempts:
         choice goes on; the caller must end the attempt then. Raises IncompleteTransfer or InvalidRequest if the handoff
         does not belong to the reservation, OutOfPages if no page is left to keep the context for further choices.
         """
-        self._check(attempt, handoff)
+        check_handoff(self._engine.spec, attempt.request, handoff)
         self._check_pinned_blocks(attempt, digests or ())
         hasher = None
         if digests is not None and self._may_publish(attempt):
@@ -380,7 +375,7 @@ class Attempts:
         """Report the blocks that a sequence has published at its end."""
         if digests:
             found = attempt.request.context_tokens // self._engine.spec.kv_format.block_size
-            self._on_published(choice.handle.owner, digests, found)
+            self._published.append(Published(choice.handle.owner, digests, found))
 
     def _check_pinned_blocks(self, attempt: DecodeAttempt, digests: abc.Sequence[bytes]) -> None:
         """Raise IncompleteTransfer if the pinned blocks are not those of the handoff's tokens."""
@@ -389,28 +384,6 @@ class Attempts:
             raise IncompleteTransfer(
                 f"{attempt.key}: the {attempt.handle.cached} tokens that were pinned are not those of the handoff"
             )
-
-    def _check(self, attempt: DecodeAttempt, handoff: Handoff) -> None:
-        request, spec = attempt.request, self._engine.spec
-        choices = {first.choice_index for first in handoff.first_tokens}
-        new_tokens = (handoff.params.max_tokens or 0) - len(handoff.output_ids)
-        for what, seen, expected in (
-            ("attempt", AttemptKey(handoff.request_id, handoff.attempt), request.key),
-            ("context", len(handoff.prompt_ids) + len(handoff.output_ids), request.context_tokens),
-            ("first tokens", len(handoff.first_tokens), request.choices),
-            ("choices", len(choices), request.choices),
-        ):
-            if seen != expected:
-                raise IncompleteTransfer(f"{request.key}: the handoff's {what} is {seen}, reserved was {expected}")
-        if not 1 <= new_tokens <= request.max_new_tokens:
-            raise IncompleteTransfer(
-                f"{request.key}: the handoff allows {new_tokens} new tokens, reserved was {request.max_new_tokens}"
-            )
-        handoff.params.check_model(spec.vocab_size)
-        check_token_ids("prompt_token_ids", handoff.prompt_ids, spec.vocab_size)
-        check_token_ids("output_token_ids", handoff.output_ids, spec.vocab_size)
-        firsts = [first.token.token_id for first in handoff.first_tokens]
-        check_token_ids("first_tokens", firsts, spec.vocab_size)
 
     def _free(self, handles: list[KvHandle]) -> None:
         for handle in handles:

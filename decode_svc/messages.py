@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from baton.errors import BatonError, EngineError, SourceUnreachable
 from baton.request import CachePolicy
 from baton.transfer.remote import RemoteExport
 from baton.worker.messages import Output, Reserved
@@ -80,6 +81,16 @@ class FailureKind(enum.Enum):
     DEADLINE = "deadline"
     DRAINING = "draining"
     PREEMPTED = "preempted"
+
+    @classmethod
+    def of(cls, error: BatonError) -> FailureKind:
+        """The kind of an error that ended a transfer."""
+        match error:
+            case SourceUnreachable():
+                return cls.SOURCE_UNREACHABLE
+            case EngineError():
+                return cls.ENGINE
+        return cls.TRANSFER
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, EngineSpec, KvHandle
-from baton.errors import InvalidRequest
+from baton.errors import IncompleteTransfer, InvalidRequest
 from baton.kv.hashing import DIGEST_BYTES, block_digests, chain_root
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import MAX_CACHE_SALT_BYTES, MAX_CHOICES, FirstToken, Handoff, SequenceState
+from baton.request import MAX_CACHE_SALT_BYTES, MAX_CHOICES, FirstToken, Handoff, SequenceState, check_token_ids
 from baton.worker.messages import DecodeTimings
 from decode_svc.messages import AttemptKey, Reserve
 
@@ -81,6 +81,34 @@ def _check_digests(spec: EngineSpec, request: Reserve) -> None:
         raise InvalidReservation(
             "cache_salt", f"must have at most {MAX_CACHE_SALT_BYTES} bytes", len(request.cache_salt)
         )
+
+
+def context_ids(handoff: Handoff) -> abc.Sequence[int]:
+    """All tokens whose KV is handed over; prompts may be long, and most have no output yet."""
+    return (*handoff.prompt_ids, *handoff.output_ids) if handoff.output_ids else handoff.prompt_ids
+
+
+def check_handoff(spec: EngineSpec, request: Reserve, handoff: Handoff) -> None:
+    """Raise IncompleteTransfer or InvalidRequest unless the handoff is what the pages were reserved for."""
+    choices = {first.choice_index for first in handoff.first_tokens}
+    new_tokens = (handoff.params.max_tokens or 0) - len(handoff.output_ids)
+    for what, seen, expected in (
+        ("attempt", AttemptKey(handoff.request_id, handoff.attempt), request.key),
+        ("context", len(handoff.prompt_ids) + len(handoff.output_ids), request.context_tokens),
+        ("first tokens", len(handoff.first_tokens), request.choices),
+        ("choices", len(choices), request.choices),
+    ):
+        if seen != expected:
+            raise IncompleteTransfer(f"{request.key}: the handoff's {what} is {seen}, reserved was {expected}")
+    if not 1 <= new_tokens <= request.max_new_tokens:
+        raise IncompleteTransfer(
+            f"{request.key}: the handoff allows {new_tokens} new tokens, reserved was {request.max_new_tokens}"
+        )
+    handoff.params.check_model(spec.vocab_size)
+    check_token_ids("prompt_token_ids", handoff.prompt_ids, spec.vocab_size)
+    check_token_ids("output_token_ids", handoff.output_ids, spec.vocab_size)
+    firsts = [first.token.token_id for first in handoff.first_tokens]
+    check_token_ids("first_tokens", firsts, spec.vocab_size)
 
 
 class RollingBlockHasher:
@@ -152,6 +180,20 @@ class Sequence:
         return self.age, self.id
 
 
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Blocks that a sequence has published at its end, by digest; the first `context` of them are its context's."""
+
+    owner: str
+    digests: abc.Sequence[bytes]
+    context: int
+
+    @property
+    def new(self) -> int:
+        """Number of blocks after the context."""
+        return max(len(self.digests) - self.context, 0)
+
+
 @dataclass(slots=True)
 class RunningChoice:
     """A choice that still decodes: its sequence, its state, and since when; `hasher` hashes the blocks that it may
@@ -197,6 +239,8 @@ class DecodeAttempt:
     cancelled: set[int] = field(default_factory=set)
     choices: dict[int, RunningChoice] = field(default_factory=dict)
     pending: PendingChoices | None = None
+    prefix_transfer_id: str = ""
+    """The id under which its pinned prefix is exported, if it is."""
     has_output: bool = False
     """Whether the worker has sent a token of it."""
 

@@ -127,7 +127,7 @@ class DecodeService:
 
     def _retry_allocations(self) -> None:
         self._retry_scheduled = False
-        self.worker.retry_allocations()
+        self.worker.advance()
 
     @property
     def _is_idle(self) -> bool:

@@ -3,19 +3,16 @@
     Reserve   `_reserve`    take pages, or refuse at once                                        RESERVED
     Start     `_start`      export its pinned prefix to prefill, and start to fetch its KV       TRANSFERRING
               `_transfer`   fetch ─▶ hash blocks ─▶ `_commit`                                    SLOT_WAIT
-              `_run`        give sequences to the engine thread (`decode_svc.loop`), which decodes
+              `advance`     give sequences to the engine thread (`decode_svc.loop`), which decodes
               `report`      send the results of each step to the routers                         DECODING ⇄ PAUSED
     Cancel, deadline, fault, end of the session, last choice finished ──▶ `_end`                 ENDED
 
 Every attempt ends in `_end`, which frees all that the attempt holds, in any state. Its final KV stays in the pool,
 unless the engine has failed. If there is a shared cache, it is copied to it (`decode_svc.write_backs`).
 
-A reservation is refused while the worker drains or has failed, while the batch lacks pages, if the new sequence would
-wait for a slot, and if there are too few pages (`decode_svc.admission`). The answer has a time to retry after, unless
-the reservation can never be granted. So the number of attempts in a session is bounded: by the slots, plus the
-sequences that will find a slot in time, plus the attempts with pending choices. Pending choices are forked when places
-come free. The worker checks that whenever a sequence or an attempt has ended, pages have returned, or the batch has
-changed.
+A reservation is refused while the worker drains or has failed, and for the reasons that `decode_svc.admission` gives.
+The answer has a time to retry after, unless the reservation can never be granted. Pending choices are forked when slots
+and pages come free: `advance` checks that after every change.
 
 Everything here runs on the asyncio loop; the engine thread gets only plain messages and KV handles.
 """
@@ -31,12 +28,11 @@ from typing import Protocol
 
 from baton.config.decode import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
-from baton.errors import BatonError, EngineError, OutOfPages, Overloaded, SourceUnreachable
+from baton.errors import BatonError, OutOfPages, Overloaded
 from baton.kv.prefix import PrefixCache
 from baton.lifecycle import State
 from baton.request import Handoff
 from baton.telemetry import metrics
-from baton.transfer.export import Export
 from baton.transfer.exports import Exports
 from baton.transfer.remote import RemoteExport
 from baton.worker.block_copier import BlockCopier
@@ -44,13 +40,12 @@ from baton.worker.cache_tiers import CacheTiers
 from baton.worker.messages import Output, Reserved
 from baton.worker.progress import Progress
 from decode_svc.admission import Admission, SlotForecast
-from decode_svc.attempts import Attempts, context_ids
+from decode_svc.attempts import Attempts
 from decode_svc.claims import RENEW_S
-from decode_svc.deadlines import Deadlines
 from decode_svc.load import LoadMeter
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import Cancel, Command, Failure, FailureKind, Heartbeat, Reserve, Start
-from decode_svc.sequence import DecodeAttempt, InvalidReservation, Sequence, pinnable_digests
+from decode_svc.sequence import DecodeAttempt, InvalidReservation, Sequence, context_ids, pinnable_digests
 from decode_svc.session import MAX_ANSWERS, RouterSession
 from decode_svc.write_backs import WriteBacks
 
@@ -104,14 +99,11 @@ class DecodeWorker:
             short_of_pages=lambda: self.loop.short_of_pages,
             changed=self._check_idle,
         )
-        self.attempts = Attempts(engine, config.reserve_tokens, self.write_backs.add, exact=config.fetches_exact)
+        self.attempts = Attempts(engine, config.reserve_tokens, exact=config.fetches_exact)
         self.sessions: dict[int, RouterSession] = {}
         self._numbers = itertools.count()
-        self._deadlines = Deadlines(self._fail_overdue)
         self._transfers: dict[DecodeAttempt, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._prefix_exports: dict[DecodeAttempt, Export] = {}
-        self._fork_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.loop = DecodeLoop(
             engine,
             progress,
@@ -178,13 +170,10 @@ class DecodeWorker:
         except Overloaded as error:
             return Reserved(False, str(error), retry_after_s=error.retry_after or forecast.retry_after(now))
         self.idle.clear()
-        self._deadlines.set(attempt)
-        self._run()
-        self._changed()
+        self.advance()
         cached = attempt.handle.cached
-        self._cache_tiers.record_lookup(
-            cached // self._engine.spec.kv_format.block_size, len(pinnable_digests(request))
-        )
+        found = cached // self._engine.spec.kv_format.block_size
+        self._cache_tiers.record_lookup(found, len(pinnable_digests(request)))
         return Reserved(True, cached_tokens=cached)
 
     def _start(self, session: RouterSession, start: Start) -> None:
@@ -196,13 +185,11 @@ class DecodeWorker:
         if attempt.life.state is not State.RESERVED:
             return
         self.attempts.start(attempt, self._loop.time(), self._config.fetch_timeout_s, start.deadline_s)
-        self._deadlines.set(attempt)
         if start.prefix_transfer_id:
             self._export_prefix(attempt, start.prefix_transfer_id)
-        task = asyncio.create_task(self._transfer(attempt, start.source), name=f"fetch {start.key}")
-        self._transfers[attempt] = task
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        transfer = self._transfer(attempt, start.source)
+        self._transfers[attempt] = asyncio.create_task(transfer, name=f"fetch {start.key}")
+        self.advance()
 
     def _export_prefix(self, attempt: DecodeAttempt, transfer_id: str) -> None:
         """Export the attempt's pinned blocks to prefill. If this fails, prefill computes them.
@@ -215,22 +202,18 @@ class DecodeWorker:
             # A fetch that is here already, or on its way, need not wait for what never comes.
             self._exports.release(transfer_id, self._exports.incarnation, "has nothing to export")
             return
-
-        def closed() -> None:
-            del self._prefix_exports[attempt]
-
         try:
-            export = self._exports.open(transfer_id, attempt.handle, tokens, on_closed=closed)
+            export = self._exports.open(transfer_id, attempt.handle, tokens)
         except BatonError as error:
             _log.warning("%s: its prefix can't be exported: %s", attempt.key, error)
             return
-        self._prefix_exports[attempt] = export
+        attempt.prefix_transfer_id = transfer_id
         export.commit_prefix(pinnable_digests(attempt.request)[tokens // self._engine.spec.kv_format.block_size - 1])
         metrics.PREFIX_EXPORTS.inc()
 
     def _end_prefix_export(self, attempt: DecodeAttempt) -> None:
-        if (export := self._prefix_exports.get(attempt)) is not None:
-            export.end("ended with its attempt")
+        if attempt.prefix_transfer_id:
+            self._exports.release(attempt.prefix_transfer_id, self._exports.incarnation, "ended with its attempt")
 
     async def _transfer(self, attempt: DecodeAttempt, source: RemoteExport) -> None:
         """Fetch an attempt's KV, except the pinned blocks, and commit it. A failure ends the attempt."""
@@ -246,19 +229,17 @@ class DecodeWorker:
         except OutOfPages as error:
             self._fail(attempt, FailureKind.PREEMPTED, f"{attempt.key}: no page is left to keep the context: {error}")
         except BatonError as error:
-            self._fail(attempt, _kind(error), str(error))
+            self._fail(attempt, FailureKind.of(error), str(error))
         except Exception as error:
             _log.exception("fetching %s failed", attempt.key)
             self._fail(attempt, FailureKind.ENGINE, f"{type(error).__name__}: {error}")
         finally:
-            self._transfers.pop(attempt, None)
+            del self._transfers[attempt]
 
     def _commit(
         self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes] | None, fetch_ms: float
     ) -> None:
-        """Commit an attempt whose KV is complete: its first choice that goes on runs, further ones wait to be
-        forked.
-        """
+        """Commit an attempt whose KV is complete: its first choice runs, further ones wait to be forked."""
         now = self._loop.time()
         self._end_prefix_export(attempt)
         sequence = self.attempts.commit(attempt, handoff, fetch_ms, now, digests)
@@ -269,14 +250,16 @@ class DecodeWorker:
             self._end(attempt)
             return
         self.admission.forecast.record_ready(now - attempt.reserved_at)
-        self._deadlines.set(attempt)
-        self._run([sequence])
+        self.advance([sequence])
 
-    def _run(self, committed: abc.Sequence[Sequence] = ()) -> None:
-        """Give these sequences to the engine thread, together with the forks whose turn it is."""
-        if self._fork_timer is not None:
-            self._fork_timer.cancel()
-            self._fork_timer = None
+    def advance(self, committed: abc.Sequence[Sequence] = ()) -> None:
+        """Give these sequences to the engine thread, and the forks whose turn it is; called after every change."""
+        self._changed()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for published in self.attempts.take_published():
+            self.write_backs.add(published)
         if self.failed.done():
             return
         now = self._loop.time()
@@ -286,8 +269,18 @@ class DecodeWorker:
         for broken, error in forked.failed:
             self._fail(broken, FailureKind.ENGINE, f"{broken.key}: a choice can't be forked: {error}")
         # A failure above comes back here by itself, and may have set the timer.
-        if self._fork_timer is None and not math.isinf(at := self.admission.wake_at(now)):
-            self._fork_timer = self._loop.call_at(at, self._run)
+        wake_at = min(self.admission.wake_at(now), self.attempts.deadline)
+        if self._timer is None and not math.isinf(wake_at):
+            # `call_soon`: results that the loop has received by the deadline are handled first, and count.
+            self._timer = self._loop.call_at(wake_at, self._loop.call_soon, self._wake)
+
+    def _wake(self) -> None:
+        """End attempts whose deadline has passed, and try the forks again."""
+        now = self._loop.time()
+        for attempt in self.attempts:
+            if attempt.life.overdue(now):
+                self._fail_overdue(attempt)
+        self.advance()
 
     def report(self, report: StepReport) -> None:
         """Send the results of one turn of the engine thread to the routers, as one message for each."""
@@ -312,8 +305,7 @@ class DecodeWorker:
             if (owner := self.attempts.find_owner(lost.id)) is not None:
                 self._fail(owner[0], lost.kind, f"{owner[0].key}: {lost.message}")
         self.load.record(report)
-        self._changed()
-        self._run()
+        self.advance()
 
     def _cancel(self, session: RouterSession, cancel: Cancel) -> None:
         """End an attempt, or one choice of it."""
@@ -326,7 +318,7 @@ class DecodeWorker:
                 self.loop.drop(dropped)
                 self.admission.forecast.record_end(now)
             if not self.attempts.is_finished(attempt):
-                self._run()
+                self.advance()
                 return
         self._end(attempt)
 
@@ -365,14 +357,12 @@ class DecodeWorker:
         if dropped := self.attempts.end(attempt, now, publish=publish):
             self.loop.drop(dropped)
             self.admission.forecast.record_end(now, len(dropped))
-        self._deadlines.drop(attempt)
-        transfer = self._transfers.pop(attempt, None)
+        transfer = self._transfers.get(attempt)
         if transfer is not None and transfer is not asyncio.current_task():
             # A task that is cancelled before its first step would never release the export.
             self._loop.call_soon(transfer.cancel)
         self._check_idle()
-        self._changed()
-        self._run()
+        self.advance()
 
     # The worker as a whole.
 
@@ -388,14 +378,9 @@ class DecodeWorker:
             self.refusal = "the worker's engine has failed"
             self.fail_all(FailureKind.ENGINE, f"{type(error).__name__}: {error}")
 
-    def retry_allocations(self) -> None:
-        """Retry what waits for pages, because some have come free."""
-        self._changed()
-        self._run()
-
     async def close(self) -> None:
         """End all sessions and wait for everything that was started; call it after the loop has stopped."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._transfers.values(), return_exceptions=True)
         self._exports.close()
         await self._exports.wait_closed()
         await self.write_backs.close()
@@ -407,12 +392,3 @@ class DecodeWorker:
         if not self.attempts:
             self.idle.set()
             self._on_idle()
-
-
-def _kind(error: BatonError) -> FailureKind:
-    match error:
-        case SourceUnreachable():
-            return FailureKind.SOURCE_UNREACHABLE
-        case EngineError():
-            return FailureKind.ENGINE
-    return FailureKind.TRANSFER

@@ -15,8 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, OutOfPages
@@ -24,17 +23,11 @@ from baton.ledger import LedgerEntry
 from baton.lifecycle import State
 from baton.telemetry import metrics
 from baton.worker.block_copier import MOST_WRITE_BACKS, BlockCopier
+from decode_svc.sequence import Published
 
 MOST_WAITING = 64
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _WriteBack:
-    owner: str
-    digests: Sequence[bytes]
-    first: int
 
 
 class WriteBacks:
@@ -59,21 +52,21 @@ class WriteBacks:
         self._enabled = enabled
         self._short_of_pages = short_of_pages
         self._changed = changed
-        self._waiting: deque[_WriteBack] = deque()
+        self._waiting: deque[Published] = deque()
         self._running: dict[asyncio.Task[None], tuple[KvHandle, float]] = {}
         self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    def add(self, owner: str, digests: Sequence[bytes], first: int) -> None:
-        """Copy blocks `[first, len(digests))` of a chain that `owner` has published, as soon and as far as possible."""
-        if not self._enabled or first >= len(digests):
+    def add(self, published: Published) -> None:
+        """Copy the blocks after the context, as soon and as far as possible."""
+        if not self._enabled or not published.new:
             return
         if len(self._waiting) >= MOST_WAITING:
-            _drop(len(digests) - first)
+            _drop(published.new)
             return
-        self._waiting.append(_WriteBack(f"{owner}/write_back", digests, first))
+        self._waiting.append(published)
         self._next()
 
     def release_pages(self) -> bool:
@@ -110,30 +103,31 @@ class WriteBacks:
 
     def _next(self) -> None:
         while self._waiting and len(self._running) < MOST_WRITE_BACKS:
-            work = self._waiting.popleft()
-            if (handle := self._pin(work)) is not None:
-                task = asyncio.create_task(self._copy(work, handle), name=handle.owner)
+            published = self._waiting.popleft()
+            if (handle := self._pin(published)) is not None:
+                task = asyncio.create_task(self._copy(published, handle), name=handle.owner)
                 self._running[task] = handle, self._loop.time()
 
-    def _pin(self, work: _WriteBack) -> KvHandle | None:
+    def _pinned(self, published: Published) -> KvHandle | None:
         """A handle on as many of the blocks as are still cached; None if none of them is new."""
         if not self._short_of_pages():
             # What is evicted in between would be replaced by empty pages.
             with contextlib.suppress(OutOfPages):
-                handle = self._engine.reserve(work.owner, self._engine.match_prefix(work.digests), work.digests)
-                if self._count_pinned(handle) > work.first:
+                cached = self._engine.match_prefix(published.digests)
+                handle = self._engine.reserve(f"{published.owner}/write_back", cached, published.digests)
+                if self._count_pinned(handle) > published.context:
                     return handle
                 self._engine.free(handle)
-        _drop(len(work.digests) - work.first)
+        _drop(published.new)
         return None
 
     def _count_pinned(self, handle: KvHandle) -> int:
         return handle.cached // self._engine.spec.kv_format.block_size
 
-    async def _copy(self, work: _WriteBack, handle: KvHandle) -> None:
-        digests = work.digests[: self._count_pinned(handle)]
+    async def _copy(self, published: Published, handle: KvHandle) -> None:
+        digests, first = published.digests[: self._count_pinned(handle)], published.context
         try:
-            await self._blocks.write_back(handle, digests, work.first, lambda: handle.alive, least=work.first)
+            await self._blocks.write_back(handle, digests, first, lambda: handle.alive, least=first)
         except EngineError as error:
             if handle.alive:
                 _log.error("%s failed: %s", handle.owner, error)

@@ -77,7 +77,9 @@ class Exports:
         if transfer_id in self._announced:
             self._remember(transfer_id, reason)
 
-    def open(self, transfer_id: str, handle: KvHandle, tokens: int, *, on_closed: Callable[[], None]) -> Export:
+    def open(
+        self, transfer_id: str, handle: KvHandle, tokens: int, *, on_closed: Callable[[], object] = lambda: None
+    ) -> Export:
         """Export the first `tokens` tokens of the handle; `on_closed` is called, once, when that is over.
 
         It is called on the loop, perhaps from within `release`, `fail` or `close`. Raises InvalidRequest if

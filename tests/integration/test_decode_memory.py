@@ -129,7 +129,7 @@ async def test_what_is_paused_gives_back_host_memory_at_once(how: str) -> None:
         else:
             (paused,) = (each for each in all_.app.service.worker.attempts if each.key.request_id == "b")
             paused.life.deadline = paused.life.request_deadline = 0.0
-            all_.app.service.worker._deadlines.set(paused)
+            all_.app.service.worker.advance()
             await router.until(lambda: "b" in router.failures)
             assert "was paused at its deadline" in router.failures.pop("b").message
         assert all_.engine.host_kv() == {}

@@ -380,9 +380,9 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         self.loop.advance(COPY_S)
         assert self.engine.audit() == {}
         assert len(self.service.worker.attempts) == 0
-        assert not len(self.service.worker._prefix_exports)
+        assert not self.exports._open
         check_left(self.engine, self.cache, self.tries_of.values())
-        assert not len(self.service.worker._deadlines)
+        assert self.service.worker._timer is None
         assert not len(self.service.worker._transfers)
         turning = self.loop.create_future()
         turning.set_result(None)

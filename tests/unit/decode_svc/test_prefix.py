@@ -33,10 +33,7 @@ class Worker:
 
     def __init__(self, **settings: int) -> None:
         self.engine = engine(**settings)
-        self.left: list[tuple[str, int, int]] = []
-        self.attempts = Attempts(
-            self.engine, 100, lambda owner, names, found: self.left.append((owner, len(names), found))
-        )
+        self.attempts = Attempts(self.engine, 100)
 
     def reserve(self, name: str, prompt: Sequence[int] = PROMPT, **change: Any) -> DecodeAttempt:
         names = b"".join(digests(self.engine, prompt, SALT))
@@ -99,7 +96,8 @@ def test_the_end_leaves_what_is_final_and_the_next_turn_finds_its_answer() -> No
     ids = [*PROMPT, *sequence.output_ids]
     assert ids == [*PROMPT, *alone(PROMPT, greedy(8))]
     assert worker.attempts.end(attempt, 1.0) == [sequence.id]
-    assert worker.left == [("a/0", 4, 2)]
+    (left,) = worker.attempts.take_published()
+    assert (left.owner, len(left.digests), left.context, left.new) == ("a/0", 4, 2, 2)
     # 18 tokens, of which the last has no KV.
     assert worker.held(ids) == 16
     turn = [*ids, 1, 2, 3]
@@ -215,7 +213,7 @@ def test_a_policy_says_who_reads_and_who_writes(policy: CachePolicy, first: int,
     assert worker.reserve("b", cache=policy).handle.cached == second
     assert (sequence.hasher is not None) is policy.writes
     worker.attempts.end(attempt, 1.0)
-    assert bool(worker.left) is policy.writes
+    assert bool(worker.attempts.take_published()) is policy.writes
 
 
 def test_after_a_fault_of_the_engine_an_end_leaves_nothing_more() -> None:
@@ -225,7 +223,7 @@ def test_after_a_fault_of_the_engine_an_end_leaves_nothing_more() -> None:
     worker.run(sequence, 7)
     worker.attempts.end(attempt, 1.0, publish=False)
     assert worker.held([*PROMPT, *sequence.output_ids]) == 8
-    assert worker.left == []
+    assert worker.attempts.take_published() == []
     worker.check()
 
 
@@ -313,5 +311,5 @@ def test_a_handle_of_another_life_is_left_alone() -> None:
     handle: KvHandle = sequence.handle
     worker.engine.free(handle)
     worker.attempts.end(attempt, 1.0)
-    assert worker.left == []
+    assert worker.attempts.take_published() == []
     worker.check()
