@@ -17,12 +17,12 @@ class LoadMeter:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._last = StepReport()
+        self._running = 0
         self._tokens_per_second = 0.0
 
     def record(self, report: StepReport) -> None:
         """Count the results of one turn of the engine thread."""
-        self._last = report
+        self._running = report.running
         metrics.SEQUENCES_PAUSED.inc(sum(state is State.PAUSED for _, state in report.states))
         metrics.SEQUENCES_RESUMED.inc(report.resumed)
         metrics.SEQUENCES_PREEMPTED.inc(sum(lost.kind is FailureKind.PREEMPTED for lost in report.failures))
@@ -41,19 +41,15 @@ class LoadMeter:
         for state in ("used", "free", "cached"):
             metrics.PAGES.labels("decode", state).set(getattr(stats, state))
 
-    def status(self, paused: int, pending: int, newcomers: int) -> WorkerLoad:
-        """The load now, given the number of paused sequences, of choices to fork, and of attempts without a token."""
+    def status(self, newcomers: int) -> WorkerLoad:
+        """The load now, given the number of attempts without a token."""
         stats, spec = self._engine.stats(), self._engine.spec
         return WorkerLoad(
-            waiting=self._last.waiting + pending,
-            running=self._last.running,
             pages_used=stats.used,
-            pages_cached=stats.cached,
             pages_total=stats.total,
             page_size=spec.page_size,
-            slots_used=self._last.running,
+            slots_used=self._running,
             slots_total=spec.slots,
             tokens_per_second=self._tokens_per_second,
-            sequences_paused=paused,
             newcomers=newcomers,
         )

@@ -56,7 +56,7 @@ class FailedSequence:
 
 @dataclass(slots=True)
 class StepReport:
-    """The results of one step, or a change of the batch before it, with the load afterwards.
+    """The results of one step, or a change of the batch before it, with the number of running sequences afterwards.
 
     `states` lists, in order, the sequences that joined the batch (DECODING) or left it (PAUSED); `resumed` of those
     that joined had been paused before. `batch` and `seconds` are the number of sequences and the duration of the step,
@@ -71,8 +71,6 @@ class StepReport:
     batch: int = 0
     seconds: float = 0.0
     running: int = 0
-    waiting: int = 0
-    paused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +188,7 @@ class DecodeLoop:
         return True
 
     def _emit_report(self, report: StepReport) -> None:
-        report.running, report.waiting = self._scheduler.running, self._scheduler.waiting
-        report.paused = self._scheduler.paused
+        report.running = self._scheduler.running
         self._emit(report)
 
     def _receive(self) -> bool:

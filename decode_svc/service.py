@@ -145,8 +145,7 @@ class DecodeService:
             self.worker.fail_engine(error)
 
     def _load(self) -> WorkerLoad:
-        worker = self.worker
-        return worker.load.status(worker.loop.paused, worker.attempts.pending_choices, worker.attempts.newcomers)
+        return self.worker.load.status(self.worker.attempts.newcomers)
 
     def _on_load_change(self) -> None:
         self.worker.load.set_page_metrics()

@@ -278,7 +278,7 @@ class DecodeWorker:
         """End attempts whose deadline has passed, and try the forks again."""
         now = self._loop.time()
         for attempt in self.attempts:
-            if attempt.life.overdue(now):
+            if attempt.life.is_overdue(now):
                 self._fail_overdue(attempt)
         self.advance()
 

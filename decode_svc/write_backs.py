@@ -108,7 +108,7 @@ class WriteBacks:
                 task = asyncio.create_task(self._copy(published, handle), name=handle.owner)
                 self._running[task] = handle, self._loop.time()
 
-    def _pinned(self, published: Published) -> KvHandle | None:
+    def _pin(self, published: Published) -> KvHandle | None:
         """A handle on as many of the blocks as are still cached; None if none of them is new."""
         if not self._short_of_pages():
             # What is evicted in between would be replaced by empty pages.

@@ -8,6 +8,7 @@ its stream is `PrefillDone` or an error. A job with an export is HELD from then 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -32,7 +33,7 @@ from baton.transfer.remote import PrefixSource
 from prefill_svc.load_plan import TierRun
 from prefill_svc.scheduler import Prompt
 
-PROGRESS_S = 1.0
+HEARTBEAT_S = 1.0
 """Longest time between two events of a live job."""
 
 QUEUED_S = 120.0
@@ -83,15 +84,6 @@ class PrefillTask:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillProgress:
-    """`computed` of `total` tokens have final KV; `cached` prompt tokens came from the prefix cache."""
-
-    computed: int
-    total: int
-    cached: int
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillDone:
     """The result of a prefill; `prompt_tokens` is empty unless logprobs of the prompt were asked for."""
 
@@ -138,7 +130,7 @@ class PrefillJob:
     wakeup: asyncio.Future[int] | None = None
     runner: asyncio.Task[None] | None = None
     export_closed: asyncio.Event = field(default_factory=asyncio.Event)
-    _events: asyncio.Queue[PrefillProgress | PrefillDone | BatonError] = field(default_factory=asyncio.Queue)
+    _outcome: asyncio.Queue[PrefillDone | BatonError] = field(default_factory=asyncio.Queue)
 
     @classmethod
     def create(cls, task: PrefillTask, prompt: Prompt, now: float) -> PrefillJob:
@@ -181,27 +173,21 @@ class PrefillJob:
         if self.life.is_overdue(time.monotonic()):
             raise overdue_error(self)
 
-    def progress(self) -> PrefillProgress:
-        """How far the job has come."""
-        return PrefillProgress(self.computed, len(self.ids), min(self.cached_tokens, len(self.task.prompt_ids)))
+    def finish(self, outcome: PrefillDone | BatonError) -> None:
+        """Add the last event to the stream, once."""
+        self.finished = True
+        self._outcome.put_nowait(outcome)
 
-    def emit(self, event: PrefillProgress | PrefillDone | BatonError) -> None:
-        """Add an event to the stream."""
-        self._events.put_nowait(event)
-
-    async def events(self) -> AsyncIterator[PrefillProgress | PrefillDone]:
-        """Yield progress, at least every PROGRESS_S, and then `PrefillDone`. Raises the error that ended the job."""
-        while True:
-            try:
-                async with asyncio.timeout(PROGRESS_S):
-                    event = await self._events.get()
-            except TimeoutError:
-                event = self.progress()
-            if isinstance(event, BatonError):
-                raise event
-            yield event
-            if isinstance(event, PrefillDone):
-                return
+    async def events(self) -> AsyncIterator[PrefillDone | None]:
+        """Yield None every HEARTBEAT_S, and then `PrefillDone`. Raises the error that ended the job."""
+        outcome: PrefillDone | BatonError | None = None
+        while outcome is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    outcome = await self._outcome.get()
+            if isinstance(outcome, BatonError):
+                raise outcome
+            yield outcome
 
 
 def count_by_tier(sources: Sequence[tuple[str, int]], most: int) -> dict[str, int]:

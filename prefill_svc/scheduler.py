@@ -121,11 +121,6 @@ class Scheduler:
         return sum(not prompt.started for prompt in self._prompts)
 
     @property
-    def running(self) -> int:
-        """Number of prompts with a computed chunk."""
-        return sum(prompt.started for prompt in self._prompts)
-
-    @property
     def pending_tokens(self) -> int:
         """Number of tokens still to be computed, of all prompts."""
         return sum(prompt.remaining for prompt in self._prompts)

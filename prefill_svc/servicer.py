@@ -21,7 +21,7 @@ from baton.rpc.convert import (
     token_ids_from_proto,
     token_to_proto,
 )
-from prefill_svc.job import PrefillDone, PrefillProgress, PrefillTask
+from prefill_svc.job import PrefillDone, PrefillTask
 from prefill_svc.worker import PrefillWorker
 
 MAX_SALT_BYTES = 64
@@ -49,7 +49,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         job = self._worker.submit(task)
         try:
             async for event in job.events():
-                if isinstance(event, PrefillDone) and event.prompt_tokens:
+                if event is not None and event.prompt_tokens:
                     yield await asyncio.to_thread(event_to_proto, event)
                 else:
                     yield event_to_proto(event)
@@ -94,14 +94,10 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
     )
 
 
-def event_to_proto(event: PrefillProgress | PrefillDone) -> prefill_pb2.PrefillEvent:
-    """One message of the stream."""
-    if isinstance(event, PrefillProgress):
-        return prefill_pb2.PrefillEvent(
-            progress=prefill_pb2.PrefillProgress(
-                computed_tokens=event.computed, total_tokens=event.total, cached_tokens=event.cached
-            )
-        )
+def event_to_proto(event: PrefillDone | None) -> prefill_pb2.PrefillEvent:
+    """One message of the stream; None is a heartbeat."""
+    if event is None:
+        return prefill_pb2.PrefillEvent()
     return prefill_pb2.PrefillEvent(
         done=prefill_pb2.PrefillDone(
             first_tokens=[first_token_to_proto(first) for first in event.first_tokens],

@@ -127,14 +127,11 @@ class PrefillWorker:
         for state, pages in (("used", stats.used), ("free", stats.free), ("cached", stats.cached)):
             metrics.PAGES.labels("prefill", state).set(pages)
         return WorkerLoad(
-            waiting=scheduler.waiting,
-            running=scheduler.running,
             pending_tokens=scheduler.pending_tokens,
             pages_used=stats.used,
             pages_total=stats.total,
             page_size=self._engine.spec.page_size,
             tokens_per_second=scheduler.rate.value,
-            pages_cached=stats.cached,
             newcomers=len(self._open_jobs),
         )
 
@@ -230,7 +227,6 @@ class PrefillWorker:
         if job.computed:
             self._prefix.advance(job, job.computed)
             self._prefix.publish(job)
-        job.emit(job.progress())
 
     async def _compute(self, job: PrefillJob, timeout: asyncio.Timeout) -> ChunkResult:
         """Compute the tokens that are not cached, chunk by chunk; returns the result of the last chunk."""
@@ -250,7 +246,6 @@ class PrefillWorker:
             if job.computed == len(job.ids):
                 self._faults.record_success()
                 return result
-            job.emit(job.progress())
             self._allocate_pages()
             self._changed()
 
@@ -275,7 +270,7 @@ class PrefillWorker:
 
     def _end(self, job: PrefillJob, outcome: PrefillDone | BatonError) -> None:
         """Give the caller the last event, once."""
-        job.finished = True
+        job.finish(outcome)
         if isinstance(outcome, BatonError):
             job.error = job.error or outcome
             metrics.WASTED_PREFILL_TOKENS.inc(max(0, job.computed - job.cached_tokens))
@@ -285,7 +280,6 @@ class PrefillWorker:
                 self._exports.withdraw(job.task.transfer_id, f"was given up: {outcome}")
         if job.life.state is not State.HELD:
             job.life.end(time.monotonic())
-        job.emit(outcome)
         self._scheduler.remove(job.prompt)
         del self._open_jobs[job.prompt]
         self._changed()

@@ -113,14 +113,10 @@ class Client:
 
     async def done(self, *args: Any, **kwargs: Any) -> prefill_pb2.PrefillDone:
         """Run a prefill to its end."""
-        return (await self.events(*args, **kwargs))[-1].done
-
-    async def events(self, *args: Any, **kwargs: Any) -> list[prefill_pb2.PrefillEvent]:
-        """All events of a prefill."""
         async with asyncio.timeout(WAIT_S):
             events = [event async for event in self.call(*args, **kwargs)]
-        assert [event.WhichOneof("event") for event in events] == ["progress"] * (len(events) - 1) + ["done"]
-        return events
+        assert [event.HasField("done") for event in events] == [False] * (len(events) - 1) + [True]
+        return events[-1].done
 
     async def fetch(self, engine: FakeEngine, handle: Any, transfer_id: str, tokens: int) -> Handoff:
         """Pull finished KV, as decode does."""

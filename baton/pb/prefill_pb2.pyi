@@ -54,16 +54,6 @@ class AbandonResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class PrefillProgress(_message.Message):
-    __slots__ = ("computed_tokens", "total_tokens", "cached_tokens")
-    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    computed_tokens: int
-    total_tokens: int
-    cached_tokens: int
-    def __init__(self, computed_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
-
 class PrefillDone(_message.Message):
     __slots__ = ("first_tokens", "cached_tokens", "prompt_tokens", "cached")
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -77,9 +67,7 @@ class PrefillDone(_message.Message):
     def __init__(self, first_tokens: _Optional[_Iterable[_Union[_kv_pb2.FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[_Union[_inference_pb2.TokenInfo, _Mapping]]] = ..., cached: _Optional[_Union[_inference_pb2.CachedTokens, _Mapping]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("progress", "done")
-    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("done",)
     DONE_FIELD_NUMBER: _ClassVar[int]
-    progress: PrefillProgress
     done: PrefillDone
-    def __init__(self, progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
+    def __init__(self, done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...

@@ -52,9 +52,7 @@ class WorkerIdentity(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv_format: _Optional[_Union[_kv_pb2.KvFormat, _Mapping]] = ..., converts_kv: _Optional[bool] = ..., tokenizer_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_kv_pb2.Shard, _Mapping]]] = ..., principal: _Optional[str] = ..., ticket_key_ids: _Optional[_Iterable[bytes]] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("waiting", "running", "pending_tokens", "pages_used", "pages_total", "page_size", "slots_used", "slots_total", "tokens_per_second", "sequences_paused", "pages_cached", "newcomers")
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("pending_tokens", "pages_used", "pages_total", "page_size", "slots_used", "slots_total", "tokens_per_second", "newcomers")
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGES_USED_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -62,11 +60,7 @@ class WorkerLoad(_message.Message):
     SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCES_PAUSED_FIELD_NUMBER: _ClassVar[int]
-    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
     NEWCOMERS_FIELD_NUMBER: _ClassVar[int]
-    waiting: int
-    running: int
     pending_tokens: int
     pages_used: int
     pages_total: int
@@ -74,10 +68,8 @@ class WorkerLoad(_message.Message):
     slots_used: int
     slots_total: int
     tokens_per_second: float
-    sequences_paused: int
-    pages_cached: int
     newcomers: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., page_size: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., sequences_paused: _Optional[int] = ..., pages_cached: _Optional[int] = ..., newcomers: _Optional[int] = ...) -> None: ...
+    def __init__(self, pending_tokens: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., page_size: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., newcomers: _Optional[int] = ...) -> None: ...
 
 class PrefixNews(_message.Message):
     __slots__ = ("reset", "stored", "dropped")

@@ -65,8 +65,6 @@ class WorkerIdentity:
 class WorkerLoad:
     """Facts that change all the time; `tokens_per_second` is 0 while unknown."""
 
-    waiting: int = 0
-    running: int = 0
     pending_tokens: int = 0
     pages_used: int = 0
     pages_total: int = 0
@@ -74,8 +72,6 @@ class WorkerLoad:
     slots_used: int = 0
     slots_total: int = 0
     tokens_per_second: float = 0.0
-    sequences_paused: int = 0
-    pages_cached: int = 0
     newcomers: int = 0
     """Requests of all routers that have not received a token from the worker yet."""
 

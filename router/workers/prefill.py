@@ -152,8 +152,8 @@ async def call_prefill(
 ) -> None:
     """Call the worker and deliver the outcome, exactly one event; cancelling it frees all the worker holds.
 
-    `transfer_id` is empty when no decode follows. Workers say every second how far they are, so `silence_s` without a
-    word is a fault. `run` converts large reports.
+    `transfer_id` is empty when no decode follows. Workers send a message every second, so `silence_s` without one
+    is a fault. `run` converts large reports.
     """
     link = ticket.link
     request.transfer_id = transfer_id
@@ -166,7 +166,7 @@ async def call_prefill(
         with silence:
             async for event in call:
                 silence.reset()
-                if event.WhichOneof("event") == "done":
+                if event.HasField("done"):
                     # Its part is done, and a thread may be long in coming.
                     silence.stop()
                     large = len(event.done.prompt_tokens) > LARGE_REPORT

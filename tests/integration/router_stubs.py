@@ -177,7 +177,7 @@ class StubPrefill(Stub, prefill_pb2_grpc.PrefillServicer):
         self.requests.append(request)
         self.log.add(request)
         try:
-            yield prefill_pb2.PrefillEvent(progress=prefill_pb2.PrefillProgress(total_tokens=1))
+            yield prefill_pb2.PrefillEvent()
             await self.script(request)
         except asyncio.CancelledError:
             self.cancelled += 1

@@ -9,7 +9,8 @@ import pytest
 
 from baton.admin import ledger_from_proto
 from baton.errors import EngineError
-from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, worker_pb2, worker_pb2_grpc
+from baton.lifecycle import State
+from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2
 from baton.request import SamplingParams
 from baton.rpc.channel import control_channel
 from tests.decode_rig import WAIT_S, Rig, Router, rig
@@ -23,14 +24,6 @@ def counted(name: str) -> float:
     return sample(f"baton_sequences_{name}_total")
 
 
-async def until_paused(all_: Rig, count: int) -> None:
-    """Wait, by the worker's own status, until so many sequences are paused."""
-    async with asyncio.timeout(WAIT_S), control_channel(all_.app.addresses.control) as channel:
-        async for status in worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()):
-            if status.load.sequences_paused == count:
-                break
-
-
 async def paused_pair(all_: Rig, router: Router) -> None:
     """Two sequences that can't both go on; the younger, "b", is paused, and the next step waits at the gate."""
     all_.engine.gate.clear()
@@ -42,7 +35,9 @@ async def paused_pair(all_: Rig, router: Router) -> None:
         if not all_.app.service.worker.loop.paused:
             all_.engine.gate.set()
             all_.engine.gate.clear()
-    await until_paused(all_, 1)
+    async with asyncio.timeout(WAIT_S):
+        while not any(attempt.life.state is State.PAUSED for attempt in all_.app.service.worker.attempts):
+            await router.reserve("barrier", 0, 1)
 
 
 async def test_generations_that_outgrow_the_pool_end_exactly() -> None:

@@ -10,20 +10,17 @@ import pytest
 from baton.engine.fake import PREFILL_LOGPROB, PROMPT_LOGPROB, FakeEngine, expected_tokens
 from baton.pb import inference_pb2, prefill_pb2
 from baton.request import SamplingParams
-from prefill_svc.job import PrefillDone, PrefillProgress
+from prefill_svc.job import PrefillDone
 from prefill_svc.servicer import event_to_proto
 from tests.prefill import GREEDY, PROMPT, Gate, decode, decoder, serving, status_of
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, 16, 64])
-async def test_first_token_and_progress(chunk: int) -> None:
+async def test_first_token(chunk: int) -> None:
     async with serving(chunk_size=chunk) as client:
-        events = await client.events()
-        first = events[-1].done.first_tokens[0]
+        (first,) = (await client.done()).first_tokens
         assert first.token.token_id == expected_tokens(PROMPT, 1)[0]
         assert first.finish_reason == inference_pb2.FINISH_REASON_UNSPECIFIED
-        computed = [event.progress.computed_tokens for event in events[:-1]]
-        assert computed == list(range(0, 100, chunk or 100))
 
 
 @pytest.mark.parametrize("pages", [(16, 16), (16, 256), (256, 16), (7, 5)])
@@ -104,8 +101,8 @@ async def test_prompt_logprobs_cover_the_prompt(output: tuple[int, ...]) -> None
 async def test_prompt_logprobs_become_a_message_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
 
-    def record(event: PrefillProgress | PrefillDone) -> prefill_pb2.PrefillEvent:
-        if isinstance(event, PrefillDone):
+    def record(event: PrefillDone | None) -> prefill_pb2.PrefillEvent:
+        if event is not None:
             threads.append(threading.current_thread())
         return event_to_proto(event)
 
@@ -135,7 +132,7 @@ async def test_too_many_waiting_are_refused_with_a_delay() -> None:
     async with serving(FakeEngine(chunk_time=1.0, delay=gate), max_waiting=2) as client:
         calls = [asyncio.create_task(client.done()) for _ in range(2)]
         await gate.reached()
-        await client.status(lambda status: status.load.waiting == 2)
+        await client.status(lambda status: status.load.newcomers == 2)
         refused = client.call()
         code, details = await status_of(refused)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -161,7 +161,7 @@ class Worker:
             case "Prefill":
                 self.jobs.append(Job(call, request))
                 self.changed()
-                self._beat(call, lambda: prefill_pb2.PrefillEvent(progress=prefill_pb2.PrefillProgress()))
+                self._beat(call, prefill_pb2.PrefillEvent)
             case "Abandon":
                 call.say(prefill_pb2.AbandonResponse())
             case "Session":

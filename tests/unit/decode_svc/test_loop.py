@@ -94,7 +94,7 @@ def test_each_turn_reports_the_changes_of_the_batch_then_its_step_and_the_load_a
     turns.add(2, [3], 3)
     turns.add(3, [4], 3)
     report = turns.turn()
-    assert [(each.running, each.waiting) for each in turns.reports] == [(2, 1), (1, 1)]
+    assert [each.running for each in turns.reports] == [2, 1]
     assert report.states == [(1, State.DECODING), (2, State.DECODING)]
     assert [output.id for output in report.outputs] == [1, 2]
     assert report.batch == 2

@@ -204,7 +204,7 @@ def test_names_that_are_cut_are_refused(field: str) -> None:
     identity = new_identity(WorkerConfig(), WorkerRole.DECODE, FakeEngine(pages=1).spec, "")
     change = PrefixChange(True, tuple(NAMES[:2]), tuple(NAMES[2:3]))
     identity = replace(identity, shards=(replace(identity.shards[0], kv_address=":7001"),))
-    status = WorkerStatus(identity, WorkerLoad(pages_cached=7), draining=False, prefixes=change)
+    status = WorkerStatus(identity, WorkerLoad(), draining=False, prefixes=change)
     message = status_to_proto(status)
     assert status_from_proto(message) == status
     setattr(message.prefixes, field, b"x" * 12)

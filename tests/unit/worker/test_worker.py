@@ -35,7 +35,7 @@ def test_a_status_survives_its_message() -> None:
     (shard,) = identity.shards
     shards = (replace(shard, kv_address=":7001"), replace(shard, kv_address="[::1]:7002"))
     identity = replace(identity, ticket_key_ids=(b"12345678", b"87654321"), shards=shards)
-    status = WorkerStatus(identity, WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9.5), draining=True)
+    status = WorkerStatus(identity, WorkerLoad(1, 2, 3, 4, 5, 6, 7.5, 8), draining=True)
     assert status_from_proto(status_to_proto(status)) == status
 
 
@@ -59,10 +59,10 @@ def test_a_status_with_blocks_of_no_size_is_refused() -> None:
 
 
 async def test_a_watch_tells_at_once_then_on_change_and_ends_with_the_hub() -> None:
-    hub = StatusHub(new_identity(WorkerConfig(), WorkerRole.DECODE, SPEC, ""), lambda: WorkerLoad(waiting=3))
+    hub = StatusHub(new_identity(WorkerConfig(), WorkerRole.DECODE, SPEC, ""), lambda: WorkerLoad(newcomers=3))
     watch = hub.watch()
     first = await anext(watch)
-    assert first.load.waiting == 3
+    assert first.load.newcomers == 3
     assert not first.draining
     hub.advertise(":7001")
     hub.drain()
