@@ -31,10 +31,10 @@ from baton.engine.contract import EngineSpec, KvHandle
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.model_runner import ModelRunner
-from baton.engine.torch_memory import dtype_name
 from baton.kv.format import KvFormat, KvPart
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
+from baton.model.dtypes import dtype_name
 from baton.model.layers import Parallel
 from baton.model.linear import Placement
 from baton.model.load import LoadedModel
@@ -259,7 +259,7 @@ def random_model(config: ModelConfig, device: torch.device) -> LoadedModel:
         else:
             weight.normal_(0.0, 0.02, generator=made)
         slot.load(weight)
-    decoder.ready()
+    decoder.process_weights_after_loading()
     return LoadedModel(Path("random"), config, decoder.eval(), "random", torch.bfloat16, device, parallel)
 
 

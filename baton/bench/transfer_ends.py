@@ -89,19 +89,11 @@ class Pages(EngineCore):
     def __init__(self, shape: Shape, tokens: int, streams: int) -> None:
         parts = attention_parts("bfloat16", shape.kv_heads, shape.head_dim)
         pages = streams * -(-tokens // PAGE)
-        kv = KvCache.allocate(
-            num_layers=shape.layers,
-            num_pages=pages,
-            page_size=PAGE,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=torch.bfloat16,
-            device=torch.device("cpu"),
-        )
-        self.kv = kv
+        cpu = torch.device("cpu")
+        self.kv = KvCache.allocate(parts, num_layers=shape.layers, num_pages=pages, page_size=PAGE, device=cpu)
         kv_format = KvFormat(parts, shape.layers, PAGE)
         spec = EngineSpec("", kv_format, 1, tokens, frozenset(), PAGE, pages, 1)
-        super().__init__(spec, _NoModel(TorchMemory(kv)), 0)
+        super().__init__(spec, _NoModel(TorchMemory(self.kv)), 0)
 
     def scattered(self, streams: int, tokens: int) -> list[PageHandle]:
         """A handle a stream; their pages lie in no order, as in a pool that has long been used."""

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from baton.engine.torch_memory import DTYPES, dtype_name
 from baton.kv.format import PartData
 from baton.model.attention import KvCache
+from baton.model.dtypes import DTYPES, dtype_name
 from baton.model.upload import upload
 
 LAYERS_AHEAD = 2

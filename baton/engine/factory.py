@@ -13,11 +13,11 @@ from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.model_runner import ModelRunner
-from baton.engine.torch_memory import DTYPES, dtype_name
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, attention_parts
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
+from baton.model.dtypes import DTYPES, dtype_name
 from baton.model.load import LoadedModel, load_model
 
 _log = logging.getLogger(__name__)

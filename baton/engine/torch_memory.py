@@ -16,18 +16,12 @@ from torch import Tensor
 
 from baton.kv.format import PartData
 from baton.model.attention import KvCache
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from baton.model.dtypes import DTYPES, dtype_name
 
 with warnings.catch_warnings():
     # torch warns once a process that such a buffer must not be written to; received frames are only read.
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Its name as KvPart has it."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +142,10 @@ class TorchMemory:
 
     def _stored(self, part: PartData) -> NDArray[np.uint8]:
         """The part as `[tokens, heads, bytes]` in the pages' element type."""
-        kept = self.kv.dtype
+        kept, given = self.kv.parts[part.name].dtype, DTYPES[part.dtype]
         data = np.frombuffer(part.data, dtype=np.uint8)
-        if DTYPES[part.dtype] != kept:
-            data = _bytes(torch.frombuffer(part.data, dtype=DTYPES[part.dtype]).to(kept))
+        if given != kept:
+            data = _bytes(torch.frombuffer(part.data, dtype=given).to(kept))
         return data.reshape(*part.shape[:2], -1)
 
     def _slots(self, pages: Sequence[int], tokens: range) -> Tensor:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ModelError
-from baton.model.families import FAMILIES, Bias, Family, Window
+from baton.model.families import FAMILIES, AttentionKind, Bias, Family, MlpKind, Window
 
 ROPE_KINDS = ("default", "linear", "llama3")
 """Supported RoPE variants, named as transformers names them."""
@@ -39,11 +39,19 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LayerConfig:
+    """One layer. `window`: how many of the latest tokens, its own included, a token attends to; None means all."""
+
+    attention: AttentionKind
+    window: int | None
+    mlp: MlpKind
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer in numbers.
 
-    `windows` has one entry a layer: how many of the latest tokens, its own included, a token attends to;
-    None means all. `eos_token_ids` prefers generation_config.json, as `generate` does. `dtype` is the
+    `eos_token_ids` prefers generation_config.json, as `generate` does. `dtype` is the
     checkpoint's own ("bfloat16"), None where it does not say.
     """
 
@@ -51,13 +59,12 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    layers: tuple[LayerConfig, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     rope: RopeConfig
-    windows: tuple[int | None, ...]
     max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool
@@ -67,6 +74,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str | None
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple(layer.window for layer in self.layers)
 
     @property
     def family(self) -> Family:
@@ -91,7 +108,7 @@ class ModelConfig:
         family = _family(raw)
         fields = _Fields({**family.defaults, **raw})
         _refuse_unsupported(fields)
-        num_layers = fields.positive("num_hidden_layers")
+        windows = _windows(family, fields, fields.positive("num_hidden_layers"))
         num_heads = fields.positive("num_attention_heads")
         num_kv_heads = fields.positive("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -102,13 +119,12 @@ class ModelConfig:
             vocab_size=fields.positive("vocab_size"),
             hidden_size=fields.positive("hidden_size"),
             intermediate_size=fields.positive("intermediate_size"),
-            num_layers=num_layers,
+            layers=tuple(LayerConfig(family.attention, window, family.mlp) for window in windows),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=_head_dim(fields, num_heads),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=_rope(fields),
-            windows=_windows(family, fields, num_layers),
             max_position_embeddings=fields.positive("max_position_embeddings"),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             qkv_bias=_bias(family.qkv_bias, fields, "attention_bias"),

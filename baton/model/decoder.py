@@ -5,14 +5,15 @@ layer first appends its K and V to the pages and then attends, so the caller is 
 that the layer's K and V are final: it may ship them, and it may raise to stop the pass there. Nothing but the
 pages of the batch's own sequences is written, so a stopped pass leaves nothing to undo.
 
-Families differ by the numbers in ModelConfig only. `embed`, `run_layers` and `logits` are apart, because a
-pipeline stage calls only some of them.
+A layer's config names its kind of attention and of MLP; a new kind is a class of the same methods in the tables below.
+`embed`, `run_layers` and `logits` are apart, because a pipeline stage calls only some of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, select
 from baton.model.config import ModelConfig
+from baton.model.families import AttentionKind, MlpKind
 from baton.model.layers import (
     GatedLinear,
     Linear,
@@ -41,7 +43,7 @@ Loadable = GatedLinear | ParallelLMHead | QKVParallelLinear | RMSNorm | RowParal
 
 
 @dataclass(frozen=True)
-class TensorSlot:
+class CheckpointTensor:
     """A checkpoint tensor that the decoder needs: its name, its full shape, and where it goes."""
 
     name: str
@@ -49,19 +51,16 @@ class TensorSlot:
     load: Callable[[Tensor], None]
 
 
-def _slots(module: Loadable, names: dict[str, str]) -> Iterator[TensorSlot]:
-    """`names` maps the module's part names to checkpoint names; all parts must be named."""
+def _tensors(module: Loadable, name: str = "", **merged: str) -> Iterator[CheckpointTensor]:
+    """What a module loads: tensors of the checkpoint's module `name`, or of those that are `merged`, by part."""
     for part, shape in module.parts().items():
-        yield TensorSlot(names[part], shape, lambda tensor, part=part: module.load_shard(part, tensor))  # type: ignore[misc]
-
-
-def _linear(part: str, name: str) -> dict[str, str]:
-    """Names of a linear's weight and bias; `part` is its name within a merged linear, or empty."""
-    return {f"{part}weight": f"{name}.weight", f"{part}bias": f"{name}.bias"}
+        linear, _, tensor = part.rpartition(".")
+        full_name = f"{merged[linear] if linear else name}.{tensor}"
+        yield CheckpointTensor(full_name, shape, partial(module.load_shard, part))
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardContext:
     """What all layers of one forward pass share: rotary angles, the sequences, their pages, and the kernels."""
 
     angles: tuple[Tensor, Tensor]
@@ -70,18 +69,21 @@ class Pass:
     backend: AttentionBackend
 
 
-def _normal(norm: RMSNorm, x: Tensor, now: Pass) -> Tensor:
+def _normalize(norm: RMSNorm, x: Tensor, context: ForwardContext) -> Tensor:
     """Of `[T or more, hidden]`, the batch's tokens normalised: padding would make small operations parallel ones."""
-    return pad_to(norm(cut_to(x, now.batch.num_tokens)), len(x))
+    return pad_to(norm(cut_to(x, context.batch.num_tokens)), len(x))
 
 
-class Attention(Module):
-    """Self-attention of one layer: projections, optional QK norm, rotary embedding, paged attention."""
+class GroupedAttention(Module):
+    """Self-attention of one layer: projections, optional QK norm, rotary embedding, paged attention.
+
+    Query heads in groups share a KV head (Ainslie et al. 2023, arXiv:2305.13245).
+    """
 
     def __init__(self, config: ModelConfig, index: int, placement: Placement, parallel: Parallel) -> None:
         super().__init__()
         self._index = index
-        self._window = config.windows[index]
+        self._window = config.layers[index].window
         self._head_dim = config.head_dim
         self._heads = parallel.share("num_attention_heads", config.num_heads)
         self._kv_heads = parallel.share("num_key_value_heads", config.num_kv_heads)
@@ -99,74 +101,98 @@ class Attention(Module):
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if config.qk_norm else None
+        self._names = config.family.names
 
-    def append(self, x: Tensor, now: Pass) -> Tensor:
+    def append(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Put K and V of `x` `[T or more, hidden]` into their pages; returns the queries `[T, heads, head_dim]`."""
-        tokens = now.batch.num_tokens
+        tokens = context.batch.num_tokens
         heads = cut_to(self.qkv(x), tokens).view(tokens, -1, self._head_dim)
         qk, v = heads.split_with_sizes((self._heads + self._kv_heads, self._kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self._heads]), self.k_norm(qk[:, self._heads :])), dim=1)
-        q, k = Rotary.rotate(qk, now.angles).split_with_sizes((self._heads, self._kv_heads), 1)
-        now.backend.append(now.kv, self._index, k, v, now.batch)
+        q, k = Rotary.rotate(qk, context.angles).split_with_sizes((self._heads, self._kv_heads), 1)
+        context.backend.append(context.kv, self._index, k, v, context.batch)
         return q
 
-    def attend(self, q: Tensor, residual: Tensor, now: Pass) -> Tensor:
-        """What the queries find, projected and added to `residual` `[T or more, hidden]`."""
-        found = now.backend.attend(now.kv, self._index, q, now.batch, self._window)
-        output: Tensor = self.o(pad_to(found.flatten(1), len(residual)), residual)
+    def attend(self, q: Tensor, residual: Tensor, context: ForwardContext) -> Tensor:
+        """Attend with the queries, project, and add to `residual` `[T or more, hidden]`."""
+        attended = context.backend.attend(context.kv, self._index, q, context.batch, self._window)
+        output: Tensor = self.o(pad_to(attended.flatten(1), len(residual)), residual)
         return output
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        """What is loaded; `prefix` is the layer's."""
+        names = self._names
+        yield from _tensors(self.qkv, q=prefix + names.q, k=prefix + names.k, v=prefix + names.v)
+        if self.q_norm is not None and self.k_norm is not None:
+            yield from _tensors(self.q_norm, prefix + names.q_norm)
+            yield from _tensors(self.k_norm, prefix + names.k_norm)
+        yield from _tensors(self.o, prefix + names.o)
+
+
+class GatedMlp(Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, placement: Placement, parallel: Parallel) -> None:
+        super().__init__()
+        self.gate_up = GatedLinear(config.hidden_size, config.intermediate_size, config.mlp_bias, placement, parallel)
+        self.down = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, config.mlp_bias, placement, parallel
+        )
+        self._names = config.family.names
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Of `x`, `[rows, hidden]`, added to `residual` of the same shape."""
+        output: Tensor = self.down(self.gate_up(x), residual)
+        return output
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        """What is loaded; `prefix` is the layer's."""
+        yield from _tensors(self.gate_up, gate=prefix + self._names.gate, up=prefix + self._names.up)
+        yield from _tensors(self.down, prefix + self._names.down)
+
+
+ATTENTIONS: Mapping[AttentionKind, type[GroupedAttention]] = {AttentionKind.GROUPED: GroupedAttention}
+MLPS: Mapping[MlpKind, type[GatedMlp]] = {MlpKind.GATED: GatedMlp}
 
 
 class DecoderLayer(Module):
-    """One block: attention, then a gated MLP (SwiGLU), each on a normalised input and added to it."""
+    """One block: attention, then an MLP, each on a normalised input and added to it."""
 
     def __init__(self, config: ModelConfig, index: int, placement: Placement, parallel: Parallel) -> None:
         super().__init__()
         self._names = config.family.names
         self._prefix = self._names.layer.format(index=index)
+        layer = config.layers[index]
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.attention = Attention(config, index, placement, parallel)
+        self.attention = ATTENTIONS[layer.attention](config, index, placement, parallel)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.gate_up = GatedLinear(config.hidden_size, config.intermediate_size, config.mlp_bias, placement, parallel)
-        self.down = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, config.mlp_bias, placement, parallel
-        )
+        self.mlp = MLPS[layer.mlp](config, placement, parallel)
 
-    def forward(self, x: Tensor, now: Pass) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """`[rows, hidden]` to the same; the first T rows are the batch's tokens, the others padding."""
-        return self._rest(x, self.attention.append(_normal(self.attention_norm, x, now), now), now)
+        return self._attend(x, self.attention.append(_normalize(self.attention_norm, x, context), context), context)
 
-    def tail(self, x: Tensor, now: Pass, rows: int) -> Tensor:
-        """As `forward`, but of one sequence's last `rows` tokens alone: what follows K and V is not done for others."""
-        q = self.attention.append(_normal(self.attention_norm, x, now), now)
-        tokens = now.batch.num_tokens
+    def forward_last(self, x: Tensor, context: ForwardContext, rows: int) -> Tensor:
+        """As `forward`, but of one sequence's last `rows` tokens alone: of the others, only K and V are computed."""
+        q = self.attention.append(_normalize(self.attention_norm, x, context), context)
+        if rows == 0:
+            return x[:0]
+        tokens = context.batch.num_tokens
         last = slice(tokens - rows, tokens)
-        return self._rest(x[last], q[last], replace(now, batch=now.batch.tail(rows))) if rows else x[last]
+        return self._attend(x[last], q[last], replace(context, batch=context.batch.last(rows)))
 
-    def _rest(self, x: Tensor, q: Tensor, now: Pass) -> Tensor:
-        x = self.attention.attend(q, x, now)
-        output: Tensor = self.down(self.gate_up(_normal(self.mlp_norm, x, now)), x)
+    def _attend(self, x: Tensor, q: Tensor, context: ForwardContext) -> Tensor:
+        x = self.attention.attend(q, x, context)
+        output: Tensor = self.mlp(_normalize(self.mlp_norm, x, context), x)
         return output
 
-    def checkpoint_tensors(self) -> Iterator[TensorSlot]:
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """What this layer loads."""
-        names, prefix, attention = self._names, self._prefix, self.attention
-        qkv = {
-            **_linear("q.", prefix + names.q),
-            **_linear("k.", prefix + names.k),
-            **_linear("v.", prefix + names.v),
-        }
-        gate_up = {**_linear("gate.", prefix + names.gate), **_linear("up.", prefix + names.up)}
-        yield from _slots(self.attention_norm, {"weight": prefix + names.attention_norm})
-        yield from _slots(attention.qkv, qkv)
-        if attention.q_norm is not None and attention.k_norm is not None:
-            yield from _slots(attention.q_norm, {"weight": prefix + names.q_norm})
-            yield from _slots(attention.k_norm, {"weight": prefix + names.k_norm})
-        yield from _slots(attention.o, _linear("", prefix + names.o))
-        yield from _slots(self.mlp_norm, {"weight": prefix + names.mlp_norm})
-        yield from _slots(self.gate_up, gate_up)
-        yield from _slots(self.down, _linear("", prefix + names.down))
+        yield from _tensors(self.attention_norm, self._prefix + self._names.attention_norm)
+        yield from self.attention.checkpoint_tensors(self._prefix)
+        yield from _tensors(self.mlp_norm, self._prefix + self._names.mlp_norm)
+        yield from self.mlp.checkpoint_tensors(self._prefix)
 
 
 class Decoder(Module):
@@ -223,13 +249,13 @@ class Decoder(Module):
     ) -> Tensor:
         """Hidden states `[T, hidden]` through this worker's layers; `on_layer` and `rows` as in `forward`."""
         backend = select(hidden.device, hidden.dtype, kv.dtype, kv.page_size, kv.head_dim)
-        now = Pass(self.rotary.angles(positions), batch, kv, backend)
+        context = ForwardContext(self.rotary.angles(positions), batch, kv, backend)
         hidden = self._padding.pad(hidden)
         for index, layer in enumerate(self.layers):
             if rows is not None and index == len(self.layers) - 1:
-                hidden = cast(DecoderLayer, layer).tail(hidden, now, rows)
+                hidden = cast(DecoderLayer, layer).forward_last(hidden, context, rows)
             else:
-                hidden = layer(hidden, now)
+                hidden = layer(hidden, context)
             if on_layer is not None:
                 on_layer(index)
         return hidden[: batch.num_tokens]
@@ -240,19 +266,19 @@ class Decoder(Module):
         logits: Tensor = self.head(self._padding.pad(self.norm(hidden)), len(hidden))
         return logits
 
-    def ready(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """All is loaded: each linear takes the storage to compute with, and drops the loaded one."""
         for linear in [module for module in self.modules() if isinstance(module, Linear)]:
-            linear.ready()
+            linear.process_weights_after_loading()
         self._padding = RowPadding.measured([each for each in self.layers.modules() if isinstance(each, PackedStorage)])
 
-    def checkpoint_tensors(self) -> Iterator[TensorSlot]:
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """What must be loaded, in the order of computation; without the output projection (`head_tensor`)."""
-        yield from _slots(self.embedding, {"weight": self._names.embed})
+        yield from _tensors(self.embedding, self._names.embed)
         for layer in self.layers:
             yield from cast(DecoderLayer, layer).checkpoint_tensors()
-        yield from _slots(self.norm, {"weight": self._names.norm})
+        yield from _tensors(self.norm, self._names.norm)
 
-    def head_tensor(self) -> TensorSlot:
+    def head_tensor(self) -> CheckpointTensor:
         """The output projection's tensor, absent from most tied checkpoints."""
-        return next(_slots(self.head, {"weight": self._names.head}))
+        return next(_tensors(self.head, self._names.head))

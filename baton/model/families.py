@@ -2,8 +2,8 @@
 
 A family is what its architecture name implies and `config.json` does not say: which linears carry a bias,
 whether queries and keys are normalised, which layers slide, what an omitted field means, and how the
-checkpoint spells its tensors. One decoder (`baton.model.decoder`) serves all of them, so a new dense family
-is a new entry here and, at most, one new fact.
+checkpoint spells its tensors. One decoder (`baton.model.decoder`) serves all of them, so a new family is a new
+entry here and, at most, one new fact or one new kind of attention or MLP.
 
 No torch: the router reads configs too.
 """
@@ -12,9 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any
+
+
+class AttentionKind(StrEnum):
+    """A layer's kind of attention."""
+
+    GROUPED = "grouped"  # keys and values of each KV head, which a group of query heads shares
+
+
+class MlpKind(StrEnum):
+    """A layer's kind of MLP."""
+
+    GATED = "gated"  # SwiGLU
 
 
 class Bias(Enum):
@@ -35,20 +47,23 @@ class Window(Enum):
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Checkpoint names. Layer names are relative to `layer`, with the layer's index filled in."""
+    """Names of modules in checkpoints; a tensor's name follows, as in "lm_head.weight".
 
-    embed: str = "model.embed_tokens.weight"
-    norm: str = "model.norm.weight"
-    head: str = "lm_head.weight"
+    Layer names are relative to `layer`, with the layer's index filled in.
+    """
+
+    embed: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
     layer: str = "model.layers.{index}."
-    attention_norm: str = "input_layernorm.weight"
+    attention_norm: str = "input_layernorm"
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     o: str = "self_attn.o_proj"
-    q_norm: str = "self_attn.q_norm.weight"
-    k_norm: str = "self_attn.k_norm.weight"
-    mlp_norm: str = "post_attention_layernorm.weight"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    mlp_norm: str = "post_attention_layernorm"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -66,6 +81,8 @@ class Family:
 
     architecture: str
     model_type: str
+    attention: AttentionKind = AttentionKind.GROUPED
+    mlp: MlpKind = MlpKind.GATED
     qkv_bias: Bias = Bias.NEVER
     o_bias: Bias = Bias.NEVER
     mlp_bias: Bias = Bias.NEVER

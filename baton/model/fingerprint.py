@@ -26,8 +26,9 @@ from baton.model.checkpoint import weight_files
 from baton.model.config import ModelConfig
 
 _VERSION = 1
-_NOT_COMPUTED_WITH = ("eos_token_ids", "bos_token_id", "dtype")
-"""Fields of ModelConfig that change no K and no V."""
+_NOT_HASHED = ("eos_token_ids", "bos_token_id", "dtype", "layers")
+"""Fields of ModelConfig that change no K and no V, and the layers, of which the windows are hashed: the kinds of their
+parts follow from the architecture's name."""
 
 
 def model_fingerprint(
@@ -36,7 +37,8 @@ def model_fingerprint(
     compute_dtype: str,
 ) -> str:
     """SHA-256, in hex, over canonical JSON of all that decides a token's K and V."""
-    architecture = {name: value for name, value in asdict(config).items() if name not in _NOT_COMPUTED_WITH}
+    architecture = {name: value for name, value in asdict(config).items() if name not in _NOT_HASHED}
+    architecture |= {"num_layers": config.num_layers, "windows": config.windows}
     content = {
         "version": _VERSION,
         "architecture": architecture,

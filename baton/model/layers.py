@@ -1,11 +1,12 @@
 """The parts of a transformer block, for the forward pass only.
 
 Every linear knows which rows or columns of a checkpoint tensor are its own (`Parallel`), and fills its weight piece by
-piece while loading (`load_shard`). How a weight lies in memory and is multiplied is the affair of the linear's
-`storage` (`baton.model.linear`).
+piece while loading (`load_shard`). Which tensors make up a weight, how they lie in memory and are multiplied is the
+affair of the linear's `storage` (`baton.model.linear`).
 
-Modules are built with uninitialised weights; `parts()` says what must be loaded, by name and full shape. After loading
-`ready()` lets each linear replace its storage by the one to compute with.
+Modules are built with uninitialised weights. `parts()` says what must be loaded: the full shape of each part, "weight"
+or, where several linears are merged, "q.weight". After loading `process_weights_after_loading()` lets each linear
+replace its storage by the one to compute with.
 Numerics follow transformers' modelling code, norms in float32, but for one thing: rotary embeddings are applied
 in float32 too, where transformers rounds cosines and sines to the compute dtype first.
 """
@@ -49,8 +50,10 @@ class Parallel:
             raise ModelError(f"{what} {total} is not divisible by {self.size} tensor-parallel ranks")
         return total // self.size
 
-    def narrow(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's slice of a full checkpoint tensor."""
+    def narrow(self, tensor: Tensor, dim: int | None) -> Tensor:
+        """This rank's slice of a full checkpoint tensor; all of it without a `dim` to split it along."""
+        if dim is None:
+            return tensor
         width = tensor.shape[dim] // self.size
         return tensor.narrow(dim, self.rank * width, width)
 
@@ -62,9 +65,9 @@ class Linear(Module):
         super().__init__()
         self.storage: Storage = storage
 
-    def ready(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """All is loaded: take the storage to compute with."""
-        self.storage = self.storage.ready()
+        self.storage = self.storage.process_weights_after_loading()
 
     @property
     def _loading(self) -> DenseStorage:
@@ -84,26 +87,21 @@ class MergedColumnParallelLinear(Linear):
     ) -> None:
         widths = [parallel.share(name, rows) for name, rows in outputs.items()]
         super().__init__(DenseStorage(sum(widths), columns, bias, placement))
-        self._columns = columns
-        self._outputs = dict(outputs)
         self._parallel = parallel
-        self._starts = dict(zip(outputs, accumulate(widths, initial=0), strict=False))
-        self._bias = bias
+        self._parts = {
+            f"{name}.{tensor.name}": (tensor, start)
+            for (name, rows), start in zip(outputs.items(), accumulate(widths, initial=0), strict=False)
+            for tensor in self._loading.tensors(rows, columns, bias)
+        }
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """What must be loaded: part name to full checkpoint shape."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, rows in self._outputs.items():
-            shapes[f"{name}.weight"] = (rows, self._columns)
-            if self._bias:
-                shapes[f"{name}.bias"] = (rows,)
-        return shapes
+        return {part: tensor.shape for part, (tensor, _) in self._parts.items()}
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of one full checkpoint tensor."""
-        name, kind = part.rsplit(".", 1)
-        load = self._loading.load if kind == "weight" else self._loading.load_bias
-        load(self._starts[name], self._parallel.narrow(tensor, 0))
+        its, row = self._parts[part]
+        self._loading.load(its.name, row, self._parallel.narrow(tensor, its.row_dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, columns]` to `[tokens, sum of this rank's rows]`."""
@@ -162,20 +160,17 @@ class RowParallelLinear(Linear):
         # One rank alone adds the bias and the residual, or the sum would hold them once a rank.
         self._adds = parallel.rank == 0
         super().__init__(DenseStorage(rows, parallel.share("columns", columns), bias and self._adds, placement))
-        self._shape = (rows, columns)
+        self._parts = {tensor.name: tensor for tensor in self._loading.tensors(rows, columns, bias)}
         self._parallel = parallel
-        self._bias = bias
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """What must be loaded: part name to full checkpoint shape."""
-        return {"weight": self._shape, **({"bias": self._shape[:1]} if self._bias else {})}
+        return {part: tensor.shape for part, tensor in self._parts.items()}
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's columns of one full checkpoint tensor."""
-        if part == "weight":
-            self._loading.load(0, self._parallel.narrow(tensor, 1))
-        elif self._adds:
-            self._loading.load_bias(0, tensor)
+        if part != "bias" or self._adds:
+            self._loading.load(part, 0, self._parallel.narrow(tensor, self._parts[part].column_dim))
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """`[tokens, this rank's columns]` to `residual` plus `[tokens, rows]`, summed over the ranks."""
@@ -216,7 +211,7 @@ class VocabParallelEmbedding(Module):
 class ParallelLMHead(Linear):
     """The output projection, split over the vocabulary like the embedding, and gathered.
 
-    Its memory is taken by `load_shard`, since a tied one has the embedding's until `ready`.
+    Its memory is taken by `load_shard`, since a tied one has the embedding's until weights are processed.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement, parallel: Parallel) -> None:
@@ -235,7 +230,7 @@ class ParallelLMHead(Linear):
         """Keep this rank's rows of the full projection."""
         storage = self._loading
         storage.weight = Placement(storage.weight.dtype, self._device).empty(*storage.weight.shape)
-        storage.load(0, tensor[self._first : self._first + storage.weight.shape[0]])
+        storage.load(part, 0, tensor[self._first : self._first + storage.weight.shape[0]])
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Take the embedding's weight instead of a loaded one."""

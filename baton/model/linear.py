@@ -1,8 +1,9 @@
 """How a linear's weight lies in memory, and how it is multiplied.
 
-A weight is filled as the checkpoint has it (`DenseStorage`), and then asked for the storage to compute with: on a CPU
-with oneDNN a `PackedStorage`, elsewhere itself. A quantized one would be a third. All of them multiply, and can put
-what surrounds a product in a decoder into the same pass: an activation, a product, a residual.
+A storage says which tensors of a checkpoint make up a linear's weight (`WeightTensor`), takes them, and is then asked
+for the storage to compute with: `DenseStorage` returns a `PackedStorage` on a CPU with oneDNN, elsewhere itself. All
+storages multiply, and can put what surrounds a product in a decoder into the same pass: an activation, a product, a
+residual.
 """
 
 from __future__ import annotations
@@ -54,31 +55,49 @@ class Module(nn.Module):
         return self
 
 
+@dataclass(frozen=True)
+class WeightTensor:
+    """One of the checkpoint's tensors for a linear.
+
+    `name` follows the linear's name in the checkpoint ("weight"). `shape` is that of the whole tensor. `row_dim` and
+    `column_dim` are the dimensions that run along the linear's output rows and input columns, and along which the
+    ranks split the tensor; None where there is none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    row_dim: int | None
+    column_dim: int | None
+
+
 class DenseStorage(Module):
     """A weight `[rows, columns]` as the checkpoint has it, with an optional bias `[rows]`."""
+
+    @staticmethod
+    def tensors(rows: int, columns: int, bias: bool) -> tuple[WeightTensor, ...]:
+        """What a checkpoint holds for a linear of `rows` outputs and `columns` inputs."""
+        weight = WeightTensor("weight", (rows, columns), row_dim=0, column_dim=1)
+        return (weight, WeightTensor("bias", (rows,), row_dim=0, column_dim=None)) if bias else (weight,)
 
     def __init__(self, rows: int, columns: int, bias: bool, placement: Placement) -> None:
         super().__init__()
         self.weight = placement.empty(rows, columns)
         self.bias = placement.empty(rows) if bias else None
 
-    def load(self, row: int, weight: Tensor) -> None:
-        """Fill rows from `row` on, casting to the storage's dtype.
+    def load(self, name: str, row: int, tensor: Tensor) -> None:
+        """Fill the rows of a tensor of `tensors` from `row` on, casting to the storage's dtype.
 
-        A whole weight that is to be packed is not copied before: until `ready` the storage is a view of the file.
+        A whole weight that is to be packed is not copied before: until then the storage is a view of the file.
         """
-        if packs(self.weight) and weight.is_contiguous() and _alike(weight, self.weight):
-            self.weight = nn.Parameter(weight, requires_grad=False)
-            return
-        self.weight[row : row + weight.shape[0]].copy_(weight)
-
-    def load_bias(self, row: int, bias: Tensor) -> None:
-        """Fill the bias from `row` on."""
-        if self.bias is None:
+        target = {"weight": self.weight, "bias": self.bias}[name]
+        if target is None:
             raise ModelError("this linear has no bias to load")
-        self.bias[row : row + bias.shape[0]].copy_(bias)
+        if target is self.weight and packs(target) and tensor.is_contiguous() and _alike(tensor, target):
+            self.weight = nn.Parameter(tensor, requires_grad=False)
+        else:
+            target[row : row + len(tensor)].copy_(tensor)
 
-    def ready(self) -> Storage:
+    def process_weights_after_loading(self) -> Storage:
         """The storage to compute with, now that all is loaded; this one is then to be dropped."""
         return PackedStorage(self) if packs(self.weight) else self
 
@@ -128,7 +147,7 @@ class PackedStorage(Module):
         """Whether oneDNN multiplies it with AMX tiles."""
         return self.dtype == torch.bfloat16 and bool(torch.cpu._is_amx_tile_supported())
 
-    def ready(self) -> Storage:
+    def process_weights_after_loading(self) -> Storage:
         """Itself."""
         return self
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
+from baton.kv.format import attention_parts
 from baton.model.attention import KvCache
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
+from baton.model.dtypes import dtype_name
 from baton.model.fingerprint import model_fingerprint, weights_digest
 from baton.model.layers import Parallel
 from baton.model.linear import Placement
@@ -33,16 +35,11 @@ class LoadedModel:
     parallel: Parallel
 
     def new_kv_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvCache:
-        """A zeroed pool for this worker's layers and heads; `dtype` defaults to the compute dtype."""
-        return KvCache.allocate(
-            num_layers=self.config.num_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            kv_heads=self.parallel.share("num_key_value_heads", self.config.num_kv_heads),
-            head_dim=self.config.head_dim,
-            dtype=dtype or self.dtype,
-            device=self.device,
-        )
+        """Zeroed pages for this rank's layers and heads; `dtype` defaults to the compute dtype."""
+        heads = self.parallel.share("num_key_value_heads", self.config.num_kv_heads)
+        parts = attention_parts(dtype_name(dtype or self.dtype), heads, self.config.head_dim)
+        layers = self.config.num_layers
+        return KvCache.allocate(parts, num_layers=layers, num_pages=num_pages, page_size=page_size, device=self.device)
 
 
 def load_model(
@@ -62,12 +59,11 @@ def load_model(
     placement = Placement(dtype, torch.device(device))
     decoder = Decoder(config, placement, parallel)
     load_weights(decoder, path)
-    compute_dtype = str(dtype).removeprefix("torch.")
     return LoadedModel(
         path=path,
         config=config,
         decoder=decoder.eval(),
-        fingerprint=model_fingerprint(config, weights_digest(path), compute_dtype),
+        fingerprint=model_fingerprint(config, weights_digest(path), dtype_name(dtype)),
         dtype=dtype,
         device=placement.device,
         parallel=parallel,

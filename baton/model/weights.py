@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton.errors import ModelError
 from baton.model.checkpoint import weight_files
-from baton.model.decoder import Decoder, TensorSlot
+from baton.model.decoder import CheckpointTensor, Decoder
 
 _COMPARED_ROWS = 4096
 
@@ -39,16 +39,16 @@ class Checkpoint:
                     self._files[name] = path
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
-    def check(self, slots: Iterable[TensorSlot]) -> None:
+    def check(self, tensors: Iterable[CheckpointTensor]) -> None:
         """Raise ModelError for the first tensor that is missing or not of its expected shape."""
-        for slot in slots:
-            found = self.shapes.get(slot.name)
+        for tensor in tensors:
+            found = self.shapes.get(tensor.name)
             if found is None:
-                raise ModelError(f"checkpoint lacks tensor {slot.name} of shape {list(slot.shape)}")
-            if found != slot.shape:
-                file = self._files[slot.name].name
+                raise ModelError(f"checkpoint lacks tensor {tensor.name} of shape {list(tensor.shape)}")
+            if found != tensor.shape:
+                file = self._files[tensor.name].name
                 raise ModelError(
-                    f"tensor {slot.name} in {file}: expected shape {list(slot.shape)}, found {list(found)}"
+                    f"tensor {tensor.name} in {file}: expected shape {list(tensor.shape)}, found {list(found)}"
                 )
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
@@ -80,19 +80,19 @@ def load_weights(decoder: Decoder, directory: Path) -> None:
     Raises ModelError, before anything is read, unless the checkpoint holds exactly what the model needs.
     """
     checkpoint = Checkpoint(directory)
-    slots = list(decoder.checkpoint_tensors())
+    tensors = list(decoder.checkpoint_tensors())
     head = decoder.head_tensor()
     tied = _is_tied(decoder, head, checkpoint)
     if tied:
         decoder.head.tie(decoder.embedding)
     else:
         # The largest tensors go first, while little else is in memory.
-        slots.insert(0, head)
-    checkpoint.check(slots)
-    _refuse_unknown(decoder, {head.name, *(slot.name for slot in slots)}, checkpoint)
-    for slot in slots:
-        slot.load(checkpoint.read(slot.name))
-    decoder.ready()
+        tensors.insert(0, head)
+    checkpoint.check(tensors)
+    _refuse_unknown(decoder, {head.name, *(tensor.name for tensor in tensors)}, checkpoint)
+    for tensor in tensors:
+        tensor.load(checkpoint.read(tensor.name))
+    decoder.process_weights_after_loading()
 
 
 def _refuse_unknown(decoder: Decoder, known: set[str], checkpoint: Checkpoint) -> None:
@@ -104,7 +104,7 @@ def _refuse_unknown(decoder: Decoder, known: set[str], checkpoint: Checkpoint) -
         )
 
 
-def _is_tied(decoder: Decoder, head: TensorSlot, checkpoint: Checkpoint) -> bool:
+def _is_tied(decoder: Decoder, head: CheckpointTensor, checkpoint: Checkpoint) -> bool:
     """Whether the output projection is the embedding.
 
     A tied checkpoint may hold the projection all the same. As in transformers, it counts when it differs from
@@ -112,7 +112,7 @@ def _is_tied(decoder: Decoder, head: TensorSlot, checkpoint: Checkpoint) -> bool
     """
     if not decoder.config.tie_word_embeddings:
         return False
-    embed = decoder.config.family.names.embed
+    embed = f"{decoder.config.family.names.embed}.weight"
     if checkpoint.shapes.get(head.name) != head.shape or checkpoint.shapes.get(embed) != head.shape:
         return True
     blocks = (slice(row, row + _COMPARED_ROWS) for row in range(0, head.shape[0], _COMPARED_ROWS))

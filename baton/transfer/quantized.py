@@ -20,8 +20,8 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.torch_memory import DTYPES, dtype_name
 from baton.kv.format import PartData
+from baton.model.dtypes import DTYPES, dtype_name
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 SMALLEST_FACTOR = 2.0**-126

@@ -44,10 +44,10 @@ class AttentionBatch:
                 raise ValueError(f"query length {query} and context length {context} with {room}")
         return cls(queries, contexts, page_tables, page_size)
 
-    def tail(self, rows: int) -> AttentionBatch:
+    def last(self, rows: int) -> AttentionBatch:
         """The last `rows` tokens alone, of a batch of one sequence."""
         if len(self.query_lens) != 1:
-            raise ValueError(f"a tail is that of one sequence, the batch has {len(self.query_lens)}")
+            raise ValueError(f"last tokens are asked for of one sequence, the batch has {len(self.query_lens)}")
         return self.build([rows], self.context_lens, self.page_tables, self.page_size)
 
     @classmethod

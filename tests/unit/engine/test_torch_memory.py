@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from baton.engine.cuda_memory import LAYERS_AHEAD, CudaMemory
-from baton.engine.torch_memory import DTYPES, TorchMemory, dtype_name
-from baton.kv.format import PartData
+from baton.engine.torch_memory import TorchMemory
+from baton.kv.format import PartData, attention_parts
 from baton.model.attention import KvCache
+from baton.model.dtypes import DTYPES, dtype_name
 from tests.unit.engine.cuda_standin import Cuda, Event, Stream, cuda
 
 __all__ = ["cuda"]
@@ -35,15 +36,8 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def cache_of(dtype: torch.dtype, layers: int = 2) -> KvCache:
-    kv = KvCache.allocate(
-        num_layers=layers,
-        num_pages=PAGES,
-        page_size=PAGE,
-        kv_heads=HEADS,
-        head_dim=WIDTH,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
+    parts = attention_parts(dtype_name(dtype), HEADS, WIDTH)
+    kv = KvCache.allocate(parts, num_layers=layers, num_pages=PAGES, page_size=PAGE, device=torch.device("cpu"))
     for part in kv.parts.values():
         part.copy_(torch.randn(part.shape))
     return kv

@@ -13,7 +13,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from baton.kv.format import attention_parts
 from baton.model.attention import AttentionBackend, AttentionBatch, KvCache
+from baton.model.dtypes import dtype_name
 
 MIXED = ((1, 1), (1, 17), (7, 7), (1, 300), (16, 40), (33, 289), (1, 90), (5, 260), (1, 16))
 """(query length, context length) of each sequence."""
@@ -151,15 +153,9 @@ def check(backend: AttentionBackend, case: Case, device: torch.device, tolerance
 
 
 def _poisoned(case: Case, num_pages: int, device: torch.device) -> KvCache:
-    kv = KvCache.allocate(
-        num_layers=LAYERS,
-        num_pages=num_pages,
-        page_size=case.page_size,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        dtype=case.kv_dtype,
-        device=device,
-    )
+    parts = attention_parts(dtype_name(case.kv_dtype), case.kv_heads, case.head_dim)
+    size = case.page_size
+    kv = KvCache.allocate(parts, num_layers=LAYERS, num_pages=num_pages, page_size=size, device=device)
     for part in kv.parts.values():
         part.fill_(float("nan"))
     return kv

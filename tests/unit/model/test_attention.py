@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from baton.kv.format import attention_parts
 from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, flash_backend, select
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.attention.reference import ReferenceAttention
@@ -107,9 +108,8 @@ def test_blocks_and_steps_in_other_dtypes(dtypes: tuple[torch.dtype, torch.dtype
 def test_nothing_is_left_from_the_call_before(case: Case) -> None:
     backend = TorchAttention()
     check(backend, case, CPU, tolerance=2e-5)
-    kv = KvCache.allocate(
-        num_layers=1, num_pages=300, page_size=16, kv_heads=2, head_dim=16, dtype=torch.float32, device=CPU
-    )
+    parts = attention_parts("float32", 2, 16)
+    kv = KvCache.allocate(parts, num_layers=1, num_pages=300, page_size=16, device=CPU)
     for part in kv.parts.values():
         part.fill_(float("nan"))
     lengths = [(1, 2000), (1, 2000), (1, 2000), (600, 1200)]
@@ -171,9 +171,8 @@ def test_impossible_batches_are_refused(query_lens: list[int], context_lens: lis
 
 
 def test_cache_describes_itself() -> None:
-    kv = KvCache.allocate(
-        num_layers=3, num_pages=5, page_size=16, kv_heads=2, head_dim=8, dtype=torch.bfloat16, device=CPU
-    )
+    parts = attention_parts("bfloat16", 2, 8)
+    kv = KvCache.allocate(parts, num_layers=3, num_pages=5, page_size=16, device=CPU)
     assert (kv.num_layers, kv.num_pages, kv.page_size, kv.kv_heads, kv.head_dim) == (3, 5, 16, 2, 8)
     assert kv.page_bytes == 2 * 3 * 16 * 2 * 8 * 2
-    assert list(kv.parts) == ["k", "v"]
+    assert list(kv.parts) == [part.name for part in parts]

@@ -103,7 +103,9 @@ def test_covers_all_that_decides_k_and_v(checkpoint: Path) -> None:
     base = model_fingerprint(config, "00", "bfloat16")
     others = [
         model_fingerprint(replace(config, rms_norm_eps=1e-5), "00", "bfloat16"),
-        model_fingerprint(replace(config, windows=(20, 20, 20)), "00", "bfloat16"),
+        model_fingerprint(
+            replace(config, layers=tuple(replace(layer, window=20) for layer in config.layers)), "00", "bfloat16"
+        ),
         model_fingerprint(replace(config, rope=replace(config.rope, theta=5.0)), "00", "bfloat16"),
         model_fingerprint(config, "01", "bfloat16"),
         model_fingerprint(config, "00", "float32"),

@@ -93,10 +93,10 @@ def test_one_rank_adds_bias_and_residual() -> None:
 def test_ready_storage_multiplies_as_the_loaded_one(dtype: torch.dtype, bias: bool, tokens: int) -> None:
     """With all that is fused into the product; both against float64, within the rounding of the dtype."""
     dense = DenseStorage(24, 40, bias, Placement(dtype, torch.device("cpu")))
-    dense.load(0, torch.randn(24, 40) / 40**0.5)
+    dense.load("weight", 0, torch.randn(24, 40) / 40**0.5)
     if bias:
-        dense.load_bias(0, torch.randn(24))
-    ready = dense.ready()
+        dense.load("bias", 0, torch.randn(24))
+    ready = dense.process_weights_after_loading()
     assert isinstance(ready, PackedStorage) == packs(dense.weight)
     x, other = torch.randn(tokens, 40).to(dtype), torch.randn(tokens, 24).to(dtype)
     given = (x.clone(), other.clone())
@@ -115,7 +115,7 @@ def test_ready_storage_multiplies_as_the_loaded_one(dtype: torch.dtype, bias: bo
 def test_a_ready_linear_is_not_loaded_again() -> None:
     linear = RowParallelLinear(6, 3, False, Placement(torch.float32, torch.device("cpu")), Parallel())
     linear.load_shard("weight", torch.randn(3, 6))
-    linear.ready()
+    linear.process_weights_after_loading()
     with pytest.raises(ModelError, match="loaded already"):
         linear.load_shard("weight", torch.randn(3, 6))
 

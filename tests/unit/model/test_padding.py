@@ -42,7 +42,7 @@ def test_nothing_is_copied_that_has_its_rows() -> None:
 
 
 def storage() -> PackedStorage:
-    packed = DenseStorage(64, 32, False, Placement(torch.float32, torch.device("cpu"))).ready()
+    packed = DenseStorage(64, 32, False, Placement(torch.float32, torch.device("cpu"))).process_weights_after_loading()
     assert isinstance(packed, PackedStorage)
     return packed
 

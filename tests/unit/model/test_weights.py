@@ -45,12 +45,12 @@ def test_what_is_packed_is_read_from_the_file_and_not_copied_before() -> None:
     given, placement = torch.randn(8, 16), Placement(torch.float32, torch.device("cpu"))
     packs = torch.backends.mkldnn.is_available()
     storage = DenseStorage(8, 16, True, placement)
-    storage.load(0, given)
-    assert isinstance(storage.ready(), PackedStorage) is packs
+    storage.load("weight", 0, given)
+    assert isinstance(storage.process_weights_after_loading(), PackedStorage) is packs
     assert (storage.weight.data_ptr() == given.data_ptr()) is packs
     for other in (given.to(torch.bfloat16), torch.randn(16, 8).T, given[:4]):
         storage = DenseStorage(8, 16, True, placement)
-        storage.load(0, other)
+        storage.load("weight", 0, other)
         assert torch.equal(storage.weight[: len(other)], other.to(torch.float32))
         assert storage.weight.data_ptr() != other.data_ptr()
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.torch_memory import DTYPES, dtype_name
 from baton.errors import CorruptFrame, EncodingRefused
 from baton.kv.format import KvCompression, KvFormat, KvPart, PartData
+from baton.model.dtypes import DTYPES, dtype_name
 from baton.transfer.compression import compress, expand
 from baton.transfer.quantized import LARGEST_FINITE, SMALLEST_FACTOR
 
