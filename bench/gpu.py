@@ -1,9 +1,8 @@
 """The engine on a CUDA device, beside the device's own peaks and transformers; writes bench/results/gpu.json.
 
 The model has Llama-3.1-8B's shape and random weights made on the device, so nothing is read from disk; speed depends on
-shapes, not values. Peaks are measured in the same run, before and after: a large bf16 matrix product, and the better of
-reading and copying memory. MFU and MBU count as `baton.bench.roofline` says. Before anything is measured the tests of
-tests/gpu must pass.
+shapes, not values. Prefill and decode are measured as by `baton bench engine`, with probes of the device between the
+runs. Before anything is measured the tests of tests/gpu must pass.
 
     python -m bench.gpu [--device cuda] [--shape llama-8b] [--skip-tests]
 """
@@ -13,32 +12,35 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops
-from baton.engine.contract import EngineSpec, KvHandle
+from baton.bench.engine import WARM_STEPS, EngineRuns, Plan
+from baton.bench.engine_report import Rates
+from baton.bench.probes import Probes
+from baton.bench.roofline import ModelShape
+from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.model_runner import ModelRunner
-from baton.kv.format import KvFormat, KvPart
+from baton.kv.format import KvFormat, attention_parts
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.dtypes import dtype_name
 from baton.model.layers import Parallel
 from baton.model.linear import Placement
 from baton.model.load import LoadedModel
-from baton.request import SamplingParams, SequenceState
 from bench.common import save
 
 LLAMA_8B: dict[str, Any] = {
@@ -77,174 +79,102 @@ TINY = LLAMA_8B | {
 }
 SHAPES = {"llama-8b": LLAMA_8B, "tiny": TINY}
 
+PLAN = Plan(prefill=(2048, 8192), batches=(1, 64), contexts=(1024,), steps=64, rounds=5, chunk_size=8192)
+PAGE_SIZE = 256
+COPY_TOKENS = 1024
+
 VARIANTS = {"eager": (1, False), "no step ahead": (0, True), "eager, no step ahead": (0, False)}
 """What decode is measured without: steps ahead, and whether there are graphs."""
 
 NO_CUDA = "bench.gpu: torch sees no CUDA device; nothing was measured"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How much is measured: lengths of prompts, batches and their context, steps and repetitions, side of the matrix
-    product, bytes of the memory probe."""
+@contextlib.contextmanager
+def engine_of(model: LoadedModel, plan: Plan, steps_ahead: int = 1, graphs: bool = True) -> Iterator[EngineCore]:
+    """An engine with pages for what `plan` measures, and for copies beside it; closed at the end."""
+    # Cycles may still hold the pages of the engine before.
+    gc.collect()
+    config, dtype = model.config, dtype_name(model.dtype)
+    pages = plan.tokens(PAGE_SIZE) // PAGE_SIZE + 1 + 2 * COPY_TOKENS // PAGE_SIZE
+    parts = attention_parts(dtype, config.num_kv_heads, config.head_dim)
+    spec = EngineSpec(
+        fingerprint="random",
+        kv_format=KvFormat(parts, config.num_layers, 16),
+        vocab_size=config.vocab_size,
+        max_model_len=plan.longest,
+        eos_token_ids=frozenset(config.eos_token_ids),
+        page_size=PAGE_SIZE,
+        pages=pages,
+        slots=max(plan.batches),
+        steps_ahead=steps_ahead,
+    )
+    runner = ModelRunner(model, model.new_kv_cache(pages + 1, PAGE_SIZE), spec)
+    if not graphs:
+        runner._graphs = None
+    engine = EngineCore(spec, InProcessExecutor(runner), 0)
+    try:
+        yield engine
+    finally:
+        engine.close()
 
-    prompts: Sequence[int] = (2048, 8192)
-    batches: Sequence[int] = (1, 64)
-    context: int = 1024
-    steps: int = 64
-    repeats: int = 5
-    gemm: int = 8192
-    probe_bytes: int = 4 << 30
-    max_model_len: int = 8192 + 256
-    page_size: int = 256
-    peer_batch: int = 64
 
+def overlap(engine: EngineCore, runs: EngineRuns, plan: Plan) -> dict[str, float]:
+    """A step's time while another thread copies KV out of pages and into others, over its time alone."""
+    batch, context, stop = max(plan.batches), max(plan.contexts), threading.Event()
 
-class Bench:
-    """A model of random weights on a device, and what is measured with it."""
+    def step_ms() -> float:
+        return 1e3 * statistics.median(runs.decode(batch, context, plan.steps) for _ in range(plan.rounds)) / plan.steps
 
-    def __init__(self, raw: dict[str, Any], device: torch.device, plan: Plan) -> None:
-        self._raw = {key: value for key, value in raw.items() if key not in ("architectures", "model_type")}
-        self.config = ModelConfig.from_dict(raw)
-        self.shape = ModelShape.of(self.config)
-        self.device = device
-        self.plan = plan
-        self.model = random_model(self.config, device)
-        self.weight_bytes = self.shape.step_weights * self.model.dtype.itemsize
-
-    def engine(self, steps_ahead: int = 1, graphs: bool = True) -> EngineCore:
-        """An engine with pages for the largest batch, or the longest prompt."""
-        plan = self.plan
-        room = plan.context + plan.steps * (3 + plan.repeats)
-        pages = max(max(plan.batches) * -(-room // plan.page_size), -(-max(plan.prompts) // plan.page_size)) + 16
-        heads = (self.config.num_kv_heads, self.config.head_dim)
-        parts = tuple(KvPart(name, dtype_name(self.model.dtype), heads) for name in ("k", "v"))
-        spec = EngineSpec(
-            fingerprint="random",
-            kv_format=KvFormat(parts, self.config.num_layers, 16),
-            vocab_size=self.config.vocab_size,
-            max_model_len=plan.max_model_len,
-            eos_token_ids=frozenset(self.config.eos_token_ids),
-            page_size=plan.page_size,
-            pages=pages,
-            slots=max(plan.batches),
-            steps_ahead=steps_ahead,
-        )
-        runner = ModelRunner(self.model, self.model.new_kv_cache(pages + 1, plan.page_size), spec)
-        if not graphs:
-            runner._graphs = None
-        return EngineCore(spec, InProcessExecutor(runner), 0)
-
-    def wait(self) -> None:
-        """Until the device has done all."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """The median time of `run`, after two that do not count."""
-        times = []
-        for _ in range(2 + self.plan.repeats):
-            self.wait()
-            began = time.perf_counter()
-            run()
-            self.wait()
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[2:])
-
-    def peaks(self) -> dict[str, float]:
-        """FLOP/s of a matrix product in bf16, bytes/s of memory."""
-        side, count = self.plan.gemm, self.plan.probe_bytes // 4
-        a, b = (torch.randn(side, side, device=self.device).bfloat16() for _ in range(2))
-        product = self.seconds(lambda: [a @ b for _ in range(4)]) / 4
-        source, target = (torch.ones(count, dtype=torch.float32, device=self.device) for _ in range(2))
-        read = 4 * count / self.seconds(source.sum)
-        copy = 8 * count / self.seconds(lambda: target.copy_(source))
-        return {
-            "flops": 2 * side**3 / product,
-            "read_bytes_per_s": read,
-            "copy_bytes_per_s": copy,
-            "bytes_per_s": max(read, copy),
-        }
-
-    def prefill(self, engine: EngineCore, tokens: int, peaks: dict[str, float]) -> dict[str, float]:
-        """One prompt in one chunk, first token included."""
-        ids = [index % self.config.vocab_size for index in range(tokens)]
-        handle = engine.reserve("prefill", tokens)
-        state = SequenceState(SamplingParams(temperature=0.0), ids, [])
-        took = self.seconds(
-            lambda: engine.prefill_chunk(handle, ids, 0, tokens, on_layer=lambda layer: None, sample=[state])
-        )
-        engine.free(handle)
-        flops = prefill_flops(self.shape, tokens)
-        return {"ms": took * 1e3, "tokens_per_s": tokens / took, "mfu": flops / took / peaks["flops"]}
-
-    def decode(self, engine: EngineCore, batch: int, peaks: dict[str, float]) -> dict[str, float]:
-        """Steps of a batch at the plan's context, read one behind as the decode loop does."""
-        with running(engine, batch, self.plan) as turn:
-            took = self.seconds(lambda: turn(self.plan.steps)) / self.plan.steps
-            context = int(self.plan.context + self.plan.steps * (2 + self.plan.repeats / 2))
-        moved = decode_bytes(
-            self.shape, batch, context, self.weight_bytes, self.shape.kv_token_bytes(self.model.dtype.itemsize)
-        )
-        return {
-            "step_ms": took * 1e3,
-            "tokens_per_s": batch / took,
-            "mbu": moved / took / peaks["bytes_per_s"],
-            "mfu": decode_flops(self.shape, batch, context) / took / peaks["flops"],
-        }
-
-    def overlap(self, engine: EngineCore, batch: int) -> dict[str, float]:
-        """The step's time while another thread copies KV out of pages and into others, over its time alone."""
-        stop = threading.Event()
-        with running(engine, batch, self.plan) as turn:
-            alone = self.seconds(lambda: turn(self.plan.steps)) / self.plan.steps
-        with running(engine, batch, self.plan) as turn, ThreadPoolExecutor(1) as threads:
-            copied = threads.submit(self._copy, engine, stop)
-            try:
-                beside = self.seconds(lambda: turn(self.plan.steps)) / self.plan.steps
-            finally:
-                stop.set()
-            rate = copied.result() / 1e9
-        return {"step_ms": alone * 1e3, "beside_ms": beside * 1e3, "ratio": beside / alone, "gb_per_s_each_way": rate}
-
-    def _copy(self, engine: EngineCore, stop: threading.Event) -> float:
-        """Copy KV out of pages and into others until told to stop: bytes a second."""
-        tokens, heads, copied = min(self.plan.context, 1024), range(self.config.num_kv_heads), 0
-        source, target = (engine.reserve(name, tokens) for name in ("source", "target"))
-        began = time.perf_counter()
+    alone = step_ms()
+    with ThreadPoolExecutor(1) as threads:
+        copied = threads.submit(copy_kv, engine, stop)
         try:
-            while not stop.is_set():
-                for layer in range(self.config.num_layers):
-                    parts = engine.read_kv(source, layer, range(tokens), heads)
-                    engine.write_kv(target, layer, 0, 0, parts)
-                    copied += sum(memoryview(part.data).nbytes for part in parts)
-            return copied / (time.perf_counter() - began)
+            beside = step_ms()
         finally:
-            engine.free(source)
-            engine.free(target)
+            stop.set()
+        rate = copied.result() / 1e9
+    return {"step_ms": alone, "beside_ms": beside, "ratio": beside / alone, "gb_per_s_each_way": rate}
 
-    def transformers(self) -> dict[str, float]:
-        """`generate` of transformers at the plan's batch and context: tokens/s of its steps after the first."""
-        from transformers import LlamaConfig, LlamaForCausalLM
 
-        with torch.device(self.device):
-            model = LlamaForCausalLM(LlamaConfig(**self._raw)).to(self.model.dtype).eval()
-        batch, steps = self.plan.peer_batch, self.plan.steps
-        ids = torch.randint(3, self.config.vocab_size, (batch, self.plan.context), device=self.device)
+def copy_kv(engine: EngineCore, stop: threading.Event) -> float:
+    """Copy KV out of pages and into others until told to stop: bytes a second."""
+    kv_format, copied, began = engine.spec.kv_format, 0, time.perf_counter()
+    tokens = min(COPY_TOKENS, engine.spec.max_model_len)
+    source, target = (engine.reserve(name, tokens) for name in ("source", "target"))
+    try:
+        for layer in itertools.cycle(range(kv_format.layers)):
+            parts = engine.read_kv(source, layer, range(tokens), range(kv_format.heads))
+            engine.write_kv(target, layer, 0, 0, parts)
+            copied += sum(memoryview(part.data).nbytes for part in parts)
+            if stop.is_set():
+                break
+        return copied / (time.perf_counter() - began)
+    finally:
+        engine.free(source)
+        engine.free(target)
 
-        def generate(count: int) -> object:
-            return model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=count,
-                min_new_tokens=count,
-                pad_token_id=0,
-            )
 
-        with torch.inference_mode():
-            took = self.seconds(lambda: generate(steps + 1)) - self.seconds(lambda: generate(1))
-        return {"step_ms": took / steps * 1e3, "tokens_per_s": batch * steps / took}
+def transformers(raw: dict[str, Any], device: torch.device, plan: Plan) -> dict[str, float]:
+    """`generate` of transformers at the plan's largest batch: its steps after the first."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = {key: value for key, value in raw.items() if key not in ("architectures", "model_type")}
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16).eval()
+    batch, steps = max(plan.batches), plan.steps
+    ids = torch.randint(3, raw["vocab_size"], (batch, max(plan.contexts)), device=device)
+    mask = torch.ones_like(ids)
+
+    def seconds(count: int) -> float:
+        limits = {"max_new_tokens": count, "min_new_tokens": count}
+        began = time.perf_counter()
+        model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **limits).tolist()
+        return time.perf_counter() - began
+
+    with torch.inference_mode():
+        seconds(WARM_STEPS)
+        took = statistics.median(seconds(steps + 1) - seconds(1) for _ in range(plan.rounds))
+    return {"batch": batch, "step_ms": took / steps * 1e3, "tokens_per_s": batch * steps / took}
 
 
 def random_model(config: ModelConfig, device: torch.device) -> LoadedModel:
@@ -252,70 +182,50 @@ def random_model(config: ModelConfig, device: torch.device) -> LoadedModel:
     parallel = Parallel()
     decoder = Decoder(config, Placement(torch.bfloat16, device), parallel)
     made = torch.Generator(device).manual_seed(0)
-    for slot in (*decoder.checkpoint_tensors(), decoder.head_tensor()):
-        weight = torch.empty(slot.shape, dtype=torch.bfloat16, device=device)
-        if "norm" in slot.name:
+    for tensor in (*decoder.checkpoint_tensors(), decoder.head_tensor()):
+        weight = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)
+        if "norm" in tensor.name:
             weight.fill_(1.0)
         else:
             weight.normal_(0.0, 0.02, generator=made)
-        slot.load(weight)
+        tensor.load(weight)
     decoder.process_weights_after_loading()
     return LoadedModel(Path("random"), config, decoder.eval(), "random", torch.bfloat16, device, parallel)
 
 
-@contextlib.contextmanager
-def running(engine: EngineCore, batch: int, plan: Plan) -> Iterator[Callable[[int], None]]:
-    """`batch` sequences of the plan's context, whose KV is what the pages hold; yields what makes steps of them."""
-    params = SamplingParams(temperature=0.0)
-    prompt = [3 + index % 64 for index in range(plan.context)]
-    handles: list[KvHandle] = []
-    for index in range(batch):
-        handle = engine.reserve(f"{index}", plan.context + plan.steps * (3 + plan.repeats))
-        engine.insert(handle, SequenceState(params, prompt, [index % 64]))
-        handles.append(handle)
-    unread: list[Any] = []
+class Bench:
+    """A model of random weights, and what is measured with it."""
 
-    def turn(steps: int) -> None:
-        for _ in range(steps):
-            unread.append(engine.step())
-            if len(unread) > engine.spec.steps_ahead:
-                unread.pop(0).result()
-        while unread:
-            unread.pop().result()
+    def __init__(self, raw: dict[str, Any], device: torch.device, plan: Plan, probes: Probes) -> None:
+        self._raw, self._device, self._plan, self._probes = raw, device, plan, probes
+        self._model = random_model(ModelConfig.from_dict(raw), device)
 
-    try:
-        yield turn
-    finally:
-        for handle in handles:
-            engine.free(handle)
-        engine.step().result()
+    def measure(self) -> dict[str, Any]:
+        """All figures."""
+        results = self._whole()
+        for name, (steps_ahead, graphs) in VARIANTS.items():
+            results[name] = self._decode_only(steps_ahead, graphs)
+        results["transformers"] = peer = transformers(self._raw, self._device, self._plan)
+        results["over_transformers"] = results["decode"][-1]["tokens_per_s"] / peer["tokens_per_s"]
+        return results
 
+    def _whole(self) -> dict[str, Any]:
+        results: dict[str, Any] = {"prefill": [], "decode": []}
+        with engine_of(self._model, self._plan) as engine:
+            runs = EngineRuns(engine, self._plan.chunk_size)
+            for kind, row in self._rates(engine, runs, self._plan):
+                results[kind].append(row)
+            results["overlap"] = overlap(engine, runs, self._plan)
+        return results
 
-def measure(bench: Bench, peer: bool = True) -> dict[str, Any]:
-    """All figures. Ratios to the peaks are to those measured before; the ones after tell how far these moved."""
-    plan, before = bench.plan, bench.peaks()
-    results: dict[str, Any] = {"peaks": before}
-    engine = bench.engine()
-    results["prefill"] = {str(tokens): bench.prefill(engine, tokens, before) for tokens in plan.prompts}
-    results["decode"] = decode = {str(batch): bench.decode(engine, batch, before) for batch in plan.batches}
-    results["overlap"] = bench.overlap(engine, max(plan.batches))
-    engine.close()
-    for name, (ahead, graphs) in VARIANTS.items():
-        # One at a time: each has pages of its own, and cycles that hold them.
-        del engine
-        gc.collect()
-        engine = bench.engine(ahead, graphs)
-        decode[name] = {str(batch): bench.decode(engine, batch, before) for batch in plan.batches}
-        engine.close()
-    del engine
-    gc.collect()
-    results["peaks_after"] = bench.peaks()
-    if peer:
-        results["transformers"] = bench.transformers()
-        ours = decode.get(str(bench.plan.peer_batch))
-        if ours is not None:
-            results["over_transformers"] = ours["tokens_per_s"] / results["transformers"]["tokens_per_s"]
-    return results
+    def _decode_only(self, steps_ahead: int, graphs: bool) -> list[dict[str, Any]]:
+        plan = replace(self._plan, prefill=())
+        with engine_of(self._model, plan, steps_ahead, graphs) as engine:
+            return [row for _, row in self._rates(engine, EngineRuns(engine, plan.chunk_size), plan)]
+
+    def _rates(self, engine: EngineCore, runs: EngineRuns, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+        shape = ModelShape.of(self._model.config)
+        return Rates(runs, self._probes, shape, plan, engine.spec.kv_format, lambda _: None).rows()
 
 
 def gpu(device: torch.device) -> dict[str, Any]:
@@ -348,9 +258,10 @@ def main() -> None:
         if tested.returncode:
             raise SystemExit(f"bench.gpu: tests/gpu failed with {tested.returncode}; nothing was measured")
     device = torch.device(arguments.device)
+    raw = SHAPES[arguments.shape]
     with torch.cuda.device(device):
-        bench = Bench(SHAPES[arguments.shape], device, Plan())
-        results = {"gpu": gpu(device), "shape": arguments.shape, **measure(bench)}
+        probes = Probes(ModelShape.of(ModelConfig.from_dict(raw)), torch.bfloat16, device)
+        results = {"gpu": gpu(device), "shape": arguments.shape, **Bench(raw, device, PLAN, probes).measure()}
     save("gpu", results)
 
 

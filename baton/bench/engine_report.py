@@ -64,15 +64,15 @@ def measure(config: EngineConfig, plan: Plan, tell: Tell) -> Generator[dict[str,
         yield {**provenance.report(), **report}
         shape = ModelShape.of(ModelConfig.from_pretrained(resolve(config.model)))
         probes = Probes(shape, getattr(torch, dtype), device)
-        for kind, row in _Rates(runs, probes, shape, plan, engine.spec.kv_format, tell).rows():
+        for kind, row in Rates(runs, probes, shape, plan, engine.spec.kv_format, tell).rows():
             report[kind].append(row)
             yield {**provenance.report(), **report}
     finally:
         engine.close()
 
 
-class _Rates:
-    """What one engine does, in numbers."""
+class Rates:
+    """Rates of prefill and decode as `plan` asks, each beside probes of the machine."""
 
     def __init__(
         self, runs: EngineRuns, probes: Probes, shape: ModelShape, plan: Plan, kv_format: KvFormat, tell: Tell

@@ -10,9 +10,8 @@ that the blocks are equal and all before them too, so that ids are names of pref
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,21 +39,6 @@ def read(path: Path) -> Iterator[Arrival]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _arrival(number, line)
-
-
-def write(path: Path, arrivals: Iterable[Arrival], block: int = MOONCAKE_BLOCK) -> None:
-    """The requests in the published format; a cut last block gets an id that no other has."""
-    alone = itertools.count(10**9)
-    with path.open("w") as file:
-        for arrival in arrivals:
-            cut = [next(alone)] if arrival.input_tokens % block else []
-            values = {
-                "timestamp": round(1e3 * arrival.at_s),
-                "input_length": arrival.input_tokens,
-                "output_length": arrival.output_tokens,
-                "hash_ids": [*arrival.blocks, *cut],
-            }
-            file.write(json.dumps(values) + "\n")
 
 
 def _arrival(number: int, line: str) -> Arrival:

@@ -1,4 +1,4 @@
-"""The published format of traces, and generated traces of such shape."""
+"""The published format of traces."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.bench.traces import Arrival, TraceError, read, write
-from bench.traces import CHAT, MOONCAKE_LIKE, conversations
+from baton.bench.traces import Arrival, TraceError, read
 
 GOOD = {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": list(range(46, 60))}
 
@@ -51,27 +50,3 @@ def test_what_is_no_object_is_refused_by_number(tmp_path: Path, line: str) -> No
     path.write_text(line)
     with pytest.raises(TraceError, match=r"^line 1: "):
         list(read(path))
-
-
-@pytest.mark.parametrize("shape", [CHAT, MOONCAKE_LIKE])
-def test_generated_conversations_repeat_their_own_past_and_survive_a_file(tmp_path: Path, shape: Any) -> None:
-    arrivals = conversations(shape, 500, 1000.0, seed=1)
-    assert arrivals == conversations(shape, 500, 1000.0, seed=1) != conversations(shape, 500, 1000.0, seed=2)
-    assert len(arrivals) == 500
-    assert [each.at_s for each in arrivals] == sorted(each.at_s for each in arrivals)
-    before: dict[int, tuple[int, ...]] = {}
-    repeated = 0
-    for each in arrivals:
-        assert len(each.blocks) == each.input_tokens // shape.block
-        for at, block in enumerate(each.blocks):
-            # An id stands for all before it as well.
-            assert before.setdefault(block, each.blocks[:at]) == each.blocks[:at]
-        repeated += len(each.blocks)
-    assert 0.5 < 1 - len(before) / repeated < 0.95
-    if shape is MOONCAKE_LIKE:
-        path = tmp_path / "trace.jsonl"
-        write(path, arrivals)
-        again = list(read(path))
-        assert [(each.input_tokens, each.output_tokens, each.blocks) for each in again] == [
-            (each.input_tokens, each.output_tokens, each.blocks) for each in arrivals
-        ]
