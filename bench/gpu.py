@@ -38,8 +38,8 @@ from baton.kv.format import KvFormat, attention_parts
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.dtypes import dtype_name
-from baton.model.layers import Parallel
-from baton.model.linear import Placement
+from baton.model.layers import TensorParallel
+from baton.model.linear import TensorOptions
 from baton.model.load import LoadedModel
 from bench.common import save
 
@@ -179,8 +179,8 @@ def transformers(raw: dict[str, Any], device: torch.device, plan: Plan) -> dict[
 
 def random_model(config: ModelConfig, device: torch.device) -> LoadedModel:
     """Random weights in bf16, made where they stay."""
-    parallel = Parallel()
-    decoder = Decoder(config, Placement(torch.bfloat16, device), parallel)
+    parallel = TensorParallel()
+    decoder = Decoder(config, TensorOptions(torch.bfloat16, device), parallel)
     made = torch.Generator(device).manual_seed(0)
     for tensor in (*decoder.checkpoint_tensors(), decoder.head_tensor()):
         weight = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)

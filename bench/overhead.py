@@ -39,8 +39,8 @@ from baton.engine.plan import ForwardPlan
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
-from baton.model.layers import Parallel
-from baton.model.linear import Placement
+from baton.model.layers import TensorParallel
+from baton.model.linear import TensorOptions
 from baton.request import CachePolicy, FirstToken, Handoff, SamplingParams, TokenInfo
 from baton.transfer.exports import Exports
 from baton.transfer.remote import RemoteExport
@@ -102,7 +102,7 @@ def write_tiny(model: Path, directory: Path) -> Path:
     raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (directory / "config.json").write_text(json.dumps(raw | _SIZES), encoding="utf-8")
     config = ModelConfig.from_pretrained(directory)
-    decoder = Decoder(config, Placement(torch.float32, torch.device("cpu")), Parallel())
+    decoder = Decoder(config, TensorOptions(torch.float32, torch.device("cpu")), TensorParallel())
     draw = torch.Generator().manual_seed(0)
     slots = [*decoder.checkpoint_tensors(), *(() if config.tie_word_embeddings else (decoder.head_tensor(),))]
     tensors = {slot.name: torch.randn(slot.shape, generator=draw).bfloat16() for slot in slots}

@@ -56,7 +56,7 @@ class EngineCore:
 
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
         """See `Engine.publish`. A paused sequence publishes nothing, until `resume` has put back all of its KV."""
-        self._kv.publish(_own(handle), digests)
+        self._kv.publish(_page_handle(handle), digests)
 
     def match_prefix(self, digests: Sequence[bytes]) -> int:
         """See `Engine.match_prefix`."""
@@ -72,17 +72,17 @@ class EngineCore:
 
     def retract(self, handle: KvHandle) -> None:
         """See `Engine.retract`."""
-        self._kv.pool.retract(_own(handle))
+        self._kv.pool.retract(_page_handle(handle))
 
     def extend(self, handle: KvHandle, tokens: int) -> None:
         """See `Engine.extend`."""
-        self._kv.pool.extend(_own(handle), tokens)
+        self._kv.pool.extend(_page_handle(handle), tokens)
 
     def fork(
         self, handle: KvHandle, owner: str, shared_tokens: int, tokens: int, spare: KvHandle | None = None
     ) -> PageHandle:
         """See `Engine.fork`."""
-        parent, donor = _own(handle), None if spare is None else _own(spare)
+        parent, donor = _page_handle(handle), None if spare is None else _page_handle(spare)
         with self._kv.pool.pin(parent):
             child, copy = self._kv.pool.fork(parent, owner, shared_tokens, tokens, donor)
             if copy is not None:
@@ -111,7 +111,7 @@ class EngineCore:
                 f"max_model_len is {self._spec.max_model_len}"
             )
         check_token_ids("token_ids", token_ids[start : end + 1], self._spec.vocab_size, start)
-        with self._kv.pool.pin(_own(handle), writes=range(start, end)) as pages:
+        with self._kv.pool.pin(_page_handle(handle), writes=range(start, end)) as pages:
             chunk = Chunk(
                 tuple(token_ids[start:end]),
                 start,
@@ -125,7 +125,7 @@ class EngineCore:
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
         """See `Engine.read_kv`. Raises InvalidRequest for a range that the handle does not have."""
-        own, kv_format = _own(handle), self._spec.kv_format
+        own, kv_format = _page_handle(handle), self._spec.kv_format
         with self._kv.pool.pin(own) as pages:
             check_range("layer", range(layer, layer + 1), kv_format.layers)
             check_range("tokens", tokens, len(pages) * self._spec.page_size)
@@ -143,7 +143,7 @@ class EngineCore:
     def read_blocks(self, handle: KvHandle, token_start: int, count: int) -> list[bytes]:
         """See `Engine.read_blocks`. Raises InvalidRequest for blocks that the handle does not have."""
         size = self._spec.kv_format.block_size
-        with self._kv.pool.pin(_own(handle)) as pages:
+        with self._kv.pool.pin(_page_handle(handle)) as pages:
             tokens = range(token_start, token_start + count * size)
             check_range("tokens", tokens, len(pages) * self._spec.page_size)
             return self.memory.read_blocks(pages, token_start, size, count)
@@ -156,7 +156,7 @@ class EngineCore:
 
     def insert(self, handle: KvHandle, state: SequenceState) -> None:
         """See `Engine.insert`."""
-        self._kv.insert(_own(handle), state)
+        self._kv.insert(_page_handle(handle), state)
 
     def step(self) -> LaunchedStep:
         """See `Engine.step`. Raises EngineError naming a sequence without room; then no sequence has moved."""
@@ -173,7 +173,7 @@ class EngineCore:
 
     def pause(self, handle: KvHandle) -> None:
         """See `Engine.pause`."""
-        own = _own(handle)
+        own = _page_handle(handle)
         self._read(0)
         with self._kv.pool.pin(own) as pages:
             sequence, size = self._kv.check_pause(own)
@@ -182,7 +182,7 @@ class EngineCore:
 
     def resume(self, handle: KvHandle) -> None:
         """See `Engine.resume`."""
-        own = _own(handle)
+        own = _page_handle(handle)
         saved = self._kv.begin_resume(own)
         with self._kv.pool.pin(own) as pages:
             self.memory.restore(pages, saved)
@@ -190,7 +190,7 @@ class EngineCore:
 
     def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
         """See `Engine.free`. A paused sequence leaves nothing, until `resume` has put back all of its KV."""
-        self._kv.free(_own(handle), digests)
+        self._kv.free(_page_handle(handle), digests)
 
     def stats(self) -> PoolStats:
         """See `Engine.stats`."""
@@ -217,7 +217,7 @@ class EngineCore:
     @contextmanager
     def _written(self, handle: KvHandle, tokens: range) -> Iterator[Sequence[int]]:
         """The handle's pages, pinned to write `tokens`; raises CorruptFrame if it does not have them all."""
-        own = _own(handle)
+        own = _page_handle(handle)
         if tokens.start < 0 or (own.alive and tokens.stop > own.capacity):
             raise CorruptFrame(f"tokens {tokens} of {own.owner}, which holds {own.capacity}")
         with self._kv.pool.pin(own, writes=tokens) as pages:
@@ -250,7 +250,7 @@ class EngineCore:
             self._read(len(self._inflight) - 1)
 
 
-def _own(handle: KvHandle) -> PageHandle:
+def _page_handle(handle: KvHandle) -> PageHandle:
     if not isinstance(handle, PageHandle):
         raise EngineError(f"{handle.owner}: the handle is of another engine")
     return handle

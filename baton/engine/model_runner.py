@@ -30,8 +30,8 @@ from baton.errors import EngineError, NoToken
 from baton.model.attention import AttentionBatch, KvCache, select
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.load import LoadedModel
-from baton.model.sampled import token_infos
 from baton.model.sampler import SamplerBatch
+from baton.model.sampler_output import token_infos
 from baton.model.upload import upload
 from baton.request import SequenceState, TokenInfo
 
@@ -47,7 +47,7 @@ class _Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Forwarded:
+class _HiddenStates:
     """Hidden states before the final norm: `[1, hidden]` after a chunk, `[rows, hidden]` after a step."""
 
     hidden: Tensor
@@ -70,8 +70,8 @@ class ModelRunner:
         width = spec.pages_for(spec.max_model_len + spec.steps_ahead)
         graphs = spec.slots > 0 and isinstance(backend, FlashAttention)
         rows = padded(spec.slots) if graphs else max(1, spec.slots)
-        scratch = min(spec.pages, kv.num_pages - 1)
-        self._inputs = StepInputs(rows, width, spec.page_size, scratch, model.device)
+        null_page = min(spec.pages, kv.num_pages - 1)
+        self._inputs = StepInputs(rows, width, spec.page_size, null_page, model.device)
         self._graphs = DecodeGraphs(self._run, self._inputs) if graphs else None
         self._slots: dict[int, _Slot] = {}
         self._rows: list[_Slot] = []
@@ -82,7 +82,7 @@ class ModelRunner:
         """See Runner."""
         return self._memory
 
-    def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _Forwarded:
+    def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _HiddenStates:
         """See Runner. Raises EngineError for a mixture that it does not take."""
         if len(plan.chunks) + bool(plan.steps) != 1:
             chunks, steps = len(plan.chunks), len(plan.steps)
@@ -91,14 +91,14 @@ class ModelRunner:
             self._update(plan)
             if plan.chunks:
                 return self._forward_chunk(plan.chunks[0], on_layer)
-            return _Forwarded(self._forward_step(plan.steps))
+            return _HiddenStates(self._forward_step(plan.steps))
 
-    def sample(self, plan: ForwardPlan, forwarded: _Forwarded) -> Callable[[], PlanResult]:
+    def sample(self, plan: ForwardPlan, states: _HiddenStates) -> Callable[[], PlanResult]:
         """See Runner. Raises NoToken where logits after a chunk are not finite."""
         with self._drained_on_error():
             if plan.chunks:
-                return self._sample_chunk(plan.chunks[0], forwarded)
-            return self._sample_step(plan.steps, forwarded.hidden)
+                return self._sample_chunk(plan.chunks[0], states)
+            return self._sample_step(plan.steps, states.hidden)
 
     def _update(self, plan: ForwardPlan) -> None:
         """Take what has changed since the last plan."""
@@ -128,7 +128,7 @@ class ModelRunner:
         self._inputs.remove(row)
         self._sampler.remove(row)
 
-    def _forward_chunk(self, chunk: Chunk, on_layer: OnLayer | None) -> _Forwarded:
+    def _forward_chunk(self, chunk: Chunk, on_layer: OnLayer | None) -> _HiddenStates:
         count = len(chunk.token_ids)
         table = upload([chunk.pages], torch.int32, self._device)
         batch = AttentionBatch.build([count], [chunk.start + count], table, self._spec.page_size)
@@ -139,12 +139,12 @@ class ModelRunner:
             if on_layer is not None:
                 on_layer(layer)
 
-        scored = chunk.prompt_logprobs is not None
+        reports = chunk.prompt_logprobs is not None
         ids = upload(chunk.token_ids, torch.int64, self._device)
-        wanted = None if scored else int(bool(chunk.sample))
+        wanted = None if reports else int(bool(chunk.sample))
         hidden = self._decoder.forward(ids, batch.positions, batch, self._kv, finished, wanted)
-        infos = self._score(hidden, chunk, finished) if scored else ()
-        return _Forwarded(hidden[-1:], infos)
+        infos = self._prompt_logprobs(hidden, chunk, finished) if reports else ()
+        return _HiddenStates(hidden[-1:], infos)
 
     def _forward_step(self, steps: Sequence[Step]) -> Tensor:
         """Hidden states `[n, hidden]` of the rows' newest tokens."""
@@ -185,9 +185,9 @@ class ModelRunner:
 
         return wait
 
-    def _sample_chunk(self, chunk: Chunk, forwarded: _Forwarded) -> Callable[[], PlanResult]:
-        tokens = self._sample_first(forwarded.hidden, chunk.sample) if chunk.sample else ()
-        result = PlanResult(chunks=(ChunkResult(tokens, forwarded.prompt_logprobs),))
+    def _sample_chunk(self, chunk: Chunk, states: _HiddenStates) -> Callable[[], PlanResult]:
+        tokens = self._sample_first(states.hidden, chunk.sample) if chunk.sample else ()
+        result = PlanResult(chunks=(ChunkResult(tokens, states.prompt_logprobs),))
 
         def wait() -> PlanResult:
             # Afterwards its pages may go to other owners.
@@ -209,7 +209,7 @@ class ModelRunner:
             tokens.append(found)
         return tuple(tokens)
 
-    def _score(self, hidden: Tensor, chunk: Chunk, on_layer: OnLayer) -> tuple[TokenInfo, ...]:
+    def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk, on_layer: OnLayer) -> tuple[TokenInfo, ...]:
         """Each successor's log-probability, some rows of logits at a time; `on_layer` is called after each part."""
         rows = max(1, _LOGITS_AT_ONCE // self._spec.vocab_size)
         infos: list[TokenInfo] = []

@@ -25,15 +25,15 @@ class StepInputs:
         slots: int,
         width: int,
         page_size: int,
-        scratch: int,
+        null_page: int,
         device: torch.device,
     ) -> None:
-        """`scratch` is the page of rows that nobody has."""
+        """`null_page` is the page of rows that nobody has."""
         self.page_size = page_size
         self.ids = torch.zeros(slots, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.tables = torch.full((slots, width), scratch, dtype=torch.int32, device=device)
-        self._scratch = scratch
+        self.tables = torch.full((slots, width), null_page, dtype=torch.int32, device=device)
+        self._null_page = null_page
         self._device = device
         self._filled: list[int] = []
 
@@ -63,7 +63,7 @@ class StepInputs:
         if index < last:
             self._filled[index] = filled
         self.positions[last] = 0
-        self.tables[last] = self._scratch
+        self.tables[last] = self._null_page
 
     def clear(self) -> None:
         """No row is left."""

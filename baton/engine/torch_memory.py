@@ -34,9 +34,9 @@ class TorchMemory:
         """See KvMemory."""
         # Not by torch, which would share so little between threads: from the asyncio loop, whose threads it has to wake
         # beside those of a forward pass, that took up to 20 ms.
-        for home, width in self._homes():
+        for view, width in self._part_views():
             old, new = (page * self.kv.page_size * width for page in (source, target))
-            home[:, new : new + tokens * width] = home[:, old : old + tokens * width]
+            view[:, new : new + tokens * width] = view[:, old : old + tokens * width]
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
         """See KvMemory."""
@@ -67,25 +67,25 @@ class TorchMemory:
         index, rest = list(pages[begun : begun + full]), lead + full * size
         for part in parts:
             kept = self.kv.parts[part.name][layer]
-            home = _bytes(kept)[:, :, head_start : head_start + heads]
+            view = _bytes(kept)[:, :, head_start : head_start + heads]
             rows = self._stored(part)
             if lead:
-                home[pages[first], offset : offset + lead] = rows[:lead]
+                view[pages[first], offset : offset + lead] = rows[:lead]
             if full and heads == kept.shape[2]:
                 _pages(kept)[index] = rows[lead:rest].reshape(full, -1)
             elif full:
-                home[index] = rows[lead:rest].reshape(full, size, heads, -1)
+                view[index] = rows[lead:rest].reshape(full, size, heads, -1)
             if rest < count:
-                home[pages[begun + full], : count - rest] = rows[rest:]
+                view[pages[begun + full], : count - rest] = rows[rest:]
 
     def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
         """See KvMemory."""
-        payloads, homes = [], self._homes()
-        row_bytes = sum(width for _, width in homes)
+        payloads, views = [], self._part_views()
+        row_bytes = sum(width for _, width in views)
         block = np.empty((self.kv.num_layers, block_size * row_bytes), dtype=np.uint8)
         for start in range(token_start, token_start + count * block_size, block_size):
-            for home, rows in self._runs(homes, pages, range(start, start + block_size), block):
-                rows[:] = home
+            for view, rows in self._runs(views, pages, range(start, start + block_size), block):
+                rows[:] = view
             payloads.append(block.tobytes())
         return payloads
 
@@ -93,13 +93,13 @@ class TorchMemory:
         self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
     ) -> None:
         """See KvMemory."""
-        homes = self._homes()
-        row_bytes = sum(width for _, width in homes)
+        views = self._part_views()
+        row_bytes = sum(width for _, width in views)
         for index, payload in enumerate(payloads):
             start = token_start + index * block_size
             block = np.frombuffer(payload, dtype=np.uint8).reshape(self.kv.num_layers, block_size * row_bytes)
-            for home, rows in self._runs(homes, pages, range(start, start + block_size), block):
-                home[:] = rows
+            for view, rows in self._runs(views, pages, range(start, start + block_size), block):
+                view[:] = rows
 
     def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
         """See KvMemory."""
@@ -112,15 +112,15 @@ class TorchMemory:
             slots = self._slots(pages, range(rows.shape[1]))
             self.kv.parts[name].flatten(1, 2).index_copy_(1, slots, rows.to(slots.device))
 
-    def _homes(self) -> list[tuple[NDArray[np.uint8], int]]:
+    def _part_views(self) -> list[tuple[NDArray[np.uint8], int]]:
         """Each part's pages as `[layers, bytes]`, and the bytes of one token in one layer."""
         slots = self.kv.num_pages * self.kv.page_size
-        homes = [_bytes(part.view(len(part), -1)) for part in self.kv.parts.values()]
-        return [(home, home.shape[1] // slots) for home in homes]
+        views = [_bytes(part.view(len(part), -1)) for part in self.kv.parts.values()]
+        return [(view, view.shape[1] // slots) for view in views]
 
     def _runs(
         self,
-        homes: Sequence[tuple[NDArray[np.uint8], int]],
+        views: Sequence[tuple[NDArray[np.uint8], int]],
         pages: Sequence[int],
         tokens: range,
         block: NDArray[np.uint8],
@@ -130,13 +130,13 @@ class TorchMemory:
         Views, of all layers at once: numpy copies a piece in one call, a run of bytes a layer.
         """
         size, begin = self.kv.page_size, 0
-        for home, width in homes:
+        for view, width in views:
             at = tokens.start
             while at < tokens.stop:
                 page, offset = divmod(at, size)
                 count = min(size - offset, tokens.stop - at)
                 low, run = (pages[page] * size + offset) * width, count * width
-                yield home[:, low : low + run], block[:, begin : begin + run]
+                yield view[:, low : low + run], block[:, begin : begin + run]
                 begin += run
                 at += count
 

@@ -25,15 +25,15 @@ from baton.model.families import AttentionKind, MlpKind
 from baton.model.layers import (
     GatedLinear,
     Linear,
-    Parallel,
     ParallelLMHead,
     QKVParallelLinear,
     RMSNorm,
     Rotary,
     RowParallelLinear,
+    TensorParallel,
     VocabParallelEmbedding,
 )
-from baton.model.linear import Module, PackedStorage, Placement
+from baton.model.linear import Module, PackedStorage, TensorOptions
 from baton.model.padding import RowPadding, cut_to, pad_to
 
 OnLayer = Callable[[int], None]
@@ -80,7 +80,7 @@ class GroupedAttention(Module):
     Query heads in groups share a KV head (Ainslie et al. 2023, arXiv:2305.13245).
     """
 
-    def __init__(self, config: ModelConfig, index: int, placement: Placement, parallel: Parallel) -> None:
+    def __init__(self, config: ModelConfig, index: int, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
         self._index = index
         self._window = config.layers[index].window
@@ -93,14 +93,14 @@ class GroupedAttention(Module):
             config.num_kv_heads,
             config.head_dim,
             config.qkv_bias,
-            placement,
+            options,
             parallel,
         )
         self.o = RowParallelLinear(
-            config.num_heads * config.head_dim, config.hidden_size, config.o_bias, placement, parallel
+            config.num_heads * config.head_dim, config.hidden_size, config.o_bias, options, parallel
         )
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, placement) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, options) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, options) if config.qk_norm else None
         self._names = config.family.names
 
     def append(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -133,12 +133,10 @@ class GroupedAttention(Module):
 class GatedMlp(Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, parallel: Parallel) -> None:
+    def __init__(self, config: ModelConfig, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
-        self.gate_up = GatedLinear(config.hidden_size, config.intermediate_size, config.mlp_bias, placement, parallel)
-        self.down = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, config.mlp_bias, placement, parallel
-        )
+        self.gate_up = GatedLinear(config.hidden_size, config.intermediate_size, config.mlp_bias, options, parallel)
+        self.down = RowParallelLinear(config.intermediate_size, config.hidden_size, config.mlp_bias, options, parallel)
         self._names = config.family.names
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -159,15 +157,15 @@ MLPS: Mapping[MlpKind, type[GatedMlp]] = {MlpKind.GATED: GatedMlp}
 class DecoderLayer(Module):
     """One block: attention, then an MLP, each on a normalised input and added to it."""
 
-    def __init__(self, config: ModelConfig, index: int, placement: Placement, parallel: Parallel) -> None:
+    def __init__(self, config: ModelConfig, index: int, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
         self._names = config.family.names
         self._prefix = self._names.layer.format(index=index)
         layer = config.layers[index]
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.attention = ATTENTIONS[layer.attention](config, index, placement, parallel)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.mlp = MLPS[layer.mlp](config, placement, parallel)
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options)
+        self.attention = ATTENTIONS[layer.attention](config, index, options, parallel)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options)
+        self.mlp = MLPS[layer.mlp](config, options, parallel)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """`[rows, hidden]` to the same; the first T rows are the batch's tokens, the others padding."""
@@ -198,18 +196,18 @@ class DecoderLayer(Module):
 class Decoder(Module):
     """The whole model. Built with uninitialised weights; `baton.model.weights` fills it."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, parallel: Parallel) -> None:
+    def __init__(self, config: ModelConfig, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
         self.config = config
-        self.placement = placement
+        self.options = options
         self._names = config.family.names
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, placement, parallel)
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, options, parallel)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, placement, parallel) for index in range(config.num_layers)
+            DecoderLayer(config, index, options, parallel) for index in range(config.num_layers)
         )
-        self.rotary = Rotary(config.rope, config.head_dim, placement.device)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement)
-        self.head = ParallelLMHead(config.vocab_size, config.hidden_size, placement, parallel)
+        self.rotary = Rotary(config.rope, config.head_dim, options.device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options)
+        self.head = ParallelLMHead(config.vocab_size, config.hidden_size, options, parallel)
         self._padding = RowPadding()
 
     @torch.inference_mode()

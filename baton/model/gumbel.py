@@ -7,8 +7,8 @@ are nearly tied. A running sum over the vocabulary has as many borders as tokens
 
 A token's noise is -log(-log(1 - u)) with u = (z + 1/2) / 2**31, where z is 31 bits of a hash of token id and key:
 MurmurHash3's 32-bit finalizer (Appleby, public domain), twice, with a word of the key before each. Scores are
-compared in float64. The smallest z of a block of tokens, and its largest logit, bound all its scores: so on a CPU
-logarithms are taken once a block, and then for the tokens of the few blocks that may hold the winner.
+compared in float64. The smallest z of a tile of tokens, and its largest logit, bound all its scores: so on a CPU
+logarithms are taken once a tile, and then for the tokens of the few tiles that may hold the winner.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.model.blocks import Blocks
+from baton.model.logit_tiles import LogitTiles
 
 SPAN = 26.0
 """More than the largest noise less the smallest: log(32 ln 2) + 32 ln 2 = 25.3."""
@@ -27,7 +27,7 @@ MARGIN = 1e-3
 """Far more than the error of a float32 score, but for noise below -2.5; far less than the usual lead of a winner."""
 
 _FIRST_READ = 32
-"""Blocks read to find a good score before the others are ruled out."""
+"""Tiles read to find a good score before the others are ruled out."""
 
 _SLACK = 1e-9
 """More than the error of a float64 score."""
@@ -58,19 +58,19 @@ class Draws:
         return (values - self.top) / self.temperature
 
 
-class Race:
-    """Draws of which any token may win; what bounds a block's scores is found once."""
+class GumbelArgmax:
+    """The argmax of logit + noise over the whole vocabulary; what bounds the scores of a tile is computed once."""
 
-    def __init__(self, blocks: Blocks, draws: Draws) -> None:
-        self._blocks = blocks
+    def __init__(self, tiles: LogitTiles, draws: Draws) -> None:
+        self._tiles = tiles
         self._draws = draws
-        self._maxima = draws.scale(blocks.maxima[draws.rows])
+        self._maxima = draws.scale(tiles.maxima[draws.rows])
         self._bound = self._bounds() if self._maxima.device.type == "cpu" else None
 
-    def winners(self, index: Tensor, floor: Tensor) -> Tensor:
-        """The token ids that win among those with a scaled logit of at least `floor` (float32 `[Q, 1]`), int64 `[Q]`.
+    def argmax(self, index: Tensor, floor: Tensor) -> Tensor:
+        """Draw a token for each of `index`, places in the draws, int64 `[Q]`: token ids, int64 `[Q]`.
 
-        `index`: which of the draws, int64 `[Q]`. The likeliest token of each must reach the floor.
+        Only tokens with a scaled logit of at least `floor` (float32 `[Q, 1]`) count; the likeliest one must reach it.
         """
         if self._bound is None:
             return self._dense(self._draws.take(index), floor)
@@ -79,30 +79,30 @@ class Race:
         places = torch.arange(len(index)).repeat_interleave(first.shape[1])
         scores, tokens = self._scores(index, places, first.flatten(), floor)
         best = scores.view(len(index), -1).amax(-1, keepdim=True)
-        more, blocks = (bound >= best).scatter_(1, first, False).nonzero(as_tuple=True)
+        more, tiles = (bound >= best).scatter_(1, first, False).nonzero(as_tuple=True)
         if len(more):
-            other_scores, other_tokens = self._scores(index, more, blocks, floor)
+            other_scores, other_tokens = self._scores(index, more, tiles, floor)
             places, scores = torch.cat((places, more)), torch.cat((scores, other_scores))
             tokens = torch.cat((tokens, other_tokens))
             best = best[:, 0].scatter_reduce_(0, more, other_scores, "amax")[:, None]
-        tokens = tokens.masked_fill_(scores < best[places, 0], self._blocks.vocab)
-        return torch.full_like(index, self._blocks.vocab).scatter_reduce_(0, places, tokens, "amin")
+        tokens = tokens.masked_fill_(scores < best[places, 0], self._tiles.vocab)
+        return torch.full_like(index, self._tiles.vocab).scatter_reduce_(0, places, tokens, "amin")
 
-    def _scores(self, index: Tensor, places: Tensor, blocks: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-        """The best score of each pair of place in `index` and block, float64 `[P]`, and the token that has it."""
+    def _scores(self, index: Tensor, places: Tensor, tiles: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+        """The best score of each pair of place in `index` and tile, float64 `[P]`, and the token that has it."""
         draws = self._draws.take(index[places])
-        values, first = self._blocks.read(draws.rows, blocks)
+        values, first = self._tiles.read(draws.rows, tiles)
         scaled = draws.scale(values)
-        ids = first[:, None].to(torch.int32) + torch.arange(self._blocks.width, dtype=torch.int32)
+        ids = first[:, None].to(torch.int32) + torch.arange(self._tiles.width, dtype=torch.int32)
         scores = scores_of(scaled, ids, draws.keys).masked_fill_(scaled < floor[places], -torch.inf)
         best, lane = scores.max(-1)
         return best, first + lane
 
     def _bounds(self) -> Tensor:
-        """No score of a block is larger: float64 `[R, n]`, -inf where no token can win."""
-        rows, blocks = (self._maxima >= -SPAN).nonzero(as_tuple=True)
-        width = self._blocks.width
-        starts = (blocks * width).clamp_(max=self._blocks.vocab - width).to(torch.int32)
+        """No score of a tile is larger: float64 `[R, n]`, -inf where no token can win."""
+        rows, tiles = (self._maxima >= -SPAN).nonzero(as_tuple=True)
+        width = self._tiles.width
+        starts = (tiles * width).clamp_(max=self._tiles.vocab - width).to(torch.int32)
         keys = self._draws.keys[rows]
         starts = starts.mul_(_GOLDEN).add_(keys[:, 0])[:, None]
         lanes = torch.arange(width, dtype=torch.int32).mul_(_GOLDEN)
@@ -115,14 +115,14 @@ class Race:
             mixed = torch.add(starts[chosen], lanes, out=bits[:size])
             torch.amin(_hash(mixed, keys[chosen, 1:], spare[:size]), -1, out=lowest[chosen])
         bound = torch.full_like(self._maxima, -torch.inf, dtype=torch.float64)
-        bound[rows, blocks] = self._maxima[rows, blocks] + _noise(lowest) + _SLACK
+        bound[rows, tiles] = self._maxima[rows, tiles] + _noise(lowest) + _SLACK
         return bound
 
     def _dense(self, draws: Draws, floor: Tensor) -> Tensor:
-        """As `winners`, over the whole vocabulary, in float32 first, and without waiting for the device."""
-        scaled = draws.scale(self._blocks.logits[draws.rows])
+        """As `argmax`, over the whole vocabulary, in float32 first, and without waiting for the device."""
+        scaled = draws.scale(self._tiles.logits[draws.rows])
         scaled.masked_fill_(scaled < floor, -torch.inf)
-        bits = _bits(torch.arange(self._blocks.vocab, dtype=torch.int32, device=scaled.device)[None], draws.keys)
+        bits = _bits(torch.arange(self._tiles.vocab, dtype=torch.int32, device=scaled.device)[None], draws.keys)
         uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
         score = scaled - uniform.neg_().log1p_().neg_().log_()
         near = score >= score.amax(-1, keepdim=True) - MARGIN

@@ -1,8 +1,8 @@
 """The parts of a transformer block, for the forward pass only.
 
-Every linear knows which rows or columns of a checkpoint tensor are its own (`Parallel`), and fills its weight piece by
-piece while loading (`load_shard`). Which tensors make up a weight, how they lie in memory and are multiplied is the
-affair of the linear's `storage` (`baton.model.linear`).
+Every linear knows which rows or columns of a checkpoint tensor are its own (`TensorParallel`), and fills its weight
+piece by piece while loading (`load_shard`). The linear's `storage` (`baton.model.linear`) knows which tensors make up a
+weight, how they lie in memory, and how they are multiplied.
 
 Modules are built with uninitialised weights. `parts()` says what must be loaded: the full shape of each part, "weight"
 or, where several linears are merged, "q.weight". After loading `process_weights_after_loading()` lets each linear
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from baton.errors import ModelError
 from baton.model.config import RopeConfig
-from baton.model.linear import DenseStorage, Module, Placement, Storage
+from baton.model.linear import DenseStorage, Module, Storage, TensorOptions
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """This worker's place among the tensor-parallel ranks of one model; alone by default.
+class TensorParallel:
+    """One rank's place among the tensor-parallel ranks of a model; a single rank by default.
 
     `all_reduce` sums a tensor over the ranks; `all_gather` joins along the last dimension in rank order.
     """
@@ -83,10 +83,10 @@ class MergedColumnParallelLinear(Linear):
     """
 
     def __init__(
-        self, columns: int, outputs: Mapping[str, int], bias: bool, placement: Placement, parallel: Parallel
+        self, columns: int, outputs: Mapping[str, int], bias: bool, options: TensorOptions, parallel: TensorParallel
     ) -> None:
         widths = [parallel.share(name, rows) for name, rows in outputs.items()]
-        super().__init__(DenseStorage(sum(widths), columns, bias, placement))
+        super().__init__(DenseStorage(sum(widths), columns, bias, options))
         self._parallel = parallel
         self._parts = {
             f"{name}.{tensor.name}": (tensor, start)
@@ -119,13 +119,13 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         kv_heads: int,
         head_dim: int,
         bias: bool,
-        placement: Placement,
-        parallel: Parallel,
+        options: TensorOptions,
+        parallel: TensorParallel,
     ) -> None:
         parallel.share("num_attention_heads", heads)
         parallel.share("num_key_value_heads", kv_heads)
         outputs = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-        super().__init__(columns, outputs, bias, placement, parallel)
+        super().__init__(columns, outputs, bias, options, parallel)
 
 
 class GatedLinear(Module):
@@ -134,9 +134,9 @@ class GatedLinear(Module):
     Two weights and not one: each of the two products then ends in what follows it, with no pass of its own.
     """
 
-    def __init__(self, columns: int, rows: int, bias: bool, placement: Placement, parallel: Parallel) -> None:
+    def __init__(self, columns: int, rows: int, bias: bool, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
-        one = partial(MergedColumnParallelLinear, columns, bias=bias, placement=placement, parallel=parallel)
+        one = partial(MergedColumnParallelLinear, columns, bias=bias, options=options, parallel=parallel)
         self._gate, self._up = one(outputs={"gate": rows}), one(outputs={"up": rows})
 
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -150,16 +150,16 @@ class GatedLinear(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, columns]` to `[tokens, this rank's rows]`."""
-        return self._up.storage.times(x, self._gate.storage.silu(x))
+        return self._up.storage.forward_mul(x, self._gate.storage.forward_silu(x))
 
 
 class RowParallelLinear(Linear):
     """A linear whose input columns are split over the ranks; the ranks' partial results are summed."""
 
-    def __init__(self, columns: int, rows: int, bias: bool, placement: Placement, parallel: Parallel) -> None:
+    def __init__(self, columns: int, rows: int, bias: bool, options: TensorOptions, parallel: TensorParallel) -> None:
         # One rank alone adds the bias and the residual, or the sum would hold them once a rank.
         self._adds = parallel.rank == 0
-        super().__init__(DenseStorage(rows, parallel.share("columns", columns), bias and self._adds, placement))
+        super().__init__(DenseStorage(rows, parallel.share("columns", columns), bias and self._adds, options))
         self._parts = {tensor.name: tensor for tensor in self._loading.tensors(rows, columns, bias)}
         self._parallel = parallel
 
@@ -175,19 +175,19 @@ class RowParallelLinear(Linear):
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """`[tokens, this rank's columns]` to `residual` plus `[tokens, rows]`, summed over the ranks."""
         storage = self.storage
-        return self._parallel.all_reduce(storage.plus(x, residual) if self._adds else storage(x))
+        return self._parallel.all_reduce(storage.forward_add(x, residual) if self._adds else storage(x))
 
 
 class VocabParallelEmbedding(Module):
     """Token embeddings whose vocabulary rows are split over the ranks; the last share may have rows to spare."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement, parallel: Parallel) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
         self._shape = (vocab_size, hidden_size)
         self._parallel = parallel
         share = math.ceil(vocab_size / parallel.size)
         self._first = parallel.rank * share
-        self.weight = placement.empty(share, hidden_size)
+        self.weight = options.empty(share, hidden_size)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """What must be loaded: part name to full checkpoint shape."""
@@ -214,13 +214,13 @@ class ParallelLMHead(Linear):
     Its memory is taken by `load_shard`, since a tied one has the embedding's until weights are processed.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement, parallel: Parallel) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, options: TensorOptions, parallel: TensorParallel) -> None:
         share = math.ceil(vocab_size / parallel.size)
-        super().__init__(DenseStorage(share, hidden_size, False, Placement(placement.dtype, torch.device("meta"))))
+        super().__init__(DenseStorage(share, hidden_size, False, TensorOptions(options.dtype, torch.device("meta"))))
         self._shape = (vocab_size, hidden_size)
         self._parallel = parallel
         self._first = parallel.rank * share
-        self._device = placement.device
+        self._device = options.device
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """What must be loaded unless tied: part name to full checkpoint shape."""
@@ -229,7 +229,7 @@ class ParallelLMHead(Linear):
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of the full projection."""
         storage = self._loading
-        storage.weight = Placement(storage.weight.dtype, self._device).empty(*storage.weight.shape)
+        storage.weight = TensorOptions(storage.weight.dtype, self._device).empty(*storage.weight.shape)
         storage.load(part, 0, tensor[self._first : self._first + storage.weight.shape[0]])
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
@@ -248,12 +248,12 @@ class RMSNorm(Module):
     sqrt(n) x / hypot(|x|, sqrt(n eps)), which takes one operation less; the weight holds the factor sqrt(n).
     """
 
-    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+    def __init__(self, size: int, eps: float, options: TensorOptions) -> None:
         super().__init__()
-        wide = Placement(torch.float32, placement.device)
+        wide = TensorOptions(torch.float32, options.device)
         self.weight = wide.empty(size)
         self._size = size
-        self._floor = torch.tensor(math.sqrt(size * eps), device=placement.device)
+        self._floor = torch.tensor(math.sqrt(size * eps), device=options.device)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """What must be loaded: part name to shape."""

@@ -23,8 +23,8 @@ quick at 1 to 1,024 rows, that for 1 slower at more than 128 (bench/results/engi
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where and in which dtype weights are kept and computed with."""
+class TensorOptions:
+    """Dtype and device that weights are kept in and computed with."""
 
     dtype: torch.dtype
     device: torch.device
@@ -79,10 +79,10 @@ class DenseStorage(Module):
         weight = WeightTensor("weight", (rows, columns), row_dim=0, column_dim=1)
         return (weight, WeightTensor("bias", (rows,), row_dim=0, column_dim=None)) if bias else (weight,)
 
-    def __init__(self, rows: int, columns: int, bias: bool, placement: Placement) -> None:
+    def __init__(self, rows: int, columns: int, bias: bool, options: TensorOptions) -> None:
         super().__init__()
-        self.weight = placement.empty(rows, columns)
-        self.bias = placement.empty(rows) if bias else None
+        self.weight = options.empty(rows, columns)
+        self.bias = options.empty(rows) if bias else None
 
     def load(self, name: str, row: int, tensor: Tensor) -> None:
         """Fill the rows of a tensor of `tensors` from `row` on, casting to the storage's dtype.
@@ -105,16 +105,16 @@ class DenseStorage(Module):
         """`[tokens, columns]` to `[tokens, rows]`."""
         return F.linear(x, self.weight, self.bias)
 
-    def silu(self, x: Tensor) -> Tensor:
+    def forward_silu(self, x: Tensor) -> Tensor:
         """SiLU of the product."""
         return F.silu(self(x), inplace=True)
 
-    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+    def forward_mul(self, x: Tensor, factor: Tensor) -> Tensor:
         """The product times `factor` `[tokens, rows]`, element by element."""
         product: Tensor = self(x)
         return product.mul_(factor)
 
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward_add(self, x: Tensor, residual: Tensor) -> Tensor:
         """The product plus `residual` `[tokens, rows]`."""
         product: Tensor = self(x)
         return product.add_(residual)
@@ -156,17 +156,17 @@ class PackedStorage(Module):
         product: Tensor = self._linear(x, self.weight, self.bias, "none", [], "")
         return product
 
-    def silu(self, x: Tensor) -> Tensor:
+    def forward_silu(self, x: Tensor) -> Tensor:
         """See DenseStorage."""
         product: Tensor = self._linear(x, self.weight, self.bias, "swish", [], "")
         return product
 
-    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+    def forward_mul(self, x: Tensor, factor: Tensor) -> Tensor:
         """See DenseStorage."""
         product: Tensor = self._linear_with(x, factor, self.weight, self.bias, "mul")
         return product
 
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward_add(self, x: Tensor, residual: Tensor) -> Tensor:
         """See DenseStorage."""
         product: Tensor = self._linear_with(x, residual, self.weight, self.bias, "add")
         return product

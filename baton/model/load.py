@@ -14,8 +14,8 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.dtypes import dtype_name
 from baton.model.fingerprint import model_fingerprint, weights_digest
-from baton.model.layers import Parallel
-from baton.model.linear import Placement
+from baton.model.layers import TensorParallel
+from baton.model.linear import TensorOptions
 from baton.model.weights import load_weights
 
 
@@ -32,7 +32,7 @@ class LoadedModel:
     fingerprint: str
     dtype: torch.dtype
     device: torch.device
-    parallel: Parallel
+    parallel: TensorParallel
 
     def new_kv_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvCache:
         """Zeroed pages for this rank's layers and heads; `dtype` defaults to the compute dtype."""
@@ -47,7 +47,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    parallel: Parallel | None = None,
+    parallel: TensorParallel | None = None,
 ) -> LoadedModel:
     """Load a checkpoint directory or hub name, computing in `dtype` on `device`.
 
@@ -55,9 +55,9 @@ def load_model(
     """
     path = resolve(name)
     config = ModelConfig.from_pretrained(path)
-    parallel = parallel or Parallel()
-    placement = Placement(dtype, torch.device(device))
-    decoder = Decoder(config, placement, parallel)
+    parallel = parallel or TensorParallel()
+    options = TensorOptions(dtype, torch.device(device))
+    decoder = Decoder(config, options, parallel)
     load_weights(decoder, path)
     return LoadedModel(
         path=path,
@@ -65,6 +65,6 @@ def load_model(
         decoder=decoder.eval(),
         fingerprint=model_fingerprint(config, weights_digest(path), dtype_name(dtype)),
         dtype=dtype,
-        device=placement.device,
+        device=options.device,
         parallel=parallel,
     )

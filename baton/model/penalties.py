@@ -41,7 +41,7 @@ class _Slab:
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class PenaltyEntry:
     """Where a sequence's counts lie: row `index` of `slab`, with a column for each distinct token."""
 
     slab: _Slab
@@ -50,11 +50,11 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Penalised:
+class PenalizedRows:
     """Rows of a batch whose entries lie in one slab; `rows` and `indices` are int64 `[P]`."""
 
     slab: _Slab
-    entries: Sequence[Entry]
+    entries: Sequence[PenaltyEntry]
     rows: Tensor
     indices: Tensor
 
@@ -66,7 +66,7 @@ class PenaltyTable:
         self._device = device
         self._slabs: list[_Slab] = []
 
-    def add(self, state: SequenceState) -> Entry:
+    def add(self, state: SequenceState) -> PenaltyEntry:
         """A new entry for the sequence as it is."""
         distinct = dict.fromkeys([*state.prompt_ids, *state.output_ids])
         columns = dict(zip(distinct, range(len(distinct)), strict=True))
@@ -83,7 +83,7 @@ class PenaltyTable:
         slab.strength[index] = upload(strength, torch.float32, self._device)
         return entry
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: PenaltyEntry) -> None:
         """Forget an entry."""
         slab = entry.slab
         slab.free.append(entry.index)
@@ -91,7 +91,7 @@ class PenaltyTable:
             # Large, and seldom needed again.
             self._slabs.remove(slab)
 
-    def append(self, entries: Sequence[Entry], tokens: Sequence[int]) -> bool:
+    def append(self, entries: Sequence[PenaltyEntry], tokens: Sequence[int]) -> bool:
         """Count one new token for each of `entries`, which are distinct; True if some moved to a wider slab."""
         moved = False
         for entry, token in zip(entries, tokens, strict=True):
@@ -109,10 +109,10 @@ class PenaltyTable:
             slab.used[rows] = torch.maximum(used, column + 1)
         return moved
 
-    def grouped(self, rows: Sequence[int], entries: Sequence[Entry]) -> list[Penalised]:
+    def grouped(self, rows: Sequence[int], entries: Sequence[PenaltyEntry]) -> list[PenalizedRows]:
         """The rows of a batch with their entries, for `apply`; they hold until an entry moves."""
         return [
-            Penalised(
+            PenalizedRows(
                 slab,
                 [entries[place] for place in places],
                 self._index([rows[place] for place in places]),
@@ -121,11 +121,11 @@ class PenaltyTable:
             for slab, places in _by_slab(entries).items()
         ]
 
-    def counts(self, entry: Entry) -> dict[int, int]:
+    def counts(self, entry: PenaltyEntry) -> dict[int, int]:
         """How often each seen token was generated; 0 for those of the prompt alone."""
         return {token: int(entry.slab.counts[entry.index, column]) for token, column in entry.columns.items()}
 
-    def _place(self, columns: dict[int, int]) -> Entry:
+    def _place(self, columns: dict[int, int]) -> PenaltyEntry:
         width = _NARROWEST
         while width < len(columns):
             width *= _WIDER
@@ -133,24 +133,24 @@ class PenaltyTable:
         if slab is None:
             slab = _Slab(width, self._device)
             self._slabs.append(slab)
-        return Entry(slab, slab.free.pop(), columns)
+        return PenaltyEntry(slab, slab.free.pop(), columns)
 
-    def _widen(self, entry: Entry) -> None:
+    def _widen(self, entry: PenaltyEntry) -> None:
         old, index, width = entry.slab, entry.index, entry.slab.width
         wide = self._place(entry.columns)
         wide.slab.ids[wide.index, :width] = old.ids[index]
         wide.slab.counts[wide.index, :width] = old.counts[index]
         wide.slab.used[wide.index] = old.used[index]
         wide.slab.strength[wide.index] = old.strength[index]
-        self.remove(Entry(old, index, entry.columns))
+        self.remove(PenaltyEntry(old, index, entry.columns))
         entry.slab, entry.index = wide.slab, wide.index
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return upload_ints(values, self._device)
 
 
-def penalise(logits: Tensor, group: Penalised) -> None:
-    """Penalise rows of `logits` (float32 `[B, vocab]`) in place.
+def apply_penalties(logits: Tensor, group: PenalizedRows) -> None:
+    """Penalize rows of `logits` (float32 `[B, vocab]`) in place.
 
     As in vLLM: a seen token's positive logit is divided, its negative one multiplied, by the repetition
     penalty; then frequency times its count, and presence if it was generated at all, are subtracted.
@@ -166,7 +166,7 @@ def penalise(logits: Tensor, group: Penalised) -> None:
     logits[rows, ids] = values - frequency * counts - presence * (counts > 0)
 
 
-def _by_slab(entries: Sequence[Entry]) -> dict[_Slab, list[int]]:
+def _by_slab(entries: Sequence[PenaltyEntry]) -> dict[_Slab, list[int]]:
     """Places in `entries`, by the slab of each."""
     places: dict[_Slab, list[int]] = {}
     for place, entry in enumerate(entries):

@@ -14,12 +14,12 @@ the nucleus, and no sort is needed.
 A draw adds to each logit a noise that depends on seed, choice index, output index and token id only, and takes
 the largest (`baton.model.gumbel`).
 
-Every operation is row by row, so a row's token does not depend on its mates. All state is a pure function of
-the SequenceState; what is kept between steps (penalty counts, the plan) equals what a rebuild would give.
+Every operation is row by row, so a row's token does not depend on other rows. All state is a pure function of
+the SequenceState; what is kept between steps (penalty counts, the metadata) equals what a rebuild would give.
 
-A row's work is its own too: a step does for each row what that row's parameters ask for, and what a row needs from
-step to step (`baton.model.edits`, `baton.model.penalties`) is built when it joins. What is rebuilt when others join or
-leave (`_Plan`) is a few numbers a row.
+A step does for each row only what that row's parameters ask for. What a row needs from step to step
+(`baton.model.logits_processor`, `baton.model.penalties`) is built when it joins. What is rebuilt when others join or
+leave (`_SamplingMetadata`) is a few numbers a row.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from baton.errors import NoToken
-from baton.model.blocks import Blocks
-from baton.model.edits import BatchEdits, RowEdits, edits_of
-from baton.model.gumbel import Draws, Race, scores_of
+from baton.model.gumbel import Draws, GumbelArgmax, scores_of
+from baton.model.logit_tiles import LogitTiles
+from baton.model.logits_processor import LogitsProcessor, RowProcessor, row_processor
 from baton.model.noise import noise_key
-from baton.model.penalties import Entry, Penalised, PenaltyTable, penalise
-from baton.model.sampled import Sampled
+from baton.model.penalties import PenalizedRows, PenaltyEntry, PenaltyTable, apply_penalties
+from baton.model.sampler_output import SamplerOutput
 from baton.model.upload import upload, upload_ints
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
@@ -64,8 +64,8 @@ _COLDEST = torch.finfo(torch.float32).tiny
 class _Row:
     state: SequenceState
     outputs: int
-    edits: RowEdits
-    penalties: Entry | None
+    processor: RowProcessor
+    penalties: PenaltyEntry | None
 
     @property
     def params(self) -> SamplingParams:
@@ -90,14 +90,14 @@ class _Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _SamplingMetadata:
     """What to do for the present batch; built once, kept until the batch or a min_tokens ban changes.
 
     Row indices are int64. `free` and `limited` index `drawn`; `reporting` is `reported` on the device.
     """
 
-    edits: BatchEdits
-    penalised: Sequence[Penalised]
+    processor: LogitsProcessor
+    penalized: Sequence[PenalizedRows]
     drawn: Tensor
     temperature: Tensor
     free: Tensor
@@ -116,14 +116,14 @@ class SamplerBatch:
         self._device = device
         self._rows: list[_Row] = []
         self._table = PenaltyTable(device)
-        self._plan: _Plan | None = None
+        self._metadata: _SamplingMetadata | None = None
 
     def add(self, state: SequenceState) -> None:
         """A new last row."""
         entry = self._table.add(state) if state.params.penalizes else None
-        edits = edits_of(state.params, self._eos, self._vocab_size, self._device, self._denied(state.params))
-        self._rows.append(_Row(state, len(state.output_ids), edits, entry))
-        self._plan = None
+        processor = row_processor(state.params, self._eos, self._vocab_size, self._device, self._denied(state.params))
+        self._rows.append(_Row(state, len(state.output_ids), processor, entry))
+        self._metadata = None
 
     def remove(self, index: int) -> None:
         """Remove a row; the last row takes its place."""
@@ -132,7 +132,7 @@ class SamplerBatch:
             self._rows[index] = last
         if row.penalties is not None:
             self._table.remove(row.penalties)
-        self._plan = None
+        self._metadata = None
 
     @property
     def counts(self) -> bool:
@@ -140,30 +140,30 @@ class SamplerBatch:
         return any(row.penalties is not None for row in self._rows)
 
     def sample(self, logits: Tensor, mask: Tensor | None = None) -> list[TokenInfo | NoToken]:
-        """The next token of each row, as `launch` and `Sampled.read`; `accept` tells the batch that they were taken."""
+        """The next token of each row, waiting for the device; call `accept` with the tokens that were taken."""
         return self.launch(logits, mask).read()
 
     @torch.inference_mode()
-    def launch(self, logits: Tensor, mask: Tensor | None = None) -> Sampled:
-        """Choose the next token of each row on the device; `advance` tells the batch that they were taken.
+    def launch(self, logits: Tensor, mask: Tensor | None = None) -> SamplerOutput:
+        """Choose the next token of each row on the device; call `advance` when they are taken.
 
         `logits`: float32 `[B, vocab]`, overwritten. `mask`: bool `[B, vocab]`, true where a token is allowed.
         A row whose logits are not finite, or without an allowed token, gets an error in place of a token.
         On CUDA nothing here waits for the device, but for rows with top_k, top_p or min_p.
         """
-        plan = self._plan = self._plan or self._build()
+        metadata = self._metadata = self._metadata or self._build()
         checks = [logits.sum(-1).isfinite()]
-        raw = logits[plan.reporting] if plan.reported else None
-        plan.edits.apply(logits, mask)
-        for group in plan.penalised:
-            penalise(logits, group)
-        blocks = Blocks(logits)
-        if plan.edits.forbids or mask is not None:
-            checks.append(blocks.maxima.amax(-1) > -math.inf)
-        sampled = Sampled(self._choose(blocks, plan), checks)
+        raw = logits[metadata.reporting] if metadata.reported else None
+        metadata.processor.apply(logits, mask)
+        for group in metadata.penalized:
+            apply_penalties(logits, group)
+        tiles = LogitTiles(logits)
+        if metadata.processor.forbids or mask is not None:
+            checks.append(tiles.maxima.amax(-1) > -math.inf)
+        sampled = SamplerOutput(self._choose(tiles, metadata), checks)
         if raw is not None:
-            wanted = [self._rows[i].params.logprobs or 0 for i in plan.reported]
-            sampled.report(plan.reported, raw, wanted)
+            wanted = [self._rows[i].params.logprobs or 0 for i in metadata.reported]
+            sampled.report(metadata.reported, raw, wanted)
         return sampled
 
     def advance(self) -> None:
@@ -171,14 +171,14 @@ class SamplerBatch:
         for row in self._rows:
             row.outputs += 1
             if row.outputs == row.params.min_tokens:
-                self._plan = None
+                self._metadata = None
 
     def count(self, tokens: Sequence[tuple[int, int]]) -> None:
         """Rows, each at most once, and the tokens by which their sequences have grown."""
         counted = [(self._rows[index].penalties, token) for index, token in tokens]
         entries = [(entry, token) for entry, token in counted if entry is not None]
         if entries and self._table.append(*zip(*entries, strict=True)):
-            self._plan = None
+            self._metadata = None
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Each row's sequence has grown by its entry of `tokens`."""
@@ -188,11 +188,11 @@ class SamplerBatch:
     def _denied(self, params: SamplingParams) -> Tensor | None:
         """The mask of a row with the very same list: other choices of the request."""
         wanted = params.allowed_token_ids
-        return next((row.edits.denied for row in self._rows if row.params.allowed_token_ids is wanted), None)
+        return next((row.processor.denied for row in self._rows if row.params.allowed_token_ids is wanted), None)
 
-    def _choose(self, blocks: Blocks, plan: _Plan) -> Tensor:
-        tokens = blocks.argmax()
-        if not len(plan.drawn):
+    def _choose(self, tiles: LogitTiles, metadata: _SamplingMetadata) -> Tensor:
+        tokens = tiles.argmax()
+        if not len(metadata.drawn):
             return tokens
         words = [
             noise_key(row.params.seed or 0, row.state.choice_index, row.outputs)
@@ -200,28 +200,28 @@ class SamplerBatch:
             if not row.params.greedy
         ]
         keys = upload(words, torch.int64, tokens.device).to(torch.int32)
-        top = blocks.maxima[plan.drawn].amax(-1, keepdim=True)
-        draws = Draws(plan.drawn, top, plan.temperature, keys)
-        if len(plan.free):
-            free = draws.take(plan.free)
+        top = tiles.maxima[metadata.drawn].amax(-1, keepdim=True)
+        draws = Draws(metadata.drawn, top, metadata.temperature, keys)
+        if len(metadata.free):
+            free = draws.take(metadata.free)
             everything = torch.full_like(free.top, -math.inf)
-            winners = Race(blocks, free).winners(torch.arange(len(free.rows), device=tokens.device), everything)
-            tokens[free.rows] = winners
-        if len(plan.limited):
-            limited = draws.take(plan.limited)
-            tokens[limited.rows] = draw_limited(blocks, limited, plan.limits)
+            index = torch.arange(len(free.rows), device=tokens.device)
+            tokens[free.rows] = GumbelArgmax(tiles, free).argmax(index, everything)
+        if len(metadata.limited):
+            limited = draws.take(metadata.limited)
+            tokens[limited.rows] = draw_limited(tiles, limited, metadata.limits)
         return tokens
 
-    def _build(self) -> _Plan:
+    def _build(self) -> _SamplingMetadata:
         rows = list(enumerate(self._rows))
         drawn = [(i, row.params) for i, row in rows if not row.params.greedy]
         limited = [(j, params) for j, (_, params) in enumerate(drawn) if self._is_limited(params)]
-        penalised = [(i, row.penalties) for i, row in rows if row.penalties is not None]
-        # Rows without alternatives last, as `Scores.of` wants them.
+        penalized = [(i, row.penalties) for i, row in rows if row.penalties is not None]
+        # Rows without alternatives last, as `Logprobs.of` wants them.
         reported = [i for i, row in rows if row.params.logprobs] + [i for i, row in rows if row.params.logprobs == 0]
-        return _Plan(
-            edits=BatchEdits.of([(i, row.edits, row.may_end) for i, row in rows], self._device),
-            penalised=self._table.grouped([i for i, _ in penalised], [entry for _, entry in penalised]),
+        return _SamplingMetadata(
+            processor=LogitsProcessor.of([(i, row.processor, row.may_end) for i, row in rows], self._device),
+            penalized=self._table.grouped([i for i, _ in penalized], [entry for _, entry in penalized]),
             drawn=self._index([i for i, _ in drawn]),
             temperature=self._floats([max(params.temperature, _COLDEST) for _, params in drawn])[:, None],
             free=self._index([j for j, (_, params) in enumerate(drawn) if not self._is_limited(params)]),
@@ -252,46 +252,46 @@ class SamplerBatch:
         return upload(values, dtype, self._device)
 
 
-def draw_limited(blocks: Blocks, draws: Draws, limits: _Limits) -> Tensor:
+def draw_limited(tiles: LogitTiles, draws: Draws, limits: _Limits) -> Tensor:
     """The token ids drawn from what `limits` keep, int64 `[R]`.
 
     top_p counts the mass of what min_p and top_k keep, and keeps a token if the mass of the likelier ones is
     below p.
     """
-    window = min(WINDOW, blocks.vocab)
-    logits, ids = blocks.top(draws.rows, window)
+    window = min(WINDOW, tiles.vocab)
+    logits, ids = tiles.top(draws.rows, window)
     values = draws.scale(logits)
     kth = values.gather(1, limits.top_k.clamp(max=window) - 1)
     if limits.deep:
         deep = torch.tensor([place for place, _ in limits.deep]).to(values.device, non_blocking=True)
-        kth[deep] = kth_largest(blocks, draws.take(deep), [count for _, count in limits.deep])
-    floor = torch.maximum(torch.where(limits.top_k < blocks.vocab, kth, -math.inf), limits.log_min_p)
+        kth[deep] = kth_largest(tiles, draws.take(deep), [count for _, count in limits.deep])
+    floor = torch.maximum(torch.where(limits.top_k < tiles.vocab, kth, -math.inf), limits.log_min_p)
     weights = torch.where(values >= floor, values.exp().double(), 0.0)
     mass = limits.top_p * weights.sum(-1, keepdim=True)
-    if window < blocks.vocab:
+    if window < tiles.vocab:
         beyond = ((values[:, -1:] >= floor) & (limits.top_p < math.inf))[:, 0].nonzero()[:, 0]
         if len(beyond):
-            mass[beyond] = limits.top_p[beyond] * mass_above(blocks, draws.take(beyond), _below(floor[beyond]))
+            mass[beyond] = limits.top_p[beyond] * mass_above(tiles, draws.take(beyond), _below(floor[beyond]))
     kept = (weights.cumsum(-1) - weights < mass) & (values >= floor)
     # A row that is not finite keeps none.
     threshold = values.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))
     scores = scores_of(values, ids.to(torch.int32), draws.keys).masked_fill_(values < threshold, -math.inf)
     tokens = ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
-    if window < blocks.vocab:
+    if window < tiles.vocab:
         # Equal logits just beyond the window would be kept too.
         wide = (values[:, -1:] >= threshold)[:, 0].nonzero()[:, 0]
         if len(wide):
-            tokens[wide] = draw_wide(blocks, draws.take(wide), floor[wide], limits.top_p[wide], mass[wide])
+            tokens[wide] = draw_wide(tiles, draws.take(wide), floor[wide], limits.top_p[wide], mass[wide])
     return tokens
 
 
-def draw_wide(blocks: Blocks, draws: Draws, floor: Tensor, top_p: Tensor, mass: Tensor) -> Tensor:
+def draw_wide(tiles: LogitTiles, draws: Draws, floor: Tensor, top_p: Tensor, mass: Tensor) -> Tensor:
     """As `draw_limited`, for rows that keep more than the window, or may.
 
     `floor` (float32 `[R, 1]`): the least scaled logit that min_p and top_k keep; `mass` (float64 `[R, 1]`): `top_p` of
     what they keep. Both are infinite without a top_p.
     """
-    race = Race(blocks, draws)
+    search = GumbelArgmax(tiles, draws)
     tokens = torch.empty_like(draws.rows)
     waiting = torch.arange(len(tokens), device=tokens.device)
     inside = torch.zeros_like(floor)
@@ -299,14 +299,14 @@ def draw_wide(blocks: Blocks, draws: Draws, floor: Tensor, top_p: Tensor, mass: 
     narrow = (top_p < _NARROW)[:, 0].nonzero()[:, 0]
     while len(waiting):
         if len(narrow):
-            least, inside[narrow] = nucleus(blocks, draws.take(narrow), mass[narrow])
+            least, inside[narrow] = nucleus(tiles, draws.take(narrow), mass[narrow])
             floor[narrow] = torch.maximum(floor[narrow], least)
         part = draws.take(waiting)
-        found = tokens[waiting] = race.winners(waiting, floor[waiting])
-        scaled = part.scale(blocks.logits[part.rows, found][:, None])
+        found = tokens[waiting] = search.argmax(waiting, floor[waiting])
+        scaled = part.scale(tiles.logits[part.rows, found][:, None])
         doubtful = (scaled < 0) & (scaled <= inside[waiting]) & mass[waiting].isfinite()
         places = doubtful[:, 0].nonzero()[:, 0]
-        above = mass_above(blocks, part.take(places), scaled[places])
+        above = mass_above(tiles, part.take(places), scaled[places])
         outside = places[(above >= mass[waiting[places]])[:, 0]]
         waiting, least = waiting[outside], scaled[outside]
         floor[waiting] = torch.nextafter(least, torch.full_like(least, math.inf))
@@ -314,12 +314,12 @@ def draw_wide(blocks: Blocks, draws: Draws, floor: Tensor, top_p: Tensor, mass: 
     return tokens
 
 
-def kth_largest(blocks: Blocks, draws: Draws, counts: Sequence[int]) -> Tensor:
+def kth_largest(tiles: LogitTiles, draws: Draws, counts: Sequence[int]) -> Tensor:
     """Of each row the scaled logit whose place in descending order is its entry of `counts`: float32 `[R, 1]`."""
     found = []
     for place, count in enumerate(counts):
         part = draws.take(slice(place, place + 1))
-        scaled = part.scale(blocks.logits[part.rows])[0]
+        scaled = part.scale(tiles.logits[part.rows])[0]
         found.append(
             _kth(scaled, count) if scaled.device.type == "cpu" else scaled.kthvalue(1 + len(scaled) - count)[0]
         )
@@ -338,12 +338,12 @@ def _kth(scaled: Tensor, count: int) -> Tensor:
     return bits[:1].view(torch.float32).neg()[0]
 
 
-def nucleus(blocks: Blocks, draws: Draws, mass: Tensor) -> tuple[Tensor, Tensor]:
+def nucleus(tiles: LogitTiles, draws: Draws, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Two scaled logits, float32 `[R, 1]` each, near the least whose likelier tokens have less than `mass`.
 
     Tokens below the first have `mass` or more above them, those above the second have less.
     """
-    scaled = draws.scale(blocks.logits[draws.rows])
+    scaled = draws.scale(tiles.logits[draws.rows])
     masses = torch.zeros(len(scaled), _BINS, dtype=torch.float64, device=scaled.device)
     reached = masses.scatter_add_(1, _bins(scaled), scaled.exp_().double()).cumsum_(1)
     # A sum in another order may be another one in its last bits.
@@ -362,27 +362,27 @@ def _edge(bins: Tensor) -> Tensor:
     return bins.clamp_(max=_LAST_BIN).to(torch.int32).bitwise_left_shift_(16).view(torch.float32).neg_()
 
 
-def mass_above(blocks: Blocks, draws: Draws, level: Tensor) -> Tensor:
+def mass_above(tiles: LogitTiles, draws: Draws, level: Tensor) -> Tensor:
     """The sum of exp(scaled logit) over the tokens whose scaled logit is above `level`: float64 `[R, 1]`.
 
     Not for a level that the largest, 0, does not exceed.
     """
     if level.device.type != "cpu":
-        return _mass_at_once(blocks, draws, level)
+        return _mass_at_once(tiles, draws, level)
     level = level.clamp(min=_NO_WEIGHT)
     # A row at a time stays in the cache.
     sums = torch.empty_like(level, dtype=torch.float64)
-    spare = torch.empty(blocks.vocab)
+    spare = torch.empty(tiles.vocab)
     for i, (row, least) in enumerate(zip(draws.rows.tolist(), level[:, 0].tolist(), strict=True)):
-        scaled = torch.sub(blocks.logits[row], draws.top[i], out=spare).div_(draws.temperature[i])
+        scaled = torch.sub(tiles.logits[row], draws.top[i], out=spare).div_(draws.temperature[i])
         sums[i] = threshold(scaled, least, _NO_WEIGHT, inplace=True).exp_().sum(dtype=torch.float64)
     return sums
 
 
-def _mass_at_once(blocks: Blocks, draws: Draws, level: Tensor) -> Tensor:
+def _mass_at_once(tiles: LogitTiles, draws: Draws, level: Tensor) -> Tensor:
     """As `mass_above`, all rows together; NaN where a row has one, as there: no draw is repeated for such a row."""
     level = level.clamp(min=_NO_WEIGHT)
-    scaled = draws.scale(blocks.logits[draws.rows])
+    scaled = draws.scale(tiles.logits[draws.rows])
     return torch.where(scaled <= level, _NO_WEIGHT, scaled).exp_().sum(-1, keepdim=True, dtype=torch.float64)
 
 

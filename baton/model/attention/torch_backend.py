@@ -1,7 +1,7 @@
 """Attention on torch's own operators, on any device.
 
 Sequences with one new token are computed together, in groups of like length (`torch_decode`); chunks a
-sequence at a time, in blocks of queries (`torch_prefill`). K and V are copied out of the pages into scratch memory
+sequence at a time, in blocks of queries (`torch_prefill`). K and V are copied out of the pages into a workspace
 (`gathered`), and never repeated: the query group of each KV head becomes rows of one matmul.
 
 What is copied is exactly a sequence's tokens, and padding repeats its own keys, so no sequence ever reads what is not
@@ -17,7 +17,7 @@ from baton.kv.format import KEYS, VALUES
 from baton.model.attention import torch_decode, torch_prefill
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
-from baton.model.attention.scratch import Scratch
+from baton.model.attention.workspace import Workspace
 
 
 class TorchAttention:
@@ -26,7 +26,7 @@ class TorchAttention:
     name = "torch"
 
     def __init__(self) -> None:
-        self._scratch = Scratch()
+        self._workspace = Workspace()
 
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         """See AttentionBackend."""
@@ -50,10 +50,10 @@ class TorchAttention:
 
     def _plan(
         self, kv: KvCache, q: Tensor, batch: AttentionBatch, window: int | None
-    ) -> tuple[list[torch_decode.Group], list[torch_prefill.Chunk]]:
+    ) -> tuple[list[torch_decode.DecodeGroup], list[torch_prefill.PrefillChunk]]:
         chunks = [
-            torch_prefill.plan(kv, q, batch, sequence, window, self._scratch)
+            torch_prefill.plan(kv, q, batch, sequence, window, self._workspace)
             for sequence, query in enumerate(batch.query_lens)
             if query > 1
         ]
-        return torch_decode.plan(kv, q, batch, window, self._scratch), chunks
+        return torch_decode.plan(kv, q, batch, window, self._workspace), chunks

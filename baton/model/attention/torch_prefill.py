@@ -17,9 +17,9 @@ from torch import Tensor
 from baton.kv.format import KEYS, VALUES
 from baton.model.attention import torch_kernel
 from baton.model.attention.batch import AttentionBatch
-from baton.model.attention.gathered import Gathered
+from baton.model.attention.gathered import GatheredKv
 from baton.model.attention.kv_cache import KvCache
-from baton.model.attention.scratch import Scratch
+from baton.model.attention.workspace import Workspace
 
 _LONG_BLOCK = 512
 """Queries a block where the past is longer than that: K and V of a middle are packed once a block."""
@@ -29,7 +29,7 @@ _FOLDED_ROWS = 768
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """One sequence's new tokens, in n blocks of B queries, the last padded.
 
     `tokens`: their range among all. `middle`: M keys, none if no block has any, and in `ranges` those of each block
@@ -38,9 +38,9 @@ class Chunk:
 
     tokens: slice
     block: int
-    middle: Gathered | None
+    middle: GatheredKv | None
     ranges: tuple[tuple[int, int], ...]
-    edges: Gathered
+    edges: GatheredKv
     mask: Tensor
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, out: Tensor) -> None:
@@ -78,7 +78,9 @@ class Chunk:
         return folded.view(kv_heads, self.block, group, -1).transpose(0, 1)[:size]
 
 
-def plan(kv: KvCache, q: Tensor, batch: AttentionBatch, sequence: int, window: int | None, scratch: Scratch) -> Chunk:
+def plan(
+    kv: KvCache, q: Tensor, batch: AttentionBatch, sequence: int, window: int | None, workspace: Workspace
+) -> PrefillChunk:
     """The chunk of one sequence of the batch; of `q` only its heads, dtype and device are read."""
     context, tokens = batch.context_lens[sequence], batch.query_lens[sequence]
     past, group = context - tokens, q.shape[1] // kv.kv_heads
@@ -91,13 +93,13 @@ def plan(kv: KvCache, q: Tensor, batch: AttentionBatch, sequence: int, window: i
     keys, mask = _edges(firsts, size, reach)
     middle = None
     if lowest < highest:
-        middle = Gathered(kv, _slots(batch, sequence, torch.arange(lowest, highest)), 1, scratch)
-    return Chunk(
+        middle = GatheredKv(kv, _slots(batch, sequence, torch.arange(lowest, highest)), 1, workspace)
+    return PrefillChunk(
         tokens=slice(batch.query_starts[sequence], batch.query_starts[sequence + 1]),
         block=size,
         middle=middle,
         ranges=tuple((low - lowest, high - lowest) for low, high in seen),
-        edges=Gathered(kv, _slots(batch, sequence, keys.clamp(0, context - 1)), len(firsts), scratch),
+        edges=GatheredKv(kv, _slots(batch, sequence, keys.clamp(0, context - 1)), len(firsts), workspace),
         mask=mask[:, None].repeat_interleave(group, dim=2).to(q.device, q.dtype),
     )
 

@@ -11,9 +11,9 @@ from baton.kv.format import attention_parts
 from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, flash_backend, select
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.attention.reference import ReferenceAttention
-from baton.model.attention.scratch import Scratch
 from baton.model.attention.torch_backend import TorchAttention
 from baton.model.attention.torch_decode import group_by_length
+from baton.model.attention.workspace import Workspace
 from tests.unit.model.attention_contract import (
     Case,
     block_cases,
@@ -129,13 +129,13 @@ def test_one_backend_serves_several_threads() -> None:
 
 
 def test_scratch_made_in_inference_mode_serves_outside_of_it() -> None:
-    scratch = Scratch()
+    workspace = Workspace()
     with torch.inference_mode():
-        inside = scratch.take("a", (4, 3), torch.empty(0))
-    outside = scratch.take("a", (2, 3), torch.empty(0)).fill_(1)
+        inside = workspace.take("a", (4, 3), torch.empty(0))
+    outside = workspace.take("a", (2, 3), torch.empty(0)).fill_(1)
     assert outside.data_ptr() == inside.data_ptr()
-    assert scratch.take("b", (2, 3), torch.empty(0)).data_ptr() != inside.data_ptr()
-    assert scratch.take("a", (2,), torch.empty(0, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert workspace.take("b", (2, 3), torch.empty(0)).data_ptr() != inside.data_ptr()
+    assert workspace.take("a", (2,), torch.empty(0, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_groups_are_split_where_padding_costs_more_than_a_group() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from baton.model import gumbel as noise
-from baton.model.blocks import WIDTH, Blocks
-from baton.model.gumbel import Draws, Race, _bits, scores_of
+from baton.model.gumbel import Draws, GumbelArgmax, _bits, scores_of
+from baton.model.logit_tiles import WIDTH, LogitTiles
 from baton.model.noise import noise_key
 from tests.unit.model.plain_noise import bits, fmix32, gumbel
 
@@ -27,12 +27,12 @@ def draw(scaled: Tensor, token_ids: Tensor, keys: Tensor) -> Tensor:
     return scores_of(scaled, token_ids, keys).argmax(-1)
 
 
-def race(logits: Tensor, keys: Tensor, temperature: float = 1.0) -> tuple[Race, Tensor]:
+def race(logits: Tensor, keys: Tensor, temperature: float = 1.0) -> tuple[GumbelArgmax, Tensor]:
     """A race of all rows, and the scaled logits."""
-    blocks, rows = Blocks(logits), len(logits)
+    tiles, rows = LogitTiles(logits), len(logits)
     heat = torch.full((rows, 1), temperature)
     draws = Draws(torch.arange(rows), logits.amax(-1, keepdim=True), heat, keys)
-    return Race(blocks, draws), draws.scale(logits)
+    return GumbelArgmax(tiles, draws), draws.scale(logits)
 
 
 def test_the_finalizer_is_murmurs() -> None:
@@ -66,12 +66,12 @@ def test_a_race_by_blocks_is_won_by_the_best_score_of_all(vocab: int, spread: fl
     runners, scaled = race(logits, keys, 0.9)
     scores = scores_of(scaled, ids_to(vocab), keys)
     everything = torch.full((rows, 1), -math.inf)
-    assert torch.equal(runners.winners(torch.arange(rows), everything), scores.argmax(-1))
+    assert torch.equal(runners.argmax(torch.arange(rows), everything), scores.argmax(-1))
     # Among fewer tokens, and of some rows only.
     index = torch.arange(rows - 1, 0, -3)
     floor = scaled[index].quantile(0.9, dim=1, keepdim=True)
     among = scores[index].masked_fill(scaled[index] < floor, -math.inf)
-    assert torch.equal(runners.winners(index, floor), among.argmax(-1))
+    assert torch.equal(runners.argmax(index, floor), among.argmax(-1))
 
 
 def test_a_whole_vocabulary_at_once_gives_the_same_winners() -> None:
@@ -80,7 +80,7 @@ def test_a_whole_vocabulary_at_once_gives_the_same_winners() -> None:
     keys = keys_of([(seed, 0, 1) for seed in range(rows)])
     runners, _ = race(torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3)) * 2, keys)
     index, floor = torch.arange(rows), torch.full((rows, 1), -5.0)
-    assert torch.equal(runners._dense(runners._draws.take(index), floor), runners.winners(index, floor))
+    assert torch.equal(runners._dense(runners._draws.take(index), floor), runners.argmax(index, floor))
 
 
 def test_no_noise_leaves_the_span() -> None:

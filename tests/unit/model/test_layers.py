@@ -14,8 +14,8 @@ from torch import Tensor
 
 from baton.errors import ModelError
 from baton.model.config import RopeConfig
-from baton.model.layers import Parallel, RMSNorm, RowParallelLinear, inverse_frequencies
-from baton.model.linear import DenseStorage, PackedStorage, Placement, packs
+from baton.model.layers import RMSNorm, RowParallelLinear, TensorParallel, inverse_frequencies
+from baton.model.linear import DenseStorage, PackedStorage, TensorOptions, packs
 from baton.model.load import load_model
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.unit.model.runner import chunked_logits
@@ -28,9 +28,9 @@ class Threads:
         self._barrier = threading.Barrier(size, timeout=60)
         self._given: list[Tensor] = [torch.empty(0)] * size
 
-    def rank(self, rank: int) -> Parallel:
+    def rank(self, rank: int) -> TensorParallel:
         size = len(self._given)
-        return Parallel(rank, size, self._combine(rank, sum), self._combine(rank, lambda t: torch.cat(t, -1)))
+        return TensorParallel(rank, size, self._combine(rank, sum), self._combine(rank, lambda t: torch.cat(t, -1)))
 
     def _combine(self, rank: int, how: Callable[[list[Tensor]], Tensor]) -> Callable[[Tensor], Tensor]:
         def collective(x: Tensor) -> Tensor:
@@ -72,12 +72,12 @@ def test_ranks_together_equal_one(
 def test_what_does_not_divide_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path)
     with pytest.raises(ModelError, match="num_key_value_heads 2 is not divisible by 4 tensor-parallel ranks"):
-        load_model(path, dtype=torch.float32, parallel=Parallel(0, 4))
+        load_model(path, dtype=torch.float32, parallel=TensorParallel(0, 4))
 
 
 def test_one_rank_adds_bias_and_residual() -> None:
-    placement = Placement(torch.float32, torch.device("cpu"))
-    ranks = [RowParallelLinear(6, 3, True, placement, Parallel(rank, 2)) for rank in range(2)]
+    options = TensorOptions(torch.float32, torch.device("cpu"))
+    ranks = [RowParallelLinear(6, 3, True, options, TensorParallel(rank, 2)) for rank in range(2)]
     weight, bias, x, residual = torch.randn(3, 6), torch.randn(3), torch.randn(2, 6), torch.randn(2, 3)
     for linear in ranks:
         assert linear.parts() == {"weight": (3, 6), "bias": (3,)}
@@ -92,7 +92,7 @@ def test_one_rank_adds_bias_and_residual() -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 70])
 def test_ready_storage_multiplies_as_the_loaded_one(dtype: torch.dtype, bias: bool, tokens: int) -> None:
     """With all that is fused into the product; both against float64, within the rounding of the dtype."""
-    dense = DenseStorage(24, 40, bias, Placement(dtype, torch.device("cpu")))
+    dense = DenseStorage(24, 40, bias, TensorOptions(dtype, torch.device("cpu")))
     dense.load("weight", 0, torch.randn(24, 40) / 40**0.5)
     if bias:
         dense.load("bias", 0, torch.randn(24))
@@ -104,7 +104,7 @@ def test_ready_storage_multiplies_as_the_loaded_one(dtype: torch.dtype, bias: bo
     expected = [product, torch.nn.functional.silu(product), product * other.double(), product + other.double()]
     tolerance = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for storage in (dense, ready):
-        found = [storage(x), storage.silu(x), storage.times(x, other), storage.plus(x, other)]
+        found = [storage(x), storage.forward_silu(x), storage.forward_mul(x, other), storage.forward_add(x, other)]
         for one, wanted in zip(found, expected, strict=True):
             assert one.dtype == dtype
             torch.testing.assert_close(one.double(), wanted, **tolerance)
@@ -113,7 +113,7 @@ def test_ready_storage_multiplies_as_the_loaded_one(dtype: torch.dtype, bias: bo
 
 
 def test_a_ready_linear_is_not_loaded_again() -> None:
-    linear = RowParallelLinear(6, 3, False, Placement(torch.float32, torch.device("cpu")), Parallel())
+    linear = RowParallelLinear(6, 3, False, TensorOptions(torch.float32, torch.device("cpu")), TensorParallel())
     linear.load_shard("weight", torch.randn(3, 6))
     linear.process_weights_after_loading()
     with pytest.raises(ModelError, match="loaded already"):
@@ -139,7 +139,7 @@ def test_llama3_frequencies_by_hand() -> None:
 def test_norm_equals_its_formula(size: int, dtype: torch.dtype, tolerance: float, scale: float) -> None:
     eps, draw = 1e-6, torch.Generator().manual_seed(size)
     weight = torch.rand(size, generator=draw) + 0.5
-    norm = RMSNorm(size, eps, Placement(dtype, torch.device("cpu")))
+    norm = RMSNorm(size, eps, TensorOptions(dtype, torch.device("cpu")))
     norm.load_shard("weight", weight)
     x = (torch.rand(5, size, generator=draw) * 2 - 1).mul_(scale).to(dtype)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
@@ -149,5 +149,5 @@ def test_norm_equals_its_formula(size: int, dtype: torch.dtype, tolerance: float
 
 
 def test_parameters_are_what_torch_thinks_they_are() -> None:
-    norm = RMSNorm(8, 1e-6, Placement(torch.float32, torch.device("meta")))
+    norm = RMSNorm(8, 1e-6, TensorOptions(torch.float32, torch.device("meta")))
     assert norm.to_empty(device="cpu").weight is dict(norm.named_parameters())["weight"]

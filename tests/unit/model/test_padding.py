@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.model import padding
-from baton.model.linear import DenseStorage, PackedStorage, Placement
+from baton.model.linear import DenseStorage, PackedStorage, TensorOptions
 from baton.model.padding import RowPadding, choose, pad_to
 
 
@@ -42,7 +42,8 @@ def test_nothing_is_copied_that_has_its_rows() -> None:
 
 
 def storage() -> PackedStorage:
-    packed = DenseStorage(64, 32, False, Placement(torch.float32, torch.device("cpu"))).process_weights_after_loading()
+    dense = DenseStorage(64, 32, False, TensorOptions(torch.float32, torch.device("cpu")))
+    packed = dense.process_weights_after_loading()
     assert isinstance(packed, PackedStorage)
     return packed
 

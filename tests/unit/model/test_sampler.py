@@ -13,11 +13,11 @@ from torch import Tensor
 
 from baton.errors import NoToken
 from baton.model import sampler
-from baton.model.blocks import Blocks
 from baton.model.gumbel import Draws
+from baton.model.logit_tiles import LogitTiles
 from baton.model.penalties import PenaltyTable
-from baton.model.sampled import token_infos
 from baton.model.sampler import WINDOW, SamplerBatch
+from baton.model.sampler_output import token_infos
 from baton.request import MIN_REPETITION_PENALTY, SamplingParams, SequenceState, TokenInfo
 from tests.unit.model.plain_noise import gumbel
 
@@ -304,14 +304,14 @@ def test_drawing_from_a_row_that_is_not_finite_ends(
 
 def test_sums_at_once_are_those_row_by_row() -> None:
     logits = some_logits(5, 1000)
-    blocks = Blocks(logits)
+    tiles = LogitTiles(logits)
     words = torch.zeros(5, 2, dtype=torch.int32)
     draws = Draws(
         torch.arange(5), logits.amax(-1, keepdim=True), torch.tensor([[0.3], [0.7], [1.0], [2.0], [9.0]]), words
     )
     level = torch.tensor([[-0.1], [-1.0], [-2.0], [-math.inf], [-0.5]])
     torch.testing.assert_close(
-        sampler._mass_at_once(blocks, draws, level), sampler.mass_above(blocks, draws, level), rtol=1e-12, atol=0.0
+        sampler._mass_at_once(tiles, draws, level), sampler.mass_above(tiles, draws, level), rtol=1e-12, atol=0.0
     )
 
 

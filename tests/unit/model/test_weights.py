@@ -17,8 +17,8 @@ from baton.errors import ModelError
 from baton.model.checkpoint import INDEX_NAME, SINGLE_NAME, resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
-from baton.model.layers import Parallel
-from baton.model.linear import DenseStorage, PackedStorage, Placement
+from baton.model.layers import TensorParallel
+from baton.model.linear import DenseStorage, PackedStorage, TensorOptions
 from baton.model.load import load_model
 from tests.checkpoints import load_reference, make_checkpoint, prompt_ids
 from tests.unit.model.runner import Sequence, chunked_logits, forward
@@ -42,14 +42,14 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_what_is_packed_is_read_from_the_file_and_not_copied_before() -> None:
-    given, placement = torch.randn(8, 16), Placement(torch.float32, torch.device("cpu"))
+    given, options = torch.randn(8, 16), TensorOptions(torch.float32, torch.device("cpu"))
     packs = torch.backends.mkldnn.is_available()
-    storage = DenseStorage(8, 16, True, placement)
+    storage = DenseStorage(8, 16, True, options)
     storage.load("weight", 0, given)
     assert isinstance(storage.process_weights_after_loading(), PackedStorage) is packs
     assert (storage.weight.data_ptr() == given.data_ptr()) is packs
     for other in (given.to(torch.bfloat16), torch.randn(16, 8).T, given[:4]):
-        storage = DenseStorage(8, 16, True, placement)
+        storage = DenseStorage(8, 16, True, options)
         storage.load("weight", 0, other)
         assert torch.equal(storage.weight[: len(other)], other.to(torch.float32))
         assert storage.weight.data_ptr() != other.data_ptr()
@@ -73,7 +73,7 @@ def test_tied_checkpoint_has_no_projection(tmp_path: Path) -> None:
 
 def test_an_output_projection_takes_memory_only_when_loaded(checkpoint: Path) -> None:
     config = ModelConfig.from_pretrained(checkpoint)
-    decoder = Decoder(config, Placement(torch.float32, torch.device("cpu")), Parallel())
+    decoder = Decoder(config, TensorOptions(torch.float32, torch.device("cpu")), TensorParallel())
     assert decoder.head.storage.weight.is_meta
     assert not any(parameter.is_meta for parameter in load_model(checkpoint, dtype=torch.float32).decoder.parameters())
 
@@ -202,16 +202,16 @@ import sys, torch
 from pathlib import Path
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
-from baton.model.layers import Parallel
-from baton.model.linear import Placement
+from baton.model.layers import TensorParallel
+from baton.model.linear import TensorOptions
 from baton.model.weights import load_weights
 
 def status(field):
     return next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith(field)) * 1024
 
 def load(path):
-    placement = Placement(torch.float32, torch.device('cpu'))
-    decoder = Decoder(ModelConfig.from_pretrained(path), placement, Parallel())
+    options = TensorOptions(torch.float32, torch.device('cpu'))
+    decoder = Decoder(ModelConfig.from_pretrained(path), options, TensorParallel())
     weights = sum(parameter.nbytes for parameter in decoder.parameters())
     layer = sum(parameter.nbytes for parameter in decoder.layers[0].parameters())
     load_weights(decoder, path)

@@ -1,7 +1,7 @@
-"""What a row's own parameters change in its logits: allowed tokens, minimum length, biases.
+"""Changes of logits before penalties and sampling: allowed tokens, minimum length, biases.
 
-All of it lies on the device from when the row joins the batch until it leaves. So who joins or leaves brings or takes
-what is its own, and a step works on the rows that have something to change.
+A row's part (`RowProcessor`) lies on the device from when the row joins the batch until it leaves. The batch's
+(`LogitsProcessor`) is made of these when rows have joined or left, and works on the rows that have something to change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class RowEdits:
+class RowProcessor:
     """One row's: `denied` is bool `[vocab]`, false where a token is allowed; `ending` are the token ids that min_tokens
     bans; `bias` are token ids and what is added to their logits. None of what the parameters don't ask for."""
 
@@ -26,10 +26,10 @@ class RowEdits:
     bias: tuple[Tensor, Tensor] | None
 
 
-def edits_of(
+def row_processor(
     params: SamplingParams, eos: frozenset[int], vocab_size: int, device: torch.device, denied: Tensor | None
-) -> RowEdits:
-    """The row's edits; `denied` if another row with the same list of allowed tokens has it already."""
+) -> RowProcessor:
+    """A row's part; `denied` is given if another row with the same list of allowed tokens has it already."""
     if params.allowed_token_ids and denied is None:
         denied = torch.ones(vocab_size, dtype=torch.bool, device=device)
         denied.index_fill_(0, upload_ints(params.allowed_token_ids, device), False)
@@ -38,11 +38,11 @@ def edits_of(
     if params.logit_bias:
         token_ids, values = zip(*params.logit_bias, strict=True)
         bias = upload_ints(token_ids, device), upload(values, torch.float32, device)
-    return RowEdits(denied, upload_ints(list(ending), device) if ending else None, bias)
+    return RowProcessor(denied, upload_ints(list(ending), device) if ending else None, bias)
 
 
 @dataclass(frozen=True, slots=True)
-class BatchEdits:
+class LogitsProcessor:
     """Those of a whole batch, in one operation for each kind where that reads no more than what is changed."""
 
     denied: Sequence[tuple[int, Tensor]]
@@ -50,12 +50,12 @@ class BatchEdits:
     bias: tuple[Tensor, Tensor, Tensor] | None
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, RowEdits, bool]], device: torch.device) -> BatchEdits:
-        """Of rows with their number, and whether they may end."""
-        bans = [(row, edits.ending) for row, edits, may_end in rows if edits.ending is not None and not may_end]
-        bias = [(row, edits.bias) for row, edits, _ in rows if edits.bias is not None]
+    def of(cls, rows: Sequence[tuple[int, RowProcessor, bool]], device: torch.device) -> LogitsProcessor:
+        """The batch's, of its rows: number, part, and whether the row may end."""
+        bans = [(row, part.ending) for row, part, may_end in rows if part.ending is not None and not may_end]
+        bias = [(row, part.bias) for row, part, _ in rows if part.bias is not None]
         return cls(
-            denied=[(row, edits.denied) for row, edits, _ in rows if edits.denied is not None],
+            denied=[(row, part.denied) for row, part, _ in rows if part.denied is not None],
             bans=(_repeated(bans, device), torch.cat([ids for _, ids in bans])) if bans else None,
             bias=(
                 _repeated([(row, ids) for row, (ids, _) in bias], device),

@@ -1,7 +1,7 @@
-"""Logits as blocks of neighbouring tokens, and the largest of each block: it answers most questions about a row.
+"""Logits in tiles of neighbouring tokens, and the largest of each tile, which answers most questions about a row.
 
 Finding the place of a maximum costs ten times as much as finding the maximum, and finding the first few of a row
-twenty times. So the maxima of all blocks are found first, and only blocks that they leave in question are read.
+twenty times. So the maxima of all tiles are found first, and only tiles that they leave in question are read.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from torch import Tensor
 WIDTH = 128
 
 
-class Blocks:
+class LogitTiles:
     """A view of logits, float32 `[B, vocab]`, which must not change any more; every value below +inf, none NaN.
 
-    Blocks have `width` tokens; the last one of a row may overlap its neighbour when read. `maxima` is float32
-    `[B, n]`.
+    Tiles have `width` tokens; the last one of a row may overlap its neighbour when read. `maxima` is float32 `[B, n]`.
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -29,12 +28,12 @@ class Blocks:
         rest = self.logits[:, whole * self.width :]
         self.maxima = torch.cat((maxima, rest.amax(-1, keepdim=True)), 1) if rest.shape[1] else maxima
 
-    def read(self, rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each pair of row and block (int64 `[P]`): its logits `[P, width]`, and its first token id `[P]`.
+    def read(self, rows: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each pair of row and tile (int64 `[P]`): its logits `[P, width]`, and its first token id `[P]`.
 
-        Tokens that belong to the block before are -inf.
+        Tokens that belong to the tile before are -inf.
         """
-        starts = blocks * self.width
+        starts = tiles * self.width
         first = starts.clamp(max=self.vocab - self.width)
         values = self._windows.index_select(0, first + rows * self.vocab)
         if self.vocab % self.width:
@@ -53,8 +52,8 @@ class Blocks:
         if 2 * count > self.maxima.shape[1]:
             values, ids = self.logits[rows].topk(count)
             return values, ids
-        # As many blocks as tokens wanted: what is in none of them is no larger than any of their maxima.
-        blocks = self.maxima[rows].topk(count, sorted=False).indices
-        values, first = self.read(rows.repeat_interleave(count), blocks.flatten())
+        # As many tiles as tokens wanted: what is in none of them is no larger than any of their maxima.
+        tiles = self.maxima[rows].topk(count, sorted=False).indices
+        values, first = self.read(rows.repeat_interleave(count), tiles.flatten())
         best, columns = values.view(len(rows), -1).topk(count)
         return best, first.view(len(rows), -1).gather(1, columns // self.width) + columns % self.width

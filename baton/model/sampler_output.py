@@ -15,7 +15,7 @@ from baton.request import TokenInfo
 _PROBLEMS = ("logits are not finite", "no token is allowed")
 
 
-class Sampled:
+class SamplerOutput:
     """A token for each row of a batch. `tokens`: int64 `[B]`, on the device; 0 where a check failed.
 
     On CUDA tokens and checks travel in one copy, log-probabilities in a second where some are asked for.
@@ -28,14 +28,14 @@ class Sampled:
         self.tokens = tokens * good
         self._found = download(torch.stack([self.tokens, *checks]))
         self._rows: Sequence[int] = ()
-        self._scores: Scores | None = None
+        self._logprobs: Logprobs | None = None
         self._there = _mark(tokens.device)
 
     def report(self, rows: Sequence[int], logits: Tensor, tops: Sequence[int]) -> None:
-        """Add log-probabilities for some rows, from their raw `logits`; `tops` as in `Scores.of`."""
+        """Add log-probabilities for some rows, from their raw `logits`; `tops` as in `Logprobs.of`."""
         self._rows = rows
         chosen = self.tokens[upload(rows, torch.int64, self.tokens.device)]
-        self._scores = Scores.of(logits, chosen, tops)
+        self._logprobs = Logprobs.of(logits, chosen, tops)
         self._there = _mark(self.tokens.device)
 
     def read(self) -> list[TokenInfo | NoToken]:
@@ -44,8 +44,8 @@ class Sampled:
             self._there.synchronize()
         tokens, *checks = self._found.tolist()
         infos: list[TokenInfo | NoToken] = [TokenInfo(token) for token in tokens]
-        if self._scores is not None:
-            for row, info in zip(self._rows, self._scores.infos([tokens[row] for row in self._rows]), strict=True):
+        if self._logprobs is not None:
+            for row, info in zip(self._rows, self._logprobs.infos([tokens[row] for row in self._rows]), strict=True):
                 infos[row] = info
         # The first problem of a row last, as it is the cause of the others.
         for problem, check in reversed(list(zip(_PROBLEMS, checks, strict=False))):
@@ -56,7 +56,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class Logprobs:
     """Log-probabilities of one token a row, beside its normaliser (`[n, 2]`), and of the likeliest with their ids
     (`[m, k]` each) of the rows that ask for some; in host memory."""
 
@@ -66,7 +66,7 @@ class Scores:
     tops: Sequence[int]
 
     @classmethod
-    def of(cls, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> Scores:
+    def of(cls, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> Logprobs:
         """From raw float32 `[n, vocab]` logits, of `tokens` (int64 `[n]`) and the `tops[i]` likeliest of each row.
 
         Rows whose entry of `tops` is 0 are the last.
@@ -94,7 +94,7 @@ def token_infos(logits: Tensor, token_ids: Sequence[int], top: Sequence[int]) ->
 
     Raises NoToken for logits that are not finite.
     """
-    scores = Scores.of(logits, upload(token_ids, torch.int64, logits.device), top)
+    scores = Logprobs.of(logits, upload(token_ids, torch.int64, logits.device), top)
     if (there := _mark(logits.device)) is not None:
         there.synchronize()
     if not scores.chosen[:, 1].isfinite().all():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Scratch(threading.local):
+class Workspace(threading.local):
     """Named buffers of one thread, each as large as its largest use so far.
 
     A fresh tensor of megabytes a layer costs more in page faults than the copy into it. What is in a buffer

@@ -1,4 +1,4 @@
-"""Logits as blocks against the plain operations on whole rows."""
+"""Logits as tiles against the plain operations on whole rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from baton.model.blocks import WIDTH, Blocks
+from baton.model.logit_tiles import WIDTH, LogitTiles
 
 SIZES = [1, 5, WIDTH - 1, WIDTH, WIDTH + 1, 7 * WIDTH, 300 * WIDTH, 300 * WIDTH + 9]
 
@@ -18,7 +18,7 @@ def test_the_first_of_the_largest_is_found(vocab: int) -> None:
     logits = torch.randint(-2, 3, (40, vocab), generator=generator).float()
     logits[0] = 1.0
     logits[1, : vocab - 1] = -math.inf
-    assert torch.equal(Blocks(logits).argmax(), logits.argmax(-1))
+    assert torch.equal(LogitTiles(logits).argmax(), logits.argmax(-1))
 
 
 @pytest.mark.parametrize("vocab", SIZES)
@@ -29,7 +29,7 @@ def test_the_largest_of_some_rows_are_those_of_topk(vocab: int, ties: bool) -> N
         logits = logits.round()
     rows = torch.tensor([7, 0, 3])
     for count in {1, min(20, vocab), min(140, vocab), vocab}:
-        values, ids = Blocks(logits).top(rows, count)
+        values, ids = LogitTiles(logits).top(rows, count)
         assert torch.equal(values, logits[rows].topk(count).values)
         assert torch.equal(values, logits[rows].gather(1, ids))
         assert all(len(set(row)) == count for row in ids.tolist())
@@ -37,9 +37,9 @@ def test_the_largest_of_some_rows_are_those_of_topk(vocab: int, ties: bool) -> N
 
 def test_a_block_is_read_once_for_each_of_its_tokens() -> None:
     vocab = 2 * WIDTH + 10
-    blocks = Blocks(torch.arange(3.0 * vocab).view(3, vocab))
+    tiles = LogitTiles(torch.arange(3.0 * vocab).view(3, vocab))
     rows, which = torch.tensor([2, 2, 2]), torch.tensor([0, 1, 2])
-    values, first = blocks.read(rows, which)
+    values, first = tiles.read(rows, which)
     assert first.tolist() == [0, WIDTH, vocab - WIDTH]
-    assert values[values > -math.inf].tolist() == blocks.logits[2].tolist()
-    assert blocks.maxima[2].tolist() == values.amax(-1).tolist()
+    assert values[values > -math.inf].tolist() == tiles.logits[2].tolist()
+    assert tiles.maxima[2].tolist() == values.amax(-1).tolist()
