@@ -1,4 +1,4 @@
-"""What comes from outside must fit the KV format before it touches memory."""
+"""Check that data from outside fits the KV format, before it touches memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator decides about an engine. No torch: services read it before anything heavy is loaded."""
+"""An operator's settings of an engine. No torch: services read it before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How a model is run. Raises ConfigError naming the field and the value seen.
+    """Settings of an engine. Raises ConfigError naming the field and the value seen.
 
     `model`: checkpoint directory or hub name. `device`: auto (CUDA if there), cpu, cuda, cuda:N. `dtype`:
     auto (the checkpoint's) or a dtype's name. `kv_dtype`: auto (the same as `dtype`). `max_model_len`: tokens

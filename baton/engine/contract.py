@@ -5,17 +5,16 @@
                                   └ pause ── resume ┘
 
 A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
-count equals the handles that list it. `prefill_chunk`, `insert`, `step`, its `result`, `pause` and `resume` may be
-called from the one engine thread; `reserve`, `publish`, `match_prefix`, `drop_cached`, `extend`, `fork`, `read_kv`,
-`write_kv`, `read_blocks`, `write_blocks`, `free` and whatever only looks from any. `free` may come at any time: the
-handle is dead at once for every later call, and its pages return to the pool when the reads, writes and forward passes
-in flight on them have drained. `watch_pages` tells of each return, so that nobody who waits for pages has to ask again
-and again.
+count equals the number of handles that list it. Only the engine thread may call `prefill_chunk`, `insert`, `step`, the
+step's `result`, `pause` and `resume`; any thread may call all other methods. `free` may be called at any time: later
+calls with the handle fail at once, and its pages return to the pool when the reads, writes and forward passes that use
+them have ended. `watch_pages` reports each return, so waiting for pages needs no polling.
 
-A step may be launched while `spec.steps_ahead` others are unread: it takes each sequence's last token from where the
-step before left it. So a sequence that ends with an unread step is in the next one too. It has to have room there, its
-token there is dropped with the freed handle, and its pages return when that step has been read. Tokens are the same
-as without steps ahead. Where a step depends on all tokens before it (penalties), `step` waits for them first.
+A step may be launched while the results of `spec.steps_ahead` steps before it are unread: it takes each sequence's last
+token from device memory, where the step before left it. So a sequence that ends in an unread step is also part of the
+next step. It must have room for that step's token, which is dropped with the freed handle, and its pages return when
+that step has been read. Tokens are the same as without steps ahead. Where a step depends on all tokens before it
+(penalties), `step` waits for them first.
 
 Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or over tokens computable by hand
 (`baton.engine.fake`); one contract suite runs over both.
@@ -35,10 +34,10 @@ from baton.request import SequenceState, TokenInfo
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What does not change while an engine lives.
+    """Properties that do not change while an engine lives.
 
-    `steps_ahead`: steps that are still in flight, at most, when one more may be launched; 0 for an engine whose `step`
-    returns when the tokens are there.
+    `steps_ahead`: the most steps that may be in flight when another one is launched; 0 for an engine whose `step`
+    returns when the tokens are known.
     """
 
     fingerprint: str
@@ -61,11 +60,11 @@ class KvHandle(Protocol):
 
     @property
     def owner(self) -> str:
-        """Who holds it, for the ledger: "request/attempt" or "request/attempt/choice"."""
+        """Name of its owner, for the ledger: "request/attempt" or "request/attempt/choice"."""
 
     @property
     def capacity(self) -> int:
-        """Tokens that its pages hold."""
+        """Tokens for which it has pages."""
 
     @property
     def alive(self) -> bool:
@@ -73,12 +72,12 @@ class KvHandle(Protocol):
 
     @property
     def cached(self) -> int:
-        """Leading tokens whose KV was there when the pages were reserved."""
+        """Leading tokens whose KV was cached when the pages were reserved."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What a chunk yielded.
+    """The result of a chunk.
 
     `tokens` has one entry for each sampled state. `prompt_logprobs` has one entry for each position `p` of the chunk
     whose successor `token_ids[p + 1]` is known: that successor with its log-probability.
@@ -89,16 +88,16 @@ class ChunkResult:
 
 
 class StepHandle(Protocol):
-    """A step in flight; its sequences' pages stay theirs until it is read, by `result` or by a later call."""
+    """A step in flight; the pages of its sequences stay allocated until it is read, by `result` or by a later call."""
 
     def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...] | NoToken]]:
-        """Wait for the step; 0..k tokens for each sequence that was in the batch and not freed since.
+        """Wait for the step; 0..k tokens for each sequence that was in the batch and was not freed since.
 
-        A sequence whose logits are not finite gets NoToken in their place, and has left the batch: it takes no slot,
-        and its pages are the caller's to `free`. The others are not concerned.
+        A sequence whose logits are not finite gets NoToken instead. It has left the batch and its slot, and the caller
+        must `free` it. Other sequences are not affected.
 
-        If the step failed, this raises, steps launched after it are undone and raise as well, and no sequence has
-        moved since the step before it.
+        If the step failed, this raises. Then steps launched after it are undone and raise too, and all sequences are as
+        they were before it.
         """
 
 
@@ -107,60 +106,61 @@ class Engine(Protocol):
 
     @property
     def spec(self) -> EngineSpec:
-        """What does not change."""
+        """Properties that do not change."""
 
     def reserve(
         self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
     ) -> KvHandle:
-        """Take pages for `tokens` tokens; raises OutOfPages and takes nothing if they are not there.
+        """Allocate pages for `tokens` tokens; raises OutOfPages, and then allocates nothing.
 
-        `prefix` are digests of leading full blocks (`baton.kv.hashing`). The longest run of them that was published
-        and not evicted since is in the new handle from the start, of which `handle.cached` tells the tokens: at most
-        `max_cached_tokens` (all by default). Full units of pages are shared and can't be written; of the last one,
-        whose beginning alone is wanted, there is a copy, so that what follows the cached tokens can be written.
+        `prefix` are digests of leading full blocks (`baton.kv.hashing`). The new handle contains the longest run of
+        them that is cached, up to `max_cached_tokens` (all by default); `handle.cached` is the number of its tokens.
+        Full units of pages are shared and can't be written. A last unit that is needed in part is copied, so that the
+        tokens after the cached ones can be written.
         """
 
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
-        """Name the handle's leading full blocks, whose KV is final, so that `reserve` finds them.
+        """Cache the handle's leading full blocks, whose KV is final, under these digests, so that `reserve` finds them.
 
-        Blocks are named as far as they fill whole pages together, in units of lcm(page size, block size) tokens. They
-        can't be written any more. They stay when the handle is freed, until their pages are wanted: least recently
+        Only blocks that fill whole pages together are cached, in units of lcm(page size, block size) tokens. They can't
+        be written any more. They stay cached when the handle is freed, until their pages are evicted: least recently
         used first, and the end of a chain before its beginning. Idempotent; a dead handle is ignored.
         """
 
     def match_prefix(self, digests: Sequence[bytes]) -> int:
-        """Tokens of the leading blocks that `reserve` would find now."""
+        """Tokens of the leading blocks that are cached now."""
 
     def watch_prefixes(self, changed: Callable[[Sequence[bytes], Sequence[bytes]], object] | None) -> None:
-        """Call `changed(stored, dropped)` with the digests of blocks that `reserve` finds from now on, or no longer.
+        """Call `changed(stored, dropped)` with the digests of blocks that are cached from now on, or no longer.
 
-        In the order of events, with the pool's lock held, from any thread: it must be quick, not raise, and not call
-        the engine. Blocks that are there already are told at once. There is one watcher; None ends it.
+        Calls come in the order of events, from any thread, with the pool's lock held: `changed` must be quick, not
+        raise, and not call the engine. Blocks that are cached already are reported at once. There is one watcher; None
+        removes it.
         """
 
     def drop_cached(self) -> int:
-        """Forget all published blocks; returns the pages that are free now because of it: those that no handle uses.
+        """Forget all cached blocks; returns the number of pages that this frees: those that no handle uses.
 
-        The others' pages return with their handles, unless these publish them anew.
+        Pages that handles use return with these, unless they are published again.
         """
 
     def retract(self, handle: KvHandle) -> None:
-        """Forget the published blocks in the handle's pages, and all that follow them; a dead handle is ignored.
+        """Forget the cached blocks in the handle's pages, and all that follow them; a dead handle is ignored.
 
-        For a sequence without a token: what spoiled it may lie in pages that others would share.
+        For a sequence that got no token: the cause may be KV in pages that other sequences would share.
         """
 
     def extend(self, handle: KvHandle, tokens: int) -> None:
-        """Grow the handle's capacity to at least `tokens`; raises OutOfPages and changes nothing if it can't."""
+        """Grow the handle's capacity to at least `tokens`; raises OutOfPages, and then changes nothing."""
 
     def fork(
         self, handle: KvHandle, owner: str, shared_tokens: int, tokens: int, spare: KvHandle | None = None
     ) -> KvHandle:
         """A new handle of capacity `tokens` whose first `shared_tokens` have the same KV as `handle`.
 
-        Full pages are shared; the last, partly filled one is copied. The new handle takes over the pages of `spare`,
-        a handle that nothing was written to and that dies of it, in one go: nobody else can have them in between.
-        Raises OutOfPages, changing nothing, when these and the free ones are too few.
+        Full pages are shared; the last, partly filled one is copied. The new handle takes over the pages of `spare`, an
+        unused handle that is freed by this; no other caller can get them in between. Raises OutOfPages, and then
+        changes nothing, when these and the free pages are too few.
         """
 
     def prefill_chunk(
@@ -174,12 +174,12 @@ class Engine(Protocol):
         sample: Sequence[SequenceState] = (),
         prompt_logprobs: int | None = None,
     ) -> ChunkResult:
-        """Compute the KV of `token_ids[start:end]` through all layers; `[0, start)` must be there already.
+        """Compute the KV of `token_ids[start:end]` in all layers; that of `[0, start)` must be in the pages already.
 
-        `on_layer(layer)` is called once the chunk's KV of that layer is final and readable; what it raises ends the
-        chunk and is passed on. `sample` asks for one token after position `end - 1` for each of the states.
-        `prompt_logprobs` asks for the log-probability of each successor with that many alternatives, and for a call
-        of `on_layer` with the last layer after each part of them, since they may take longer than the layers. Raises
+        `on_layer(layer)` is called when the chunk's KV of that layer is final and readable; if it raises, the chunk
+        ends and the exception is passed on. For each state of `sample` one token is sampled after position `end - 1`.
+        With `prompt_logprobs`, the log-probability of each successor is computed with that many alternatives, in parts;
+        `on_layer` is called with the last layer after each part, since they may take longer than the layers. Raises
         NoToken for logits that are not finite.
         """
 
@@ -197,7 +197,7 @@ class Engine(Protocol):
     def write_blocks(self, handle: KvHandle, token_start: int, payloads: Sequence[bytes | memoryview]) -> None:
         """Copy the payloads of consecutive prefix blocks into the handle's pages, from token `token_start` on.
 
-        Nothing is converted: the digest of `spec.kv_format` is in every block's name, so its element types are ours.
+        Nothing is converted: a block's name contains the digest of `spec.kv_format`, so its element types are the same.
         """
 
     def insert(self, handle: KvHandle, state: SequenceState) -> None:
@@ -207,35 +207,37 @@ class Engine(Protocol):
         """Launch one forward pass over the batch, which samples the next tokens.
 
         Each sequence's handle must have room for one more token (`extend` first), and for one of each unread step that
-        it is in. What goes wrong is raised here or by the handle's `result`; without steps ahead, here. The engine
-        appends what it samples to its own copy of the output ids; ending a sequence is the caller's part (`free`).
+        it is in. Errors are raised here or by the handle's `result`; without steps ahead, here. The engine appends
+        sampled tokens to its own copy of the output ids; the caller ends a sequence (`free`).
         """
 
     def pause(self, handle: KvHandle) -> None:
-        """Move a running sequence's KV to host memory, and give back its slot and pages.
+        """Move a running sequence's KV to host memory, and free its slot and pages.
 
-        Raises Overloaded, changing nothing, when the host pool has no room.
+        Raises Overloaded, and then changes nothing, when host memory has no room.
         """
 
     def resume(self, handle: KvHandle) -> None:
-        """Undo `pause`; raises OutOfPages or Overloaded, changing nothing, without pages or a slot."""
+        """Undo `pause`; raises OutOfPages or Overloaded without pages or a slot, and then changes nothing."""
 
     def free(self, handle: KvHandle, digests: Sequence[bytes] = ()) -> None:
-        """Give up the handle in whatever state it is; idempotent.
+        """Free the handle, in any state; idempotent.
 
-        It leaves the blocks that `digests` name, as if they were published: also those that don't fill a unit of pages,
-        since nothing is written behind them any more. `reserve` gives copies of these.
+        The blocks that `digests` name stay cached, as after `publish`. Blocks that don't fill a unit of pages stay too,
+        since nothing is written after them any more; `reserve` copies these.
         """
 
     def stats(self) -> PoolStats:
         """Count pages."""
 
     def host_kv(self) -> dict[str, int]:
-        """Bytes of host memory by owner, of the paused sequences."""
+        """Bytes of host memory that paused sequences use, by owner."""
 
     def watch_pages(self, returned: Callable[[], object] | None) -> None:
-        """Call `returned` each time that pages have come back to the pool, from whichever thread brought them, with
-        no lock held: it must be quick and not raise. There is one watcher; None ends it."""
+        """Call `returned` when pages have returned to the pool, from any thread, with no lock held.
+
+        It must be quick and not raise. There is one watcher; None removes it.
+        """
 
     def audit(self) -> dict[str, int]:
         """Check that pages and host memory are conserved, and return pages by owner (0 for a paused sequence).

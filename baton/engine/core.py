@@ -40,7 +40,7 @@ class EngineCore:
 
     @property
     def spec(self) -> EngineSpec:
-        """What does not change."""
+        """See `Engine.spec`."""
         return self._spec
 
     @property

@@ -23,8 +23,8 @@ from baton.model.load import LoadedModel, load_model
 _log = logging.getLogger(__name__)
 
 _HOST_SHARE, _DEVICE_SHARE = 0.15, 0.85
-"""What an automatic pool may take of free memory. A host runs several workers beside other programs; a device runs
-one, whose activations need the rest."""
+"""The share of free memory that an automatic pool takes. A host runs several workers beside other programs; a device
+runs one, whose activations need the rest."""
 
 _WAITING_SEQUENCES = 8
 """Beside those in slots: transfers waiting for a slot, exports not yet pulled."""

@@ -68,7 +68,7 @@ def expected_tokens(
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a token's state lies in a page: `[layers][parts][heads][head_dim]`, tokens one after another."""
+    """Layout of a token's state in a page: `[layers][parts][heads][head_dim]`, tokens one after another."""
 
     kv_format: KvFormat
     page_size: int
@@ -84,7 +84,7 @@ class _Layout:
         return self.kv_format.token_bytes
 
     def start(self, offset: int, layer: int, part: int, head: int) -> int:
-        """Where a head's elements begin in a page."""
+        """Offset of a head's elements in a page."""
         row = layer * len(self.kv_format.parts) + part
         head_bytes = self.row_bytes // self.kv_format.heads
         return offset * self.token_bytes + row * self.row_bytes + head * head_bytes
@@ -99,7 +99,7 @@ class _Layout:
 
     @cached_property
     def _shifts(self) -> list[int]:
-        """What each head adds to the digits at position 0, in the order of the layout."""
+        """The number that each head adds to the digits at position 0, in the order of the layout."""
         return [
             7 * layer + 11 * head + 13 * part
             for layer in range(self.kv_format.layers)
@@ -190,7 +190,7 @@ class FakeMemory:
                 page[row] = payload[i * width : (i + 1) * width]
 
     def _rows(self, pages: Sequence[int], tokens: range) -> Iterator[tuple[bytearray, slice]]:
-        """Where the rows of a block lie, in the order of its payload."""
+        """The places of a block's rows, in the order of its payload."""
         layout = self._layout
         for layer in range(layout.kv_format.layers):
             for part in range(len(layout.kv_format.parts)):
@@ -210,7 +210,7 @@ class FakeMemory:
 
 @dataclass(slots=True)
 class _FakeSlot:
-    """What a device would have of a sequence: all its token ids, and the KV that they imply."""
+    """The state of a sequence as a device would have it: all its token ids, and the KV that follows from them."""
 
     state: SequenceState
     pages: list[int]

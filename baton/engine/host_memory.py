@@ -1,4 +1,4 @@
-"""How much host memory is there to take."""
+"""The host memory that can be allocated."""
 
 from __future__ import annotations
 

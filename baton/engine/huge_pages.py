@@ -45,7 +45,7 @@ class Resident:
 
 
 def resident() -> Resident:
-    """What is in memory now; nothing where the kernel does not tell."""
+    """Memory of this process now; zeros where the kernel does not report it."""
     try:
         text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
     except OSError:
@@ -75,7 +75,7 @@ def collapse() -> None:
 
 
 def _mappings() -> Iterator[tuple[int, int]]:
-    """Where large anonymous mappings begin and end, cut to whole huge pages."""
+    """Start and end of large anonymous mappings, cut to whole huge pages."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         if found := _ANONYMOUS.match(line):
             start, end = int(found[1], 16), int(found[2], 16)

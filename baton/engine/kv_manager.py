@@ -1,4 +1,4 @@
-"""Who has which pages and which slot of one engine: pure bookkeeping, without tensors.
+"""Pages, slots and paused sequences of one engine: pure bookkeeping, without tensors.
 
     reserve ─▶ handle ─▶ insert ─▶ in a slot ─▶ remove
                             resume ▲    │ pause
@@ -47,7 +47,7 @@ class RunningSequence:
 
     @property
     def position(self) -> int:
-        """Where the next step writes KV: the position of the newest token, which may be on the device only."""
+        """The position at which the next step writes KV: that of the newest token, which may be on the device only."""
         return self.state.length - 1 + self.unread
 
 

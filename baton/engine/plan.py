@@ -1,11 +1,11 @@
-"""What one forward pass is to do, as plain data: all that a ModelRunner is given.
+"""The plan of one forward pass, as plain data: a ModelRunner gets nothing else.
 
     Engine ── ForwardPlan ──▶ Executor ──▶ ModelRunner of each rank ── PlanResult ──▶ Engine
 
-A ModelRunner knows slots, not requests. What it needs of a slot in each step (page table, sampling parameters, tokens
-so far) it is told once; a plan begins with what has changed since the plan before: it resets, then the slots that left
-are emptied, new ones filled, page tables extended. After a plan that failed the next one resets and fills every slot
-again, so that nothing is left of the failed one, nor of those launched after it.
+A ModelRunner knows slots, not requests. The page table, sampling parameters and tokens of a slot are sent once; each
+plan begins with the changes since the plan before it: reset, slots that were left, slots that were joined, page tables
+that grew. After a failed plan, the next one resets and joins every slot again, so nothing remains of the failed plan,
+nor of those launched after it.
 
 A plan has chunks, steps or both. A chunk brings its page table with it: it takes far longer than its table travels, and
 a prompt has no slot. Fields hold numbers, tuples and dataclasses alone, so a plan can be sent to another process.
@@ -80,7 +80,7 @@ class ForwardPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """What a plan yielded: an entry for each of its chunks, and for each of its steps.
+    """The results of a plan: an entry for each of its chunks, and for each of its steps.
 
     A step has 0 or more tokens, or, as text, why none could be chosen.
     """

@@ -1,4 +1,4 @@
-"""What a worker's process does for its engine before torch is loaded: cores, allocator, huge pages.
+"""Set up a worker's process before torch is loaded: cores, allocator, huge pages.
 
 A forward pass allocates and frees tensors of megabytes. By default glibc returns such memory to the kernel at once, and
 each pass pays for its page faults: an RMSNorm over 512 tokens took ten times as long. Here freed memory is kept

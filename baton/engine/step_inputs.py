@@ -1,10 +1,8 @@
-"""What a step reads of each row, in tensors on the device that live as long as the ModelRunner.
+"""Inputs of decode steps by row, in device tensors that live as long as the ModelRunner.
 
-Rows `[0, n)` are the batch. The others are at position 0 of a page that nobody owns: a step over more rows than
-the batch has (`baton.engine.cuda_graphs`) writes there and attends to one token. Each step leaves its tokens and the
-next positions where the next step looks for them, so that it needs no word from the host but the pages that a
-sequence has gained.
-"""
+Rows `[0, n)` are the batch. The other rows are at position 0 of the null page, which no sequence owns: a step over more
+rows than the batch has (`baton.engine.cuda_graphs`) writes there and attends to one token. Each step writes its tokens
+and the next positions into these tensors, so the next step needs nothing from the host but new pages of a sequence."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class StepInputs:
         null_page: int,
         device: torch.device,
     ) -> None:
-        """`null_page` is the page of rows that nobody has."""
+        """`null_page` is the page of rows without a sequence."""
         self.page_size = page_size
         self.ids = torch.zeros(slots, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are: a directory or a hub name, one safetensors file or many.
+"""Find a checkpoint's files: in a directory or by hub name, one safetensors file or many.
 
 No torch: the router resolves names, and the fingerprint hashes files, without loading a tensor.
 """

@@ -52,7 +52,7 @@ class CheckpointTensor:
 
 
 def _tensors(module: Loadable, name: str = "", **merged: str) -> Iterator[CheckpointTensor]:
-    """What a module loads: tensors of the checkpoint's module `name`, or of those that are `merged`, by part."""
+    """The tensors that a module loads: those of the checkpoint's module `name`, or of the modules `merged` in it."""
     for part, shape in module.parts().items():
         linear, _, tensor = part.rpartition(".")
         full_name = f"{merged[linear] if linear else name}.{tensor}"
@@ -61,7 +61,7 @@ def _tensors(module: Loadable, name: str = "", **merged: str) -> Iterator[Checkp
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers of one forward pass share: rotary angles, the sequences, their pages, and the kernels."""
+    """Inputs that all layers of one forward pass share: rotary angles, sequences, pages and kernels."""
 
     angles: tuple[Tensor, Tensor]
     batch: AttentionBatch
@@ -70,7 +70,7 @@ class ForwardContext:
 
 
 def _normalize(norm: RMSNorm, x: Tensor, context: ForwardContext) -> Tensor:
-    """Of `[T or more, hidden]`, the batch's tokens normalised: padding would make small operations parallel ones."""
+    """Normalize the tokens of `x` `[T or more, hidden]`, but not its padding: small operations stay on one thread."""
     return pad_to(norm(cut_to(x, context.batch.num_tokens)), len(x))
 
 
@@ -121,7 +121,7 @@ class GroupedAttention(Module):
         return output
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        """What is loaded; `prefix` is the layer's."""
+        """The tensors to load; `prefix` begins the layer's names."""
         names = self._names
         yield from _tensors(self.qkv, q=prefix + names.q, k=prefix + names.k, v=prefix + names.v)
         if self.q_norm is not None and self.k_norm is not None:
@@ -140,12 +140,12 @@ class GatedMlp(Module):
         self._names = config.family.names
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Of `x`, `[rows, hidden]`, added to `residual` of the same shape."""
+        """The MLP of `x` `[rows, hidden]`, added to `residual` of the same shape."""
         output: Tensor = self.down(self.gate_up(x), residual)
         return output
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        """What is loaded; `prefix` is the layer's."""
+        """The tensors to load; `prefix` begins the layer's names."""
         yield from _tensors(self.gate_up, gate=prefix + self._names.gate, up=prefix + self._names.up)
         yield from _tensors(self.down, prefix + self._names.down)
 
@@ -172,7 +172,7 @@ class DecoderLayer(Module):
         return self._attend(x, self.attention.append(_normalize(self.attention_norm, x, context), context), context)
 
     def forward_last(self, x: Tensor, context: ForwardContext, rows: int) -> Tensor:
-        """As `forward`, but of one sequence's last `rows` tokens alone: of the others, only K and V are computed."""
+        """As `forward`, for the last `rows` tokens of one sequence; for its other tokens only K and V are computed."""
         q = self.attention.append(_normalize(self.attention_norm, x, context), context)
         if rows == 0:
             return x[:0]
@@ -186,7 +186,7 @@ class DecoderLayer(Module):
         return output
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        """What this layer loads."""
+        """The tensors that this layer loads."""
         yield from _tensors(self.attention_norm, self._prefix + self._names.attention_norm)
         yield from self.attention.checkpoint_tensors(self._prefix)
         yield from _tensors(self.mlp_norm, self._prefix + self._names.mlp_norm)
@@ -222,10 +222,10 @@ class Decoder(Module):
     ) -> Tensor:
         """Take `token_ids` and `positions` (int64 `[T]`, sequence by sequence) through all layers.
 
-        Returns hidden states `[T, hidden]` in the compute dtype, before the final norm: see `logits`; with `rows`,
-        of a batch of one sequence, those of its last `rows` tokens, 0 or more: the last layer does only what these
-        need. `positions` are `batch.positions` unless the caller has reasons. Whatever `on_layer` raises passes
-        through. The result is an inference tensor: not to be changed in place outside inference mode.
+        Returns hidden states `[T, hidden]` in the compute dtype, before the final norm: see `logits`; with `rows`, of a
+        batch of one sequence, those of its last `rows` tokens, 0 or more: the last layer does only what these need.
+        `positions` are usually `batch.positions`. Exceptions of `on_layer` pass through. The result is an inference
+        tensor: not to be changed in place outside inference mode.
         """
         return self.run_layers(self.embed(token_ids), positions, batch, kv, on_layer, rows)
 
@@ -271,7 +271,7 @@ class Decoder(Module):
         self._padding = RowPadding.measured([each for each in self.layers.modules() if isinstance(each, PackedStorage)])
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        """What must be loaded, in the order of computation; without the output projection (`head_tensor`)."""
+        """All tensors to load, in the order of computation, except the output projection (`head_tensor`)."""
         yield from _tensors(self.embedding, self._names.embed)
         for layer in self.layers:
             yield from cast(DecoderLayer, layer).checkpoint_tensors()

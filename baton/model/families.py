@@ -1,9 +1,9 @@
 """Model families as data.
 
-A family is what its architecture name implies and `config.json` does not say: which linears carry a bias,
-whether queries and keys are normalised, which layers slide, what an omitted field means, and how the
-checkpoint spells its tensors. One decoder (`baton.model.decoder`) serves all of them, so a new family is a new
-entry here and, at most, one new fact or one new kind of attention or MLP.
+A family is the set of facts that an architecture's name implies and `config.json` does not say: which linears carry a
+bias, whether queries and keys are normalised, which layers slide, what an omitted field means, and how the checkpoint
+spells its tensors. One decoder (`baton.model.decoder`) serves all of them, so a new family is a new entry here and, at
+most, one new fact or one new kind of attention or MLP.
 
 No torch: the router reads configs too.
 """
@@ -38,7 +38,7 @@ class Bias(Enum):
 
 
 class Window(Enum):
-    """What `sliding_window` in config.json means."""
+    """The meaning of `sliding_window` in config.json."""
 
     NONE = "none"  # ignored: every layer sees its whole context
     ALL_LAYERS = "all"  # every layer slides

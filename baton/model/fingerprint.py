@@ -1,6 +1,6 @@
 """The model fingerprint: two workers may exchange KV only if theirs are equal.
 
-It covers all that decides what K and V a token gets: the architecture's numbers, RoPE and windows, the
+It covers everything that determines a token's K and V: the architecture's numbers, RoPE and windows, the
 weights' content and the compute dtype. It does not cover names, paths, or how a checkpoint is split into files.
 
 Hashing gigabytes at every start would be slow, so each file's digest is kept under the user's cache folder,
@@ -58,7 +58,7 @@ def weights_digest(directory: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where digests are kept: `baton/weights` under XDG_CACHE_HOME or ~/.cache."""
+    """The folder of cached digests: `baton/weights` under XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "baton" / "weights"
 
@@ -94,7 +94,7 @@ def _recall(key: str) -> str | None:
 
 
 def _remember(key: str, digest: str) -> None:
-    """Write the entry beside its place and rename it, so that no reader sees half of one."""
+    """Write a temporary file and rename it, so that a reader never sees a partial entry."""
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
         entry = _entry(key)
         entry.parent.mkdir(parents=True, exist_ok=True)

@@ -119,7 +119,7 @@ class GumbelArgmax:
         return bound
 
     def _dense(self, draws: Draws, floor: Tensor) -> Tensor:
-        """As `argmax`, over the whole vocabulary, in float32 first, and without waiting for the device."""
+        """As `argmax`, over the whole vocabulary at once, first in float32, and without waiting for the device."""
         scaled = draws.scale(self._tiles.logits[draws.rows])
         scaled.masked_fill_(scaled < floor, -torch.inf)
         bits = _bits(torch.arange(self._tiles.vocab, dtype=torch.int32, device=scaled.device)[None], draws.keys)

@@ -95,7 +95,7 @@ class MergedColumnParallelLinear(Linear):
         }
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """What must be loaded: part name to full checkpoint shape."""
+        """Full checkpoint shape of each part to load."""
         return {part: tensor.shape for part, (tensor, _) in self._parts.items()}
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
@@ -140,7 +140,7 @@ class GatedLinear(Module):
         self._gate, self._up = one(outputs={"gate": rows}), one(outputs={"up": rows})
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """What must be loaded: part name to full checkpoint shape."""
+        """Full checkpoint shape of each part to load."""
         return self._gate.parts() | self._up.parts()
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
@@ -164,7 +164,7 @@ class RowParallelLinear(Linear):
         self._parallel = parallel
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """What must be loaded: part name to full checkpoint shape."""
+        """Full checkpoint shape of each part to load."""
         return {part: tensor.shape for part, tensor in self._parts.items()}
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
@@ -190,7 +190,7 @@ class VocabParallelEmbedding(Module):
         self.weight = options.empty(share, hidden_size)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """What must be loaded: part name to full checkpoint shape."""
+        """Full checkpoint shape of each part to load."""
         return {"weight": self._shape}
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
@@ -223,7 +223,7 @@ class ParallelLMHead(Linear):
         self._device = options.device
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """What must be loaded unless tied: part name to full checkpoint shape."""
+        """Full checkpoint shape of the part to load, unless tied."""
         return {"weight": self._shape}
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
@@ -237,7 +237,7 @@ class ParallelLMHead(Linear):
         self._loading.weight = embedding.weight
 
     def forward(self, hidden: Tensor, rows: int) -> Tensor:
-        """Of `[n, hidden]`, the first `rows` to float32 `[rows, vocab_size]` on every rank."""
+        """Logits of the first `rows` of `hidden` `[n, hidden]`: float32 `[rows, vocab_size]`, on every rank."""
         return self._parallel.all_gather(self.storage(hidden)[:rows])[:, : self._shape[0]].float()
 
 
@@ -256,7 +256,7 @@ class RMSNorm(Module):
         self._floor = torch.tensor(math.sqrt(size * eps), device=options.device)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """What must be loaded: part name to shape."""
+        """Shape of the part to load."""
         return {"weight": tuple(self.weight.shape)}
 
     def load_shard(self, part: str, tensor: Tensor) -> None:

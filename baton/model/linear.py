@@ -1,4 +1,4 @@
-"""How a linear's weight lies in memory, and how it is multiplied.
+"""Storages of linears: the layout of a weight in memory, and the products with it.
 
 A storage says which tensors of a checkpoint make up a linear's weight (`WeightTensor`), takes them, and is then asked
 for the storage to compute with: `DenseStorage` returns a `PackedStorage` on a CPU with oneDNN, elsewhere itself. All
@@ -75,7 +75,7 @@ class DenseStorage(Module):
 
     @staticmethod
     def tensors(rows: int, columns: int, bias: bool) -> tuple[WeightTensor, ...]:
-        """What a checkpoint holds for a linear of `rows` outputs and `columns` inputs."""
+        """The tensors of a linear of `rows` outputs and `columns` inputs."""
         weight = WeightTensor("weight", (rows, columns), row_dim=0, column_dim=1)
         return (weight, WeightTensor("bias", (rows,), row_dim=0, column_dim=None)) if bias else (weight,)
 

@@ -29,7 +29,7 @@ class LogitTiles:
         self.maxima = torch.cat((maxima, rest.amax(-1, keepdim=True)), 1) if rest.shape[1] else maxima
 
     def read(self, rows: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each pair of row and tile (int64 `[P]`): its logits `[P, width]`, and its first token id `[P]`.
+        """Logits `[P, width]` and first token id `[P]` for each pair of row and tile (int64 `[P]`).
 
         Tokens that belong to the tile before are -inf.
         """

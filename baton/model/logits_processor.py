@@ -43,7 +43,7 @@ def row_processor(
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessor:
-    """Those of a whole batch, in one operation for each kind where that reads no more than what is changed."""
+    """Changes of a whole batch: one operation for each kind, where that reads only the logits that change."""
 
     denied: Sequence[tuple[int, Tensor]]
     bans: tuple[Tensor, Tensor] | None

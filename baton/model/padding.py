@@ -38,7 +38,7 @@ class RowPadding:
 
     @classmethod
     def measured(cls, storages: Sequence[PackedStorage]) -> RowPadding:
-        """What pays for products with these weights, at their present number of threads; takes tenths of a second.
+        """Measure which padding makes products with these weights faster; takes tenths of a second.
 
         Nothing is padded where no AMX kernel would be chosen.
         """

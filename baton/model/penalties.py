@@ -42,7 +42,7 @@ class _Slab:
 
 @dataclass(eq=False, slots=True)
 class PenaltyEntry:
-    """Where a sequence's counts lie: row `index` of `slab`, with a column for each distinct token."""
+    """The counts of a sequence: row `index` of `slab`, with a column for each distinct token."""
 
     slab: _Slab
     index: int
@@ -122,7 +122,7 @@ class PenaltyTable:
         ]
 
     def counts(self, entry: PenaltyEntry) -> dict[int, int]:
-        """How often each seen token was generated; 0 for those of the prompt alone."""
+        """Number of times that each seen token was generated; 0 for tokens of the prompt only."""
         return {token: int(entry.slab.counts[entry.index, column]) for token, column in entry.columns.items()}
 
     def _place(self, columns: dict[int, int]) -> PenaltyEntry:

@@ -78,7 +78,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Of rows that are drawn from part of the vocabulary: each `[R, 1]`, neutral where a row does not use it.
+    """Limits of rows that use top_k, top_p or min_p: `[R, 1]` each, neutral where a row does not use one.
 
     `deep` lists the rows, by place, whose top_k is beyond the window, with that top_k.
     """
@@ -91,7 +91,7 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True)
 class _SamplingMetadata:
-    """What to do for the present batch; built once, kept until the batch or a min_tokens ban changes.
+    """Sampling parameters of the batch as tensors; kept until the batch or a min_tokens ban changes.
 
     Row indices are int64. `free` and `limited` index `drawn`; `reporting` is `reported` on the device.
     """
@@ -286,7 +286,7 @@ def draw_limited(tiles: LogitTiles, draws: Draws, limits: _Limits) -> Tensor:
 
 
 def draw_wide(tiles: LogitTiles, draws: Draws, floor: Tensor, top_p: Tensor, mass: Tensor) -> Tensor:
-    """As `draw_limited`, for rows that keep more than the window, or may.
+    """As `draw_limited`, for rows that keep more tokens than the window, or may do so.
 
     `floor` (float32 `[R, 1]`): the least scaled logit that min_p and top_k keep; `mass` (float64 `[R, 1]`): `top_p` of
     what they keep. Both are infinite without a top_p.
@@ -315,7 +315,7 @@ def draw_wide(tiles: LogitTiles, draws: Draws, floor: Tensor, top_p: Tensor, mas
 
 
 def kth_largest(tiles: LogitTiles, draws: Draws, counts: Sequence[int]) -> Tensor:
-    """Of each row the scaled logit whose place in descending order is its entry of `counts`: float32 `[R, 1]`."""
+    """The k-th largest scaled logit of each row, k from `counts`: float32 `[R, 1]`."""
     found = []
     for place, count in enumerate(counts):
         part = draws.take(slice(place, place + 1))
@@ -380,7 +380,7 @@ def mass_above(tiles: LogitTiles, draws: Draws, level: Tensor) -> Tensor:
 
 
 def _mass_at_once(tiles: LogitTiles, draws: Draws, level: Tensor) -> Tensor:
-    """As `mass_above`, all rows together; NaN where a row has one, as there: no draw is repeated for such a row."""
+    """As `mass_above`, for all rows together; NaN for a row that contains NaN, which is not drawn again."""
     level = level.clamp(min=_NO_WEIGHT)
     scaled = draws.scale(tiles.logits[draws.rows])
     return torch.where(scaled <= level, _NO_WEIGHT, scaled).exp_().sum(-1, keepdim=True, dtype=torch.float64)

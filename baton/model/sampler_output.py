@@ -1,4 +1,4 @@
-"""What a sampler chose on the device, on its way to the host: queued behind the choice, waited for when it is read."""
+"""Sampled tokens on their way from the device to the host: the copy is queued at once, `read` waits for it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Logprobs:
         return cls(download(chosen), download(values - norms[:asked]), download(ids), tops)
 
     def infos(self, token_ids: Sequence[int]) -> list[TokenInfo]:
-        """As they were asked for; only once the device has come so far."""
+        """One entry a row, with as many alternatives as it asked for; call it after the device is done."""
         alternatives = zip(self.ids.tolist(), self.values.tolist(), strict=True)
         infos = []
         for token, (logprob, _), top in zip(token_ids, self.chosen.tolist(), self.tops, strict=True):
@@ -103,7 +103,7 @@ def token_infos(logits: Tensor, token_ids: Sequence[int], top: Sequence[int]) ->
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """What is reached when all that is queued now is done."""
+    """An event that is reached when all work queued until now is done; None without CUDA."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

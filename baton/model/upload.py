@@ -15,7 +15,7 @@ def upload(
     """A new tensor of `values` on `device`.
 
     A copy from pageable memory makes the host wait for the whole stream; one from pinned memory is only queued, and
-    torch's allocator gives the pinned memory to nobody else before it is through.
+    torch's allocator does not reuse the pinned memory before the copy is done.
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
@@ -23,7 +23,7 @@ def upload(
 
 
 def upload_ints(values: Sequence[int], device: torch.device) -> Tensor:
-    """As `upload`, int64 `[n]`: for many values in an eighth of the time."""
+    """As `upload`, to int64 `[n]`, in an eighth of the time for many values."""
     if not values:
         return torch.empty(0, dtype=torch.int64, device=device)
     packed = torch.frombuffer(array("q", values), dtype=torch.int64)
@@ -31,7 +31,7 @@ def upload_ints(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def download(tensor: Tensor) -> Tensor:
-    """Its copy in host memory, there once the device has come to this point; of a CPU tensor, itself."""
+    """A copy in host memory, complete when the device has reached this point; a CPU tensor is returned itself."""
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -27,7 +27,7 @@ _PIECE = 8 << 20
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As torch.zeros; all but the first 8 MiB is committed in the background, where the kernel can."""
+    """Zeros, as of torch.zeros; memory after the first 8 MiB is committed in the background, where the kernel can."""
     count = math.prod(shape)
     size = count * dtype.itemsize
     if size <= _PIECE:

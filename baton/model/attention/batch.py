@@ -61,7 +61,7 @@ class AttentionBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where page tables and derived tensors lie."""
+        """The device of page tables and derived tensors."""
         return self.page_tables.device
 
     @property
@@ -76,7 +76,7 @@ class AttentionBatch:
 
     @cached_property
     def query_starts(self) -> tuple[int, ...]:
-        """Where each sequence's new tokens begin among all, and at the end their number: B + 1 entries."""
+        """Index of each sequence's first new token among all new tokens, then their total: B + 1 entries."""
         return (0, *accumulate(self.query_lens))
 
     @cached_property
@@ -105,7 +105,7 @@ class AttentionBatch:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Where each new token's K and V go: page * page_size + offset in the page, int64 `[T]`."""
+        """The slot of each new token's K and V: page * page_size + offset in the page, int64 `[T]`."""
         if self.is_step:
             pages = self.page_tables.gather(1, (self.positions // self.page_size)[:, None])[:, 0].long()
             return pages * self.page_size + self.positions % self.page_size

@@ -1,4 +1,4 @@
-"""What an attention backend does."""
+"""The contract of attention backends."""
 
 from __future__ import annotations
 

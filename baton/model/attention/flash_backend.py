@@ -19,7 +19,7 @@ from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
 
 PAGE_MULTIPLE = 256
-"""What a page size must be a multiple of in stock flash-attn builds."""
+"""In stock flash-attn builds a page size must be a multiple of this."""
 
 
 @dataclass(frozen=True)

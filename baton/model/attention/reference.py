@@ -11,7 +11,7 @@ from baton.model.attention.kv_cache import KvCache
 
 
 class ReferenceAttention:
-    """What every backend must equal."""
+    """Results that every backend must equal."""
 
     name = "reference"
 

@@ -113,7 +113,7 @@ def test_rates_are_by_token_and_step(engine: Engine) -> None:
     paced: Any = Paced()
     kv_format = engine.spec.kv_format
     shape = ModelShape(64, 112, 4, 2, 32, 264, (None, None, None))
-    rates = engine_report._Rates(paced, paced, shape, PLAN, kv_format, lambda _: None)
+    rates = engine_report.Rates(paced, paced, shape, PLAN, kv_format, lambda _: None)
     decode, prefill = rates._decode(4, 20), rates._prefill(40)
     assert (decode["step_ms"], decode["tokens_per_s"]) == (1000.0, 4.0)
     assert decode["bytes"] == decode_bytes(shape, 4, 24, 4 * shape.step_weights, kv_format.token_bytes)

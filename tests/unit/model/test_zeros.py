@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.kv.format import attention_parts
 from baton.model import zeros
 from baton.model.attention import KvCache
 
@@ -25,8 +26,9 @@ def resident(tensor: Tensor) -> float:
 
 
 def pool() -> Tensor:
-    shape = {"num_layers": 2, "num_pages": 1024, "page_size": 16, "kv_heads": 2, "head_dim": 512}
-    return KvCache.allocate(**shape, dtype=torch.bfloat16, device=torch.device("cpu")).parts["k"]
+    parts, cpu = attention_parts("bfloat16", 2, 512), torch.device("cpu")
+    kv = KvCache.allocate(parts, num_layers=2, num_pages=1024, page_size=16, device=cpu)
+    return kv.parts[parts[0].name]
 
 
 @pytest.fixture
