@@ -10,8 +10,7 @@ import pytest
 
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
-from baton.errors import IncompleteTransfer, OutOfPages
-from baton.lifecycle import State
+from baton.errors import IncompleteTransfer
 from baton.request import CachePolicy, SamplingParams
 from decode_svc.attempts import Attempts
 from decode_svc.messages import AttemptKey, Reserve
@@ -150,20 +149,6 @@ def test_choices_share_what_was_pinned_and_write_only_their_own_pages() -> None:
     worker.check()
 
 
-def test_pages_that_are_shared_need_not_be_free() -> None:
-    worker = Worker(pages=8)
-    first = worker.reserve("a", max_new_tokens=2)
-    worker.commit(first, params=greedy(2))
-    assert worker.engine.stats().free == 5
-    second = worker.reserve("b", max_new_tokens=18)
-    assert worker.engine.stats().free == 0
-    with pytest.raises(OutOfPages, match="needs 3 pages"):
-        worker.reserve("c", max_new_tokens=2)
-    for each in (first, second):
-        worker.attempts.end(each, 1.0)
-    worker.check()
-
-
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_router_that_named_other_blocks_fails_the_attempt_and_publishes_nothing(pinned: bool) -> None:
     worker, other = Worker(), list(range(105, 115))
@@ -224,46 +209,6 @@ def test_after_a_fault_of_the_engine_an_end_leaves_nothing_more() -> None:
     worker.attempts.end(attempt, 1.0, publish=False)
     assert worker.held([*PROMPT, *sequence.output_ids]) == 8
     assert worker.attempts.take_published() == []
-    worker.check()
-
-
-def test_a_paused_sequence_leaves_what_it_had_and_a_resumed_one_all() -> None:
-    worker = Worker()
-    attempt = worker.reserve("a")
-    (sequence,) = worker.commit(attempt)
-    worker.run(sequence, 7)
-    worker.engine.pause(sequence.handle)
-    ids = [*PROMPT, *sequence.output_ids]
-    worker.engine.publish(sequence.handle, tuple(sequence.hasher.digests))
-    assert worker.held(ids) == 8
-    worker.engine.resume(sequence.handle)
-    worker.attempts.set_state(sequence.id, State.DECODING, 1.0)
-    worker.attempts.end(attempt, 1.0)
-    assert worker.held(ids) == 16
-    worker.check()
-
-
-def test_while_a_sequence_comes_back_its_pages_are_not_its_kv() -> None:
-    """An end may come from the other thread at any time, here in the midst of `resume`."""
-    worker = Worker()
-    attempt = worker.reserve("a")
-    (sequence,) = worker.commit(attempt)
-    worker.run(sequence, 7)
-    worker.engine.pause(sequence.handle)
-    names = tuple(sequence.hasher.digests)
-    assert worker.engine.drop_cached() == 2
-    restore = worker.engine.memory.restore
-
-    def interrupted(pages: Sequence[int], saved: Any) -> None:
-        worker.engine.publish(sequence.handle, names)
-        assert worker.engine.match_prefix(names) == 0
-        restore(pages, saved)
-
-    worker.engine.memory.restore = interrupted  # type: ignore[method-assign]
-    worker.engine.resume(sequence.handle)
-    worker.engine.publish(sequence.handle, names)
-    assert worker.engine.match_prefix(names) == 16
-    worker.attempts.end(attempt, 1.0)
     worker.check()
 
 

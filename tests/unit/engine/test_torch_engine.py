@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -138,18 +137,6 @@ def test_log_probabilities_equal_transformers(checkpoint: Path, monkeypatch: pyt
     (token,) = result.tokens
     assert token.token_id == int(expected[-1].argmax())
     assert len(token.top) == 3
-
-
-def test_not_a_number_in_a_prompt_is_an_error(checkpoint: Path) -> None:
-    engine = engine_of(checkpoint)
-    prompt = list(range(40))
-    handle = engine.reserve("a/1", 40)
-    engine.prefill_chunk(handle, prompt, 0, 16, on_layer=ignore)
-    runner_of(engine)._kv.parts["v"][:, handle.pages[0]] = math.nan
-    with pytest.raises(EngineError, match="not finite"):
-        engine.prefill_chunk(handle, prompt, 16, 40, on_layer=ignore, sample=[state(prompt)])
-    with pytest.raises(EngineError, match="not finite"):
-        engine.prefill_chunk(handle, prompt, 16, 40, on_layer=ignore, prompt_logprobs=0)
 
 
 def test_what_the_model_raises_becomes_an_engine_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,19 +149,6 @@ def test_a_nucleus_wider_than_the_window_is_exact() -> None:
         assert ids(batch_of(states, vocab), logits) == expected
 
 
-def test_batch_mates_change_nothing() -> None:
-    vocab = 2000
-    states = states_of(EVERYTHING, vocab)
-    logits = some_logits(len(states), vocab)
-    together = ids(batch_of(states, vocab), logits)
-    alone = [ids(batch_of([state], vocab), row[None])[0] for state, row in zip(states, logits, strict=True)]
-    assert together == alone
-    order = list(range(len(states)))
-    random.Random(1).shuffle(order)
-    shuffled = ids(batch_of([states[i] for i in order], vocab), logits[order])
-    assert shuffled == [together[i] for i in order]
-
-
 def test_running_state_equals_the_rebuilt_one_while_rows_come_and_go() -> None:
     vocab = 40
     chooser = random.Random(5)
@@ -221,21 +208,6 @@ def test_only_real_penalties_are_tracked() -> None:
     assert not SamplingParams().penalizes
     for field, value in (("repetition_penalty", 1.1), ("presence_penalty", -0.1), ("frequency_penalty", 0.1)):
         assert SamplingParams(**{field: value}).penalizes
-
-
-def test_draws_follow_the_distribution() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 3.0, -math.log(4)]])
-    expected = logits[0].softmax(-1)
-    counts = torch.zeros(6)
-    state = SequenceState(SamplingParams(seed=99), [0], [])
-    batch = batch_of([state], 6)
-    rounds = 4000
-    for _ in range(rounds):
-        (token,) = ids(batch, logits)
-        counts[token] += 1
-        batch.accept([token])
-    # Chi-squared with 5 degrees of freedom; 20.5 has probability 0.001.
-    assert float(((counts - rounds * expected) ** 2 / (rounds * expected)).sum()) < 20.5
 
 
 def test_a_mask_bounds_greedy_and_drawn_rows() -> None:
@@ -313,18 +285,6 @@ def test_sums_at_once_are_those_row_by_row() -> None:
     torch.testing.assert_close(
         sampler._mass_at_once(tiles, draws, level), sampler.mass_above(tiles, draws, level), rtol=1e-12, atol=0.0
     )
-
-
-def test_min_tokens_ends_when_enough_are_there() -> None:
-    params = SamplingParams(temperature=0.0, min_tokens=3, logit_bias=((2, 100.0),))
-    batch = batch_of([SequenceState(params, [1], [])], 10)
-    tokens = []
-    for _ in range(5):
-        (token,) = ids(batch, some_logits(1, 10))
-        tokens.append(token)
-        batch.accept([token])
-    assert 2 not in tokens[:3]
-    assert tokens[3:] == [2, 2]
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

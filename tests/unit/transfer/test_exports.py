@@ -14,7 +14,6 @@ from baton.errors import (
     EngineError,
     IncompleteTransfer,
     InvalidRequest,
-    NotFound,
     TransferError,
 )
 from baton.telemetry.metrics import EXPORTS_OPEN
@@ -202,25 +201,6 @@ async def test_the_end_waits_for_a_read_in_flight_and_no_longer(exports: Exports
     gate.open()
     await wait_closed
     assert ends == ["t"]
-
-
-async def test_a_failed_export_ends_its_streams(exports: Exports, engine: Engine) -> None:
-    ends: list[str] = []
-    handle = prefilled(engine, TOKENS)
-    export = exports.open("t", handle, TOKENS, on_closed=lambda: ends.append("t"))
-    stream = asyncio.create_task(collect(export, whole(TOKENS)))
-    export.advance(0, TOKENS)
-    await asyncio.sleep(0)
-    export.fail(EngineError("out of luck"))
-    export.fail(EngineError("again"))
-    with pytest.raises(TransferError, match="failed at its source: out of luck"):
-        await stream
-    await exports.wait_closed()
-    assert ends == ["t"]
-    export.advance(1, TOKENS)
-    export.commit(handoff(TOKENS))
-    with pytest.raises(NotFound, match="out of luck"):
-        await exports.find("t", INCARNATION)
 
 
 @pytest.mark.parametrize("final", [0, TOKENS])

@@ -192,15 +192,6 @@ async def test_second_asks_for_what_only_the_pages_hold(store: Store) -> None:
     assert request(cache, DIGESTS) == []
 
 
-async def test_never_writes_nothing_and_reads(store: Store) -> None:
-    cache = tiered(store, "never")
-    await only_stored(store, 0)
-    for _ in range(3):
-        request(cache, DIGESTS[1:])
-    assert store.puts == []
-    assert (await cache.lookup(DIGESTS)).runs == ((TIER, 1), ("host", 9))
-
-
 async def test_hits_in_pages_are_not_copied_to_host_memory(store: Store) -> None:
     cache = tiered(store)
     request(cache, DIGESTS)
@@ -308,14 +299,6 @@ async def test_only_a_sample_is_touched(store: Store) -> None:
     for _ in range(8000):
         cache.touch(DIGESTS[:1])
     assert 700 < len(store.touched) < 1300, "six standard deviations are 177"
-
-
-async def test_a_cleared_store_is_filled_again(store: Store) -> None:
-    cache = tiered(store)
-    request(cache, DIGESTS)
-    assert [(tier.name, tier.blocks) for tier in await cache.clear(shared=True)] == [("host", 10), (TIER, 10)]
-    assert request(cache, DIGESTS) == DIGESTS
-    assert store.puts == DIGESTS * 2
 
 
 async def test_rates_of_both(store: Store) -> None:
