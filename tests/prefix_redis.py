@@ -22,7 +22,7 @@ KEYS = [key_prefix(FORMAT) + digest.hex() for digest in DIGESTS]
 BUDGET_S = 0.25
 """For caches of which a test wants to see the budget end. All others have time enough."""
 
-LONGEST_PAUSE_S = 10.0
+MAX_PAUSE_S = 10.0
 
 
 class BreakerClock(Clock):
@@ -30,7 +30,7 @@ class BreakerClock(Clock):
 
     def pause_over(self) -> None:
         """Let every breaker try again."""
-        self.now += 2 * LONGEST_PAUSE_S
+        self.now += 2 * MAX_PAUSE_S
 
 
 CLOCK = BreakerClock()
@@ -38,7 +38,7 @@ CLOCK = BreakerClock()
 
 def open_cache(url: str, **limits: float) -> RedisPrefixCache:
     """A cache whose breakers go by CLOCK."""
-    values = {"budget_s": 60.0, "pause_s": 1.0, "longest_pause_s": LONGEST_PAUSE_S} | limits
+    values = {"budget_s": 60.0, "pause_s": 1.0, "max_pause_s": MAX_PAUSE_S} | limits
     with mock.patch("baton.kv.prefix.redis.cache.Breaker", partial(Breaker, clock=CLOCK)):
         return RedisPrefixCache(url, FORMAT, "secret", RedisLimits(**values))  # type: ignore[arg-type]
 
