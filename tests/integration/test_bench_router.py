@@ -15,7 +15,7 @@ from baton.bench.router import added
 
 def test_all_runs_are_told_and_ctrl_c_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    small = ["--streams=2", "--burst-streams=4", "--step-ms=20", "--seconds=1.5", "--rounds=2", f"--json={file}"]
+    small = ["--streams=2", "--burst-streams=4", "--step-ms=20", "--seconds=0.5", "--rounds=2", f"--json={file}"]
     command = [sys.executable, "-m", "baton", "bench", "router", *small]
     with Popen(command, stdout=PIPE, stderr=PIPE, text=True, process_group=0) as bench:
         try:

