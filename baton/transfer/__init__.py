@@ -1,9 +1,9 @@
-"""Moving KV between workers; either kind may export it (`exports`, `servicer`) and fetch it (`fetcher`).
+"""Moves KV between workers; any worker may export KV (`exports`, `servicer`) and fetch it (`fetcher`).
 
     exporter                                              consumer
     Exports.open ── advance × n ── commit ──┐             fetch, fetch_prefix
          Export.frames(box) ── wire ── KvServicer ══════▶ KvSource ── Receiver ── engine.write_kv
                                             └─ released, lease over or failed ── on_closed
 
-`source.KvSource` is the seam behind which the bulk path stands; gRPC is its one implementation.
+Read `fetcher` first. A transport for KV implements `source.KvSource`; gRPC is the only one so far.
 """

@@ -1,4 +1,4 @@
-"""Channels to the kv listeners of exporters, one per address and state of the TLS files, shared by all fetches."""
+"""Channels to the kv listeners of exporters: one for each address and state of the TLS files, shared by all fetches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class _PooledChannel:
 
 
 class KvChannels:
-    """Keeps channels open while in use, and MAX_IDLE more that were used last; lives on the asyncio loop.
+    """Keeps channels open while in use, and the MAX_IDLE idle ones that were used last; used on the asyncio loop
+    only.
 
-    With `tls`, exporters must have a certificate of `role`, and a channel that was made with older files ends with
-    its last user.
+    With `tls`, exporters must have a certificate of `role`. A channel that was made with older TLS files is closed when
+    its last user is done.
     """
 
     def __init__(self, tls: Tls | None = None, role: str = "prefill") -> None:
@@ -34,7 +35,7 @@ class KvChannels:
 
     @contextlib.asynccontextmanager
     async def use(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """A channel to `address` ("host:port")."""
+        """Yield a channel to `address` ("host:port")."""
         key = (address, self._generation)
         entry = self._entries.pop(key, None) or _PooledChannel(kv_channel(address, self._tls, self._role))
         self._entries[key] = entry

@@ -1,8 +1,8 @@
-"""What closes a stream of KV: the manifest, then the commit with the handoff; through the generated classes.
+"""The frames that close a stream of KV: the manifest, then the commit with the handoff.
 
-Both must be, byte for byte, what their contents are serialized to. So a flipped bit in one of them is seen, as far as
-the comparison with what arrived does not show it: the manifest is compared with the frames before it, the commit with
-the length and the shards that were asked for, and with the SHA-256 of its handoff.
+Both must be encoded exactly as their contents are serialized here. So a flipped bit in them is noticed, unless the
+comparison with what arrived notices it anyway: the manifest is compared with the frames before it, the commit with the
+length and the shards that were asked for, and with the SHA-256 of its handoff.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from baton.rpc.convert import handoff_from_proto, handoff_to_proto, shard_from_p
 HANDOFF_VERSION = 2
 
 TokenRun = tuple[int, int, int]
-"""(layer, first token, one past the last token)."""
+"""(layer, first token, end of tokens): consecutive tokens of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a stream has carried of the layers and heads of `shard`, which were asked for.
+    """The frames that a stream has carried, of the layers and heads of `shard`.
 
-    `digest` is the CRC-32C over the frames' checksums in the order sent.
+    `digest` is the CRC-32C over the checksums of the frames, in the order in which they were sent.
     """
 
     frames: int
@@ -40,9 +40,10 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The end of a stream; `handoff` is a serialized Handoff whose SHA-256 was checked, None if it is a prefix's.
+    """The end of a stream; `handoff` is a serialized Handoff whose SHA-256 is checked, None for the export of a
+    prefix.
 
-    `shards` are all those of the exporter. `prefix_digest` names the last full block of a prefix.
+    `shards` are all shards of the exporter. `prefix_digest` is the digest of a prefix's last full block.
     """
 
     length: int
@@ -53,7 +54,7 @@ class Commit:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """A manifest frame."""
+    """A manifest as a frame."""
     ranges = [kv_pb2.KvRange(layer=layer, token_start=start, token_end=end) for layer, start, end in manifest.runs]
     return _bytes(
         kv_pb2.KvFrame(
@@ -71,7 +72,9 @@ def encode_commit(
     version: int = HANDOFF_VERSION,
     prefix_digest: bytes = b"",
 ) -> bytes:
-    """A commit frame for an export of `length` tokens and a serialized Handoff; None if it hands nothing over."""
+    """A commit frame for an export of `length` tokens; `handoff` is a serialized Handoff, None for the export of a
+    prefix.
+    """
     return _bytes(
         kv_pb2.KvFrame(
             commit=kv_pb2.KvCommit(
@@ -87,7 +90,7 @@ def encode_commit(
 
 
 def decode(frame: bytes) -> Manifest | Commit:
-    """Read and check a frame that closes a stream; raises CorruptFrame."""
+    """Decode and check a manifest or a commit; raises CorruptFrame."""
     try:
         message = kv_pb2.KvFrame.FromString(frame)
     except DecodeError:
@@ -111,7 +114,7 @@ def pack(handoff: Handoff) -> bytes:
 
 
 def unpack(data: bytes) -> Handoff:
-    """Undo `pack`; raises TransferError if the bytes are no handoff, or break a rule of its types."""
+    """Deserialize a handoff; raises TransferError if the bytes are not a valid one."""
     try:
         return handoff_from_proto(kv_pb2.Handoff.FromString(data))
     except (DecodeError, BatonError) as error:

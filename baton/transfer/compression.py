@@ -1,11 +1,11 @@
-"""KV in fewer bytes on the wire, if the consumer asks for it: which parts a frame has then.
+"""Compressed KV on the wire, if the consumer asks for it: the parts of a frame.
 
     k   [tokens, heads, ...] float32, bfloat16 or float16
       ──▶ k        [tokens, heads, ...]  int8 or float8_e4m3fn
           k.scale  [tokens, heads]       bfloat16
 
-What comes back is not what was sent, though close (`baton.transfer.quantized`): it is good for the sequence that it was
-sent for, and must never be cached under the name of what was computed.
+Expanded KV is close to the KV that was sent, but not equal to it (`baton.transfer.quantized`). It serves the sequence
+that it was sent for, and must never be cached under the digest of the exact KV.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from baton.errors import CorruptFrame, EncodingRefused
 from baton.kv.format import DTYPE_BYTES, KvCompression, KvFormat, PartData
 
 SCALE = ".scale"
-"""Suffix of the part that holds another's factors."""
+"""Suffix of the name of a part that holds the scales of another part."""
 
 SCALE_DTYPE = "bfloat16"
 DTYPES = {KvCompression.INT8: "int8", KvCompression.FP8: "float8_e4m3fn"}
 
 
 def compress(parts: Sequence[PartData], compression: KvCompression) -> Sequence[PartData]:
-    """The parts of a frame, each encoded and followed by its factors; as they are for NONE."""
+    """The parts of a frame, each encoded and followed by its scales; unchanged for NONE."""
     if compression is KvCompression.NONE:
         return parts
     # Loads torch, which a worker with the fake engine does without.
@@ -33,10 +33,9 @@ def compress(parts: Sequence[PartData], compression: KvCompression) -> Sequence[
 
 
 def expand(parts: Sequence[PartData], kv_format: KvFormat, compression: KvCompression) -> Sequence[PartData]:
-    """Undo `compress`, in the element types of `kv_format`; parts that are not compressed are left as they are.
+    """Undo `compress`, in the element types of `kv_format`; parts that are not compressed stay as they are.
 
-    Raises EncodingRefused for parts in another encoding than `compression`, CorruptFrame for a shape that is not the
-    format's.
+    Raises EncodingRefused for parts in an encoding other than `compression`, CorruptFrame for a wrong shape.
     """
     sent = {part.name: part for part in parts}
     if compression is KvCompression.NONE:
@@ -66,6 +65,6 @@ def _dtypes(parts: Sequence[PartData]) -> dict[str, str]:
 
 
 def _wanted(kv_format: KvFormat, compression: KvCompression) -> dict[str, str]:
-    """The element type of each part of a frame, by name."""
+    """The element type of each part of a frame, by its name."""
     names = [part.name for part in kv_format.parts]
     return dict.fromkeys(names, DTYPES[compression]) | {name + SCALE: SCALE_DTYPE for name in names}

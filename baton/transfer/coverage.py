@@ -1,4 +1,4 @@
-"""Which tokens of which layers a stream has carried: the bookkeeping of exporter and consumer alike."""
+"""Which tokens of which layers a stream has carried; used by exporter and consumer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.transfer.closing import TokenRun
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of the canonical (token, layer, head) space; without tokens it asks for the commit alone."""
+    """A box in the space of (token, layer, head). A box without tokens asks for the commit only."""
 
     tokens: range
     layers: range
@@ -19,14 +19,14 @@ class Box:
 
 
 class Coverage:
-    """The part of a box that has been carried, exactly once."""
+    """The part of a box that was carried. No token of a layer may be carried twice."""
 
     def __init__(self, box: Box) -> None:
         self._box = box
         self._runs: dict[int, list[list[int]]] = {layer: [] for layer in box.layers}
 
     def add(self, layer: int, tokens: range, heads: range) -> None:
-        """Count one frame; raises CorruptFrame if it lies outside the box or on what was carried already."""
+        """Add one frame; raises CorruptFrame if it lies outside the box, or if some of it was carried before."""
         box = self._box
         if layer not in box.layers or heads != box.heads or not _within(tokens, box.tokens):
             raise CorruptFrame(
@@ -46,11 +46,11 @@ class Coverage:
         runs[at - joins_before : at + joins_after] = [[start, stop]]
 
     def runs(self) -> tuple[TokenRun, ...]:
-        """The longest runs carried, by layer and token."""
+        """The longest runs of tokens carried, by layer and token."""
         return tuple((layer, start, stop) for layer, runs in self._runs.items() for start, stop in runs)
 
     def missing(self) -> list[Box]:
-        """What was not carried, one box for each gap of a layer."""
+        """What was not carried: one box for each gap in a layer."""
         gaps = []
         for layer, runs in self._runs.items():
             at = self._box.tokens.start

@@ -1,12 +1,12 @@
-"""One exported KV cache: what is final of it, its streams, its lease, its end (see `exports` for its life).
+"""One exported KV cache: which tokens are final, its streams, its lease, its end (`exports` shows its life).
 
-Each stream sends what is final, in the order of production: a chunk goes through all layers before the
-next. One frame is read from the engine while the one before is being sent; that is all the read-ahead there
-is, so a slow consumer costs two frames. A consumer that has the leading tokens already may have to wait for as long
-as they are computed here: meanwhile it is told of progress, every PROGRESS_S at most.
+Each stream sends final KV in the order in which it was computed: a chunk passes through all layers before the next
+chunk starts. While one frame is sent, the next is read from the engine. There is no other read-ahead, so a slow
+consumer costs the memory of two frames. A consumer that has the leading tokens already may have to wait while they are
+computed here. Meanwhile it gets an empty progress frame at least every PROGRESS_S.
 
-The lease runs from the commit. Every frame that a consumer takes renews it; a consumer that takes none loses the
-export even while its stream stands. Timers belong to the loop, not to any scheduler.
+The lease begins at the commit. Each frame that a consumer reads renews it. If a consumer reads none, the export ends,
+even while its stream is open. The timers are those of the event loop, so they do not depend on a scheduler.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from baton.transfer.waiters import add_waiter, wake_all
 PROGRESS_S = 1.0
 
 _Frame = tuple[int, range, bytes, int, int]
-"""Layer, tokens, the encoded frame, its checksum, and the payload's bytes."""
+"""Layer, tokens, the encoded frame, its checksum, and the bytes of its payload."""
 
 
 class Export:
-    """One exported KV cache; made by `Exports.open`."""
+    """One exported KV cache; `Exports.open` makes it."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Export:
         self._committed = False
         self._handoff: Handoff | None = None
         self.is_prefix = False
-        """Whether it hands nothing over: others will hold its KV under the names of blocks."""
+        """Whether it has no handoff. Its consumers will cache the KV under the digests of its blocks."""
         self._prefix_digest = b""
         self._commit: bytes | None = None
         self._ended: TransferError | None = None
@@ -79,12 +79,12 @@ class Export:
 
     @property
     def ended(self) -> bool:
-        """Whether the export was released, reaped or failed."""
+        """Whether the export was released, has failed, or its lease is over."""
         return self._ended is not None
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended and no read of its is in flight."""
+        """Whether it has ended and none of its reads is running."""
         return self.ended and not self._reading
 
     @property
@@ -93,7 +93,9 @@ class Export:
         return math.inf if self._timer is None else max(0.0, self._lease_until - self._loop.time())
 
     def advance(self, layer: int, token_end: int) -> None:
-        """Tokens `[0, token_end)` of the layer are final; from any thread. Does nothing once it has ended.
+        """Record that tokens `[0, token_end)` of the layer are final.
+
+        May be called from any thread; ignored after the end.
 
         Raises InvalidRequest for a layer or token outside of the export.
         """
@@ -111,16 +113,17 @@ class Export:
         self._loop.call_soon_threadsafe(self._wake)
 
     def commit(self, handoff: Handoff) -> None:
-        """All KV is final; the lease begins. Does nothing once the export has ended.
+        """Record that all KV is final, with its handoff; the lease begins. Ignored after the end.
 
-        Raises IncompleteTransfer if a layer has not advanced to the last token, InvalidRequest a second time.
+        Raises IncompleteTransfer if a layer has not advanced to the last token, InvalidRequest if it was committed
+        before.
         """
         self._commit_with(handoff)
 
     def commit_prefix(self, digest: bytes) -> None:
-        """All KV was final when it was exported, and nothing is handed over with it; else as `commit`.
+        """Commit KV that was final from the start, without a handoff; otherwise like `commit`.
 
-        `digest` names its last full block.
+        `digest` is that of its last full block.
         """
         self._prefix_digest, self.is_prefix = digest, True
         for layer in range(len(self._final)):
@@ -142,11 +145,11 @@ class Export:
         self._renew()
 
     def fail(self, error: Exception) -> None:
-        """End the export; its streams end with the error. Does nothing once it has ended."""
+        """End the export; its streams end with the error. Ignored after the end."""
         self.end(f"failed at its source: {error}")
 
     def end(self, reason: str) -> None:
-        """End the export for a reason that its streams report; idempotent."""
+        """End the export, for a reason that its streams report; idempotent."""
         if self.ended:
             return
         self._ended = TransferError(f"transfer {self.transfer_id} {reason}")
@@ -158,9 +161,9 @@ class Export:
         self._close_when_unread()
 
     async def frames(self, box: Box, compression: KvCompression = KvCompression.NONE) -> AsyncGenerator[bytes, None]:
-        """The stream of one FetchKv: data as it becomes final, the manifest, and the commit when it is there.
+        """The stream of one FetchKv: data frames as KV becomes final, then the manifest, then the commit.
 
-        `box` lies within the export. Raises TransferError when the export ends before the stream does.
+        `box` must lie within the export. Raises TransferError if the export ends before the stream does.
         """
         self._renew()
         carried, digest, count = Coverage(box), 0, 0
@@ -208,7 +211,7 @@ class Export:
         return max(1, self._frame_bytes // layer_bytes)
 
     def _read_next(self, pieces: _Pieces, box: Box, compression: KvCompression) -> asyncio.Future[_Frame] | None:
-        """Start to read the next piece, if one is final."""
+        """Start to read the next piece, if it is final."""
         self._check()
         piece = pieces.next_piece(self._final)
         if piece is None:
@@ -239,7 +242,10 @@ class Export:
         self._close_when_unread()
 
     def _close_when_unread(self) -> None:
-        """Called at the end and after each read; no read begins after the end, so that this happens once."""
+        """Close the export once it has ended and no read is running.
+
+        No read starts after the end, so it closes once.
+        """
         if self.ended and not self._reading:
             self._on_closed()
 
@@ -248,7 +254,7 @@ class Export:
             raise TransferError(str(self._ended))
 
     async def _wait_for_change(self) -> None:
-        """Wait until something is final, committed or ended; raises if the export has ended."""
+        """Wait until KV is final, committed, or the export has ended, in which case it raises."""
         self._check()
         with add_waiter(self._waiting) as waiter:
             await waiter
@@ -263,7 +269,7 @@ class Export:
         wake_all(self._waiting)
 
     def _renew(self) -> None:
-        """Let the lease run anew from now; it does not run before the commit."""
+        """Restart the lease now; it does not run before the commit."""
         if self._committed and not self.ended:
             self._lease_until = self._loop.time() + self._lease_s
             if self._timer is None:
@@ -279,7 +285,7 @@ class Export:
 
 
 class _Pieces:
-    """Cuts a box into frames in the order of production: the layer that lags behind first."""
+    """Cuts a box into frames, in the order in which KV is computed: the layer that is furthest behind goes first."""
 
     def __init__(self, box: Box, tokens_a_frame: int) -> None:
         self._next = dict.fromkeys(box.layers, box.tokens.start)
@@ -288,11 +294,11 @@ class _Pieces:
 
     @property
     def done(self) -> bool:
-        """Whether all was taken."""
+        """Whether all pieces were taken."""
         return all(at == self._stop for at in self._next.values())
 
     def next_piece(self, final: list[int]) -> tuple[int, range] | None:
-        """The next piece, given how many tokens of each layer are final; None if there is none yet."""
+        """The next piece, given the number of final tokens of each layer; None if there is none yet."""
         ready = [(at, layer) for layer, at in self._next.items() if at < min(final[layer], self._stop)]
         if not ready:
             return None

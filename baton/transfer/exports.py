@@ -4,16 +4,17 @@
        │           └──────── fail, close, release ────────────▲
        └── withdraw ──────────────────────────────────────────┘   (never opened: no on_closed)
 
-A FetchKv may overtake the prefill that it depends on: one of an unknown id waits `unknown_wait_s` for it to
-be announced or opened, one of an announced id as long as its caller does, since a prompt may stand in line.
+A FetchKv may arrive before the prefill that it waits for. If its id is unknown, it waits `unknown_wait_s` for the id to
+be announced or opened. If its id is announced, it waits as long as its caller does, because a prompt may wait in a
+queue.
 
-An export ends once: it is unlisted, its streams end with an error, and as soon as no `read_kv` of its is in
-flight, `on_closed` is called, once, and the owner frees the handle. Ids that ended are remembered, so that
-what belonged to a dead attempt can't be opened again: the last `REMEMBERED` of them, each with the first
-`REASON_LENGTH` characters of what ended it. The RPCs take ids of at most `MAX_ID_LENGTH` characters, so
-that is about 35 MB at most.
+An export ends once. It is then not listed any more, and its streams end with an error. When none of its reads is
+running any more, `on_closed` is called, once, and the owner frees the handle. Ids that ended are remembered, so that a
+late message of a dead attempt can't open them again: the last `REMEMBERED` ids, each with the first `REASON_LENGTH`
+characters of why it ended. The RPCs accept ids of at most `MAX_ID_LENGTH` characters, so this takes about 35 MB at
+most.
 
-All runs on one asyncio loop but `Export.advance`, which any thread may call.
+Everything runs on one asyncio loop, except `Export.advance`, which any thread may call.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Exports:
         frame_bytes: int = 4 << 20,
         shards: Sequence[Shard] = (),
     ) -> None:
-        """`shards` are all those of the worker, each exported by its own process; none stands for a single one."""
+        """`shards` are all shards of the worker; each is exported by its own process. By default there is one."""
         self._engine = engine
         self.incarnation = incarnation
         self._shards = shards or (engine.spec.kv_format.whole,)
@@ -62,9 +63,9 @@ class Exports:
         self._closed = False
 
     def announce(self, transfer_id: str) -> None:
-        """The id will be opened or withdrawn: fetches of it wait as long as their callers do.
+        """Say that the id will be opened or withdrawn; fetches of it wait as long as their callers do.
 
-        Raises as `open` does, and InvalidRequest if another prompt has announced it.
+        Raises the errors of `open`, and InvalidRequest if another prompt has announced the id.
         """
         self._check_new(transfer_id)
         if transfer_id in self._announced:
@@ -73,17 +74,17 @@ class Exports:
         self._wake_waiters(transfer_id)
 
     def withdraw(self, transfer_id: str, reason: str) -> None:
-        """The announced id won't be opened: fetches of it end with NOT_FOUND. Nothing if it was opened."""
+        """Say that an announced id won't be opened; fetches of it end with NOT_FOUND. Ignored if it was opened."""
         if transfer_id in self._announced:
             self._remember(transfer_id, reason)
 
     def open(
         self, transfer_id: str, handle: KvHandle, tokens: int, *, on_closed: Callable[[], object] = lambda: None
     ) -> Export:
-        """Export the first `tokens` tokens of the handle; `on_closed` is called, once, when that is over.
+        """Export the first `tokens` tokens of the handle; `on_closed` is called once, when the export is closed.
 
-        It is called on the loop, perhaps from within `release`, `fail` or `close`. Raises InvalidRequest if
-        the id is open, TransferError if it has ended (perhaps before it began), Unavailable after `close`.
+        It is called on the loop, perhaps from within `release`, `fail` or `close`. Raises InvalidRequest if the id is
+        open, TransferError if it has ended (also if it ended before it was opened), Unavailable after `close`.
         """
         self._check_new(transfer_id)
         if not 0 < tokens <= handle.capacity:
@@ -117,7 +118,7 @@ class Exports:
         return export
 
     async def find(self, transfer_id: str, incarnation: str) -> Export:
-        """The open export, waiting for it if need be. Raises StaleIncarnation or NotFound."""
+        """The open export with this id; waits for it if necessary. Raises StaleIncarnation or NotFound."""
         self._check_incarnation(incarnation)
         give_up = asyncio.get_running_loop().time() + self._unknown_wait_s
         while (export := self._open.get(transfer_id)) is None:
@@ -139,7 +140,7 @@ class Exports:
         return export
 
     def release(self, transfer_id: str, incarnation: str, reason: str = "was released") -> None:
-        """End an export; idempotent. An id not opened yet never will be; another incarnation's is gone."""
+        """End an export; idempotent. An id that is not open can't be opened later. Ignored for another incarnation."""
         if incarnation != self.incarnation:
             return
         if (export := self._open.get(transfer_id)) is not None:
@@ -148,13 +149,13 @@ class Exports:
             self._remember(transfer_id, reason)
 
     def _check_incarnation(self, incarnation: str) -> None:
-        """Raise StaleIncarnation if another incarnation of this worker was meant."""
+        """Raise StaleIncarnation if the caller means another incarnation of this worker."""
         if incarnation != self.incarnation:
             # The right one is not named: without tickets, knowing it is what lets a caller release an export.
             raise StaleIncarnation(f"incarnation: the exporter has been restarted, got {preview(incarnation)}")
 
     def close(self) -> None:
-        """Fail all exports and every fetch that waits for one; nothing can be opened any more."""
+        """End all exports and every fetch that waits for one; nothing can be opened after this."""
         self._closed = True
         for export in list(self._open.values()):
             export.end("ended: its exporter is closing")
@@ -162,7 +163,7 @@ class Exports:
             wake_all(waiting)
 
     async def wait_closed(self) -> None:
-        """Return once no export is left and every `on_closed` was called."""
+        """Wait until no export is left and every `on_closed` was called."""
         while self._unclosed:
             with add_waiter(self._draining) as waiter:
                 await waiter

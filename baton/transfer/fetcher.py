@@ -1,14 +1,13 @@
-"""Fetching: pull KV into a handle's pages, and return the handoff only of what is complete and committed.
+"""Fetches KV into a handle's pages; returns the handoff only if everything arrived and is committed.
 
-    each shard:  frames ──▶ Receiver.take (in an executor) ──▶ gaps? each once more ──▶ commit
+    each shard:  frames ──▶ Receiver.add_frame (in an executor) ──▶ gaps? fetch each once more ──▶ commit
     all shards:  ──▶ release
 
-`fetch` takes over a request, with the KV that is not there already; `fetch_prefix` takes KV alone. Either is complete
-when every shard is.
+`fetch` takes over a request, with the KV that is not here already. `fetch_prefix` fetches KV only. Each is complete
+when all shards are.
 
-The next frame is received while the one before is checked and written, and no more than that. A write can't
-be cancelled, so neither function returns or raises before the last one has ended: the handle may be freed
-at once.
+While one frame is checked and written, the next one is received; there is no other read-ahead. A write can't be
+cancelled, so these functions return or raise only after the last write has ended. Then the caller may free the handle.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from baton.transfer.source import KvSource
 async def fetch(
     sources: Sequence[KvSource], engine: Engine, handle: KvHandle, *, tokens: int, first: int = 0, timeout_s: float
 ) -> Handoff:
-    """Pull an export of `tokens` tokens into the handle, from token `first` on, and release it whatever happens.
+    """Pull tokens `[first, tokens)` of an export into the handle, and release the export in any case.
 
-    `sources` are its shards. The tokens before `first` are there already; if all are, the manifests and the commits
-    alone are asked for. `timeout_s` bounds all. KV that comes in a compression is not what the exporter holds, and must
-    not be published. Raises only TransferError and its subclasses, EncodingRefused where the exporter does not know the
+    `sources` are the shards of the export. If the handle has all tokens already, only manifests and commits are
+    fetched. `timeout_s` limits the whole fetch. KV that comes compressed differs from the exporter's and must not be
+    published. Raises only TransferError and its subclasses; EncodingRefused if the exporter does not know the
     compression.
     """
     async with _release_at_end(sources):
@@ -55,10 +54,10 @@ async def fetch_prefix(
     digest: bytes,
     timeout_s: float,
 ) -> None:
-    """Pull `tokens` of an export of `length` tokens that hands nothing over, and release it whatever happens.
+    """Pull `tokens` of an export of `length` tokens that has no handoff, and release the export in any case.
 
-    `digest` names the last full block of the export. It is never compressed. All else is as with `fetch`. Raises
-    WrongPrefix, too, if the exporter holds what it sent by another name.
+    `digest` is that of the export's last full block. The KV is never compressed. Raises WrongPrefix if the exporter's
+    digest is another one; the other errors are those of `fetch`.
     """
     async with _release_at_end(sources), _limit_time(timeout_s):
         for receiver in await _pull(sources, engine, handle, _whole(engine, tokens), length):
@@ -70,7 +69,7 @@ async def fetch_prefix(
 async def pull(
     sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, *, length: int, timeout_s: float
 ) -> Handoff:
-    """Pull one box of an export of `length` tokens into the handle, from the shards that have some of it.
+    """Pull one box of an export of `length` tokens into the handle, from the shards that have a part of it.
 
     The export stays open. A bad frame is fetched once more. Raises TransferError and its subclasses, each counted by
     kind.
@@ -91,7 +90,7 @@ def _whole(engine: Engine, tokens: range) -> Box:
 
 @asynccontextmanager
 async def _release_at_end(sources: Sequence[KvSource]) -> AsyncIterator[None]:
-    """Release the export at the end of the block, however that comes."""
+    """Release the export at the end of the block, also after an error or a cancellation."""
     try:
         yield
     finally:
@@ -101,7 +100,7 @@ async def _release_at_end(sources: Sequence[KvSource]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _limit_time(timeout_s: float) -> AsyncIterator[None]:
-    """Raise IncompleteTransfer when time is up, and count whatever TransferError ends the block."""
+    """Raise IncompleteTransfer if the block takes longer; count each TransferError that ends it."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -114,9 +113,9 @@ async def _limit_time(timeout_s: float) -> AsyncIterator[None]:
 
 
 async def _pull(sources: Sequence[KvSource], engine: Engine, handle: KvHandle, box: Box, length: int) -> list[Receiver]:
-    """Pull from each shard what it has of the box; for each the receiver that saw its commit.
+    """Pull the box from all shards that have a part of it; returns the receiver that saw the commit of each.
 
-    The first failure ends all.
+    The first failure ends all pulls.
     """
     shards = [replace(source.shard, kv_address="") for source in sources]
     if not engine.spec.kv_format.is_covered_by(shards):
@@ -141,7 +140,7 @@ def _intersect(one: range, other: range) -> range:
 async def _pull_shard(
     source: KvSource, engine: Engine, handle: KvHandle, box: Box, length: int, shards: Sequence[Shard]
 ) -> Receiver:
-    """The first receiver that saw the shard's commit, once all gaps are filled."""
+    """The receiver that saw the shard's commit, once all gaps are filled."""
 
     def receiver(box: Box) -> Receiver:
         return Receiver(engine, handle, box, length, shards, source.seed, source.compression)
@@ -160,7 +159,7 @@ async def _pull_shard(
 
 
 async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:
-    """Run one stream to its end; returns what has to be fetched again."""
+    """Read one stream to its end; returns the boxes to fetch again."""
     loop = asyncio.get_running_loop()
     writing: asyncio.Future[None] | None = None
     async with aclosing(source.frames(receiver.box)) as frames:
@@ -178,7 +177,7 @@ async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:
 
 
 async def _wait_to_end(work: asyncio.Future[Any]) -> None:
-    """Wait for a write or a release, through cancellations as well, which are raised after it."""
+    """Wait for a write or a release to end. A cancellation meanwhile is raised after that."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:

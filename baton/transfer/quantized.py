@@ -1,16 +1,16 @@
-"""One byte an element: int8 or float8_e4m3fn, with one factor for each row.
+"""Quantization to one byte an element: int8 or float8_e4m3fn, with one scale for each row.
 
-A row is what one head of a part has of one token. Its factor is its largest magnitude over that of the encoding
-(LARGEST), rounded up to bfloat16 so that nothing is cut off, and at least SMALLEST_FACTOR. An element `x` comes back
-as `y`, before it is rounded to the consumer's element type:
+A row is one head of one token of a part. Its scale is its largest magnitude divided by that of the encoding (LARGEST),
+rounded up to bfloat16 so that no element is clipped, and at least SMALLEST_FACTOR. An element `x` comes back as `y`,
+before it is rounded to the consumer's element type:
 
-    int8             |y - x| <= factor / 2                      about 1/254 of the row's largest magnitude
-    float8_e4m3fn    |y - x| <= max(|x| / 16, factor / 1024)    3 bits of mantissa
+    int8             |y - x| <= scale / 2                      about 1/254 of the row's largest magnitude
+    float8_e4m3fn    |y - x| <= max(|x| / 16, scale / 1024)    3 bits of mantissa
 
-Zeros stay zeros. A row with an element that is not finite, or beyond LARGEST_FINITE, comes back as NaN as a whole: it
-was unusable before, and what uses it must notice.
+Zeros stay zeros. If an element of a row is not finite, or larger than LARGEST_FINITE, the whole row comes back as NaN:
+it was useless before, and the sampler must notice that.
 
-All is computed in float32 with torch's operators, on the caller's thread.
+All computations are in float32, with torch's operators, on the caller's thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOW_HALF = 0xFFFF
 
 
 def quantize(part: PartData, encoding: str, scale_name: str) -> tuple[PartData, PartData]:
-    """The part in the encoding, one of LARGEST, and its factors: `[tokens, heads]` in bfloat16."""
+    """The part in `encoding`, which is a key of LARGEST, and its scales: `[tokens, heads]` in bfloat16."""
     elements = _elements(part, DTYPES[part.dtype])
     factors = _factors(elements, LARGEST[encoding])
     scaled = elements.to(torch.float32) * factors.reciprocal().unsqueeze(-1)
@@ -43,7 +43,7 @@ def quantize(part: PartData, encoding: str, scale_name: str) -> tuple[PartData, 
 
 
 def dequantize(part: PartData, scale: PartData, dtype: str) -> PartData:
-    """Undo `quantize`, in `dtype`."""
+    """Undo `quantize`; the result has elements of `dtype`."""
     kept = DTYPES[dtype]
     # Encoded elements and factors are exact in bfloat16, and their product is rounded once.
     wide = torch.bfloat16 if kept is torch.bfloat16 else torch.float32
@@ -53,7 +53,7 @@ def dequantize(part: PartData, scale: PartData, dtype: str) -> PartData:
 
 
 def _factors(elements: Tensor, largest: float) -> Tensor:
-    """`[tokens, heads]` in float32, each a number that bfloat16 holds; NaN for a row that can't be encoded."""
+    """Scales `[tokens, heads]` in float32 that bfloat16 represents exactly; NaN for a row that can't be encoded."""
     most = elements.abs().amax(-1).to(torch.float32)
     bits = (most / largest).clamp_(min=SMALLEST_FACTOR).view(torch.int32)
     up = ((bits + _LOW_HALF) & ~_LOW_HALF).view(torch.float32)
@@ -61,7 +61,7 @@ def _factors(elements: Tensor, largest: float) -> Tensor:
 
 
 def _elements(part: PartData, dtype: torch.dtype) -> Tensor:
-    """`[tokens, heads, elements]`, a view."""
+    """The part as `[tokens, heads, elements]`, a view."""
     return torch.frombuffer(part.data, dtype=dtype).view(*part.shape[:2], -1)
 
 

@@ -1,9 +1,8 @@
-"""The consumer's end of one stream: takes its frames, checks all, writes what is sound.
+"""The consumer's end of one stream: checks each frame, and writes the valid ones.
 
-A frame that fails its own check (`wire.decode`) is counted as bad and leaves a gap, which the fetcher asks
-for again. What is sound in itself but has no place in the stream (outside of the box, sent twice, after the
-commit) ends the transfer at once. Nothing here is asynchronous: the fetcher calls `take` on some thread,
-one call at a time.
+A frame that fails its own check (`wire.decode`) is counted as bad. It leaves a gap, which the fetcher fetches again. A
+valid frame that does not belong in the stream (outside of the box, sent twice, after the commit) ends the transfer.
+Nothing here is asynchronous: the fetcher calls `add_frame` on some thread, one call at a time.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from baton.transfer.coverage import Box, Coverage
 
 
 class Receiver:
-    """Receives the box of an export that is `length` tokens long into the handle's pages.
+    """Receives a box of an export of `length` tokens into the handle's pages.
 
-    `shards` are those that make up the exporter's KV. `seed` is that of the export's frames (`wire.seed_of`),
-    `compression` what they were asked for in.
+    `shards` are all shards of the exporter. `seed` is that of the export's frames (`wire.seed_of`), `compression` is
+    what the frames were asked for in.
     """
 
     def __init__(
@@ -40,10 +39,10 @@ class Receiver:
     ) -> None:
         self.box = box
         self.bad_frames = 0
-        """Frames that failed their check."""
+        """Number of frames that failed their check."""
         self.committed = False
         self.handoff: Handoff | None = None
-        """Set by the commit, unless it is a prefix's."""
+        """Set by the commit; None for the export of a prefix."""
         self.prefix_digest = b""
         """Set by the commit of a prefix."""
         self._engine = engine
@@ -58,7 +57,7 @@ class Receiver:
         self._manifest: Manifest | None = None
 
     def add_frame(self, raw: bytes) -> None:
-        """One frame; raises TransferError when the transfer can't succeed any more."""
+        """Check and write one frame; raises TransferError if the transfer can't succeed any more."""
         if self.committed:
             raise CorruptFrame("a frame was sent after the commit")
         if raw == wire.PROGRESS:
@@ -78,9 +77,9 @@ class Receiver:
                 self._add_commit(frame)
 
     def gaps(self) -> list[Box]:
-        """At the stream's end: what has to be fetched again because of bad frames.
+        """At the end of the stream: the boxes to fetch again because of bad frames.
 
-        Raises IncompleteTransfer if something lacks though no frame was bad.
+        Raises IncompleteTransfer if something is missing although no frame was bad.
         """
         missing = self._coverage.missing()
         if not self.bad_frames:
@@ -113,7 +112,7 @@ class Receiver:
             raise TransferError(f"layer {layer} from token {token} on could not be written: {error}") from error
 
     def _add_manifest(self, manifest: Manifest) -> None:
-        """Compare with what arrived; where frames were bad, with what should have arrived."""
+        """Compare the manifest with the frames that arrived; if some were bad, with those that should have arrived."""
         if self._manifest is not None:
             raise CorruptFrame("a second manifest was sent")
         tokens, layers = self.box.tokens, self.box.layers

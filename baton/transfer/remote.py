@@ -1,4 +1,4 @@
-"""KV at another worker, as those name it who are told where to fetch it. Pure."""
+"""KV at another worker, as a message names it. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from baton.kv.format import Shard
 
 MAX_TICKET_BYTES = 4096
-"""Most bytes of a signed ticket; one has about 200."""
+"""Largest size of a signed ticket; a real one has about 200 bytes."""
 
 MAX_SHARDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteExport:
-    """An export of another worker: each of its `shards` serves its part, under the same transfer id.
+    """An export of another worker. Each of its `shards` serves a part of it, under the same transfer id.
 
-    `ticket` is the router's permission to fetch it, empty where the fleet has no ticket keys.
+    `ticket` is the router's permission to fetch it; empty if the fleet has no ticket keys.
     """
 
     transfer_id: str
@@ -27,7 +27,7 @@ class RemoteExport:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A decode worker's export of a prompt's first `tokens` tokens."""
+    """A decode worker's export of the first `tokens` tokens of a prompt."""
 
     export: RemoteExport
     tokens: int

@@ -1,7 +1,7 @@
-"""The Kv service over a worker's exports; it translates only, for those who may ask.
+"""The Kv service over a worker's exports. Translates, and checks tickets.
 
-With a TicketVerifier every call needs a ticket, which is checked before anything is looked up. Registered by hand
-instead of through the generated stubs, because FetchKv's frames are bytes already.
+With a TicketVerifier every call needs a ticket, which is checked before anything is looked up. The service is
+registered by hand and not through the generated stubs, because the frames of FetchKv are already bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SERVICE = "baton.v1.Kv"
 class KvServicer:
     """Serves FetchKv and ReleaseKv; the server's interceptor turns errors into statuses.
 
-    Without `tickets` whoever reaches the listener and knows a transfer id may fetch and release it.
+    Without `tickets`, every caller that reaches the listener and knows a transfer id may fetch and release the export.
     """
 
     def __init__(self, exports: Exports, tickets: TicketVerifier | None = None) -> None:
@@ -53,7 +53,7 @@ class KvServicer:
     async def FetchKv(
         self, request: kv_pb2.FetchKvRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[bytes, None]:
-        """Encoded frames; the initial metadata is sent once the export is open."""
+        """Stream encoded frames; the initial metadata is sent when the export is open."""
         self._check(request, context, use=(_requested_box(request), request.retry))
         try:
             export = await self._exports.find(request.transfer_id, request.incarnation)
@@ -75,9 +75,9 @@ class KvServicer:
         return kv_pb2.ReleaseKvResponse()
 
     def _check(self, request: Any, context: grpc.aio.ServicerContext, use: Use | None = None) -> None:
-        """Raise unless the caller may do this, and the request names something that can be an export.
+        """Raise PermissionDenied without a ticket for this call, and for this `use` if given. Then check the ids.
 
-        Raises PermissionDenied without a ticket for it, good for this `use` if one is given; then InvalidRequest.
+        Raises InvalidRequest for an id that no export can have.
         """
         if self._tickets is not None:
             self._check_ticket(self._tickets, request, context, use)
@@ -125,7 +125,10 @@ def _box(request: kv_pb2.FetchKvRequest, export: Export) -> Box:
 
 
 def _compression(request: kv_pb2.FetchKvRequest, export: Export) -> KvCompression:
-    """What the frames are asked for in. Raises Unsupported for what is not known, and for a compressed prefix."""
+    """The compression that the request asks for.
+
+    Raises Unsupported for an unknown one, and for any compression of a prefix.
+    """
     asked = next((each for each, number in COMPRESSIONS.items() if number == request.compression), None)
     if asked is None:
         known = ", ".join(COMPRESSIONS)
@@ -136,7 +139,7 @@ def _compression(request: kv_pb2.FetchKvRequest, export: Export) -> KvCompressio
 
 
 def _span(name: str, start: int, end: int, limit: int, least: int = 0) -> range:
-    """`[start, end)` of a request, where an end of 0 means `limit`."""
+    """The range `[start, end)` of a request; an `end` of 0 means `limit`."""
     end = end or limit
     if end > limit:
         raise InvalidRequest(f"{name}_end", f"must be at most {limit}", end)

@@ -1,7 +1,6 @@
-"""Where a consumer's frames come from: the narrow seam of the bulk path, and gRPC behind it.
+"""Where a consumer's frames come from: the protocol of a transport for KV, and gRPC as one.
 
-Another transport (RDMA) implements `KvSource`; what is fetched, checked, written and fetched again is not
-its affair.
+Another transport (RDMA) implements `KvSource`. It does not decide what is fetched, and does not check or write frames.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from baton.transfer.coverage import Box
 from baton.transfer.remote import RemoteExport
 
 FAULT_METADATA = "kv-fault"
-"""Trailing metadata of a failed FetchKv whose class its status does not tell."""
+"""Trailing metadata with the class of an error, for errors that the status of a failed FetchKv does not identify."""
 
 COMPRESSIONS = {
     KvCompression.NONE: kv_pb2.KV_COMPRESSION_UNSPECIFIED,
     KvCompression.INT8: kv_pb2.KV_COMPRESSION_INT8,
     KvCompression.FP8: kv_pb2.KV_COMPRESSION_FP8,
 }
-"""As FetchKvRequest has them."""
+"""The numbers of compressions in FetchKvRequest."""
 
 _SERVICE = "/baton.v1.Kv"
 _RELEASE_TIMEOUT_S = 0.5
@@ -51,24 +50,24 @@ class KvSource(Protocol):
 
     @property
     def shard(self) -> Shard:
-        """The layers and heads that it has."""
+        """Its layers and heads."""
 
     @property
     def seed(self) -> int:
-        """What the checksums of its frames begin with (`wire.seed_of`)."""
+        """The seed of its frames' checksums (`wire.seed_of`)."""
 
     @property
     def compression(self) -> KvCompression:
-        """What its frames are asked for in."""
+        """The compression that its frames are asked for in."""
 
     def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
-        """Encoded frames of the box up to the commit, as they become final.
+        """Encoded frames of the box, as they become final, up to the commit.
 
-        Closing the generator ends the stream. Raises TransferError; SourceUnreachable if the source is silent.
+        Closing the generator ends the stream. Raises TransferError; SourceUnreachable if the source sends nothing.
         """
 
     async def release(self) -> None:
-        """End the export if it can be reached; takes a bounded time, and does not raise if that fails."""
+        """End the export, if the source can be reached. Takes a bounded time, and does not raise if it fails."""
 
 
 @contextlib.asynccontextmanager
@@ -81,7 +80,10 @@ async def open_sources(
     consumer: str = "",
     compression: KvCompression = KvCompression.NONE,
 ) -> AsyncIterator[list[KvSource]]:
-    """A source for each shard of an export; see GrpcSource for the rest. Raises TransferError for what is no export."""
+    """Yield a source for each shard of an export; the other parameters are those of GrpcSource.
+
+    Raises TransferError if `export` can't be an export.
+    """
     if not export.transfer_id:
         raise TransferError("transfer_id is empty")
     if not export.shards:
@@ -109,11 +111,11 @@ async def open_sources(
 
 
 class GrpcSource:
-    """One shard of an export behind a gRPC channel.
+    """One shard of an export over a gRPC channel.
 
-    `timeout_s` bounds each call, at both of its ends. The clock of `stall_timeout_s` runs from the opening of
-    the export on, since a prompt may have to wait in a queue; it stands while the consumer itself is busy.
-    The export's ticket is made out to `consumer`; every stream is another retry of it.
+    `timeout_s` limits each call, at both ends. `stall_timeout_s` limits the time between two frames; it starts when the
+    export is open, since a prompt may wait in a queue before that, and does not run while the consumer itself is busy.
+    The export's ticket is made out to `consumer`; each stream counts as another retry of it.
     """
 
     def __init__(

@@ -1,19 +1,19 @@
-"""Tickets: a router's word, signed, that one worker may fetch one export until the request's deadline.
+"""Tickets: a router signs that one worker may fetch one export until the request's deadline.
 
     router     TicketSigner (Ed25519 private key) ── sign ──▶ Start.ticket ──▶ decode ──▶ FetchKvRequest.ticket
-    exporter   TicketVerifier (public keys)       ── check: whose, for what, until when ── once: not seen before
+    exporter   TicketVerifier (public keys)       ── check: consumer, export, expiry ── redeem: not used before
 
-Signed is DOMAIN followed by the serialized Ticket, so that a signature of anything else with the same key can't be
-taken for a ticket. An exporter checks before it looks anything up: who has no good ticket does not even learn whether a
-transfer exists.
+The signature covers DOMAIN followed by the serialized Ticket, so that another message signed with the same key can't be
+used as a ticket. An exporter checks the ticket before it looks anything up: a caller without a valid ticket does not
+even learn whether a transfer exists.
 
-A ticket names its consumer. On a kv listener with TLS the peer's certificate must name the same one, so that a ticket
-is of no use to who steals it; without TLS there is nobody to compare it with but who the request says it is. Besides,
-each (ticket, box, retry) is accepted once. What was accepted is forgotten after MAX_USES others, long after its
-export has ended; an exporter that restarts forgets it too, and is another incarnation, for which no old ticket was made
-out. So neither a flood nor requests with deadlines far away keep an exporter from serving.
+A ticket names its consumer. On a kv listener with TLS, the certificate of the peer must name the same one, so a stolen
+ticket is of no use. Without TLS the ticket can only be compared with the consumer that the request names. In addition,
+each (ticket, box, retry) is accepted once. Accepted uses are forgotten after MAX_USES others, long after their export
+has ended. An exporter that restarts forgets them too, but it is then another incarnation, for which the old tickets are
+not valid. So neither a flood of requests nor distant deadlines keep an exporter from serving.
 
-Clocks of router and exporter may differ by LEEWAY_S.
+The clocks of router and exporter may differ by LEEWAY_S.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ if TYPE_CHECKING:
 
 DOMAIN = b"baton.v1.Ticket\0"
 LEEWAY_S = 5.0
-"""Seconds after its end for which a ticket is still taken, for clocks that differ."""
+"""Seconds for which a ticket is still accepted after it expired, because clocks may differ."""
 
 MAX_USES = 131_072
-"""Uses that are remembered, in about 30 MB: those of many minutes, where an export ends seconds after its prefill."""
+"""Number of uses that are remembered, in about 30 MB.
+
+They cover many minutes; an export ends seconds after its prefill.
+"""
 
 _KEY_ID_BYTES = 8
 _PUBLIC_END = b"-----END PUBLIC KEY-----"
 
 RequestedBox = tuple[int, int, int, int, int, int]
-"""A box as a request states it: first and end of tokens, of layers, of heads, where an end of 0 means all."""
+"""A box as a request gives it: start and end of tokens, of layers, of heads; an end of 0 means all."""
 
 Use = tuple[RequestedBox, int]
 """The box, and the number of the retry."""
@@ -56,16 +59,16 @@ class TicketSigner:
     """Signs with the Ed25519 private key of a PEM file, which is read again when it changes."""
 
     def __init__(self, path: str, *, setting: str = "ticket_key") -> None:
-        """Raises ConfigError naming setting and path if the file holds no such key."""
+        """Raises ConfigError naming setting and path if the file has no such key."""
         self._key = watch_file(path, setting, _parse_private_key)
 
     @property
     def key_id(self) -> bytes:
-        """Id of the key that signs now."""
+        """Id of the key in use now."""
         return self._key.value()[1]
 
     def sign(self, *, transfer_id: str, incarnation: str, consumer: str, expires_unix_s: float) -> bytes:
-        """A serialized SignedTicket; `expires_unix_s` counts seconds since the Unix epoch."""
+        """A serialized SignedTicket; `expires_unix_s` is in seconds since the Unix epoch."""
         key, key_id = self._key.value()
         ticket = kv_pb2.Ticket(
             transfer_id=transfer_id,
@@ -78,26 +81,27 @@ class TicketSigner:
 
 
 class TicketVerifier:
-    """Verifies with the Ed25519 public keys of a PEM file, read again when it changes; lives on one event loop.
+    """Verifies with the Ed25519 public keys of a PEM file, read again when it changes; used on one event loop.
 
-    Several keys let a router's be replaced: add the new one here, then there, then take the old one away.
+    To replace a router's key, add the new public key here, then change the router's key, then remove the old public
+    key.
     """
 
     def __init__(
         self, path: str, *, setting: str = "ticket_keys", clock: Callable[[], float] = time.time, most: int = MAX_USES
     ) -> None:
-        """`clock` tells seconds since the Unix epoch. Raises ConfigError as TicketSigner does."""
+        """`clock` returns seconds since the Unix epoch. Raises ConfigError as TicketSigner does."""
         self._keys = watch_file(path, setting, _parse_public_keys)
         self._clock = clock
         self._most = most
         self._uses: OrderedDict[bytes, None] = OrderedDict()
 
     def key_ids(self) -> tuple[bytes, ...]:
-        """Ids of the keys whose tickets are taken now."""
+        """Ids of the keys whose tickets are accepted now."""
         return tuple(self._keys.value())
 
     def check(self, raw: bytes, *, transfer_id: str, incarnation: str, consumer: str) -> kv_pb2.Ticket:
-        """The ticket, if a router made it out for just this. Raises PermissionDenied naming what is wrong."""
+        """The ticket, if a router made it for exactly this call. Raises PermissionDenied naming what is wrong."""
         ticket = self._verify(raw)
         asked = {"transfer_id": transfer_id, "incarnation": incarnation, "consumer": consumer}
         for name, value in asked.items():
@@ -109,7 +113,7 @@ class TicketVerifier:
         return ticket
 
     def redeem(self, ticket: kv_pb2.Ticket, box: RequestedBox, retry: int) -> None:
-        """Accept this use of a ticket that was checked. Raises PermissionDenied the second time."""
+        """Accept this use of a checked ticket. Raises PermissionDenied if it was used before."""
         use: Use = (box, retry)
         name = hashlib.sha256(repr(use).encode() + ticket.SerializeToString(deterministic=True)).digest()
         if name in self._uses:

@@ -1,4 +1,4 @@
-"""Futures that wait in a set until something has changed; each waiter looks again for itself."""
+"""Futures that wait in a set for a change. A waiter that wakes up must check its condition again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def add_waiter(waiting: set[asyncio.Future[None]]) -> Iterator[asyncio.Future[None]]:
-    """A future that stands in the set while the block runs."""
+    """Yield a future that is in the set while the block runs."""
     waiter = asyncio.get_running_loop().create_future()
     waiting.add(waiter)
     try:
@@ -19,7 +19,7 @@ def add_waiter(waiting: set[asyncio.Future[None]]) -> Iterator[asyncio.Future[No
 
 
 def wake_all(waiting: set[asyncio.Future[None]]) -> None:
-    """Complete every future of the set."""
+    """Complete every future in the set."""
     for waiter in waiting:
         if not waiter.done():
             waiter.set_result(None)

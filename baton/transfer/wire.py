@@ -1,4 +1,4 @@
-"""The frames of a stream of KV. Data frames are made and read by hand, wire-compatible with the message `KvFrame`.
+"""The frames of a stream of KV. Data frames are encoded by hand, compatible with the message `KvFrame`.
 
 A stream is data frames, then one manifest, then one commit (`baton.transfer.closing`):
 
@@ -6,15 +6,15 @@ A stream is data frames, then one manifest, then one commit (`baton.transfer.clo
     manifest    1A <len> KvManifest
     commit      22 <len> KvCommit
 
-and, wherever a consumer would wait long for the next of them, PROGRESS: an empty message.
+If the consumer would wait long for the next of them, it gets PROGRESS, an empty message, in between.
 
-What a generated class serializes is exactly this, and it reads what is made here; by hand, the payload is
-copied once on its way out and not at all on its way in. Reading is strict: fields in ascending order, nothing
-unknown, nothing left over.
+The generated class writes exactly these bytes, and can read them. The hand-made code copies the payload once when it is
+sent, and not at all when it is received. Reading is strict: fields must be in ascending order, with no unknown field
+and no bytes left over.
 
-What a flipped bit meets: the checksum covers the header's bytes before it and the payload; tags and lengths
-outside must fit the frame exactly. A frame of another export, sound in itself, meets the checksum too, which begins
-with the transfer id.
+A flipped bit is always noticed. The checksum covers the payload and the header before the checksum. The tags and
+lengths outside of these must fit the frame exactly. A valid frame of another export fails the checksum too, because the
+checksum begins with the transfer id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton.kv.format import WIRE_DTYPE_BYTES, PartData
 from baton.transfer import closing
 
 PROGRESS = b""
-"""A frame without fields: the export goes on, though there is nothing to send yet."""
+"""A frame without fields: the export is alive, but has nothing to send yet."""
 
 _VARINT, _BYTES, _FIXED32 = 0, 2, 5
 _CHECKSUM = struct.Struct("<BI")
@@ -47,7 +47,7 @@ _MAX_SHAPE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class KvData:
-    """A data frame: each part `[len(tokens), len(heads), ...]`, its data a view into the frame."""
+    """A data frame: each part is `[len(tokens), len(heads), ...]`, its data a view into the frame."""
 
     layer: int
     tokens: range
@@ -62,12 +62,14 @@ class KvData:
 
 
 def seed_of(transfer_id: str) -> int:
-    """What the checksums of an export's frames begin with: the CRC-32C of its transfer id."""
+    """Seed of the checksums of an export's frames: the CRC-32C of its transfer id."""
     return int(crc32c.crc32c(transfer_id.encode()))
 
 
 def encode_data(layer: int, tokens: range, heads: range, parts: Sequence[PartData], seed: int = 0) -> tuple[bytes, int]:
-    """A data frame and its checksum: CRC-32C over the header's bytes before it, then the payload, from `seed` on."""
+    """A data frame and its checksum: the CRC-32C, starting from `seed`, of the header before it and then the
+    payload.
+    """
     views = [memoryview(part.data).cast("B") for part in parts]
     described = b"".join(_bytes_field(6, _part(part, view.nbytes)) for part, view in zip(parts, views, strict=True))
     head = (
@@ -88,14 +90,14 @@ def encode_data(layer: int, tokens: range, heads: range, parts: Sequence[PartDat
 
 
 def extend_digest(digest: int, checksum: int) -> int:
-    """The manifest's digest after one more frame; it begins as 0."""
+    """The manifest's digest after one more frame; it starts as 0."""
     return int(crc32c.crc32c(_FIXED.pack(checksum), digest))
 
 
 def decode(frame: bytes, seed: int = 0) -> KvData | closing.Manifest | closing.Commit:
-    """Read and check one frame of the export with that seed; the payload is not copied.
+    """Decode and check one frame of the export with that seed; the payload is not copied.
 
-    Raises CorruptFrame; EncodingRefused for a sound frame with an element type that is not known.
+    Raises CorruptFrame; EncodingRefused for a valid frame with an unknown element type.
     """
     if not frame.startswith(_DATA):
         return closing.decode(frame)
