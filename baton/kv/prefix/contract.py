@@ -1,16 +1,16 @@
-"""The prefix cache: KV of full blocks, found again by the digests of `baton.kv.hashing`.
+"""The prefix cache: KV of full blocks, found by the digests of `baton.kv.hashing`.
 
-    lookup(digests) → how many leading blocks are there, and in which tiers
-    fetch(digests)  → their payloads, up to the first that is gone
-    wants(digests)  → which of them are worth a put; counts as one sighting of each
-    put(digest, payload) → at once; stored later, or dropped
+    lookup(digests)        → how many leading blocks are cached, and in which tiers
+    fetch(digests)         → their payloads, up to the first one that is gone
+    select_writes(digests) → which blocks to put; counts that each of them was seen once more
+    put(digest, payload)   → returns at once; the block is stored later, or dropped
 
-A payload is the canonical KV of one block (`baton.kv.format`). A cache never raises: every fault
-is a miss or a dropped write, counted by reason in `metrics.PREFIX_FAULTS`. A block may be evicted between
-look-up and fetch; that only shortens the hit.
+A payload is the canonical KV of one block (`baton.kv.format`). A cache never raises: every fault is a miss or a dropped
+write, counted by reason in `metrics.PREFIX_FAULTS`. If a block is evicted between look-up and fetch, the hit becomes
+shorter, and nothing else happens.
 
 Implementations: `NullPrefixCache`, `MemoryPrefixCache` (a dictionary, the reference for the others), `HostPrefixCache`
-(bounded, in this process), `RedisPrefixCache` and `TieredPrefixCache`; one contract suite runs over all that store.
+(bounded, in this process), `RedisPrefixCache` and `TieredPrefixCache`. One contract suite tests all that store blocks.
 The pages of an engine are a tier of their own, without copies: `Engine.publish` and `Engine.reserve`.
 """
 
@@ -30,16 +30,13 @@ PrefixesChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes]], object
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Leading blocks that were found: runs of (tier, blocks), one after the other.
-
-    A tier is the name of a field of `baton.request.CachedTokens`.
-    """
+    """Leading blocks that were found: consecutive runs of (tier, number of blocks)."""
 
     runs: tuple[tuple[str, int], ...] = ()
 
     @property
     def blocks(self) -> int:
-        """All of them."""
+        """Number of blocks in all runs."""
         return sum(blocks for _, blocks in self.runs)
 
 
@@ -59,10 +56,10 @@ class PrefixCache(Protocol):
         """Whether a block that is put here can be found again; if not, callers need not put any."""
 
     async def check(self) -> None:
-        """Try the store, so that a store that can't be reached is logged now, and not at the first request."""
+        """Try to reach the store, so that an unreachable one is logged now, and not at the first request."""
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
-        """The longest run of leading digests whose blocks are there."""
+        """The longest run of leading digests whose blocks are cached."""
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         """Payloads of the leading digests, up to the first miss; callers limit the number of digests."""
@@ -70,16 +67,18 @@ class PrefixCache(Protocol):
     def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Whether each block should be put: it is not known to be stored, and was seen often enough.
 
-        Call it once for each request, when its KV is final, with its whole chain from the first block on. It counts
-        how often each block was seen, and marks the chain as used, so that its end is evicted before its beginning. The
-        first `hits` blocks were hits (in pages, here, at a peer): only a store that workers share wants these.
+        Call it once for each request, when its KV is final, with its whole chain from the first block on. It counts how
+        often each block was seen, and marks the chain as used, so that its end is evicted before its beginning. The
+        first `hits` blocks were hits (in pages, here, or at a peer): only a store that workers share wants these.
         """
 
     def put(self, digest: bytes, payload: Payload) -> bool:
-        """Store a block, at once or later; False if it was dropped, and the rest of its chain is useless."""
+        """Store a block, now or later; False if it was dropped, and then the later blocks of its chain need not be
+        put.
+        """
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Note that these blocks were used without a look-up here, for example as hits in the engine's pages.
+        """Record that these blocks were used without a look-up here, for example as hits in the engine's pages.
 
         Renews their expiry in shared stores: in the background, and only for a sample of the calls.
         """
@@ -90,7 +89,7 @@ class PrefixCache(Protocol):
     def watch(self, changed: PrefixesChanged | None) -> None:
         """Call `changed(stored, dropped)` for the blocks in this process; None ends this.
 
-        Blocks that are there already are reported at once. `changed` must be quick and must not raise.
+        Blocks that are cached already are reported at once. `changed` must be quick and must not raise.
         """
 
     async def stats(self) -> list[CacheTier]:

@@ -72,13 +72,13 @@ class FetchCostModel:
         return FetchDecision(hits.blocks, fetched, saves_s)
 
     def estimate_fetch_s(self, blocks: int, rate: FetchRate | None) -> float:
-        """Seconds that a run is expected to take from a tier; 0 if that is not known."""
+        """Estimated seconds to fetch a run from a tier; 0 if unknown."""
         if rate is None or rate.bytes_per_s <= 0:
             return 0.0
         return rate.latency_s + blocks * self._block_bytes / rate.bytes_per_s
 
     def estimate_compute_s(self, blocks: int, prefill_rate: float) -> float:
-        """Seconds that computing a run is expected to take; 0 if that is not known."""
+        """Estimated seconds to compute a run; 0 if unknown."""
         return blocks * self._block_tokens / prefill_rate if prefill_rate > 0 else 0.0
 
     def _trial(self, blocks: int, rate: FetchRate) -> int:

@@ -88,7 +88,7 @@ class HostPrefixCache:
         return wanted
 
     def select_missing(self, digests: Sequence[bytes], hits: int) -> list[bool]:
-        """The same as `wants`, without marking the chain as used."""
+        """The same as `select_writes`, without marking the chain as used."""
         return [self.enabled and index >= hits and digest not in self for index, digest in enumerate(digests)]
 
     def put(self, digest: bytes, payload: Payload) -> bool:
@@ -109,9 +109,9 @@ class HostPrefixCache:
         return kept
 
     def mark_used(self, digests: Sequence[bytes], will_put: Sequence[bool] | None = None) -> None:
-        """Mark consecutive blocks of a chain as used; `will_put`: which of the missing ones will be put (default: all).
+        """Mark consecutive blocks of a chain as used; `will_put` says which missing ones will be put (default: all).
 
-        Such a block is kept only if the block before it is still cached when it is put.
+        A block that is put later is kept only if the block before it is still cached then.
         """
         if not self.enabled:
             return
@@ -150,7 +150,7 @@ class HostPrefixCache:
         return {}
 
     def watch(self, changed: PrefixesChanged | None) -> None:
-        """Tell of each block."""
+        """Report each block."""
         self._changed = changed
         self._notify(tuple(self._payloads), ())
 

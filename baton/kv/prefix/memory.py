@@ -1,4 +1,4 @@
-"""The trivial prefix caches: none at all, and a dictionary."""
+"""The simplest prefix caches: one that stores nothing, and a dictionary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TIER = "host"
 
 
 class NullPrefixCache:
-    """Finds nothing and keeps nothing."""
+    """Finds nothing and stores nothing."""
 
     @property
     def enabled(self) -> bool:
@@ -19,18 +19,18 @@ class NullPrefixCache:
         return False
 
     async def check(self) -> None:
-        """Nothing can be out of reach."""
+        """Do nothing: there is no server to reach."""
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """No hits."""
         return Hits()
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
-        """Nothing."""
+        """No payloads."""
         return []
 
     def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Nothing."""
+        """No block."""
         return [False] * len(digests)
 
     def put(self, digest: bytes, payload: Payload) -> bool:
@@ -38,32 +38,32 @@ class NullPrefixCache:
         return False
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Nothing can go stale."""
+        """Do nothing: nothing expires."""
 
     def fetch_rates(self) -> Mapping[str, FetchRate]:
-        """Nothing is ever fetched."""
+        """Empty: nothing is ever fetched."""
         return {}
 
     def watch(self, changed: PrefixesChanged | None) -> None:
-        """Nothing ever changes."""
+        """Do nothing: nothing ever changes."""
 
     async def stats(self) -> list[CacheTier]:
         """No tiers."""
         return []
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
-        """Nothing is ever dropped."""
+        """Do nothing: there is nothing to drop."""
         return []
 
     async def flush(self) -> None:
-        """Nothing is ever pending."""
+        """Do nothing: nothing is ever pending."""
 
     async def close(self) -> None:
-        """Nothing is ever held."""
+        """Do nothing: there is nothing to release."""
 
 
 class MemoryPrefixCache:
-    """A dictionary, unbounded: for tests, and as the reference for the other caches."""
+    """An unbounded dictionary: for tests, and as the reference for the other caches."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, Payload] = {}
@@ -76,7 +76,7 @@ class MemoryPrefixCache:
         return True
 
     async def check(self) -> None:
-        """Nothing can be out of reach."""
+        """Do nothing: there is no server to reach."""
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest run of leading hits."""
@@ -90,7 +90,7 @@ class MemoryPrefixCache:
         return [self.blocks[digest] for digest in takewhile(self.blocks.__contains__, digests)]
 
     def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Whatever is not there, unless it was a hit nearer by."""
+        """Blocks that are not cached here and were no hits in a nearer tier."""
         return [index >= hits and digest not in self.blocks for index, digest in enumerate(digests)]
 
     def put(self, digest: bytes, payload: Payload) -> bool:
@@ -102,14 +102,14 @@ class MemoryPrefixCache:
         return True
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Nothing goes stale."""
+        """Do nothing: nothing expires."""
 
     def fetch_rates(self) -> Mapping[str, FetchRate]:
-        """Nothing is measured."""
+        """Empty: nothing is measured."""
         return {}
 
     def watch(self, changed: PrefixesChanged | None) -> None:
-        """Tell of each block."""
+        """Report each block."""
         self._changed = changed
         if changed is not None and self.blocks:
             changed(tuple(self.blocks), ())
@@ -120,15 +120,15 @@ class MemoryPrefixCache:
         return [CacheTier(TIER, len(self.blocks), held, hits=self._hits, misses=self._misses)]
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
-        """Forget all blocks."""
+        """Drop all blocks."""
         held, self.blocks = self.blocks, {}
         if held and self._changed is not None:
             self._changed((), tuple(held))
         return [CacheTier(TIER, len(held), sum(len(payload) for payload in held.values()))]
 
     async def flush(self) -> None:
-        """Nothing is ever pending."""
+        """Do nothing: nothing is ever pending."""
 
     async def close(self) -> None:
-        """Forget all blocks."""
+        """Drop all blocks."""
         self.blocks.clear()

@@ -1,4 +1,4 @@
-"""From the `--redis` setting to a prefix cache."""
+"""Makes a prefix cache from the `--redis` setting."""
 
 from __future__ import annotations
 

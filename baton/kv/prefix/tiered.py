@@ -35,8 +35,8 @@ TOUCH_SHARE = 1 / 8
 class TieredPrefixCache:
     """`PrefixCache` over host memory and a shared store, in this order; `writes` is "first", "second" or "never".
 
-    A store that may lose what it was given calls `write_filter.mark_missed`, one that checks what it reads calls
-    `write_filter.mark_refused`.
+    If the store may lose blocks that it had accepted, it calls `write_filter.mark_missed`. If it checks what it reads,
+    it calls `write_filter.mark_refused` for records that fail.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class TieredPrefixCache:
         return True
 
     async def check(self) -> None:
-        """Try the store."""
+        """Try to reach the store."""
         await self._shared.check()
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
-        """The longest run of leading hits in either tier; one look-up in the store, if host memory lacks any."""
+        """The longest run of leading hits in either tier; one look-up in the store if some are not in host memory."""
         held = [digest in self._host for digest in digests]
         missing = [index for index, here in enumerate(held) if not here]
         asked = [digests[index] for index in missing]
@@ -98,7 +98,7 @@ class TieredPrefixCache:
         return payloads
 
     def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Computed blocks that are not in host memory, and all that the store needs and host memory can't supply."""
+        """Computed blocks that are not in host memory, and blocks that the store needs and host memory can't supply."""
         seen = self._write_filter.observe(digests)
         due = [digest for digest, times in zip(digests, seen, strict=True) if times in self._write_states]
         absent = {digest for digest, wanted in zip(due, self._shared.select_writes(due), strict=True) if wanted}
@@ -128,11 +128,11 @@ class TieredPrefixCache:
             self._shared.touch(digests)
 
     def fetch_rates(self) -> Mapping[str, FetchRate]:
-        """Of both."""
+        """The fetch rates of both tiers."""
         return {**self._host.fetch_rates(), **self._shared.fetch_rates()}
 
     def watch(self, changed: PrefixesChanged | None) -> None:
-        """Tell of the blocks in host memory."""
+        """Report the blocks in host memory."""
         self._host.watch(changed)
 
     async def stats(self) -> list[CacheTier]:
@@ -148,7 +148,7 @@ class TieredPrefixCache:
         return cleared
 
     async def flush(self) -> None:
-        """Wait until what was put is stored or dropped."""
+        """Wait until the blocks that were put are stored or dropped."""
         await self._shared.flush()
 
     async def close(self) -> None:
@@ -163,7 +163,7 @@ class TieredPrefixCache:
         return taken
 
     async def _keep_in_host(self, digests: Sequence[bytes], payloads: list[Payload]) -> list[Payload]:
-        """Keep fetched blocks in host memory; returns them, as owned there."""
+        """Keep fetched blocks in host memory; returns them as they are kept there."""
         if not self._host.enabled:
             return payloads
         if not all(map(is_owned, payloads)):

@@ -17,7 +17,7 @@ KEY_BYTES = 8
 
 
 class BlockState(IntEnum):
-    """What is known of a block."""
+    """What is known about a block."""
 
     NEVER = 0
     ONCE = 1
@@ -38,18 +38,18 @@ class WriteFilter:
         self._old: dict[bytes, BlockState] = {}
 
     def state(self, digest: bytes) -> BlockState:
-        """What is remembered of a block."""
+        """The remembered state of a block."""
         name = digest[:KEY_BYTES]
         return self._young.get(name) or self._old.get(name) or BlockState.NEVER
 
     def set(self, digest: bytes, state: BlockState) -> None:
-        """Remember it."""
+        """Set the state of a block."""
         if len(self._young) >= self._most:
             self._young, self._old = {}, self._young
         self._young[digest[:KEY_BYTES]] = state
 
     def observe(self, digests: Sequence[bytes]) -> list[BlockState]:
-        """Note that the blocks of a chain were seen once more; returns their new states, in the same order."""
+        """Record that the blocks of a chain were seen once more; returns their new states, in the same order."""
         seen: list[BlockState] = []
         doubted = False
         for digest in digests:
@@ -61,29 +61,29 @@ class WriteFilter:
         return seen
 
     def mark_stored(self, digests: Iterable[bytes]) -> None:
-        """Note that these blocks are stored."""
+        """Record that these blocks are stored."""
         for digest in digests:
             self.set(digest, BlockState.STORED)
 
     def mark_found(self, digests: Iterable[bytes]) -> None:
-        """Note that records of the right size exist; this does not change blocks whose record was refused."""
+        """Record that records of the right size exist; this does not change blocks whose record was refused."""
         self.mark_stored(digest for digest in digests if self.state(digest) is not BlockState.REFUSED)
 
     def mark_missed(self, digests: Iterable[bytes]) -> None:
-        """Note that these blocks may not be stored any more."""
+        """Record that these blocks may not be stored any more."""
         for digest in digests:
             if self.state(digest) in (BlockState.STORED, BlockState.REFUSED):
                 self.set(digest, BlockState.AGAIN)
 
     def mark_refused(self, digests: Iterable[bytes]) -> None:
-        """Note that the records of these blocks were read and refused."""
+        """Record that the records of these blocks were read and refused."""
         for digest in digests:
             self.set(digest, BlockState.REFUSED)
 
     def mark_checked(self, digests: Iterable[bytes]) -> None:
-        """Note that the records were read and are valid; a refused one was replaced since."""
+        """Record that the records were read and are valid; a refused one was replaced since."""
         self.mark_stored(digest for digest in digests if self.state(digest) is BlockState.REFUSED)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all blocks."""
         self._young, self._old = {}, {}

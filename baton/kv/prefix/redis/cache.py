@@ -1,18 +1,18 @@
 """The prefix cache in Redis or Valkey, shared by all workers of a fleet.
 
-One key a block, `baton:kv:2:<first 8 hex digits of the KV format's digest>:<digest in hex>`, one record a key
-(`baton.kv.prefix.record`), which expires after `ttl_s` without use and is evicted by the server's own policy before.
-It may be one server, a master that sentinels name, or a cluster (`baton.kv.prefix.address`).
+Each block has one key, `baton:kv:2:<first 8 hex digits of the KV format's digest>:<digest in hex>`, whose value is one
+record (`baton.kv.prefix.record`). It expires after `ttl_s` without use; the server's own policy may evict it earlier.
+The store is one server, the master that sentinels name, or a cluster (`baton.kv.prefix.address`).
 
-A look-up is one round trip to each node concerned, all at once, for each LOOKUP_KEYS blocks: a pipeline of STRLEN,
-which also tells a key of another type or size from a block. A fetch is one round trip as well, a pipeline of GETRANGE:
-of a larger value that somebody has put there since the look-up, no more than a record's size comes. Records are made
-and checked in threads. Writes go through one background task, from a queue bounded in bytes. A record that is refused
-is deleted (`removals`), and written again by the next computation.
+A look-up is one round trip to each node concerned, all at once, for each LOOKUP_KEYS blocks. It is a pipeline of
+STRLEN, because a key of another type or size is not a block. A fetch is one round trip too, a pipeline of GETRANGE: if
+somebody has written a larger value since the look-up, no more than the size of a record is read. Records are encoded
+and checked in threads. One background task writes, from a queue bounded in bytes. A record that is refused is deleted
+(`removals`), and written again by the next computation.
 
-Every round trip has a time budget, and one failure opens a node's circuit breaker: a Redis that is slow, full or gone
-costs one budget now and then, and is otherwise a miss. The breaker's opening and closing are logged, not each failure.
-Nothing here raises after construction.
+Every round trip has a time budget, and one failure opens the circuit breaker of the node. So a Redis that is slow, full
+or gone costs one budget now and then; all other calls are misses at once. Logged are the opening and the closing of the
+breaker, not each failure. Nothing here raises after construction.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisLimits:
-    """Seconds that a round trip may take beside its payload's time; life of a block; bytes queued.
+    """Limits: seconds of a round trip in addition to the time of its payload, lifetime of a block, bytes queued.
 
     A node that failed is tried again after `pause_s`, which doubles with each failure up to `max_pause_s`.
     """
@@ -74,7 +74,9 @@ class RedisLimits:
 
 @dataclass(slots=True)
 class _CheckedRecords:
-    """`asked` records of successive blocks: payloads up to the first that is not usable, and what was wrong there."""
+    """The result of checking `asked` consecutive records: payloads up to the first unusable one, and what was wrong
+    with it.
+    """
 
     asked: int
     payloads: list[Payload] = field(default_factory=list)
@@ -90,7 +92,7 @@ class _CheckedRecords:
 
 @dataclass(slots=True, eq=False)
 class _ClearJob:
-    """The deletion of all our keys at one node: how far it has come, and the first error that it was answered with."""
+    """The deletion of all our keys at one node: its progress, and the first error."""
 
     node: Node
     deleted: int = 0
@@ -99,10 +101,10 @@ class _ClearJob:
 
 
 class RedisPrefixCache:
-    """`PrefixCache` over the servers at a URL; raises ConfigError for one that can't be used.
+    """`PrefixCache` over the servers at a URL; raises ConfigError for a URL that can't be used.
 
-    `lost` gets the blocks that `put` took and that were not stored, and those that a fetch or a touch found to be gone.
-    `refused` gets those whose records are not usable.
+    `lost` is called with blocks that `put` accepted but that were not stored, and with blocks that a fetch or a touch
+    found to be gone. `refused` is called with blocks whose records are not valid.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class RedisPrefixCache:
         return True
 
     async def check(self) -> None:
-        """One round trip to each node."""
+        """Send one PING to each node."""
         await self._call_all([("PING",)])
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
@@ -157,7 +159,7 @@ class RedisPrefixCache:
         return Hits(((TIER, found),)) if found else Hits()
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
-        """Payloads of the leading digests whose records are there and check out."""
+        """Payloads of the leading digests whose records exist and are valid."""
         keys, started = self._keys(digests), time.monotonic()
         size, until = self._codec.record_bytes, started + self._budget(len(keys))
         window = max(1, WINDOW_BYTES * max(1, len(self._topology.masters)) // size)
@@ -178,31 +180,31 @@ class RedisPrefixCache:
         return payloads
 
     def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """All that are not being written already, and whose node is to be had."""
+        """All blocks that are not being written already, and whose node can be reached."""
         return [
             not self._closed and digest not in self._queue and self._calls.can_write(self._key(digest))
             for digest in digests
         ]
 
     def put(self, digest: bytes, payload: Payload) -> bool:
-        """Queue a block for writing; False if the queue is full or its node is not to be had."""
+        """Queue a block for writing; False if the queue is full or its node can't be reached."""
         return self._queue.put(digest, payload, not self._closed and self._calls.can_write(self._key(digest)))
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """Prolong their lives in the background; dropped if another such call is still under way."""
+        """Renew their expiry in the background; does nothing if such a call is still running."""
         there = [digest for digest in digests[:LOOKUP_KEYS] if digest not in self._queue]
         if there and not self._closed and (self._touch_task is None or self._touch_task.done()):
             self._touch_task = asyncio.create_task(self._renew_expiry(there), name="prefix-cache-touch")
 
     def fetch_rates(self) -> Mapping[str, FetchRate]:
-        """Measured over the fetches of this process."""
+        """The rate measured over the fetches of this process."""
         return {TIER: rate} if (rate := self._throughput.rate) else {}
 
     def watch(self, changed: PrefixesChanged | None) -> None:
-        """Nothing is held in this process."""
+        """Do nothing: no block is in this process."""
 
     async def stats(self) -> list[CacheTier]:
-        """What the servers say of themselves: blocks are all keys of the database, bytes all memory in use."""
+        """What the servers report: blocks are all keys of the database, bytes all memory in use."""
         blocks = used = most = 0
         for keys, info in await self._call_all([("DBSIZE",), ("INFO", "memory")]):
             blocks += keys if isinstance(keys, int) else 0
@@ -215,7 +217,8 @@ class RedisPrefixCache:
     async def clear(self, *, shared: bool) -> list[CacheTier]:
         """Delete the blocks of this KV format on all nodes, if `shared`.
 
-        In batches, each with a time budget of its own; a node that fails one is left as it is. `state` says so.
+        Works in batches, each with a time budget of its own. If a batch fails, the rest of that node is left as it is,
+        and `state` says so.
         """
         if not shared:
             return []
@@ -233,12 +236,12 @@ class RedisPrefixCache:
         return [CacheTier(TIER, blocks, blocks * self._codec.record_bytes, state=state)]
 
     async def flush(self) -> None:
-        """Wait until the queue is written or dropped, and refused records are removed."""
+        """Wait until queued blocks are written or dropped, and refused records are deleted."""
         await self._queue.flush()
         await self._removals.flush()
 
     async def close(self) -> None:
-        """Write for at most a second more, then drop the rest and disconnect."""
+        """Write for at most one more second, then drop the rest and disconnect."""
         if self._closed:
             return
         self._closed = True
@@ -264,7 +267,7 @@ class RedisPrefixCache:
         return await self._calls.call_keys("fetch", keys, lambda index: ("GETRANGE", keys[index], 0, last), budget_s)
 
     def _check(self, digests: Sequence[bytes], records: Sequence[Any]) -> _CheckedRecords:
-        """Check records in their order; runs in a thread."""
+        """Check records in order; runs in a thread."""
         checked = _CheckedRecords(len(records))
         for digest, record in zip(digests, records, strict=True):
             try:
@@ -312,7 +315,7 @@ class RedisPrefixCache:
         )
 
     async def _clear(self, job: _ClearJob) -> None:
-        """Delete in batches, until all keys were looked at or a batch fails."""
+        """Delete in batches, until all keys were scanned or a batch fails."""
         cursor, budget_s = 0, _WRITE_BUDGET_S + self._budget(0)
         scan = ("MATCH", self._prefix + b"*", "COUNT", CLEAR_KEYS)
         # The lane of writes: in that of look-ups it would keep them waiting.
@@ -383,7 +386,7 @@ class RedisPrefixCache:
 
 
 def key_prefix(kv_format: KvFormat) -> str:
-    """What the keys of all blocks of a KV format begin with."""
+    """The beginning of the keys of all blocks of a KV format."""
     return f"{KEY_PREFIX}{kv_format.digest[:8]}:"
 
 

@@ -1,8 +1,8 @@
-"""Calls to Redis: one round trip to each node concerned, all at once, within a time budget; faults to misses.
+"""Calls to Redis: one round trip to each node concerned, all at once, within a time budget. Faults become misses.
 
-A node that fails is left alone for a while (`Breaker`), and its keys are misses; so is everything while it is not known
-where the nodes are. A cluster that fails in part, or moves slots, is looked at again, at most once a second, so that a
-failover is followed.
+A node that fails gets no calls for a while (`Breaker`), and its keys are misses. Everything is a miss while the nodes
+are not known. If some nodes of a cluster fail, or it moves slots, the nodes are looked up again, at most once a second,
+so that calls follow a failover.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class RedisCalls:
-    """Lives on the asyncio loop. To find out where the nodes are may take `budget_s`."""
+    """Used on the asyncio loop only. Looking up the nodes may take `budget_s`."""
 
     def __init__(self, topology: Topology, budget_s: float) -> None:
         self._topology, self._budget_s = topology, budget_s
@@ -33,9 +33,10 @@ class RedisCalls:
         self._closed = False
 
     def can_write(self, key: bytes) -> bool:
-        """Whether a write of this key has a chance, as far as is known.
+        """Whether a write of this key can succeed, as far as is known.
 
-        One that is due as a try is: a decode worker makes no other calls, and would else never come back.
+        True also when the breaker would allow one call: a decode worker makes no other calls, so without writes it
+        would never notice that the node is back.
         """
         if not self._topology.ready:
             return self._topology.health.breaker.due
@@ -43,14 +44,14 @@ class RedisCalls:
         return node is None or node.health.breaker.due
 
     async def masters(self) -> Sequence[Node]:
-        """All nodes that are known."""
+        """All known nodes."""
         await self._ensure_ready()
         return self._topology.masters
 
     async def call_keys(
         self, lane: str, keys: Sequence[bytes], command: Callable[[int], Command], budget_s: float
     ) -> list[Any]:
-        """`command(i)` for each key i at its node: its reply, an exception about this key, or None if there is none."""
+        """Send `command(i)` for each key i to its node; returns for each its reply, an error about the key, or None."""
         until = _now() + budget_s
         replies: list[Any] = [None] * len(keys)
         if not keys or not await self._ensure_ready():
@@ -79,7 +80,7 @@ class RedisCalls:
         return replies
 
     async def call_node(self, node: Node, lane: str, commands: Sequence[Command], budget_s: float) -> list[Any] | None:
-        """Replies of one node; None if it failed, after which the others are looked for again."""
+        """The replies of one node; None if it failed, and then the nodes are looked up again."""
         if self._closed:
             return None
         replies = await node.run(lane, commands, budget_s)
@@ -88,7 +89,7 @@ class RedisCalls:
         return replies
 
     async def aclose(self) -> None:
-        """Disconnect, which ends all waiting."""
+        """Disconnect; this ends all waiting calls."""
         self._closed = True
         if self._refreshing is not None:
             self._refreshing.cancel()
@@ -107,7 +108,7 @@ class RedisCalls:
                 await self._topology.handle_readonly(node)
 
     async def _ensure_ready(self) -> bool:
-        """Whether it is known where the nodes are; waits for that if nobody has failed to find out just now."""
+        """Whether the nodes are known; looks them up first, unless a look-up has just failed."""
         if not self._topology.ready and not self._closed:
             if not self._is_refreshing() and self._topology.health.breaker.allow():
                 self._refreshing = asyncio.create_task(self._refresh(), name="prefix-cache-topology")

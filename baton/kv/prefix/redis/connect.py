@@ -18,20 +18,20 @@ from baton.kv.prefix.redis.breaker import Breaker
 from baton.kv.prefix.redis.topology import Address, Cluster, SingleMaster, Topology, first_answer
 
 _READ_BYTES = 256 << 10
-"""Bytes that are handed to the parser at a time, if as many are there."""
+"""Bytes that are given to the parser at a time, if that many have arrived."""
 
 
 class Sentinels(Sentinel):
-    """redis-py's, but for how they are asked for the master: all at once, and with a short word of what was wrong.
+    """redis-py's class, except that all sentinels are asked for the master at once, and that errors are short.
 
-    redis-py asks one after the other, so that one which does not answer takes the whole budget; and it tells all
+    redis-py asks one after the other, so one that does not answer uses up the whole budget. Its errors contain all
     settings of the connections.
     """
 
     async def discover_master(self, service_name: str) -> Address:
         """Address of the master, from the first sentinel that knows it.
 
-        Raises MasterNotFoundError, or AuthenticationError if it was that.
+        Raises MasterNotFoundError, or AuthenticationError if all sentinels refused the password.
         """
         try:
             return await first_answer({_where(each): self._ask(each, service_name) for each in self.sentinels})
@@ -48,7 +48,7 @@ class Sentinels(Sentinel):
 
 
 def open_topology(address: RedisAddress, timeout_s: float, breaker: Callable[[], Breaker]) -> Topology:
-    """Connects at the first use, within `timeout_s`; raises ConfigError for options without sense."""
+    """Make the topology, which connects at its first use within `timeout_s`. Raises ConfigError for invalid options."""
     # Calls have budgets of their own. RESP2 spares the handshake; a retry within the client would multiply the budget.
     common: dict[str, Any] = {
         "socket_timeout": None,

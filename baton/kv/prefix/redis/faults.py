@@ -1,4 +1,4 @@
-"""What goes wrong with Redis: names for metrics, and the state of a server that may be out of reach."""
+"""Faults of Redis: their names in metrics, and whether a server can be reached."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] 
 )
 
 _ARGUMENTS = ", with args beginning with"
-"""What a server says of an unknown command before it repeats its words: those of AUTH are user and password."""
+"""A server's error about an unknown command repeats the arguments after these words; those of AUTH are secrets."""
 
 _WORDS = {"timeout": "no answer in time"}
 
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 def fault_label(error: Exception) -> str:
-    """Metric label of a fault."""
+    """Metric label of an error."""
     if isinstance(error.__context__, ReadOnlyError):
         error = error.__context__  # redis-py makes it an error of the connection where sentinels name the master
     for kind, name in _REASONS:
@@ -51,12 +51,12 @@ def fault_label(error: Exception) -> str:
 
 
 def count_fault(name: str, times: int = 1) -> None:
-    """Count misses by the reason `name`."""
+    """Count misses under the label `name`."""
     metrics.PREFIX_FAULTS.labels(name).inc(times)
 
 
 class NodeHealth:
-    """Whether a server is in reach. Its loss and its return are logged, each failed call is counted."""
+    """Whether a server can be reached. Logs when it is lost and when it is back, and counts each failed call."""
 
     def __init__(self, name: str, breaker: Breaker) -> None:
         self.name, self.breaker = name, breaker
@@ -68,7 +68,7 @@ class NodeHealth:
         return self.breaker.closed
 
     def record_failure(self, error: Exception) -> None:
-        """A call found the server out of reach."""
+        """Record that a call could not reach the server."""
         self.last_error = str(error).partition(_ARGUMENTS)[0] or _WORDS.get(fault_label(error), fault_label(error))
         if self.breaker.closed:
             _log.warning("%s is out of reach, requests go on without it: %s", self.name, self.last_error)
@@ -76,7 +76,7 @@ class NodeHealth:
         count_fault(fault_label(error))
 
     def record_success(self) -> None:
-        """A call was answered."""
+        """Record that a call was answered."""
         if not self.breaker.closed:
             _log.info("%s is back", self.name)
         self.breaker.record_success()

@@ -16,22 +16,22 @@ Command: TypeAlias = tuple[Any, ...]
 """A command and its arguments, as `Redis.execute_command` takes them."""
 
 LANES = {"look": 8, "fetch": 8, "write": 4}
-"""Calls of each kind that one node gets at a time: no kind keeps another one waiting."""
+"""How many calls of each kind one node gets at a time, so that no kind delays another."""
 
 
 class Node:
-    """One master. Its client makes connections as it needs them, one for each call under way."""
+    """One master. Its client opens connections as needed, one for each running call."""
 
     def __init__(self, client: Redis, health: NodeHealth) -> None:
         self.client, self.health = client, health
         self._lanes = {name: asyncio.Semaphore(most) for name, most in LANES.items()}
 
     async def run(self, lane: str, commands: Sequence[Command], budget_s: float) -> list[Any] | None:
-        """The replies, in one round trip; errors about single keys are among them.
+        """The replies to the commands, in one round trip; errors about single keys are among them.
 
-        None if the node is left alone for now, has no place in the lane, or fails: it refuses all, breaks the
-        connection or exceeds the budget. redis-py closes a connection on which a call is cancelled, so that no late
-        answer is taken for that to another question.
+        None if the breaker is open, no place in the lane becomes free, or the call fails: all commands are refused, the
+        connection breaks, or the budget is exceeded. redis-py closes a connection when its call is cancelled, so that a
+        late reply is not mistaken for the reply to another command.
         """
         if budget_s <= 0:
             count_fault("timeout")  # that of what came before

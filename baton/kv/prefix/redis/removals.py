@@ -1,11 +1,12 @@
-"""Deletes records that were refused from a shared store: in the background, and only if they are still there.
+"""Deletes refused records from a shared store, in the background, and only if they are still there.
 
-A refused record is a miss for whoever reads it. If it stayed, every look-up would find it again by its size. But by now
-another worker may have put a good record in its place. So a value is deleted only if it has the wrong size, or if it
-begins with the header that was refused. Each header has a random nonce, so no new record begins with the same bytes.
+A refused record is a miss for its reader. If it stayed, every look-up would find it again by its size. But another
+worker may have replaced it by a valid record meanwhile. So a value is deleted only if it has the wrong size, or if it
+begins with the refused header. Each header has a random nonce, so no new record begins with the same bytes.
 
-Whoever can write to the store can have any number of records refused. Each costs at most one command, and at most MOST
-wait at a time. The others are forgotten: the next computation overwrites them, or the next fetch finds them again.
+Whoever can write to the store can produce any number of refused records. Each costs at most one command, and at most
+MOST of them wait at a time. Others are forgotten: they are overwritten by the next computation, or found again by the
+next fetch.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ return 0
 _log = logging.getLogger(__name__)
 
 Remove = Callable[[Mapping[bytes, bytes]], Awaitable[Sequence[object]]]
-"""Gets headers by digest; returns the replies to their `removal_command`."""
+"""Called with headers by digest; returns the replies to their `removal_command`."""
 
 
 def removal_command(key: bytes, size: int, header: bytes) -> Command:
-    """The command that deletes the value at `key` if it has not `size` bytes, or begins with `header`, if any.
+    """The command that deletes the value at `key` if it has not `size` bytes, or begins with the non-empty `header`.
 
     Its reply is the number of deleted keys.
     """
@@ -43,7 +44,7 @@ def removal_command(key: bytes, size: int, header: bytes) -> Command:
 
 
 class RemovalQueue:
-    """Removes what was refused, in batches, one after the other; lives on the asyncio loop."""
+    """Deletes refused records in batches, one after the other; used on the asyncio loop only."""
 
     def __init__(self, tier: str, remove: Remove) -> None:
         self._remove = remove
@@ -53,7 +54,7 @@ class RemovalQueue:
         self._tier = tier
 
     def add(self, refused: Mapping[bytes, bytes]) -> None:
-        """Headers of refused records by the digests under which they are stored; empty where there is none."""
+        """Queue refused records: headers by digest, empty for a record without one."""
         for digest, header in refused.items():
             if len(self._waiting) < MOST:
                 self._waiting[digest] = header
@@ -61,12 +62,12 @@ class RemovalQueue:
             self._task = asyncio.create_task(self._run(), name="prefix-cache-removals")
 
     async def flush(self) -> None:
-        """Wait until all are removed or given up."""
+        """Wait until all are deleted or given up."""
         if self._task is not None:
             await asyncio.wait({self._task})
 
     async def close(self) -> None:
-        """Give up what is left."""
+        """Give up the records that are left."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})

@@ -1,7 +1,7 @@
 """Which master has which key: one server, the master that sentinels name, or the masters of a cluster.
 
-A cluster is asked for its slots by the command CLUSTER SLOTS, on plain clients: all that is needed of it is a node for
-each slot (docs/decisions/0014-redis-py-as-documented.md).
+A cluster is asked for its slots by CLUSTER SLOTS, on plain clients. Nothing else of redis-py's cluster client is needed
+(docs/decisions/0014-redis-py-as-documented.md).
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ Address: TypeAlias = tuple[str, int]
 
 _NAME = "Redis"
 _ASKED = 3
-"""Masters that are asked for the slots, beside the nodes of the URL."""
+"""Number of masters that are asked for the slots, in addition to the nodes of the URL."""
 
 
 class Topology(Protocol):
-    """Where keys are."""
+    """Which node has which key."""
 
     health: NodeHealth
-    """Of the way to learn where the nodes are."""
+    """Whether the nodes could be looked up."""
 
     @property
     def ready(self) -> bool:
-        """Whether it is known where the nodes are."""
+        """Whether the nodes are known."""
 
     @property
     def masters(self) -> Sequence[Node]:
-        """All of them; none until it is ready."""
+        """All nodes; none before it is ready."""
 
     def node_of(self, key: bytes) -> Node | None:
-        """The node that has a key; None if nobody has its slot."""
+        """The node that has a key; None if no node has its slot."""
 
     async def refresh(self) -> None:
-        """Find out, or find out again; raises what keeps it from that."""
+        """Look up the nodes; raises the error that prevents it."""
 
     async def handle_readonly(self, node: Node) -> None:
-        """A replica refused a write: it may have been the master before."""
+        """Handle a node that refused a write because it is a replica; it may have been the master before."""
 
     async def aclose(self) -> None:
         """Close all connections."""
 
 
 class SingleMaster:
-    """A server, or the master of a service that sentinels watch: its client asks them when it makes a connection."""
+    """One server, or the master that sentinels name: the client asks them whenever it opens a connection."""
 
     ready = True
 
@@ -66,14 +66,14 @@ class SingleMaster:
         self._close_sentinels = close_sentinels
 
     def node_of(self, key: bytes) -> Node:
-        """All keys are there."""
+        """The one node."""
         return self.masters[0]
 
     async def refresh(self) -> None:
-        """Nothing to find out."""
+        """Do nothing: there is nothing to look up."""
 
     async def handle_readonly(self, node: Node) -> None:
-        """Let go of idle connections, so that the next asks the sentinels."""
+        """Close idle connections, so that the next one asks the sentinels for the master."""
         if self._close_sentinels is not None:
             await node.disconnect_idle()
 
@@ -85,7 +85,7 @@ class SingleMaster:
 
 
 class Cluster:
-    """The masters of a cluster. Keys have no hash tags, so that a shared prefix is spread over all of them."""
+    """The masters of a cluster. Keys have no hash tags, so that a shared prefix is spread over all masters."""
 
     def __init__(
         self, seeds: Sequence[Address], connect: Callable[[Address], Redis], breaker: Callable[[], Breaker]
@@ -98,20 +98,20 @@ class Cluster:
 
     @property
     def ready(self) -> bool:
-        """Whether the cluster's slots were learnt."""
+        """Whether the slots of the cluster are known."""
         return bool(self._nodes)
 
     @property
     def masters(self) -> Sequence[Node]:
-        """Those that had slots at the last look."""
+        """The masters that had slots when the cluster was last asked."""
         return tuple(self._nodes.values())
 
     def node_of(self, key: bytes) -> Node | None:
-        """By the slot of the key."""
+        """The node that has the slot of the key."""
         return self._slots[key_slot(key)]
 
     async def refresh(self) -> None:
-        """Ask some nodes at once for the cluster's slots; the first that knows them is believed."""
+        """Ask some nodes at once for the slots of the cluster; the first answer counts."""
         reachable = [address for address, node in self._nodes.items() if node.health.is_reachable]
         asked = dict.fromkeys((*reachable[:_ASKED], *self._seeds))
         host, ranges = await first_answer({f"{each[0]}:{each[1]}": self._ask(each) for each in asked})
@@ -125,7 +125,7 @@ class Cluster:
         await asyncio.gather(*(close(self._clients.pop(address)) for address in gone))
 
     async def handle_readonly(self, node: Node) -> None:
-        """A replica of a cluster redirects writes, and does not refuse them."""
+        """Do nothing: a replica in a cluster redirects writes, and does not refuse them."""
 
     async def aclose(self) -> None:
         """Disconnect from all nodes."""
@@ -151,7 +151,7 @@ class Cluster:
 async def first_answer(questions: Mapping[str, Awaitable[T]]) -> T:
     """The first result of several questions, by the name of who is asked; the others are cancelled.
 
-    If all fail it raises what was wrong with each: AuthenticationError if it was that everywhere, else ConnectionError.
+    If all fail, raises an error with all messages: AuthenticationError if all are of that kind, else ConnectionError.
     """
     asked = {asyncio.ensure_future(question): name for name, question in questions.items()}
     errors: dict[str, BaseException] = {}

@@ -1,4 +1,4 @@
-"""Blocks on their way to a shared store: a queue bounded in bytes, written in batches by one task."""
+"""Blocks that wait to be written to a shared store: a queue bounded in bytes, written in batches by one task."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Write = Callable[[Sequence[tuple[bytes, Payload]]], Awaitable[Sequence[bool]]]
 """Writes (digest, payload) pairs and returns which of them were stored."""
 
 OnLost = Callable[[Sequence[bytes]], object]
-"""Gets the digests of blocks that a store had taken, and that are not stored after all."""
+"""Called with the digests of blocks that a store had accepted, but does not have."""
 
 
 class WriteQueue:
-    """A block stays in the queue, and counts against `queue_bytes`, until it was written or dropped.
+    """A block stays in the queue, and counts towards `queue_bytes`, until it is written or dropped.
 
-    `lost` is told of those that were dropped.
+    `lost` is called with the digests of dropped blocks.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class WriteQueue:
         return digest in self._queue
 
     def put(self, digest: bytes, payload: Payload, accepted: bool = True) -> bool:
-        """Queue a block; False if it is not accepted, or there is no room for it."""
+        """Queue a block; False if `accepted` is False or the queue is full."""
         if digest in self._queue:
             return True
         if self._closed or not accepted or self._bytes + len(payload) > self._queue_bytes:
@@ -61,11 +61,11 @@ class WriteQueue:
         await self._idle.wait()
 
     def clear(self) -> None:
-        """Drop what is queued; a batch that is being written may still get there."""
+        """Drop all queued blocks; a batch that is being written may still be stored."""
         self._drop(list(self._queue))
 
     async def close(self, within_s: float) -> None:
-        """Write for a while more, then drop the rest."""
+        """Write for at most `within_s` seconds more, then drop the rest."""
         self._closed = True
         try:
             async with asyncio.timeout(within_s):
