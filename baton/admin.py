@@ -1,8 +1,8 @@
-"""The Admin service: the ledger of a process and its prefix cache, in messages and back. Translates only.
+"""The Admin service: the ledger of a process and its prefix cache, and their messages. Translates only.
 
-A worker serves it on its control listener, a router beside Inference. Whoever supplies the ledger checks the
-sums of its pages while making it, and says in `violation` what is wrong with them. A router has no cached KV, but an
-index of who holds which prefix: it is its only tier, and can't be cleared.
+A worker serves it on its control listener, a router on the listener for clients. The function that builds a ledger
+checks the sums of its pages, and describes what is wrong in `violation`. A router has no cached KV, but an index of
+which worker has which prefix: this is its only tier, and can't be cleared.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from baton.pb import admin_pb2, admin_pb2_grpc
 ADMIN_SERVICE = "baton.v1.Admin"
 
 LedgerSource: TypeAlias = Callable[[], Awaitable[Ledger]]
-"""Makes the ledger of a process as it is now; bounded in time."""
+"""Builds the ledger of a process as it is now; bounded in time."""
 
 CacheSource: TypeAlias = Callable[[], Awaitable[Sequence[CacheTier]]]
 """The tiers of a process's prefix cache as they are now, nearest first; bounded in time."""
 
 CacheClearer: TypeAlias = Callable[[bool], Awaitable[Sequence[CacheTier]]]
-"""Drops all cached KV, in shared stores too if told so; the tiers with what was dropped."""
+"""Drops all cached KV, in shared stores too if the argument is True; returns the tiers with what was dropped."""
 
 _ENTRY_FIELDS = ("owner", "kind", "state", "pages", "bytes", "age_s", "deadline_s", "tenant", "detail")
 _TIER_FIELDS = ("name", "blocks", "bytes", "capacity_bytes", "hits", "misses", "bytes_per_second", "state")
@@ -36,7 +36,7 @@ _LEDGER_FIELDS = ("process", "role", "incarnation", "pages_total", "pages_free",
 
 @dataclass(frozen=True, slots=True)
 class AdminSources:
-    """What a process, named by its id and role, answers from; without `clear` it has nothing to clear."""
+    """What a process answers from, with its id and role; without `clear` it has nothing to clear."""
 
     process: str
     role: str
@@ -46,7 +46,7 @@ class AdminSources:
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """Serves ledger and cache to whoever reaches it; listeners decide who that is."""
+    """Serves ledger and cache to every caller that its listener accepts."""
 
     def __init__(self, sources: AdminSources) -> None:
         self._sources = sources
@@ -69,7 +69,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     async def ClearCache(
         self, request: admin_pb2.ClearCacheRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ClearCacheResponse:
-        """Clear the tiers. Raises Unsupported where there are none to clear."""
+        """Clear the tiers. Raises Unsupported if the process caches no KV."""
         if self._sources.clear is None:
             role, process = self._sources.role, self._sources.process
             raise Unsupported(f"{role} {process} caches no KV, only its workers do")

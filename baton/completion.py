@@ -1,4 +1,4 @@
-"""What a client gives and gets: prompts, sampling arguments, deltas, completions; plain Python."""
+"""What a client sends and gets: prompts, sampling arguments, deltas, completions; plain Python."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Sampling(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new about choice `index`; `usage` and `timings_ms` come with the last delta of the stream.
+    """New output of choice `index`; `usage` and `timings_ms` come with the last delta of the stream.
 
-    `stop` is the stop string or stop token that ended the choice. `prompt_tokens`, if `prompt_logprobs` was asked
-    for, comes before all tokens, in parts when the prompt is long.
+    `stop` is the stop string or stop token that ended the choice. `prompt_tokens` comes only if `prompt_logprobs` was
+    asked for: before all other tokens, and in parts if the prompt is long.
     """
 
     request_id: str
@@ -81,7 +81,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Completion:
-    """A finished request; the properties without a choice in their name are those of the first one."""
+    """A finished request; properties like `text` are those of its first choice."""
 
     request_id: str = ""
     choices: list[Choice] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Completion:
         return self.choices[0].logprobs
 
     def add(self, delta: Delta) -> None:
-        """Take in one delta of the stream."""
+        """Add one delta of the stream."""
         self.request_id = delta.request_id
         while len(self.choices) <= delta.index:
             self.choices.append(Choice(len(self.choices)))

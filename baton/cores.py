@@ -1,8 +1,8 @@
 """How many cores this process may use: by its affinity, and by the CPU time that its cgroups grant it.
 
-The affinity (taskset, cpusets, `docker --cpuset-cpus`) is a number of cores. A quota (`docker --cpus`, limits of
-Kubernetes) is CPU time a period: more threads than that run at first, and then all of them stand still until the next
-period. It is counted as so many cores, rounded up, as Go and the JVM do.
+The affinity (taskset, cpusets, `docker --cpuset-cpus`) is a set of cores. A quota (`docker --cpus`, limits of
+Kubernetes) is CPU time in each period: if more threads than that run, all of them stop until the next period begins.
+The quota counts as that number of cores, rounded up, as in Go and the JVM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Core numbers of a list like "0-3,8", as taskset has it; raises ConfigError."""
+    """Core numbers of a list like "0-3,8", as in taskset; raises ConfigError."""
     numbers: set[int] = set()
     for part in text.split(",") if text else []:
         found = _CORES.fullmatch(part)
@@ -44,23 +44,23 @@ def affinity() -> int:
 
 
 def usable() -> int:
-    """Cores that are worth a compute thread: those of the affinity, or as many as the quota pays for."""
+    """Cores worth a compute thread: those of the affinity, or fewer if the quota does not cover all of them."""
     limit = quota()
     return affinity() if limit is None else max(1, min(affinity(), math.ceil(limit)))
 
 
 def quota(groups: Path = _GROUPS, mount: Path = _MOUNT) -> float | None:
-    """Cores whose full time the cgroups of this process grant it, None without a limit.
+    """Cores whose full time the cgroups of this process grant it; None without a limit.
 
-    `groups` and `mount` are the kernel's files (cgroups(7)): v2 has `cpu.max`, v1 `cpu.cfs_quota_us`, and the limits of
-    all groups around it count. A container sees its own group as the root of the mount.
+    `groups` and `mount` are the kernel's files (cgroups(7)): v2 has `cpu.max`, v1 `cpu.cfs_quota_us`. The limits of all
+    parent groups count too. A container sees its own group as the root of the mount.
     """
     limits = [limit for group in _own(groups, mount) if (limit := _limit(group)) is not None]
     return min(limits, default=None)
 
 
 def _own(groups: Path, mount: Path) -> list[Path]:
-    """Directories of the groups that this process is in, and of those around them."""
+    """Directories of the groups that this process is in, and of their parents."""
     found = []
     with contextlib.suppress(OSError):
         for line in groups.read_text().splitlines():

@@ -1,14 +1,14 @@
-"""Text from tokens as they come: whole characters only, and all pieces together equal to decoding at once.
+"""Text from tokens as they come: only whole characters, and all pieces together equal the text decoded at once.
 
-`tokenizers.decoders.DecodeStream` does not hold that: it has no flush, so a text that ends within a character
+`tokenizers.decoders.DecodeStream` does not guarantee that: it has no flush, so a text that ends within a character
 loses its end, and it fails on a run of byte tokens that stops being UTF-8. There are two ways here:
 
-* **Byte-level BPE** (GPT-2, Llama 3, Qwen): every token is a run of bytes, so an incremental UTF-8 decoder is all.
-* **Anything else** (SentencePiece-like): decode a window with and without the new tokens; emit the difference. The
-  window starts at the last tokens that yielded text, because decoders treat the first token in a special way. A run
-  of byte-fallback tokens becomes characters or U+FFFD as a whole, so it is held until a token ends it.
+* **Byte-level BPE** (GPT-2, Llama 3, Qwen): every token is a run of bytes, so an incremental UTF-8 decoder suffices. *
+**Anything else** (SentencePiece-like): decode a window with and without the new tokens, and emit the difference. The
+window starts at the last tokens that gave text, because decoders treat the first token in a special way. A run of
+byte-fallback tokens becomes characters or U+FFFD as a whole, so it is kept until another token ends it.
 
-Each token is decoded at most twice, so the work per token is constant.
+Each token is decoded at most twice, so the work for each token is constant.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizer(Protocol):
-    """One text in the making."""
+    """The decoder of one text."""
 
     def push(self, token_id: int) -> str:
-        """Add a token and return the text that is complete now, perhaps none."""
+        """Add a token; returns the text that is complete now, which may be empty."""
 
     def flush(self) -> str:
-        """Return what was held back; the text ends here."""
+        """Return the text that was kept back; the text ends here."""
 
 
 class Vocabulary:
-    """What incremental decoding must know of a tokenizer, shared by all its detokenizers."""
+    """What incremental decoding needs from a tokenizer, shared by all its detokenizers."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend

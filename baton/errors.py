@@ -80,7 +80,7 @@ class PermissionDenied(BatonError):
 
 
 class Overloaded(BatonError):
-    """Refused now for lack of room; `retry_after` is in seconds, None when retrying can't help."""
+    """Refused now because there is no room; `retry_after` is in seconds, None if a retry can't help."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
     http_status = 429

@@ -1,9 +1,9 @@
-"""The file of API keys: hashes of the keys that clients have, and what each lets them do.
+"""The file of API keys: hashes of the keys that clients have, and what each key allows.
 
     {"keys": [{"sha256": "<64 hex digits>", "tenant": "acme", "max_streams": 16, "admin": false}]}
 
-A key is KEY_BITS of randomness, not a password, so that a plain SHA-256 is all the protection that the file needs:
-nobody can try that many keys, with or without a slow hash. Keys of one tenant share its limits, which must be equal.
+A key has KEY_BITS random bits and is not a password, so a plain SHA-256 protects it well enough: nobody can try that
+many keys, with or without a slow hash. Keys of one tenant share its limits, which must be equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.errors import ConfigError, preview
 
 KEY_BITS = 256
 MAX_KEY_LENGTH = 256
-"""Most characters of what is taken for a key at all."""
+"""Longest text that is accepted as a key."""
 
 _PREFIX = "baton_"
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -42,7 +42,7 @@ class ApiKey:
 
 
 def digest(key: str) -> bytes:
-    """What the file holds of a key."""
+    """The hash of a key, as the file has it."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -84,10 +84,10 @@ def read(path: Path) -> tuple[ApiKey, ...]:
 
 
 def add(path: Path, *, tenant: str, max_streams: int | None = None, admin: bool = False) -> str:
-    """Mint a key for a tenant, append its hash to the file, and return the key, which is stored nowhere.
+    """Make a key for a tenant, add its hash to the file, and return the key, which is stored nowhere.
 
-    The file is replaced in one step, and made for its owner alone if it was not there; several may add at a time.
-    Without `max_streams` a tenant keeps its limit. Raises ConfigError.
+    The file is replaced in one step. If it is new, only its owner may read it. Several processes may add keys at the
+    same time. Without `max_streams` a tenant keeps its limit. Raises ConfigError.
     """
     key = _PREFIX + secrets.token_urlsafe(KEY_BITS // 8)
     with _edit(path) as entries:
@@ -98,9 +98,9 @@ def add(path: Path, *, tenant: str, max_streams: int | None = None, admin: bool 
 
 
 def remove(path: Path, *, tenant: str = "", sha256: str = "") -> int:
-    """Take all keys of a tenant, or the one whose hash begins with these hex digits, out of the file; how many.
+    """Remove all keys of a tenant, or the one whose hash begins with these hex digits; returns their number.
 
-    Raises ConfigError when there is none, and when several begin so.
+    Raises ConfigError if there is none, or if several begin like that.
     """
     with _edit(path) as entries:
         gone = [entry for entry in entries if _matches(entry, tenant, sha256)]
@@ -113,7 +113,10 @@ def remove(path: Path, *, tenant: str = "", sha256: str = "") -> int:
 
 
 def limit(path: Path, *, tenant: str, max_streams: int | None) -> int:
-    """Set the streams that a tenant may have open, None for no limit, in all its keys; how many. Raises ConfigError."""
+    """Set how many streams a tenant may have open, None for no limit; returns the number of its keys.
+
+    Raises ConfigError.
+    """
     with _edit(path) as entries:
         count = sum(entry.tenant == tenant for entry in entries)
         if not count:
@@ -128,7 +131,10 @@ def _matches(entry: ApiKey, tenant: str, sha256: str) -> bool:
 
 @contextmanager
 def _edit(path: Path) -> Iterator[list[ApiKey]]:
-    """The entries, which the block may change; nobody else changes the file meanwhile, nor if the block raises."""
+    """Yield the entries, which the block may change.
+
+    The file is locked meanwhile; if the block raises, it does not change.
+    """
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

@@ -1,9 +1,8 @@
 """Commands whose processes can't outlive the process that starts them.
 
-The command is run through a tiny interpreter that asks the kernel (Linux) for SIGKILL at the end of its
-parent, and then becomes the command; so even a parent that is killed leaves no orphan. What ends the child
-is the end of the *thread* that started it: start children from the main thread, or another that lives as
-long as they may.
+The command is run by a tiny interpreter, which asks the kernel (Linux) for SIGKILL at the end of its parent, and then
+becomes the command. So even a parent that is killed leaves no process behind. What ends the child is the end of the
+*thread* that started it: start children from the main thread, or from another one that lives long enough.
 """
 
 from __future__ import annotations
@@ -23,5 +22,5 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def bind_to_parent(command: Sequence[str]) -> list[str]:
-    """`command`, whose first word is the path of an executable, bound to the life of this process."""
+    """`command`, whose first word is the path of an executable, so that its process ends with this one."""
     return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]

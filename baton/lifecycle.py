@@ -92,16 +92,16 @@ class Lifecycle:
         self.deadline = min(self.request_deadline, now + limit_s)
 
     def end(self, now: float) -> bool:
-        """Go to ENDED from wherever it is; False if it was there before, so that its memory is given back once."""
+        """Enter ENDED from any state; False if it had ended before, so that its memory is freed once."""
         if self.ended:
             return False
         self.state, self.since, self.deadline = State.ENDED, now, math.inf
         return True
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the state's deadline has passed."""
+        """Whether the deadline of the state has passed."""
         return now >= self.deadline
 
     def is_request_deadline(self) -> bool:
-        """Whether the deadline in force is the request's own, so that another attempt can't help."""
+        """Whether the current deadline is the request's own, so that another attempt can't help."""
         return self.deadline >= self.request_deadline and not math.isinf(self.request_deadline)

@@ -1,17 +1,17 @@
-"""A service as a process: start, say where it listens, serve until told to stop, drain.
+"""A service as a process: start, print where it listens, serve until told to stop, drain.
 
     main ── settings ── start ── "listening ..." ── signal ── drain ── stop      status 0
       │        └ 2        │                            │        └ again: stop now
       └ signal: 0         └ signal: 0                  └ the service fails: 1
 
-On SIGTERM or SIGINT a service drains and the process ends with status 0; a second signal cuts the drain short. One
-that comes before the service listens ends the process at once, since nobody counts on it yet: the load of a model
-runs on a thread, which can't be ended otherwise. When the service itself fails, the process says why and ends with
-status 1; so it does when the service can't stop within STOP_S, because a thread of its hangs. Signal handlers are
-set here and nowhere else.
+On SIGTERM or SIGINT a service drains, and the process ends with status 0; a second signal cuts the drain short. A
+signal before the service listens ends the process at once, since no client depends on it yet; the load of a model runs
+on a thread that can't be stopped otherwise. If the service itself fails, the process prints why and ends with status 1.
+It does the same if the service can't stop within STOP_S because one of its threads hangs. Signal handlers are set here
+and nowhere else.
 
-Once all is stopped and given back, the process ends without taking its modules apart: with torch loaded, that would
-take seconds on a busy machine.
+After the service has stopped, the process ends without unloading its modules: with torch loaded, that would take
+seconds on a busy machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class App(Protocol):
 
     @property
     def listening(self) -> str:
-        """Where it listens: "name=host:port" for each listener."""
+        """Its addresses: "name=host:port" for each listener."""
 
     @property
     def failed(self) -> asyncio.Future[None]:
@@ -62,10 +62,10 @@ S = TypeVar("S", bound=Settings)
 
 
 def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]) -> NoReturn:
-    """Run a service until a signal, and end the process: with 0 after a drain, 1 when it failed.
+    """Run a service until a signal, and end the process: status 0 after a drain, 1 if it failed.
 
-    Bad settings are said, and answered with a status of 2. `run` may load what takes long: --help and bad settings
-    are answered before it is called.
+    Bad settings are printed, with status 2. `run` may load things that take long: --help and bad settings are handled
+    before it is called.
     """
 
     def start(config: S) -> NoReturn:
@@ -117,7 +117,7 @@ class Signals:
         self.again: asyncio.Future[str] = loop.create_future()
 
     def receive(self, name: str) -> None:
-        """One more signal."""
+        """Record a signal."""
         for future in (self.first, self.again):
             if not future.done():
                 return future.set_result(name)
@@ -126,7 +126,7 @@ class Signals:
 
 @contextlib.contextmanager
 def signals() -> Iterator[Signals]:
-    """Have SIGTERM and SIGINT noted, and do nothing else, until the block ends."""
+    """Record SIGTERM and SIGINT, in place of their usual effect, until the block ends."""
     found, loop = Signals(), asyncio.get_running_loop()
     for number in _NUMBERS:
         loop.add_signal_handler(number, found.receive, number.name)
@@ -162,9 +162,9 @@ async def _run(app: Running, role: str, stop: Signals, listening: asyncio.Future
 
 
 def _freeze_garbage_collector() -> None:
-    """Spare the garbage collector what lives as long as the process.
+    """Exclude all objects so far from garbage collection, because they live as long as the process.
 
-    A full pass over all that a service has loaded held up every stream for 50 ms and more.
+    A full collection over everything that a service has loaded delayed every stream by 50 ms and more.
     """
     gc.collect()
     gc.freeze()

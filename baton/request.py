@@ -1,7 +1,7 @@
-"""What a request asks for and what it yields, in plain Python.
+"""What a request asks for and what it gets, in plain Python.
 
-These types cross every part of Baton; they import neither torch nor grpc. Ranges are checked where a value is
-made, so that a bad one can't exist; what depends on the model is checked by `SamplingParams.check_model`.
+All parts of Baton use these types; they import neither torch nor grpc. Ranges are checked when a value is made, so that
+a bad one can't exist. What depends on the model is checked by `SamplingParams.check_model`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_STOP_CHARACTERS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MIN_REPETITION_PENALTY = 2**-10
-"""Logits are divided by it, and stay finite; a power of two, because the wire's float32 has it exactly."""
+"""Logits divided by it stay finite. It is a power of two, so the float32 of the wire represents it exactly."""
 
 
 class FinishReason(enum.Enum):
@@ -46,9 +46,10 @@ class TokenInfo:
 class SamplingParams:
     """How tokens are chosen and when a choice ends; the same names and meanings as in vLLM.
 
-    `max_tokens` None means what the model's length and the memory of the workers leave. `seed` None means that the
-    router mints one. `logprobs` and `prompt_logprobs` are the number of alternatives reported beside each token, None
+    `max_tokens` None means as many as the model's length and the memory of the workers allow. `seed` None means that
+    the router picks one. `logprobs` and `prompt_logprobs` are the number of alternatives reported with each token, None
     for no report.
+
     Raises InvalidRequest naming the field.
     """
 
@@ -110,12 +111,15 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether the next token depends on which tokens came before it, beside their KV."""
+        """Whether the choice of the next token depends on the tokens before it other than through their KV."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def check_model(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
-        """Raise InvalidRequest if a token id lies outside the vocabulary, more are allowed than it has, or none can
-        be chosen, because `min_tokens` bans all that are allowed."""
+        """Raise InvalidRequest if the parameters do not fit the model.
+
+        A token id lies outside the vocabulary, more tokens are allowed than it has, or none can be chosen because
+        `min_tokens` bans all allowed ones.
+        """
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         check_count("allowed_token_ids", len(self.allowed_token_ids), vocab_size, "token ids")
         check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
@@ -132,8 +136,8 @@ class SamplingParams:
 class SequenceState:
     """One choice as the sampler sees it: all sampling state is a pure function of these fields.
 
-    `params.seed` and `params.max_tokens` are set by the time a worker sees them. `output_ids` are the tokens chosen
-    so far; the next token has output index `len(output_ids)`.
+    When a worker gets it, `params.seed` and `params.max_tokens` are set. `output_ids` are the tokens chosen so far; the
+    next token has output index `len(output_ids)`.
     """
 
     params: SamplingParams
@@ -143,13 +147,13 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and output together."""
+        """Number of tokens of prompt and output together."""
         return len(self.prompt_ids) + len(self.output_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What prefill sampled for one choice; `finish` is set when the choice ends with it."""
+    """The token that prefill sampled for one choice; `finish` is set if the choice ends with it."""
 
     choice_index: int
     token: TokenInfo
@@ -158,7 +162,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """All that decode must know beside the KV itself (DESIGN: handoff).
+    """Everything except the KV itself that decode needs to continue a request.
 
     The KV covers `prompt_ids + output_ids`; each choice continues with its first token, whose KV does not exist yet.
     """
@@ -186,13 +190,13 @@ class CachePolicy(enum.Enum):
 
     @property
     def writes(self) -> bool:
-        """Whether the request's KV is left for others."""
+        """Whether the request's KV may be cached for others."""
         return self in (CachePolicy.READ_WRITE, CachePolicy.WRITE)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Where KV that was not computed came from, in tokens; see inference.proto."""
+    """Number of tokens that were not computed, by where their KV came from; see inference.proto."""
 
     pool: int = 0
     host: int = 0
@@ -202,13 +206,13 @@ class CachedTokens:
 
     @property
     def total(self) -> int:
-        """Tokens that prefill did not compute."""
+        """Number of tokens that prefill did not compute."""
         return self.pool + self.host + self.redis + self.peer
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request; `completion_tokens` over all choices."""
+    """Token counts of a request; `completion_tokens` is the sum over all choices."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -233,7 +237,7 @@ class Timings:
 def finish_reason(
     params: SamplingParams, output_ids: Sequence[int], eos_token_ids: frozenset[int]
 ) -> FinishReason | None:
-    """Why a choice ends after the last of `output_ids`, or None; stop strings are the router's affair."""
+    """Why a choice ends after the last of `output_ids`, or None. Stop strings are handled by the router."""
     last, count = output_ids[-1], len(output_ids)
     if count >= params.min_tokens and (
         last in params.stop_token_ids or (last in eos_token_ids and not params.ignore_eos)
@@ -254,8 +258,8 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int, first:
 def check_id(name: str, value: str, *, optional: bool = False) -> None:
     """Raise InvalidRequest naming the field unless `value` can be an id of a request, transfer, process and so on.
 
-    That is 1 to MAX_ID_LENGTH printable ASCII characters, or none if it is `optional`. Processes keep ids of peers, and
-    write them to logs.
+    That is 1 to MAX_ID_LENGTH printable ASCII characters, or none if it is `optional`. Processes keep the ids of other
+    processes, and write them to logs.
     """
     if not value and not optional:
         raise InvalidRequest(name, "must not be empty")

@@ -4,16 +4,16 @@
       │        │
       │        │ a child ends unasked
       │        ├── restart_on_death: the log says how it ended; a pause; its successor ──┐
-      │        └── else `death` is set to the same words: who waits for it stops all     │
+      │        └── otherwise `death` gets the same message, and its waiter stops all     │
       └──────────────────────────────────────────────────────────────────────────────────┘
 
-A supervisor holds a group of processes that stops as one. Groups that stop one after the other are supervisors in
-nested blocks. A successor starts at once when the child had served for `steady_s`, and the first time; otherwise after
-a pause that doubles with each early end.
+A supervisor has a group of processes that stops as one. Groups that stop one after the other are supervisors in nested
+blocks. A successor starts at once if the child had served for `steady_s`, and after the first early end. After further
+early ends it starts after a pause, which doubles each time.
 
-Each child leads a session of its own: Ctrl-C in a terminal reaches only the supervisor, and what a child leaves behind
-in its session is killed when the child ends. On Linux the kernel kills the children when the supervisor dies, even by
-SIGKILL (see baton.launcher).
+Each child leads a session of its own: Ctrl-C in a terminal reaches only the supervisor, and when the child ends, other
+processes in its session are killed. On Linux the kernel kills the children when the supervisor dies, even by SIGKILL
+(see baton.launcher).
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _log = logging.getLogger(__name__)
 
 
 class SupervisorTimes(NamedTuple):
-    """Bounds of a supervisor, in seconds."""
+    """Limits of a supervisor, in seconds."""
 
     kill_s: float = 2.5
     """From the second SIGTERM to SIGKILL."""
     pause_s: float = 1.0
-    """From a second early end in a row to the successor; doubles with each further one."""
+    """From the second early end in a row to the start of the successor; doubles with each further one."""
     max_pause_s: float = 30.0
     steady_s: float = 5.0
-    """A child that has been ready for so long does not end early."""
+    """If a child has been ready for this long, its end is not early."""
 
 
 def addresses(line: str) -> dict[str, str]:
@@ -83,13 +83,15 @@ class SupervisedProcess:
         self._last_lines = ["", ""]
 
     def restart_on_death(self, command: Sequence[str] | None = None) -> None:
-        """From now on start a successor, with `command` or the same as before, whenever the process ends."""
+        """From now on, whenever the process ends, start a successor with `command`, or with the same command as
+        before.
+        """
         self._command = command or self._command
         self.restarts = True
 
     @property
     def ready_s(self) -> float | None:
-        """Seconds since the process was ready; None: it never was."""
+        """Seconds since the process was ready; None if it never was."""
         return None if self._ready_since is None else asyncio.get_running_loop().time() - self._ready_since
 
     def signal(self, number: int) -> None:
@@ -100,7 +102,7 @@ class SupervisedProcess:
                 os.kill(self._process.pid, number)
 
     async def launch(self) -> None:
-        """Start a process, from the thread that lives as long as it may. Raises Unavailable when there can be none."""
+        """Start a process, from a thread that lives at least as long. Raises Unavailable if it can't be started."""
         self._ready_since = None
         self._last_lines = ["", ""]
         pipes = [await _Pipe.open(), await _Pipe.open()]
@@ -124,7 +126,7 @@ class SupervisedProcess:
                 os.close(pipe.write_end)
 
     async def end(self) -> str:
-        """Wait for the end of the process; how it ended, and its last line."""
+        """Wait for the end of the process; returns how it ended, and its last line."""
         process = self._process
         if process is None:
             return f"{self.name} has not been started"
@@ -173,7 +175,7 @@ class Supervisor:
 
     def __init__(self, relay: Relay, times: SupervisorTimes | None = None) -> None:
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """How the first child that is not restarted has ended, unasked."""
+        """How the first child that is not restarted ended, if nobody had asked it to."""
         self._relay = relay
         self._times = times or SupervisorTimes()
         self._tasks: dict[SupervisedProcess, asyncio.Task[None]] = {}
@@ -190,7 +192,7 @@ class Supervisor:
     async def start(
         self, name: str, command: Sequence[str], environ: Mapping[str, str] | None = None, ready_line: str = LISTENING
     ) -> SupervisedProcess:
-        """Start a child; `environ` None: with our own.
+        """Start a child; `environ` None means the environment of this process.
 
         The child says that it serves by a line on standard output. The regular expression `ready_line` matches the
         beginning of that line. Raises Unavailable when the child can't be started.
@@ -227,7 +229,7 @@ class Supervisor:
                 child.signal(number)
 
     async def _supervise(self, child: SupervisedProcess) -> None:
-        """Follow a child to its end, and its successors."""
+        """Wait for the end of a child, and of its successors."""
         words, pause = await child.end(), 0.0
         while child.restarts and not self._stopping.is_set():
             if child.ready_s is not None and child.ready_s >= self._times.steady_s:
@@ -254,7 +256,7 @@ class Supervisor:
 
 
 class _Pipe(NamedTuple):
-    """A pipe of our own: asyncio's take a process for alive as long as a grandchild holds them."""
+    """A pipe of our own: asyncio's own pipes treat a process as alive as long as a grandchild holds them."""
 
     reader: asyncio.StreamReader
     transport: asyncio.ReadTransport

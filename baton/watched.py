@@ -1,7 +1,7 @@
-"""Files of settings that may be replaced while a process runs: certificates, keys of tickets, keys of clients.
+"""Files of settings that may be replaced while a process runs: certificates, ticket keys, API keys.
 
-They are looked at before each use; what can't be used is logged once, and the last good contents stay, so that
-neither a slip of an operator nor a half-written file lets anybody in or shuts everybody out.
+The files are checked before each use. If new contents can't be used, this is logged once, and the last good contents
+stay in use. So a mistake of an operator or a half-written file neither lets anybody in nor shuts everybody out.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _logger = logging.getLogger(__name__)
 
 
 class WatchedFiles(Generic[T]):
-    """What `parse` makes of the contents of some files, read again when one of them changes.
+    """The parsed contents of some files, read again when one of them changes.
 
-    `files` has their paths by the settings that name them; `parse` takes the contents of all, in that order, and raises
+    `files` has their paths, by the settings that name them. `parse` gets the contents of all, in that order, and raises
     ConfigError naming setting and path of what is wrong. Used from one thread at a time.
     """
 
@@ -33,7 +33,7 @@ class WatchedFiles(Generic[T]):
         self._value = self._read()
 
     def value(self) -> T:
-        """What the newest contents that could be used are."""
+        """The parsed contents; the newest ones that can be used."""
         seen = self._stat_files()
         if seen != self._stats:
             self._stats = seen
@@ -59,7 +59,7 @@ class WatchedFiles(Generic[T]):
 
 
 def watch_file(path: str, setting: str, parse: Callable[[bytes], T]) -> WatchedFiles[T]:
-    """One file alone; the ConfigError of `parse` need only say what is wrong."""
+    """Watch one file. The ConfigError of `parse` need only say what is wrong."""
 
     def named(data: bytes) -> T:
         try:

@@ -15,10 +15,10 @@ class PrefillConfig(WorkerConfig):
     Raises ConfigError naming the field and the value seen.
     """
 
-    chunk_size: int = option(0, help="Tokens in a chunk; 0: by prompt length and measured rate.", minimum=0)
-    max_waiting: int = option(64, help="Most prompts that wait for their first chunk.", minimum=1)
+    chunk_size: int = option(0, help="Tokens in a chunk; 0: depends on prompt length and measured rate.", minimum=0)
+    max_waiting: int = option(64, help="Largest number of prompts that wait for their first chunk.", minimum=1)
     cache_memory: int = option(256 << 20, help="Host memory for cached prefixes; 0: none.", unit="bytes")
-    lease_s: float = option(
-        10.0, help="Seconds for which finished KV is held unless it is being fetched.", minimum=0.01
+    lease_s: float = option(10.0, help="Seconds for which finished KV is kept if nobody fetches it.", minimum=0.01)
+    drain_s: float = option(
+        30.0, help="Seconds that running prompts and fetches of finished KV get in a drain.", minimum=0
     )
-    drain_s: float = option(30.0, help="Seconds that prompts and pulls of finished KV have at a drain.", minimum=0)

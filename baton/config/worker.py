@@ -29,24 +29,26 @@ class WorkerConfig(Settings):
     device: str = option("auto", help="Where the model runs.", choices=DEVICES)
     dtype: str = option("auto", help="Element type of weights and computation.", choices=DTYPES)
     kv_dtype: str = option("auto", help="Element type of the KV cache.", choices=DTYPES)
-    max_model_len: int = option(0, help="Most tokens of prompt and output together; 0: the model's.", minimum=0)
+    max_model_len: int = option(
+        0, help="Largest number of tokens of prompt and output together; 0: the model's.", minimum=0
+    )
     kv_memory: int = option(0, help="Memory of the KV pool; 0: automatic.", unit="bytes")
     page_size: int = option(0, help="Tokens in a page; 0: 16 on CPU, 256 on CUDA.", minimum=0)
     block_size: int = option(16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1)
     threads: int = option(0, help="Compute threads, at most one per core; 0: one per core.", minimum=0)
-    cpus: str = option("", help="Cores that the worker keeps to, such as 0-3,8; empty: all that it is given.")
+    cpus: str = option("", help="Cores that the worker uses, such as 0-3,8; empty: all that it may use.")
     control: str = option("127.0.0.1:0", help="Listener for routers; port 0: any free one.", unit="address")
     kv: str = option("127.0.0.1:0", help="Listener for KV transfers.", unit="address")
     ops: str = option("127.0.0.1:0", help="HTTP listener for live, ready and metrics.", unit="address")
     kv_advertise: str = option(
-        "", help="Where peers reach the kv listener; empty: its port, at the host routers dial.", unit="address"
+        "", help="Address of the kv listener for peers; empty: its port, at the host that routers dial.", unit="address"
     )
     worker_id: str = option("", help="Name of the worker; empty: role, host and a random part.")
     tls_cert: str = option("", help="PEM file with this worker's certificate; TLS needs cert, key and CA.")
     tls_key: str = option("", help="PEM file with the private key of --tls-cert.")
-    tls_ca: str = option("", help="PEM file with the CA whose certificates routers and peers must have.")
-    ticket_keys: str = option("", help="PEM file with the routers' public keys; KV then needs their tickets.")
-    insecure: bool = option(False, help="Bind control and kv beyond loopback without TLS and ticket keys.")
+    tls_ca: str = option("", help="PEM file with the CA that signed the certificates of routers and peers.")
+    ticket_keys: str = option("", help="PEM file with the routers' public keys; fetching KV then needs a ticket.")
+    insecure: bool = option(False, help="Let other machines reach control and kv without TLS and ticket keys.")
     redis: str = option(
         "none",
         help="Prefix cache: redis://, rediss://, unix://, redis+cluster:// or redis+sentinel:// URL, or none.",
@@ -56,12 +58,14 @@ class WorkerConfig(Settings):
         "", help="Secret that authenticates cached blocks, the same in all workers and routers.", secret=True
     )
     cache_budget_s: float = option(0.5, help="Seconds that a round trip to Redis may take.", minimum=0.001)
-    cache_ttl_s: int = option(24 * 3600, help="Seconds for which Redis keeps a block that nobody asks for.", minimum=1)
+    cache_ttl_s: int = option(24 * 3600, help="Seconds for which Redis keeps a block that nobody uses.", minimum=1)
     cache_writes: str = option(
-        "first", help="Blocks are written to Redis when first seen, when seen again, or never.", choices=CACHE_WRITES
+        "first", help="Write blocks to Redis when first seen, when seen a second time, or never.", choices=CACHE_WRITES
     )
-    stall_s: float = option(10.0, help="Seconds without progress after which a busy engine is unhealthy.", minimum=0.01)
-    log_level: str = option("info", help="Least level that is logged.", choices=LEVELS)
+    stall_s: float = option(
+        10.0, help="Seconds without progress after which an engine with work counts as unhealthy.", minimum=0.01
+    )
+    log_level: str = option("info", help="Lowest level that is logged.", choices=LEVELS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +86,7 @@ class WorkerConfig(Settings):
         return self.served_model_name or self.checkpoint.rstrip("/").rpartition("/")[2]
 
     def engine_config(self) -> EngineConfig:
-        """The engine's share of the settings, without slots."""
+        """The settings of the engine, without slots."""
         from baton.engine.config import EngineConfig
 
         return EngineConfig(

@@ -38,7 +38,7 @@ class ClientCall:
         self._tokens: int | None = None
 
     def start_stream(self) -> None:
-        """Note that the call streams tokens."""
+        """Record that the call streams tokens."""
         self._tokens = 0
 
     def count_tokens(self, deltas: Sequence[Delta]) -> Sequence[Delta]:

@@ -71,7 +71,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return known[1]
 
     async def wait_ended(self, timeout: float) -> None:
-        """Return when no handler runs; log the handlers that still run after `timeout` seconds."""
+        """Wait until no handler runs; log the handlers that still run after `timeout` seconds."""
         if self._running:
             _, late = await asyncio.wait(self._running, timeout=timeout)
             for task in late:
@@ -88,7 +88,7 @@ async def write(context: Any, response: Any) -> None:
 
 
 async def begin(context: Any) -> None:
-    """Send the initial metadata ahead of the first response; raises CancelledError when the client has gone.
+    """Send the initial metadata before the first response; raises CancelledError when the client has gone.
 
     Otherwise gRPC sends both together, and can't end the call with a status while the client does not read them.
     """

@@ -1,6 +1,6 @@
 """Detects a stream on which no message came for too long.
 
-When a process was stopped, or its loop was blocked, all its timers are due at once, before it has read the messages
+After a process was stopped, or its event loop was blocked, all its timers fire at once, before it has read the messages
 that came meanwhile. So a check that runs late does not end the stream, but waits once more.
 """
 
@@ -13,7 +13,7 @@ _LATE_S = 0.5
 
 
 class SilenceTimer:
-    """Calls `on_silence` once if `heard` is not called for `limit_s` seconds; use as a context manager."""
+    """Calls `on_silence` once if `reset` is not called for `limit_s` seconds; use as a context manager."""
 
     def __init__(self, limit_s: float, on_silence: Callable[[], object]) -> None:
         self.limit_s = limit_s
@@ -39,7 +39,7 @@ class SilenceTimer:
             self._timer.cancel()
 
     def reset(self) -> None:
-        """Note that a message came."""
+        """Start again, because a message came."""
         self._expires_at = self._loop.time() + self.limit_s
 
     def _arm(self, due: float) -> None:

@@ -1,10 +1,10 @@
 """A worker's ledger, and the audit that the worker runs whenever it is idle.
 
-The pool's own audit checks that each page is free, cached, or counted by its owners. The ledger compares these
-owners with the entries of the service. If no entry names an owner, the service has lost it, and its pages
-would never be freed. An owner's name is "request/attempt", followed by "/choice" where choices have pages of their
-own. An owner is such an orphan if two audits list it, and the service names it neither between them nor after them. The
-second audit is needed because a caller may use a name again for its next request, which must not end the worker.
+The pool's own audit checks that each page is free, cached, or counted by its owners. The ledger compares these owners
+with the entries of the service. If no entry names an owner, the service has lost it, and its pages would never be
+freed. An owner's name is "request/attempt", followed by "/choice" if choices have pages of their own. An owner is lost
+in this sense if two audits list it, and the service names it neither between them nor after them. The second audit is
+needed because a caller may use the same name for its next request, which must not end the worker.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def _owners(pages: dict[str, int]) -> set[str]:
 
 
 class IdleAudit:
-    """Makes the ledger when the worker has become idle, at most every MIN_INTERVAL_S; off the critical path.
+    """Builds the ledger when the worker has become idle, at most every MIN_INTERVAL_S; no request waits for it.
 
-    Calls `on_violation` on the loop, once, when the ledger shows a violation.
+    Calls `on_violation` on the loop, once, if the ledger shows a violation.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class IdleAudit:
         self._wanted = asyncio.Event()
 
     def notify(self) -> None:
-        """The worker may have become idle."""
+        """Tell the audit that the worker may have become idle."""
         if self._idle():
             self._wanted.set()
 

@@ -48,7 +48,7 @@ class BlockCopier:
         return await asyncio.to_thread(self.digests, ids, salt)
 
     def digests(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
-        """The same on this thread; about a microsecond for each block."""
+        """The same on the calling thread; about a microsecond for each block."""
         root = chain_root(self._fingerprint, self._format.digest, salt)
         return block_digests(root, ids, self._format.block_size)
 
@@ -97,7 +97,7 @@ class BlockCopier:
     ) -> None:
         """Put the blocks of the chain that the cache wants, until it refuses one; all of them must be final.
 
-        The first `first` blocks were cache hits; other workers put the first `least`. The caller keeps the
+        The first `first` blocks were cache hits; the first `least` are left to other workers. The caller keeps the
         handle meanwhile. At most MOST_WRITE_BACKS run at a time; further ones are dropped.
         """
         if not self._cache.enabled:
@@ -141,7 +141,7 @@ class BlockCopier:
 
 
 async def _wait_to_end(copy: Coroutine[Any, Any, Any]) -> Any:
-    """Wait for a copy, even when cancelled; the cancellation is raised after it."""
+    """Wait for a copy to end. A cancellation meanwhile is raised after that."""
     copying = asyncio.ensure_future(copy)
     try:
         return await asyncio.shield(copying)
@@ -151,7 +151,7 @@ async def _wait_to_end(copy: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _slices(blocks: Sequence[int], most: int) -> list[range]:
-    """Ascending numbers as runs of neighbours, each of at most `most`."""
+    """Group ascending numbers into runs of consecutive ones, each of at most `most`."""
     runs: list[range] = []
     for block in blocks:
         if runs and runs[-1].stop == block and len(runs[-1]) < most:

@@ -1,4 +1,4 @@
-"""A worker's prefix cache as an operator sees it: its own pages first, then the other tiers."""
+"""The cache tiers of a worker, as an operator sees them: its own pages first, then the other tiers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class CacheTiers:
         self._hits = self._misses = 0
 
     def record_lookup(self, hits: int, blocks: int) -> None:
-        """Count a prompt whose pages were reserved: `hits` of its full `blocks` were cached in them."""
+        """Count a prompt whose pages were reserved: `hits` of its `blocks` full blocks were cached in pages."""
         self._hits += hits
         self._misses += blocks - hits
         metrics.PREFIX_BLOCKS.labels(POOL, "hit").inc(hits)
         metrics.PREFIX_BLOCKS.labels(POOL, "miss").inc(blocks - hits)
 
     async def list_tiers(self) -> list[CacheTier]:
-        """All tiers as they are now, nearest first."""
+        """All tiers with their statistics, nearest first."""
         stats = self._engine.stats()
         pool = self._pool(stats.cached)
         pool = replace(pool, capacity_bytes=stats.total * self._page_bytes, hits=self._hits, misses=self._misses)

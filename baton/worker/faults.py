@@ -18,11 +18,14 @@ class FaultCounter:
         self._requests: set[str] = set()
 
     def record_success(self) -> None:
-        """Note that a token was computed."""
+        """Record that a token was computed."""
         self._requests.clear()
 
     def record_failure(self, request_id: str) -> None:
-        """Note that no token could be computed for this request. Raises EngineError after LIMIT different requests."""
+        """Record that no token could be computed for this request.
+
+        Raises EngineError after LIMIT different requests.
+        """
         self._requests.add(request_id)
         if len(self._requests) >= LIMIT:
             raise EngineError(

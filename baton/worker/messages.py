@@ -1,4 +1,4 @@
-"""What decode workers tell routers of an attempt, in plain types; see decode.proto. Pure."""
+"""What decode workers tell routers about an attempt, as plain types; see decode.proto. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from baton.request import FinishReason, TokenInfo
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Answers a reservation; `never` when the request can't fit even an empty worker, `retry_after_s` 0 when unknown.
+    """The answer to a reservation; `never` if the request does not even fit an empty worker.
 
-    The KV of the context's first `cached_tokens` is at the worker, and stays there. `room_tokens` are the largest
-    context that another request could have now, where this one was refused for want of pages.
+    `retry_after_s` is 0 if unknown. The worker has the KV of the first `cached_tokens` tokens of the context, and keeps
+    it. If pages were missing, `room_tokens` is the largest context that another request could reserve now.
     """
 
     granted: bool
@@ -26,7 +26,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTimings:
-    """Durations on decode's clock, in milliseconds: from Start to commit, from commit to slot."""
+    """Durations on decode's clock, in milliseconds: from Start to commit, and from commit to slot."""
 
     fetch_ms: float
     slot_wait_ms: float
@@ -34,9 +34,10 @@ class DecodeTimings:
 
 @dataclass(slots=True)
 class Output:
-    """Tokens of one choice; `output_index` is that of the first, `finish` belongs to the last.
+    """Tokens of one choice; `output_index` is that of the first token, `finish` belongs to the last.
 
-    `timings` come with a choice's first. One is made for every token, and a frozen one would take three times as long.
+    `timings` come with the first output of a choice. An Output is made for every token, so it is not frozen: a frozen
+    dataclass takes three times as long to make.
     """
 
     choice_index: int

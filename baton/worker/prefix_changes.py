@@ -4,9 +4,9 @@ A block counts as cached while the engine's pages or the cache's host memory hav
 first of them gets it, and as dropped when the last has lost it.
 
 The tiers report changes from any thread, and the engine holds its pool's lock meanwhile. So a change only goes into an
-inbox; the asyncio loop merges it soon after. Each follower keeps the changes that it has not sent yet, only the latest
-state of each block. When these become more than all cached blocks, it sends the whole list again. This bounds the
-memory of a follower that nobody reads.
+inbox; the asyncio loop merges it soon after. Each subscriber keeps the changes that it has not sent yet, and of each
+block only the latest one. When these become more than all cached blocks, it sends the whole list again. This limits the
+memory of a subscriber that nobody reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.kv.prefix import PrefixCache
 from baton.worker.status import PREFIX_NAME_BYTES, PrefixChange
 
 MOST_NAMES = 4096
-"""Names in one message; the others follow in the next ones."""
+"""Largest number of names in one message; the others follow in the next ones."""
 
 _POOL, _HOST = 1, 2
 
@@ -31,7 +31,7 @@ _POOL, _HOST = 1, 2
 class PrefixChangeFeed:
     """Merges the tiers' changes; made and used on the asyncio loop, until `close`.
 
-    `changed` is called on the loop, when there is something new to `take` for the followers.
+    `changed` is called on the loop when subscribers have something new to `pop`.
     """
 
     def __init__(self, engine: Engine, cache: PrefixCache, changed: Callable[[], object]) -> None:
@@ -47,13 +47,13 @@ class PrefixChangeFeed:
         cache.watch(partial(self._put, _HOST))
 
     def subscribe(self) -> PrefixSubscriber:
-        """Add a follower, which begins with the whole list."""
+        """Add a subscriber, which gets the whole list first."""
         subscriber = PrefixSubscriber(self._tiers)
         self._subscribers.add(subscriber)
         return subscriber
 
     def unsubscribe(self, subscriber: PrefixSubscriber) -> None:
-        """Remove a follower."""
+        """Remove a subscriber."""
         self._subscribers.discard(subscriber)
 
     def close(self) -> None:

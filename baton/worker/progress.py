@@ -17,11 +17,11 @@ class Progress:
         self._recorded_at: float | None = None
 
     def record(self) -> None:
-        """Note that there is work, and that it has just made progress."""
+        """Record that there is work, and that it has just made progress."""
         self._recorded_at = self._clock()
 
     def set_idle(self) -> None:
-        """Note that there is no work."""
+        """Record that there is no work."""
         self._recorded_at = None
 
     def stalled_s(self) -> float:

@@ -166,12 +166,14 @@ class StatusHub:
         self.notify()
 
     def set_ticket_keys(self, key_ids: Callable[[], tuple[bytes, ...]]) -> None:
-        """Tell watchers that KV needs tickets; every status calls `key_ids` for the keys that are valid then."""
+        """Tell watchers that fetching KV needs a ticket; every status calls `key_ids` for the keys that are valid
+        then.
+        """
         self._ticket_key_ids = key_ids
         self.notify()
 
     def notify(self) -> None:
-        """Tell watchers that the load has changed."""
+        """Tell watchers that the status has changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -181,7 +183,7 @@ class StatusHub:
         self.notify()
 
     def set_stalled(self, stalled: bool) -> None:
-        """Tell watchers whether the engine has work but makes no progress."""
+        """Set whether the engine has work but makes no progress, and tell watchers."""
         if stalled != self._stalled:
             self._stalled = stalled
             self.notify()

@@ -3,7 +3,7 @@
 A look-up asks the store, once, for the blocks that are not in host memory; so the runs of a hit may alternate between
 the tiers. A fetch reads each block from its tier, and keeps blocks from the store in host memory.
 
-`wants` counts a sighting of each block; `put` hands a block to host memory at once, and to the store
+`select_writes` counts that each block was seen; `put` hands a block to host memory at once, and to the store
 
     first   at once
     second  if it was seen by an earlier request as well; its KV may come from host memory then
