@@ -36,7 +36,7 @@ def print_account(completion: Completion, console: Console | None = None) -> Non
 
 
 def describe_cached(usage: Usage) -> str:
-    """Prompt tokens that were not computed, where they came from, and how many decode held already."""
+    """The number of cached prompt tokens, where they came from, and how many decode already had."""
     counts = {words: getattr(usage.cached, name) for name, words in _SOURCES.items()}
     sources = ", ".join(f"{count} from {words}" for words, count in counts.items() if count)
     held = f"; {usage.cached.decode} held by decode" if usage.cached.decode else ""
@@ -44,7 +44,7 @@ def describe_cached(usage: Usage) -> str:
 
 
 def as_json(completion: Completion) -> dict[str, Any]:
-    """The completion as plain values: the first choice on top, and all under `choices` if there are several."""
+    """The completion as plain values: the first choice at the top, and all under `choices` if there are several."""
     usage, timings = completion.usage, completion.timings_ms
     result = {"request_id": completion.request_id} | (_choice(completion.choices[0]) if completion.choices else {})
     if completion.prompt_tokens:

@@ -29,7 +29,7 @@ def cache() -> None:
     """Look at, drop and fill the prefix caches of a fleet."""
 
 
-@cache.command(epilog=f"{EXIT_HELP} Where processes fail in different ways, it is 1.")
+@cache.command(epilog=f"{EXIT_HELP} If processes fail in different ways, it is 1.")
 @survey_options("Control listeners of workers, and routers", DEFAULT_GRPC)
 def stats(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags: Any) -> None:
     """Show the tiers of the prefix cache of each process.
@@ -42,14 +42,14 @@ def stats(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags: 
     found.end()
 
 
-@cache.command(epilog=f"{EXIT_HELP} Where processes fail in different ways, it is 1.")
-@survey_options("Control listeners of workers", timeout="Seconds without an answer after which to give up.")
-@click.option("--redis", is_flag=True, help="Drop what is in Redis too: all blocks of the fleet's KV format.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@cache.command(epilog=f"{EXIT_HELP} If processes fail in different ways, it is 1.")
+@survey_options("Control listeners of workers", timeout="Seconds without an answer after which the command fails.")
+@click.option("--redis", is_flag=True, help="Also drop what is in Redis: all blocks of the fleet's KV format.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def clear(targets: Sequence[list[str]], redis: bool, yes: bool, timeout: float, as_list: bool, **flags: Any) -> None:
-    """Drop the cached KV of workers; slower prompts are all that comes of it.
+    """Drop the cached KV of workers; prompts are then slower for a while, but nothing else changes.
 
-    A full Redis takes a while, so how far it has come is told on stderr. Fails if something could not be dropped.
+    A full Redis takes a while to clear, so the progress is printed on stderr. Fails if something could not be dropped.
     """
     told = addresses(targets)
     if not yes:
@@ -68,7 +68,7 @@ cache.add_command(warm)
 
 
 def _clear(client: Client, *, redis: bool, timeout: float) -> CacheReport:
-    """Who was cleared, with what was dropped; goes on for as long as the process says how far it has come."""
+    """Clear one process and report what was dropped; waits as long as the process reports progress."""
     who = client.cache(timeout=timeout)
     with ThreadPoolExecutor(1) as beside:
         clearing = beside.submit(client.clear_cache, redis=redis)

@@ -1,12 +1,12 @@
-"""`baton certs`: all that a secure fleet needs, in one directory.
+"""`baton certs`: CA, certificates and keys of a secure fleet, in one directory.
 
     ca.crt ca.key                       the fleet's own CA
     router.crt router.key  prefill.…    a certificate for each role (see baton.rpc.tls for the names in it)
     decode.…  admin.…
-    ticket.key ticket.pub               routers sign tickets with the one, workers check them with the other
+    ticket.key ticket.pub               routers sign tickets with ticket.key, workers check them with ticket.pub
 
-Keys are on the curve P-256, those of tickets Ed25519; files with private keys are readable by their owner only. A file
-is written beside its place and moved there, so that who reads it sees the old one or the new one.
+Keys are on the curve P-256, ticket keys are Ed25519. Only the owner can read files with private keys. A new file is
+written under another name and then renamed, so a reader sees either the old one or the new one.
 """
 
 from __future__ import annotations
@@ -40,13 +40,21 @@ _CLOCK_SKEW = datetime.timedelta(hours=1)
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the files.")
-@click.option("--days", type=click.IntRange(1, _CA_DAYS), default=365, show_default=True, help="Days of validity.")
+@click.option(
+    "--days",
+    type=click.IntRange(1, _CA_DAYS),
+    default=365,
+    show_default=True,
+    help="Days for which certificates are valid.",
+)
 @click.option("--host", "hosts", multiple=True, help="Name or IP at which clients reach the router; may be repeated.")
 @click.option("--role", type=click.Choice(ROLES), help="Make one certificate of this role, with the CA in --out.")
-@click.option("--name", default="", help="Name of the process or client that --role is for.  [default: the role]")
+@click.option(
+    "--name", default="", help="Name of the process or client that gets the certificate.  [default: the role]"
+)
 @click.option("--force", is_flag=True, help="Overwrite files.")
 def certs(out: Path, days: int, hosts: tuple[str, ...], role: str | None, name: str, force: bool) -> None:
-    """Make a CA, certificates for every role, and the keys of tickets; or one more certificate."""
+    """Make a CA, certificates for every role, and the ticket keys; or one more certificate."""
     if name and role is None:
         raise click.UsageError("--name needs --role")
     try:
@@ -62,9 +70,9 @@ def certs(out: Path, days: int, hosts: tuple[str, ...], role: str | None, name: 
 
 
 def make_all(out: Path, *, days: int = 365, hosts: Sequence[str] = (), force: bool = False) -> list[Path]:
-    """Make everything in `out`; the files, in the order they were written.
+    """Make all files in `out`; returns them in the order in which they were written.
 
-    Raises ConfigError naming a file that is there already, unless `force`.
+    Raises ConfigError naming a file that exists already, unless `force`.
     """
     stems = ("ca", *FLEET_ROLES)
     files = [out / f"{stem}.{kind}" for stem in stems for kind in ("key", "crt")]
@@ -83,7 +91,7 @@ def issue(
 ) -> list[Path]:
     """Make `out`/NAME.key and NAME.crt with the CA in `out`.
 
-    Raises ConfigError naming a bad name, a file that is there already, unless `force`, or a CA that is not.
+    Raises ConfigError for a bad name, a missing CA, and, unless `force`, a file that exists already.
     """
     if not _NAME.fullmatch(name) or name in ("ca", "ticket"):
         raise ConfigError(f"--name: must be of letters, digits and ._- and not be ca or ticket, got {name!r}")

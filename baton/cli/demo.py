@@ -1,7 +1,7 @@
-"""`baton demo`: the whole way once, on the bundled checkpoint, leaving nothing behind.
+"""`baton demo`: one request through a whole fleet, on the bundled checkpoint.
 
 Starts `baton up` as a process, completes a prompt twice (the second time with its prefix cached), stops the
-fleet, and looks whether any process is left. The exit status says whether all of that was so.
+fleet, and checks that no process is left. The exit status says whether all of that worked.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def demo(verbose: bool) -> None:
 
 
 def _target(fleet: subprocess.Popen[str]) -> str:
-    """The address of the ready line; ends the process as a fleet that does not start, which has said why."""
+    """The address in the ready line. If the fleet does not start, it has printed why, and this process ends too."""
     line = fleet.stdout.readline() if fleet.stdout else ""
     if not line.startswith("ready grpc="):
         sys.exit(fleet.wait() or 1)
@@ -96,7 +96,7 @@ def _complete(client: Client, console: Console) -> Completion:
 
 
 def _stop(fleet: subprocess.Popen[str]) -> str:
-    """End the fleet as Ctrl-C does; what went wrong, or nothing."""
+    """End the fleet as Ctrl-C does; returns what went wrong, or an empty text."""
     fleet.send_signal(signal.SIGINT)
     try:
         status = fleet.wait(_STOP_S)

@@ -26,12 +26,12 @@ EXIT_HELP = (
 
 
 def exit_status(error: BatonError) -> int:
-    """The exit status that an error stands for."""
+    """The exit status for an error."""
     return _STATUS.get(error.grpc_status, FAILED)
 
 
 def describe(error: BatonError) -> str:
-    """Status and message of an error, and when to try again, if it says so."""
+    """Status and message of an error, and when to retry if the error says so."""
     after = error.retry_after if isinstance(error, Overloaded) else None
     again = "" if after is None else f" (try again in {after:.3g} s)"
     return f"{error.grpc_status}: {error}{again}"
@@ -39,7 +39,7 @@ def describe(error: BatonError) -> str:
 
 @contextmanager
 def extra_installed(extra: str) -> Iterator[None]:
-    """Say which extra of the package a module that is not there belongs to."""
+    """If a module is missing, say which extra of the package has it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -47,6 +47,6 @@ def extra_installed(extra: str) -> Iterator[None]:
 
 
 def fail(error: BatonError) -> NoReturn:
-    """Say what failed and end the process."""
+    """Print what failed and end the process."""
     click.echo(f"error: {describe(error)}", err=True)
     sys.exit(exit_status(error))

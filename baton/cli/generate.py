@@ -45,16 +45,18 @@ _POLICIES = [policy.value for policy in CachePolicy]
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the prompt, in UTF-8.")
 @click.option("--token-ids", type=TokenIds(), help="The prompt as token ids.")
 @click.option("--chat", type=click.Path(path_type=Path), help="JSON file with a list of {role, content}.")
-@click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: until the model's length]")
-@click.option("--min-tokens", type=int, help="Tokens before which generation does not end.")
+@click.option(
+    "--max-tokens", type=int, help="Largest number of tokens to generate.  [default: up to the model's length]"
+)
+@click.option("--min-tokens", type=int, help="Smallest number of tokens to generate.")
 @click.option("--temperature", type=float, help="Softmax temperature; 0 is greedy.  [default: 1]")
 @click.option("--top-p", type=float, help="Nucleus mass in (0, 1].")
-@click.option("--top-k", type=int, help="Most likely tokens considered; 0: all.")
-@click.option("--min-p", type=float, help="Least probability relative to the most likely token.")
+@click.option("--top-k", type=int, help="Sample from this many most likely tokens; 0: all.")
+@click.option("--min-p", type=float, help="Smallest probability, relative to the most likely token.")
 @click.option("--seed", type=int, help="Seed of the sampling noise.")
-@click.option("--stop", multiple=True, help="String that ends generation; may be given again.")
-@click.option("--logprobs", type=int, help="Most likely tokens reported beside each output token, with --json.")
-@click.option("--prompt-logprobs", type=int, help="Most likely tokens reported beside each prompt token, with --json.")
+@click.option("--stop", multiple=True, help="String that ends generation; may be given several times.")
+@click.option("--logprobs", type=int, help="Most likely tokens to report for each output token; needs --json.")
+@click.option("--prompt-logprobs", type=int, help="Most likely tokens to report for each prompt token; needs --json.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Keep generating past end-of-sequence tokens.")
 @click.option("-n", type=int, help="Choices generated from one prefill.")
 @click.option("--cache", type=click.Choice(_POLICIES), help="How the prefix cache is used.  [default: read_write]")
@@ -104,14 +106,14 @@ def generate(
 
 
 class _Printer:
-    """Writes text as it comes; of several choices, each as a whole when it has ended."""
+    """Writes text as it comes. If there are several choices, writes each one when it has ended."""
 
     def __init__(self, *, live: bool, several: bool) -> None:
         self._live, self._several = live, several
         self._column_0 = True
 
     def show(self, delta: Delta, completion: Completion) -> None:
-        """Write what is due after this delta."""
+        """Write the new text of this delta."""
         if not self._live:
             return
         if not self._several:
@@ -121,7 +123,7 @@ class _Printer:
             self.end()
 
     def end(self) -> None:
-        """Begin a new line, unless at the begin of one."""
+        """Begin a new line, unless the cursor is at the beginning of one."""
         if not self._column_0:
             self._write("\n")
 

@@ -21,7 +21,7 @@ _file = click.option(
     "path",
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file that the router's --api-keys names.",
+    help="File of API keys, the same as the router's --api-keys.",
 )
 
 
@@ -32,8 +32,12 @@ def key() -> None:
 
 @key.command()
 @_file
-@click.option("--tenant", required=True, metavar="NAME", help="Whom the key is for: letters, digits and ._-")
-@click.option("--max-streams", type=click.IntRange(min=1), help="Generate, Tokenize and Detokenize calls at a time.")
+@click.option("--tenant", required=True, metavar="NAME", help="Tenant that the key is for: letters, digits and ._-")
+@click.option(
+    "--max-streams",
+    type=click.IntRange(min=1),
+    help="Largest number of Generate, Tokenize and Detokenize calls at a time.",
+)
 @click.option("--admin", is_flag=True, help="Let the key make admin calls, such as those of baton ledger.")
 def new(path: Path, tenant: str, max_streams: int | None, admin: bool) -> None:
     """Make a key, print it, and add its hash to the file."""
@@ -52,9 +56,9 @@ def new(path: Path, tenant: str, max_streams: int | None, admin: bool) -> None:
 @key.command()
 @_file
 @click.option("--tenant", default="", metavar="NAME", help="Remove all keys of this tenant.")
-@click.option("--id", "sha256", default="", metavar="HEX", help="Remove the key whose sha256, as listed, begins so.")
+@click.option("--id", "sha256", default="", metavar="HEX", help="Remove the key whose listed sha256 begins with this.")
 def remove(path: Path, tenant: str, sha256: str) -> None:
-    """Remove keys: calls with them are refused from then on, streams that are open go on."""
+    """Remove keys. New calls with them are refused; open streams go on."""
     if bool(tenant) == bool(sha256):
         raise click.UsageError("give one of --tenant and --id")
     with _refusals():
@@ -64,9 +68,13 @@ def remove(path: Path, tenant: str, sha256: str) -> None:
 
 @key.command(name="set")
 @_file
-@click.option("--tenant", required=True, metavar="NAME", help="Whose keys.")
-@click.option("--max-streams", type=click.IntRange(min=1), help="Generate, Tokenize and Detokenize calls at a time.")
-@click.option("--no-limit", is_flag=True, help="Let it have any number open.")
+@click.option("--tenant", required=True, metavar="NAME", help="Tenant whose limit to change.")
+@click.option(
+    "--max-streams",
+    type=click.IntRange(min=1),
+    help="Largest number of Generate, Tokenize and Detokenize calls at a time.",
+)
+@click.option("--no-limit", is_flag=True, help="Remove the limit.")
 def set_(path: Path, tenant: str, max_streams: int | None, no_limit: bool) -> None:
     """Change the limit of a tenant, which all its keys share."""
     if (max_streams is None) != no_limit:

@@ -1,4 +1,4 @@
-"""`baton ledger`: who holds what in the processes named, and whether their sums are right."""
+"""`baton ledger`: who holds what in some processes, and whether the sums are right."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _COLUMNS = ("owner", "kind", "state", "pages", "bytes", "age", "deadline", "tena
 _NUMBERS = ("pages", "bytes", "age", "deadline")
 
 
-@click.command(epilog=f"{EXIT_HELP} Where a sum is wrong, or processes fail in different ways, it is 1.")
+@click.command(epilog=f"{EXIT_HELP} If a sum is wrong, or processes fail in different ways, it is 1.")
 @survey_options("Routers, and control listeners of workers", DEFAULT_GRPC)
 def ledger(targets: Sequence[list[str]], timeout: float, as_list: bool, **flags: Any) -> None:
-    """List every owner of KV memory or of a request; fails if some sum is wrong or a process is silent.
+    """List every owner of KV memory or of a request; fails if a sum is wrong or a process does not answer.
 
-    With TLS, workers want the certificate of an admin (--cert, --key), routers the API key of one.
+    With TLS, workers need an admin certificate (--cert, --key), and routers need an admin API key.
     """
     found = Survey(addresses(targets), connection(flags), lambda client: client.ledger(timeout=timeout))
     for each in found.answers:

@@ -1,4 +1,4 @@
-"""Types of command-line values that more than one command takes; each refuses by flag and value."""
+"""Types of command-line values that several commands use; their errors name flag and value."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ def connection_options(command: F) -> F:
     for option in reversed(
         (
             click.option("--api-key", envvar="BATON_API_KEY", help="API key; better in the variable BATON_API_KEY."),
-            click.option("--tls", is_flag=True, help="Use TLS and the CAs that gRPC knows."),
-            click.option("--ca", type=file, help="PEM file with the CA of the router's certificate; implies TLS."),
-            click.option("--cert", type=file, help="PEM file with a certificate for routers that want one."),
+            click.option("--tls", is_flag=True, help="Use TLS, with the CAs that gRPC trusts by default."),
+            click.option(
+                "--ca", type=file, help="PEM file with the CA that signed the router's certificate; implies TLS."
+            ),
+            click.option(
+                "--cert", type=file, help="PEM file with the client's certificate, for routers that require one."
+            ),
             click.option("--key", type=file, help="PEM file with the private key of --cert."),
             click.option("--server-name", help="Name in the router's certificate.  [default: the host of --target]"),
         )
@@ -44,7 +48,7 @@ def connection(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 class AddressList(click.ParamType[list[str]]):
-    """HOST:PORT, several with commas between them."""
+    """One or more HOST:PORT, separated by commas."""
 
     name = "HOST:PORT[,HOST:PORT...]"
 
@@ -71,9 +75,9 @@ class Seconds(click.ParamType[float]):
 
 
 class ReportFile(click.Path):
-    """A file that a command writes at its end; where it could not, the command is refused before it begins.
+    """A file that a command writes at its end. If it can't be written, the command fails before it begins.
 
-    With `dash`, - stands for standard output.
+    With `dash`, "-" means standard output.
     """
 
     def __init__(self, *, dash: bool = False) -> None:
@@ -85,12 +89,16 @@ class ReportFile(click.Path):
         if self.allow_dash and file == Path("-"):
             return file
         if not os.access(file.parent, os.W_OK | os.X_OK):
-            self.fail(f"{str(file)!r} can't be written: is its folder there, and yours to write to?", param, ctx)
+            self.fail(
+                f"{str(file)!r} can't be written: its folder must exist, and you must be allowed to write to it",
+                param,
+                ctx,
+            )
         return file
 
 
 class TokenIds(click.ParamType[list[int]]):
-    """Token ids with commas between them."""
+    """Token ids, separated by commas."""
 
     name = "1,2,3"
 

@@ -1,8 +1,8 @@
-"""Asking several processes of a fleet, each by the name that its certificate has.
+"""Asks several processes of a fleet, each under the name in its certificate.
 
 With --ca and no --server-name a target may be a router, whose certificate names its hosts, or a worker, whose
-certificate names its role: each name is asked for in turn until one is that of the certificate. An API key is for
-routers, so no process that has shown another role gets it.
+certificate names its role. Each name is tried in turn until one matches the certificate. An API key is for routers
+only, so it is not sent to a process that a worker's name matches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OTHER_NAME = "Hostname Verification Check failed"
 def survey_options(
     who: str, default: str | None = None, timeout: str = "Seconds for each process."
 ) -> Callable[[F], F]:
-    """Add the flags of a command that asks `who`; without a `default`, it has to be told whom."""
+    """Add the flags of a command that asks `who`; without a `default`, --target is required."""
     targets = {"required": True} if default is None else {"default": [default], "show_default": True}
 
     def add(command: F) -> F:
@@ -53,12 +53,12 @@ def survey_options(
 
 
 def addresses(targets: Sequence[Sequence[str]]) -> list[str]:
-    """All that --target named."""
+    """All addresses that --target named."""
     return [address for each in targets for address in each]
 
 
 class Survey(Generic[T]):
-    """The answers of all processes that gave one, and the faults of the others."""
+    """The answers of all processes that gave one, and the failures of the others."""
 
     def __init__(self, targets: Sequence[str], reach: dict[str, Any], question: Callable[[Client], T]) -> None:
         """Ask each of `targets`; `reach` are the client's settings. Ends the process at Ctrl-C."""
@@ -74,7 +74,7 @@ class Survey(Generic[T]):
                 self.add_failure(f"{target}: {describe(error)}", exit_status(error))
 
     def add_failure(self, words: str, status: int = FAILED) -> None:
-        """Note something else that is wrong."""
+        """Add another failure."""
         self._failures.append(words)
         self._statuses.add(status)
 
@@ -89,18 +89,18 @@ class Survey(Generic[T]):
             one(each, console)
 
     def end(self) -> None:
-        """Say what was wrong and end the process: with the status of all faults, FAILED if they have several."""
+        """Print the failures and end the process: with their exit status, or FAILED if they have different ones."""
         for fault in self._failures:
             click.echo(f"error: {fault}", err=True)
         sys.exit(self._statuses.pop() if len(self._statuses) == 1 else FAILED if self._statuses else 0)
 
 
 def ask(target: str, reach: dict[str, Any], question: Callable[[Client], T]) -> T:
-    """The answer of the process at `target`, under whichever of its names the certificate has."""
+    """The answer of the process at `target`; tries each name that its certificate may have."""
     host = reach["server_name"]
     names = [host] if host or reach["ca"] is None else [None, role_name("router"), *_WORKERS]
     for name in names:
-        # Held back from workers, lest one that stands where a router did learns the key.
+        # Workers must not get the key: one may run where a router did before.
         key = None if name in _WORKERS else reach["api_key"]
         with usage_errors():
             client = Client(target, **reach | {"server_name": name, "api_key": key})

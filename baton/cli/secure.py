@@ -1,11 +1,11 @@
 """What `baton up --secure DIR` keeps in DIR, and the flags by which its services use it.
 
-    as `baton certs` makes them    CA, certificates of router and admin, keys of tickets
+    as `baton certs` makes them    CA, certificates of router and admin, ticket keys
     prefill-0.… decode-0.… …       a certificate for each worker, so that a ticket for one serves no other
-    api_keys.json                  hashes of the API keys that the router takes
+    api_keys.json                  hashes of the API keys that the router accepts
     api.key                        one such key, in the clear, for its owner only
 
-What is there is used as it is; only what lacks is made.
+Files that exist are used as they are; only missing ones are made.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _ANY_HOST = ("0.0.0.0", "::")
 
 
 def worker_names(role: str, count: int) -> list[str]:
-    """What the workers of a role are called."""
+    """The names of the workers of a role."""
     return [f"{role}-{index}" for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class SecureFleet:
-    """A directory in which everything is there."""
+    """A directory with all files that the fleet needs."""
 
     directory: Path
 
     @classmethod
     def prepare(cls, directory: Path, hosts: Sequence[str], workers: Mapping[str, int]) -> Self:
-        """Make what lacks, for a router reached at `hosts` and so many workers of each role. Raises ConfigError."""
+        """Make missing files, for a router at `hosts` and this number of workers of each role. Raises ConfigError."""
         fleet = cls(directory.absolute())
         wanted = {name: role for role, count in workers.items() for name in worker_names(role, count)}
         names = [host for host in hosts if host not in _ANY_HOST]
@@ -63,30 +63,32 @@ class SecureFleet:
         return self.directory / name
 
     def worker_flags(self, name: str) -> list[str]:
-        """TLS of a worker, and whose tickets it takes."""
+        """Flags for the TLS of a worker, and for the tickets that it accepts."""
         return [*self._tls_flags(name), f"--ticket-keys={self.file('ticket.pub')}"]
 
     def router_flags(self) -> list[str]:
-        """TLS of the router, what it signs tickets with, and whose keys it takes."""
+        """Flags for the TLS of the router, its ticket key, and the API keys that it accepts."""
         own = [f"--ticket-key={self.file('ticket.key')}", f"--api-keys={self.file('api_keys.json')}"]
         return [*self._tls_flags("router"), *own]
 
     def admin(self) -> Tls:
-        """TLS of who supervises the fleet."""
+        """TLS for the process that supervises the fleet."""
         return Tls(*(str(self.file(name)) for name in ("admin.crt", "admin.key", "ca.crt")))
 
     def _is_missing(self, stem: str, public: str) -> bool:
-        """Whether neither file of a pair is there; raises ConfigError if one is."""
+        """Whether neither file of a pair exists; raises ConfigError if only one exists."""
         there = [self.file(f"{stem}.{kind}") for kind in (public, "key") if self.file(f"{stem}.{kind}").exists()]
         if len(there) == 1:
-            raise ConfigError(f"{there[0]} is there without its other half: remove it, and both are made")
+            raise ConfigError(
+                f"{there[0]} exists, but the other file of its pair does not: remove it, and both are made"
+            )
         return not there
 
     def _check_authority(self, missing: str) -> None:
         if absent := [name for name in ("ca.crt", "ca.key") if not self.file(name).exists()]:
             raise ConfigError(
-                f"{self.directory} lacks {missing}.crt and, to make it, {' and '.join(absent)}: put what lacks there, "
-                "or give --secure a directory that is new or empty"
+                f"{self.directory} has no {missing}.crt and, to make it, no {' or '.join(absent)}: "
+                "add the missing files, or give --secure a directory that is new or empty"
             )
 
     def describe(self) -> str:

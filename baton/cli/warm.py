@@ -1,4 +1,4 @@
-"""`baton cache warm`: prompts sent through a router for the KV that they leave in the caches."""
+"""`baton cache warm`: sends prompts through a router, so that their KV gets cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from baton.request import Usage
 
 @dataclass(frozen=True, slots=True)
 class WarmResult:
-    """What became of the prompt of a line: its usage or its error."""
+    """The result of one prompt: its usage or its error."""
 
     line: int
     usage: Usage | None = None
@@ -43,7 +43,7 @@ class WarmResult:
         return f"{usage.prompt_tokens} tokens, {computed} computed, {describe_cached(usage)}"
 
 
-@click.command(epilog=f"{EXIT_HELP} Where prompts fail in different ways, it is 1.")
+@click.command(epilog=f"{EXIT_HELP} If prompts fail in different ways, it is 1.")
 @click.option("--target", type=Address(), default=DEFAULT_GRPC, show_default=True, help="The router.")
 @click.option("--model", default="", help="Name of the served model.  [default: the only one]")
 @click.option(
@@ -52,8 +52,10 @@ class WarmResult:
     required=True,
     help='File with the prompt; .jsonl: one a line, {"text": ...}, {"token_ids": [...]} or {"messages": [...]}.',
 )
-@click.option("--cache-salt", default="", help="The salt of the requests that the prompts are cached for.")
-@click.option("--concurrency", type=click.IntRange(1, 256), default=4, show_default=True, help="Prompts at a time.")
+@click.option("--cache-salt", default="", help="Salt of the requests that will use the cached prompts.")
+@click.option(
+    "--concurrency", type=click.IntRange(1, 256), default=4, show_default=True, help="Number of prompts sent at a time."
+)
 @click.option("--timeout", type=Seconds(), help="Deadline of each prompt in seconds.")
 @click.option("--json", "as_list", is_flag=True, help="Print a JSON list with an object for each prompt.")
 @connection_options
@@ -67,9 +69,9 @@ def warm(
     as_list: bool,
     **flags: Any,
 ) -> None:
-    """Have the KV of prompts computed and cached, for one output token each; fails if one of them does.
+    """Compute and cache the KV of prompts, by a request for one output token each; fails if one of them fails.
 
-    They are cached for the tenant of the API key, and for --cache-salt, alone.
+    Only requests of the same tenant and with the same --cache-salt can use them.
     """
     prompts = read_prompts("--prompt-file", prompt_file)
     settings = {"model": model, **connection(flags)}
@@ -93,7 +95,7 @@ async def _warm(
     *,
     live: bool,
 ) -> list[WarmResult]:
-    """Send all prompts, saying of each, if `live`, how it ended; what became of them, by their lines."""
+    """Send all prompts; returns the results in the order of their lines. If `live`, prints each when it ends."""
     done: list[WarmResult] = []
     waiting = iter(prompts.items())
 

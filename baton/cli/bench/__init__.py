@@ -1,4 +1,4 @@
-"""`baton bench`: measurements. What they compute lives in `baton.bench`, and is loaded when a command runs."""
+"""`baton bench`: measurements. The code is in `baton.bench`, and is imported when a command runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.cli.failures import INTERRUPTED
 
 
 class _BenchGroup(click.Group):
-    """Commands for which a Ctrl-C before there is anything to report has its status too."""
+    """Commands that exit with the status of an interrupt if Ctrl-C comes before there is anything to report."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command."""

@@ -1,4 +1,4 @@
-"""How a measurement ends: its report written and shown, and a status that says whether it was interrupted."""
+"""The end of a measurement: writes and shows the report; the exit status says whether it was interrupted."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def write_report(report: dict[str, Any] | None, file: Path | None, show: Callabl
     if failure is not None:
         raise failure
     if report["interrupted"]:
-        click.echo("interrupted: the report has what was complete by then", err=True)
+        click.echo("interrupted: the report contains what was complete by then", err=True)
         sys.exit(INTERRUPTED)

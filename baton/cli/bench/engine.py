@@ -1,4 +1,4 @@
-"""`baton bench engine`: an engine's speed beside what the machine gives."""
+"""`baton bench engine`: the speed of an engine, compared with the machine's bandwidth and arithmetic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PICTURES = (".png", ".svg")
 
 
 class Counts(click.ParamType[tuple[int, ...]]):
-    """Positive integers with commas between them; none for an empty value."""
+    """Positive integers, separated by commas; none for an empty value."""
 
     name = "N[,N...]"
 
@@ -43,28 +43,28 @@ class Counts(click.ParamType[tuple[int, ...]]):
     show_default=True,
     help="Element type of weights and KV.",
 )
-@click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads of torch; 0: torch's choice.")
-@click.option("--cpus", default="", help="Cores to keep to, such as 0-3,8; empty: all.")
+@click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads of torch; 0: torch decides.")
+@click.option("--cpus", default="", help="Cores to use, such as 0-3,8; empty: all.")
 @click.option(
     "--prefill", type=Counts(), default="128,256,512,1024,2048,4096,8192", show_default=True, help="Prompt lengths."
 )
-@click.option("--batch", "batches", type=Counts(), default="1,8,32", show_default=True, help="Batches of decode.")
+@click.option("--batch", "batches", type=Counts(), default="1,8,32", show_default=True, help="Batch sizes of decode.")
 @click.option(
     "--context",
     "contexts",
     type=Counts(),
     default="128,1024",
     show_default=True,
-    help="Tokens that each sequence of a batch holds.",
+    help="Context length of each sequence in a batch.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=16, show_default=True, help="Steps that are timed.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each kind.")
+@click.option("--steps", type=click.IntRange(min=1), default=16, show_default=True, help="Number of timed steps.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Number of runs of each kind.")
 @click.option(
     "--chunk-size",
     type=click.IntRange(min=1),
     default=2048,
     show_default=True,
-    help="Most tokens of a forward pass in prefill.",
+    help="Largest number of tokens in a forward pass of prefill.",
 )
 @click.option("--json", "json_path", type=ReportFile(), help="Write the report to a file.")
 @click.option("--plot", type=ReportFile(), help="Write a roofline picture (.png or .svg).")
@@ -80,8 +80,8 @@ def engine(
 ) -> None:
     """Measure prefill and decode of the checkpoint MODEL.
 
-    Each run has probes of the machine's bandwidth and arithmetic beside it; MFU and MBU are shares of these. Ctrl-C
-    reports what is complete.
+    The machine's memory bandwidth and arithmetic are measured with each run; MFU and MBU are shares of these. After
+    Ctrl-C the report contains what is complete.
     """
     if plot is not None:
         _check_plot(plot, plan)
@@ -119,7 +119,7 @@ def _show(report: dict[str, Any], plot: Path | None) -> None:
 
 
 def _check_plot(plot: Path, plan: dict[str, Any]) -> None:
-    """Refuse a picture that could not be drawn once all is measured."""
+    """Raise a usage error if the picture can't be drawn later."""
     if not (plan["prefill"] and plan["batches"] and plan["contexts"]):
         raise click.UsageError("--plot needs both prefill and decode")
     if plot.suffix not in _PICTURES:

@@ -1,4 +1,4 @@
-"""`baton bench router`: what the router adds to a token's way, and how many tokens a core carries."""
+"""`baton bench router`: the delay that the router adds to a token, and its tokens per second on one core."""
 
 from __future__ import annotations
 
@@ -13,19 +13,44 @@ from baton.cli.options import ReportFile
 
 
 @click.command()
-@click.option("--streams", type=click.IntRange(1, 256), default=8, show_default=True, help="Streams of the quiet runs.")
-@click.option("--burst-streams", type=click.IntRange(1, 1024), default=256, show_default=True, help="Of the full one.")
-@click.option("--step-ms", type=click.FloatRange(min=1.0), default=30.0, show_default=True, help="Time a decode step.")
-@click.option("--seconds", type=click.FloatRange(min=0.5), default=3.0, show_default=True, help="Counted in each run.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Of all runs; medians count.")
-@click.option("--processes", type=click.IntRange(1, 16), default=1, show_default=True, help="Routers on the one port.")
-@click.option("--json", "file", type=ReportFile(), help="Write the numbers here.")
+@click.option(
+    "--streams", type=click.IntRange(1, 256), default=8, show_default=True, help="Streams in runs with light load."
+)
+@click.option(
+    "--burst-streams",
+    type=click.IntRange(1, 1024),
+    default=256,
+    show_default=True,
+    help="Streams in the run with full load.",
+)
+@click.option(
+    "--step-ms",
+    type=click.FloatRange(min=1.0),
+    default=30.0,
+    show_default=True,
+    help="Duration of a decode step in ms.",
+)
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.5), default=3.0, show_default=True, help="Measured seconds of each run."
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Number of rounds; medians are reported."
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(1, 16),
+    default=1,
+    show_default=True,
+    help="Number of router processes on one port.",
+)
+@click.option("--json", "file", type=ReportFile(), help="File for the results.")
 def router(
     streams: int, burst_streams: int, step_ms: float, seconds: float, rounds: int, processes: int, file: Path | None
 ) -> None:
-    """Measure a router between stand-in workers and clients, all real processes on this machine.
+    """Measure a router between simulated workers and clients, which are real processes on this machine.
 
-    The router runs on a core of its own where there are two. Ctrl-C reports the rounds that are complete. Linux only.
+    With two cores or more, the router has one of its own. After Ctrl-C the report contains the complete
+    rounds. Linux only.
     """
     if sys.platform != "linux":
         raise click.ClickException("it needs Linux: /proc, and one monotonic clock for all processes")

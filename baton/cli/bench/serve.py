@@ -1,4 +1,4 @@
-"""`baton bench serve`: load on a server, and how it bears it."""
+"""`baton bench serve`: sends load to a server, and measures its latencies and throughput."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EPILOG = (
 
 
 class _Numbers(click.ParamType[list[float]]):
-    """Numbers above 0 with commas between them."""
+    """Numbers above 0, separated by commas."""
 
     name = "N[,N...]"
 
@@ -74,13 +74,16 @@ class _Body(click.ParamType[dict[str, Any]]):
 @click.option(
     "--max-concurrency",
     type=click.IntRange(1, 16384),
-    help="Requests open at a time at most, with --rate or --trace; those that are due wait.",
+    help="Largest number of open requests, with --rate or --trace; later ones wait.",
 )
 @click.option("--trace", type=click.Path(path_type=Path), help="Arrivals and lengths of a trace in Mooncake's format.")
 @click.option(
-    "--speed", type=click.FloatRange(min=0, min_open=True), default=1.0, help="Replay the trace so much faster."
+    "--speed",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    help="Factor by which the trace is replayed faster.",
 )
-@click.option("--requests", type=click.IntRange(min=1), help="Requests to send, for each load.")
+@click.option("--requests", type=click.IntRange(min=1), help="Number of requests to send, for each load.")
 @click.option("--seconds", type=Seconds(), help="Time to send requests, for each load.")
 @click.option(
     "--prompt-file",
@@ -89,41 +92,45 @@ class _Body(click.ParamType[dict[str, Any]]):
 )
 @click.option("--input-tokens", metavar="DIST", help="Length of prompts.  [default: 256]")
 @click.option("--output-tokens", metavar="DIST", help="Length of outputs.  [default: 64]")
-@click.option("--shared-prefix", metavar="TOKENS[:GROUPS]", help="Tokens before each prompt, the same in its group.")
 @click.option(
-    "--vocab-size", type=click.IntRange(min=8), help="Prompts have ids below.  [default: the model's, or 1000]"
+    "--shared-prefix", metavar="TOKENS[:GROUPS]", help="Tokens before each prompt, the same for all prompts of a group."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of arrivals, lengths and prompts.")
-@click.option("--warmup", type=click.IntRange(min=0), default=0, help="Requests sent before, and not counted.")
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(min=8),
+    help="Prompts have token ids below this.  [default: the model's, or 1000]",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of arrivals, lengths and prompts.")
+@click.option("--warmup", type=click.IntRange(min=0), default=0, help="Number of requests sent before the measurement.")
 @click.option("--timeout", type=Seconds(), default=300.0, show_default=True, help="Seconds for each request.")
-@click.option("--wait", type=Seconds(), help="Seconds to wait for a server that is not there yet.  [default: none]")
+@click.option("--wait", type=Seconds(), help="Seconds to wait for a server that does not answer yet.  [default: none]")
 @click.option(
     "--slo-ttft-ms",
     type=click.FloatRange(min=0),
     default=2000.0,
     show_default=True,
-    help="First token of good requests.",
+    help="Largest TTFT of a good request.",
 )
 @click.option(
     "--slo-itl-ms",
     type=click.FloatRange(min=0),
     default=50.0,
     show_default=True,
-    help="Mean time between their tokens.",
+    help="Largest mean time between tokens of a good request.",
 )
 @click.option(
     "--connections",
     type=click.IntRange(1, 1024),
-    help="To spread requests over, in turn; grpc:// only. One connection is one process of a router with --processes."
+    help="Connections that requests use in turn; grpc:// only. Each reaches one process of a router with --processes."
     "  [default: 8]",
 )
 @click.option("--tokenizer", default="", metavar="FILE", help="Send prompts as text of this tokenizer.json; HTTP only.")
-@click.option("--body", type=_Body(), default="{}", help="More fields of each HTTP request; null takes one out.")
+@click.option("--body", type=_Body(), default="{}", help="More fields of each HTTP request; null removes a field.")
 @click.option("--json", "json_file", type=ReportFile(dash=True), help="File for the report; -: standard output.")
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder for pictures.")
 @connection_options
 def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) -> None:
-    """Put load on the server at TARGET and report how it bears it.
+    """Send load to the server at TARGET, and report its latencies and throughput.
 
     Prompts are random token ids, or those of a file; outputs are greedy and exactly as long as asked. Latencies are the
     client's: TTFT, ITL (between events), TPOT (a request's mean per token), end to end.
@@ -165,7 +172,7 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
 
 
 async def _measure(settings: LoadSettings, console: Any, table: Any, reports: list[dict[str, Any]]) -> None:
-    """Append the report of each load to `reports` and show it, as it is done."""
+    """Append the report of each load to `reports`, and show it when it is complete."""
     from baton.bench.load.session import measured
     from baton.bench.load.show import print_report, warnings
 
@@ -197,7 +204,7 @@ def _write(reports: list[dict[str, Any]], *, many: bool, json_file: Path | None,
 
 
 def _check_plot(folder: Path) -> None:
-    """Make the folder, and refuse pictures that could not be drawn once all is measured."""
+    """Make the folder; raise a usage error if the pictures can't be drawn later."""
     if find_spec("matplotlib") is None:
         raise click.ClickException(_explain_missing("matplotlib"))
     try:
@@ -205,7 +212,7 @@ def _check_plot(folder: Path) -> None:
     except OSError as error:
         raise click.BadParameter(f"{str(folder)!r} can't be made: {error.strerror}", param_hint="'--plot'") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise click.BadParameter(f"{str(folder)!r} is not yours to write to", param_hint="'--plot'")
+        raise click.BadParameter(f"{str(folder)!r} is not writable for you", param_hint="'--plot'")
 
 
 def _explain_missing(name: str | None) -> str:
@@ -213,7 +220,7 @@ def _explain_missing(name: str | None) -> str:
 
 
 def _settings(target: str, flags: dict[str, Any]) -> LoadSettings:
-    """Settings of the flags; raises click.UsageError for those that do not go together."""
+    """Settings from the flags; raises click.UsageError for flags that exclude each other."""
     from baton.bench.load.report import Objectives
     from baton.bench.load.session import LoadSettings
     from baton.bench.load.targets import CONNECTIONS, Place, is_grpc
@@ -305,7 +312,9 @@ def _prompts(flags: dict[str, Any]) -> dict[str, Any]:
 
     for name in ("trace", "input_tokens", "shared_prefix", "vocab_size"):
         if flags[name] is not None:
-            raise click.UsageError(f"--{name.replace('_', '-')} does not go with --prompt-file, which has the prompts")
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} does not go with --prompt-file, which contains the prompts"
+            )
     try:
         return {"prompts": read(file), "prompt_file": file.name}
     except (OSError, UnicodeDecodeError, PromptFileError) as error:

@@ -1,4 +1,4 @@
-"""`baton bench transfer`: how fast KV moves between two processes, beside raw TCP."""
+"""`baton bench transfer`: how fast KV moves between two processes, compared with raw TCP."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from baton.cli.options import ReportFile
 
 
 @click.command()
-@click.option("--tokens", type=click.IntRange(64, 65536), default=4096, show_default=True, help="Tokens of a sequence.")
+@click.option("--tokens", type=click.IntRange(64, 65536), default=4096, show_default=True, help="Tokens in a sequence.")
 @click.option(
     "--streams",
     type=click.IntRange(1, 64),
     multiple=True,
     default=(1, 2, 4),
     show_default=True,
-    help="Sequences that are fetched at a time; may be given several times.",
+    help="Number of sequences fetched at a time; may be given several times.",
 )
-@click.option("--repeats", type=click.IntRange(1, 1000), default=7, show_default=True, help="Measurements of each.")
-@click.option("--json", "file", type=ReportFile(), help="Write the numbers here.")
+@click.option(
+    "--repeats", type=click.IntRange(1, 1000), default=7, show_default=True, help="Number of measurements of each kind."
+)
+@click.option("--json", "file", type=ReportFile(), help="File for the results.")
 def transfer(tokens: int, streams: tuple[int, ...], repeats: int, file: Path | None) -> None:
-    """Measure FetchKv, checksums on and into paged KV, against raw TCP over loopback.
+    """Measure FetchKv, with checksums and into paged KV, against raw TCP over loopback.
 
-    No model is needed: the KV has the shapes of known ones, and random content. Ctrl-C reports what is complete.
+    No model is needed: the KV has the shapes of known models, and random content. After Ctrl-C the report contains what
+    is complete.
     """
     from baton.bench.interrupts import last_report
     from baton.bench.results import Provenance

@@ -54,7 +54,7 @@ def test_the_flags_are_those_that_the_services_know(tmp_path: Path) -> None:
 def test_a_directory_without_the_key_of_its_ca_makes_no_more_certificates(tmp_path: Path) -> None:
     make_all(tmp_path)
     (tmp_path / "ca.key").unlink()
-    with pytest.raises(ConfigError, match=r"lacks prefill-0\.crt and, to make it, ca\.key: .* new or empty$"):
+    with pytest.raises(ConfigError, match=r"has no prefill-0\.crt and, to make it, no ca\.key: .* new or empty$"):
         SecureFleet.prepare(tmp_path, [], {"prefill": 1})
 
 
