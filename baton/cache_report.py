@@ -1,4 +1,4 @@
-"""What a process says of its prefix cache, tier by tier. Pure: routers and clients load it too."""
+"""What a process reports of its prefix cache, by tier. Pure: routers and clients import it too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheTier:
-    """How a tier fares; see admin.proto for the meaning of the fields."""
+    """The statistics of a tier; see admin.proto for the meaning of the fields."""
 
     name: str
     blocks: int = 0

@@ -28,7 +28,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """All owners of one process; `violation` says in words what is wrong with the sums, "" when nothing is."""
+    """All owners of one process; `violation` describes what is wrong with the sums, "" if nothing is."""
 
     process: str
     role: str

@@ -1,4 +1,4 @@
-"""Averages in which older samples weigh less. Pure; know no clock."""
+"""Averages in which older samples count less. Pure; times are passed in."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ DECAY = 0.8
 
 
 class DecayingRate:
-    """Units per second over recent samples, each weighing DECAY times as much as the one after it.
+    """Units per second over recent samples; each counts DECAY times as much as the next one.
 
-    It is all units over all seconds, so a sample that took long weighs as much as it took.
+    It is the sum of units divided by the sum of seconds, so a sample counts in proportion to its duration.
     """
 
     def __init__(self) -> None:
         self._units = self._seconds = 0.0
 
     def add(self, units: float, seconds: float) -> None:
-        """So many units took so long."""
+        """Add a sample of `units` units in `seconds` seconds."""
         self._units = DECAY * self._units + units
         self._seconds = DECAY * self._seconds + seconds
 
@@ -26,7 +26,7 @@ class DecayingRate:
 
 
 class DecayingAverage:
-    """An exponentially weighted mean: each sample moves it by `weight` of the difference; the first is taken as is."""
+    """An exponentially weighted mean: each sample moves it by `weight` of the difference; the first sample sets it."""
 
     def __init__(self, weight: float) -> None:
         self._weight = weight
@@ -38,5 +38,5 @@ class DecayingAverage:
 
     @property
     def value(self) -> float:
-        """The mean; 0 while unknown."""
+        """The mean; 0 without samples."""
         return self._value or 0.0

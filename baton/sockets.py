@@ -1,4 +1,4 @@
-"""Listening addresses, bound before a server takes them over or as a trial."""
+"""Listening addresses: bound before a server takes them over, or as a trial."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from baton.errors import ConfigError
 
 
 def bind(address: str, *, shared: bool = False) -> socket.socket:
-    """A socket bound to `address` ("host:port"), as servers bind: past connections don't hold the port.
+    """A socket bound to `address` ("host:port") as servers bind: ended connections don't keep the port busy.
 
-    A port may have several sockets if all are `shared` (SO_REUSEPORT).
-    Raises ConfigError naming the address.
+    A port may have several sockets if all are `shared` (SO_REUSEPORT). Raises ConfigError naming the address.
     """
     host, port = parse_address(address)
     problem = "can't be bound"

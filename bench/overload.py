@@ -27,7 +27,7 @@ from typing import Any
 from baton.bench.load.connect import connected
 from baton.bench.load.lengths import lengths
 from baton.bench.load.outcome import Ending, Outcome
-from baton.bench.load.runner import Plan, Run
+from baton.bench.load.runner import LoadPlan, LoadRun
 from baton.bench.load.targets import Place, Target
 from baton.bench.load.workload import Job, Prompts, drawn, poisson
 from baton.bench.stats import shares
@@ -57,7 +57,7 @@ def fleet(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 
 async def undisturbed(target: Target, prompts: Prompts, slots: int, tokens: int) -> list[float]:
     """Gaps while the whole batch runs: from the last first token to the first end."""
-    run = Run(Plan(concurrency=slots, requests=slots, timeout_s=TIMEOUT_S))
+    run = LoadRun(LoadPlan(concurrency=slots, requests=slots, timeout_s=TIMEOUT_S))
     await run.go(target, (Job(prompts.of(PROMPT_TOKENS), tokens) for _ in range(slots)))
     begin = max(outcome.times[1] for outcome in run.outcomes)
     end = min(outcome.times[-1] for outcome in run.outcomes)
@@ -72,7 +72,7 @@ async def open_loop(
     # Lengths differ, or those that began together would end together, and the load would come in waves.
     outputs = lengths(f"uniform:{tokens // 2}:{3 * tokens // 2}")
     due = poisson(rate, random.Random(f"{seed}/arrivals"))
-    run = Run(Plan(seconds=seconds, timeout_s=TIMEOUT_S))
+    run = LoadRun(LoadPlan(seconds=seconds, timeout_s=TIMEOUT_S))
     await run.go(target, drawn(prompts, seed, lengths(str(PROMPT_TOKENS)), outputs, due))
     return [outcome for outcome in run.outcomes if outcome.sent - run.began >= WARM_SHARE * seconds]
 

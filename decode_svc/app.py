@@ -34,7 +34,7 @@ DECODE_SERVICE = "baton.v1.Decode"
 
 
 @dataclass(frozen=True, slots=True)
-class App:
+class DecodeApp:
     """A running decode worker."""
 
     addresses: WorkerAddresses
@@ -59,7 +59,7 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIterator[App]:
+async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIterator[DecodeApp]:
     """Run a decode worker until the block ends; if `engine` is None, the settings decide which engine is built.
 
     An engine that is passed in is not closed; all its pages are free at the end. Raises ConfigError and ModelError.
@@ -96,7 +96,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         )
         turning = service.start(base.thread)
         stack.push_async_callback(service.close, turning)
-        yield App(addresses, service, cache, base.engine, config)
+        yield DecodeApp(addresses, service, cache, base.engine, config)
 
 
 @contextlib.asynccontextmanager

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class App:
+class PrefillApp:
     """A running prefill worker."""
 
     addresses: WorkerAddresses
@@ -67,7 +67,7 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIterator[App]:
+async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIterator[PrefillApp]:
     """Run a prefill worker until the block ends; if `engine` is None, the settings decide which engine is built.
 
     An engine that is passed in is not closed; all its pages are free at the end. Raises ConfigError and ModelError.
@@ -108,4 +108,4 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 clear=backends.cache_tiers.clear,
             )
         )
-        yield App(addresses, worker, cache, status, base.engine, config)
+        yield PrefillApp(addresses, worker, cache, status, base.engine, config)

@@ -68,7 +68,7 @@ Greedy decoding of at most 64 tokens after four prompts, which are included:
 
 
 @dataclasses.dataclass
-class Run:
+class TrainingRun:
     """A run and its progress: by steps when their number is fixed, by the clock otherwise."""
 
     seed: int
@@ -163,7 +163,7 @@ def split_spaces(stream: np.ndarray, tokenizer: Tokenizer, rng: np.random.Genera
 
 
 def batches(
-    documents: list[list[int]], tokenizer: Tokenizer, run: Run, rng: np.random.Generator
+    documents: list[list[int]], tokenizer: Tokenizer, run: TrainingRun, rng: np.random.Generator
 ) -> Iterator[torch.Tensor]:
     """Windows over the shuffled documents, each window begun by BOS, until the run is over."""
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
@@ -208,7 +208,7 @@ def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
     return "\n\n".join(blocks)
 
 
-def card(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, run: Run) -> str:
+def card(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, run: TrainingRun) -> str:
     seen, minutes = run.step * TOKENS_PER_STEP, run.elapsed_minutes
     nats, bits = held_out_loss(model, tokenizer.backend_tokenizer, list(run.held_out.values()))
     return CARD.format(
@@ -237,7 +237,7 @@ def card(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, run: Run) 
     )
 
 
-def save(model: LlamaForCausalLM, tokenizer: Tokenizer, run: Run, out: pathlib.Path) -> None:
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, run: TrainingRun, out: pathlib.Path) -> None:
     """Write the model folder next to ``out`` and move its files into place once all are complete."""
     half = model.to(torch.bfloat16).eval()
     bos, *eos = map(tokenizer.token_to_id, (BOS, EOS, TURN_END))
@@ -286,7 +286,7 @@ def create_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
     )
 
 
-def optimise(model: LlamaForCausalLM, data: Iterable[torch.Tensor], run: Run) -> None:
+def optimise(model: LlamaForCausalLM, data: Iterable[torch.Tensor], run: TrainingRun) -> None:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = (
@@ -321,7 +321,9 @@ def main() -> None:
     encodings = tokenizer.encode_batch([*train.values(), *conversations], add_special_tokens=False)
     documents = [encoding.ids for encoding in encodings]
     model = create_model(tokenizer)
-    run = Run(args.seed, args.steps, args.minutes, train, held_out, len(conversations), sum(map(len, documents)))
+    run = TrainingRun(
+        args.seed, args.steps, args.minutes, train, held_out, len(conversations), sum(map(len, documents))
+    )
     optimise(model, batches(documents, tokenizer, run, rng), run)
     save(model, tokenizer, run, args.out)
 

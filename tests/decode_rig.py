@@ -22,7 +22,7 @@ from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import KvServicer
 from baton.worker.status import WIRE_VERSION
 from decode_svc.admission import SlotForecast
-from decode_svc.app import App, run
+from decode_svc.app import DecodeApp, run
 from tests.decoding import LoggingEngine
 
 WAIT_S = 60.0
@@ -193,7 +193,7 @@ def key(name: str, attempt: int = 0) -> decode_pb2.AttemptKey:
 class Rig:
     """A decode worker, an exporter, and sessions on demand."""
 
-    app: App
+    app: DecodeApp
     engine: LoggingEngine
     exporter: Exporter
     stack: contextlib.AsyncExitStack

@@ -28,7 +28,7 @@ from baton.rpc.convert import cache_policy_to_proto, sampling_to_proto
 from baton.transfer.fetcher import fetch
 from baton.transfer.remote import RemoteExport
 from baton.transfer.source import GrpcSource
-from prefill_svc.app import App, run
+from prefill_svc.app import PrefillApp, run
 from prefill_svc.job import PrefillJob
 from tests.metrics import sample
 
@@ -78,7 +78,7 @@ class Gate:
 class Client:
     """A router's side of one worker."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: PrefillApp) -> None:
         self.app = app
         self.channel = control_channel(app.addresses.control)
         self.prefill = prefill_pb2_grpc.PrefillStub(self.channel)

@@ -29,7 +29,7 @@ _GREEDY = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=True, s
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EnginePlan:
     """What is measured: prompt lengths in tokens, and steps of every batch at every context.
 
     Raises ConfigError naming the field and the value seen.
@@ -69,7 +69,7 @@ class Plan:
         return context + WARM_STEPS + self.steps + 2
 
 
-def engine_for(plan: Plan, config: EngineConfig) -> Engine:
+def engine_for(plan: EnginePlan, config: EngineConfig) -> Engine:
     """Load the model of `config` with a pool, slots and a length as the plan needs them."""
     model = ModelConfig.from_pretrained(resolve(config.model))
     if plan.longest > model.max_position_embeddings:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from baton.bench.engine import WARM_STEPS, EngineRuns, Plan, engine_for
+from baton.bench.engine import WARM_STEPS, EnginePlan, EngineRuns, engine_for
 from baton.bench.machine import memory_bytes, process_age_s
 from baton.bench.pairing import between
 from baton.bench.probes import Probes
@@ -32,7 +32,7 @@ Tell = Callable[[str], object]
 """Is told what is measured next."""
 
 
-def measure(config: EngineConfig, plan: Plan, tell: Tell) -> Generator[dict[str, Any], None, None]:
+def measure(config: EngineConfig, plan: EnginePlan, tell: Tell) -> Generator[dict[str, Any], None, None]:
     """Everything in one run, all of it so far after each row.
 
     Loads the model: call it once, early in a process, whose age is the start-up's time.
@@ -75,7 +75,13 @@ class Rates:
     """Rates of prefill and decode as `plan` asks, each beside probes of the machine."""
 
     def __init__(
-        self, runs: EngineRuns, probes: Probes, shape: ModelShape, plan: Plan, kv_format: KvFormat, tell: Tell
+        self,
+        runs: EngineRuns,
+        probes: Probes,
+        shape: ModelShape,
+        plan: EnginePlan,
+        kv_format: KvFormat,
+        tell: Tell,
     ) -> None:
         self._runs = runs
         self._probes = probes

@@ -56,7 +56,7 @@ class RouterBench:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RouterRun:
     """What came of one run; times in nanoseconds, the window is what counts."""
 
     steps: Sequence[tuple[int, int]]
@@ -129,7 +129,7 @@ def _round(bench: RouterBench, cores: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _through(bench: RouterBench, cores: Sequence[int], streams: int, *, slow: int = 0) -> _Run:
+def _through(bench: RouterBench, cores: Sequence[int], streams: int, *, slow: int = 0) -> _RouterRun:
     model = f"--model={bundled.path()}"
     with _workers(bench.step_ms) as (where, workers):
         flags = [model, f"--prefill={where['prefill']}", f"--decode={where['decode']}", "--log-level=error"]
@@ -139,12 +139,12 @@ def _through(bench: RouterBench, cores: Sequence[int], streams: int, *, slow: in
             return _count(bench, [router.listening()["grpc"]], streams, slow, workers, router.pid)
 
 
-def _direct(bench: RouterBench, streams: int) -> _Run:
+def _direct(bench: RouterBench, streams: int) -> _RouterRun:
     with _workers(bench.step_ms) as (where, workers):
         return _count(bench, [where["decode"]], streams, 0, workers, workers.pid)
 
 
-def _count(bench: RouterBench, targets: Sequence[str], streams: int, slow: int, workers: Child, pid: int) -> _Run:
+def _count(bench: RouterBench, targets: Sequence[str], streams: int, slow: int, workers: Child, pid: int) -> _RouterRun:
     """Run clients for the bench's time; `pid` is the process whose CPU time counts."""
     numbers = [f"--streams={streams}", f"--slow={slow}", f"--max-tokens={_MAX_TOKENS}"]
     command = [sys.executable, "-m", "baton.bench.router_clients", *targets, *numbers]
@@ -156,7 +156,7 @@ def _count(bench: RouterBench, targets: Sequence[str], streams: int, slow: int, 
         end, after = time.monotonic_ns(), cpu_s(pid)
         came = json.loads(clients.finish())
     steps = json.loads(workers.finish())
-    return _Run(
+    return _RouterRun(
         steps=steps,
         streams=came["streams"],
         begin=begin,
@@ -178,7 +178,7 @@ def _step_of(token: int, latest: int) -> int:
     return latest - (token_of(latest) - token) % TOKENS
 
 
-def _latencies(run: _Run, *, skip: int) -> list[float]:
+def _latencies(run: _RouterRun, *, skip: int) -> list[float]:
     """Milliseconds from emission to arrival."""
     return [(at - run.steps[step][0]) / 1e6 for step, at in run.deliveries(skip=skip)]
 
@@ -189,13 +189,13 @@ def added(through: Sequence[float], direct: Sequence[float]) -> list[float]:
     return [each - hop for each in through]
 
 
-def _gaps(run: _Run) -> list[float]:
+def _gaps(run: _RouterRun) -> list[float]:
     """Milliseconds between two messages of a stream."""
     times = [[at for at, _ in stream if run.begin <= at < run.end] for stream in run.streams]
     return [(later - at) / 1e6 for stream in times for at, later in itertools.pairwise(stream)]
 
 
-def _spreads(run: _Run, streams: int, *, from_emission: bool = False) -> list[float]:
+def _spreads(run: _RouterRun, streams: int, *, from_emission: bool = False) -> list[float]:
     """Milliseconds from a step's first token at the clients, or from its emission, to its last."""
     arrivals: dict[int, list[int]] = {}
     for step, at in run.deliveries(skip=1):
@@ -207,15 +207,15 @@ def _spreads(run: _Run, streams: int, *, from_emission: bool = False) -> list[fl
     ]
 
 
-def _tokens(run: _Run) -> int:
+def _tokens(run: _RouterRun) -> int:
     return sum(1 for _ in run.deliveries(skip=1))
 
 
-def _messages(run: _Run) -> int:
+def _messages(run: _RouterRun) -> int:
     return sum(1 for stream in run.streams for at, _ in stream if run.begin <= at < run.end)
 
 
-def _per_cpu_s(run: _Run) -> float:
+def _per_cpu_s(run: _RouterRun) -> float:
     # Less than a tick is told as none.
     return _tokens(run) / max(run.cpu_s, CPU_TICK_S)
 

@@ -71,7 +71,7 @@ class WorkerLoad(_message.Message):
     newcomers: int
     def __init__(self, pending_tokens: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., page_size: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., newcomers: _Optional[int] = ...) -> None: ...
 
-class PrefixNews(_message.Message):
+class PrefixChanges(_message.Message):
     __slots__ = ("reset", "stored", "dropped")
     RESET_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
@@ -92,5 +92,5 @@ class WorkerStatus(_message.Message):
     load: WorkerLoad
     draining: bool
     stalled: bool
-    prefixes: PrefixNews
-    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., stalled: _Optional[bool] = ..., prefixes: _Optional[_Union[PrefixNews, _Mapping]] = ...) -> None: ...
+    prefixes: PrefixChanges
+    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., stalled: _Optional[bool] = ..., prefixes: _Optional[_Union[PrefixChanges, _Mapping]] = ...) -> None: ...

@@ -111,13 +111,15 @@ def _shard(shard: kv_pb2.Shard) -> Shard:
     return shard_from_proto(shard)
 
 
-def _prefixes_to_proto(change: PrefixChange | None) -> worker_pb2.PrefixNews | None:
+def _prefixes_to_proto(change: PrefixChange | None) -> worker_pb2.PrefixChanges | None:
     if change is None:
         return None
-    return worker_pb2.PrefixNews(reset=change.reset, stored=b"".join(change.stored), dropped=b"".join(change.dropped))
+    return worker_pb2.PrefixChanges(
+        reset=change.reset, stored=b"".join(change.stored), dropped=b"".join(change.dropped)
+    )
 
 
-def _prefixes_from_proto(message: worker_pb2.PrefixNews) -> PrefixChange:
+def _prefixes_from_proto(message: worker_pb2.PrefixChanges) -> PrefixChange:
     return PrefixChange(
         message.reset, _names("prefixes.stored", message.stored), _names("prefixes.dropped", message.dropped)
     )

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.bench.load.outcome import Ending, Outcome
-from baton.bench.load.runner import Run
+from baton.bench.load.runner import LoadRun
 from baton.bench.stats import percentile, summary
 
 LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "cap_wait_ms", "lateness_ms")
@@ -45,7 +45,7 @@ class Objectives:
     itl_ms: float = 50.0
 
 
-def report(run: Run, target: str, workload: Mapping[str, Any], objectives: Objectives) -> dict[str, Any]:
+def report(run: LoadRun, target: str, workload: Mapping[str, Any], objectives: Objectives) -> dict[str, Any]:
     """A run as JSON; `workload` says what was asked."""
     outcomes = run.outcomes
     seconds = max(run.ended - run.began, 1e-9)

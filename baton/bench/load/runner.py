@@ -30,7 +30,7 @@ MOST_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """How long to send: until `requests` are sent or `seconds` have passed, whichever comes first, if not None.
 
     `concurrency` is that of a closed loop, None for an open one, whose jobs have times; `max_concurrency` caps the
@@ -87,10 +87,10 @@ class Cap:
 
 
 @dataclass(slots=True)
-class Run:
+class LoadRun:
     """What has come of a run so far; `began` and `ended` are seconds of `time.perf_counter`."""
 
-    plan: Plan
+    plan: LoadPlan
     began: float = 0.0
     ended: float = 0.0
     cpu_s: float = 0.0

@@ -16,7 +16,7 @@ from baton.bench.load.connect import connected
 from baton.bench.load.lengths import Lengths, lengths
 from baton.bench.load.prompt_file import Line, asked, beyond, other_texts
 from baton.bench.load.report import Objectives, report
-from baton.bench.load.runner import Plan, Run
+from baton.bench.load.runner import LoadPlan, LoadRun
 from baton.bench.load.show import bar
 from baton.bench.load.targets import PROBE, TEXT_PROBE, Place, Target, is_grpc, reached
 from baton.bench.load.workload import Job, Prompts, Shared, drawn, poisson, traced
@@ -87,7 +87,7 @@ async def measured(settings: LoadSettings, console: Console) -> AsyncGenerator[d
         for number, load in enumerate(settings.loads):
             seed = f"{settings.seed}/{number}"
             most = settings.max_concurrency
-            run = Run(Plan(load.concurrency, settings.requests, settings.seconds, settings.timeout_s, most))
+            run = LoadRun(LoadPlan(load.concurrency, settings.requests, settings.seconds, settings.timeout_s, most))
             interrupt = partial(asyncio.get_running_loop().call_soon_threadsafe, run.interrupt)
             with at_interrupt(interrupt):
                 async with bar(run, console):
@@ -103,12 +103,12 @@ async def measured(settings: LoadSettings, console: Console) -> AsyncGenerator[d
 
 async def _warmed(target: Target, settings: LoadSettings, vocab_size: int) -> None:
     seed = f"{settings.seed}/warmup"
-    plan = Plan(_WARMUP_USERS, settings.warmup, None, settings.timeout_s)
+    plan = LoadPlan(_WARMUP_USERS, settings.warmup, None, settings.timeout_s)
     if settings.texts:
         jobs = other_texts(seed, settings.outputs)
     else:
         jobs = drawn(Prompts(seed, vocab_size, settings.shared), seed, settings.inputs, settings.outputs)
-    await Run(plan).go(target, jobs)
+    await LoadRun(plan).go(target, jobs)
 
 
 def _jobs(settings: LoadSettings, load: Load, seed: str, vocab_size: int) -> Iterator[Job]:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from baton.bench.load.outcome import Ending
 from baton.bench.load.report import LATENCIES
-from baton.bench.load.runner import Run
+from baton.bench.load.runner import LoadRun
 
 _REFRESH_S = 0.25
 _LATE_MS = 10.0
@@ -23,7 +23,7 @@ _NAMES |= {"cap_wait_ms": "wait for the cap", "lateness_ms": "lateness"}
 
 
 @contextlib.asynccontextmanager
-async def bar(run: Run, console: Console) -> AsyncIterator[None]:
+async def bar(run: LoadRun, console: Console) -> AsyncIterator[None]:
     """Show how far `run` is while the block lasts, if `console` is a terminal."""
     if not console.is_terminal:
         yield
@@ -41,14 +41,14 @@ async def bar(run: Run, console: Console) -> AsyncIterator[None]:
                 await drawing
 
 
-async def _draw(run: Run, progress: Progress, task: Any) -> None:
+async def _draw(run: LoadRun, progress: Progress, task: Any) -> None:
     while True:
         progress.update(task, completed=run.share, description=_words(run))
         progress.refresh()
         await asyncio.sleep(_REFRESH_S)
 
 
-def _words(run: Run) -> str:
+def _words(run: LoadRun) -> str:
     ended = run.endings
     words = [f"{len(run.outcomes)} sent", f"{run.open} open", f"{ended[Ending.FINISHED]} finished"]
     words += [f"{run.waiting} waiting"] if run.waiting else []

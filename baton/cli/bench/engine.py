@@ -93,7 +93,7 @@ def engine(
         # What a worker's process does for its engine too, before torch is loaded.
         prepare(cpus, threads)
         with extra_installed("worker"):
-            from baton.bench.engine import Plan
+            from baton.bench.engine import EnginePlan
             from baton.bench.engine_report import measure
             from baton.bench.interrupts import last_report
             from baton.engine.config import EngineConfig
@@ -102,7 +102,7 @@ def engine(
             if cpus:
                 pin_compute_threads()
             with Console(stderr=True).status("") as status:
-                report = last_report(measure(config, Plan(**plan), status.update))
+                report = last_report(measure(config, EnginePlan(**plan), status.update))
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     except BatonError as error:

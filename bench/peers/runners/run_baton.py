@@ -20,13 +20,17 @@ def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Comma
     prepare(f"0-{arguments.threads - 1}")
     import torch
 
-    from baton.bench.engine import EngineRuns, Plan, engine_for
+    from baton.bench.engine import EnginePlan, EngineRuns, engine_for
     from baton.bench.probes import Probes
     from baton.bench.roofline import ModelShape
     from baton.engine.config import EngineConfig
     from baton.model.config import ModelConfig
 
-    plan = Plan((64,), (1, 2), (16,), steps=4) if arguments.small else Plan(LONGEST, BATCHES, CONTEXTS, steps=STEPS)
+    plan = (
+        EnginePlan((64,), (1, 2), (16,), steps=4)
+        if arguments.small
+        else EnginePlan(LONGEST, BATCHES, CONTEXTS, steps=STEPS)
+    )
     engine = engine_for(plan, EngineConfig(arguments.model, device="cpu", threads=arguments.threads))
     pin_compute_threads()
     runs = EngineRuns(engine)

@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from baton.bench import engine_report
-from baton.bench.engine import EngineRuns, Plan, engine_for
+from baton.bench.engine import EnginePlan, EngineRuns, engine_for
 from baton.bench.probes import Probes
 from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
 from baton.cli.main import main
@@ -26,7 +26,7 @@ from bench.overhead import overhead
 from tests.checkpoints import make_checkpoint
 
 SMALL = {"buffer_bytes": 1 << 20, "square": 64}
-PLAN = Plan((16, 40), (1, 4), (20,), steps=3, rounds=1, chunk_size=16)
+PLAN = EnginePlan((16, 40), (1, 4), (20,), steps=3, rounds=1, chunk_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_a_run_that_fails_gives_back_its_pages(engine: Engine) -> None:
 
 
 def test_the_pool_is_as_large_as_the_plan_needs() -> None:
-    plan = Plan((100,), (1, 4), (10, 20), steps=4)
+    plan = EnginePlan((100,), (1, 4), (10, 20), steps=4)
     assert plan.longest == 100
     # 20 tokens, the steps and their warm-up make two pages of 16 each.
     assert plan.tokens(16) == max(4 * 32, 112)
@@ -71,12 +71,12 @@ def test_the_pool_is_as_large_as_the_plan_needs() -> None:
 @pytest.mark.parametrize(("field", "value"), [("prefill", (0,)), ("batches", (-1,)), ("steps", 0), ("rounds", 0)])
 def test_plans_that_measure_nothing_are_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{field}: must be 1 or more"):
-        Plan(**{field: value})  # type: ignore[arg-type]
+        EnginePlan(**{field: value})  # type: ignore[arg-type]
 
 
 def test_more_than_the_model_takes_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="4096 tokens are asked for, the model has 1024"):
-        engine_for(Plan((4096,), (), ()), EngineConfig(str(checkpoint)))
+        engine_for(EnginePlan((4096,), (), ()), EngineConfig(str(checkpoint)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

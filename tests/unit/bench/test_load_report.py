@@ -15,7 +15,7 @@ from baton.bench.load.http_target import MAX_EVENT_BYTES, Events, EventTooLong
 from baton.bench.load.outcome import Ending, Outcome
 from baton.bench.load.plots import PlotError, itl_over_time, latency_against_load
 from baton.bench.load.report import Objectives, report
-from baton.bench.load.runner import Plan, Run
+from baton.bench.load.runner import LoadPlan, LoadRun
 from baton.bench.load.show import print_report
 from baton.bench.stats import percentile, summary
 
@@ -36,8 +36,8 @@ def outcome(
     )
 
 
-def run(*outcomes: Outcome, began: float = 100.0, ended: float = 110.0) -> Run:
-    made = Run(Plan(requests=len(outcomes)), began=began, ended=ended, cpu_s=1.0, outcomes=list(outcomes))
+def run(*outcomes: Outcome, began: float = 100.0, ended: float = 110.0) -> LoadRun:
+    made = LoadRun(LoadPlan(requests=len(outcomes)), began=began, ended=ended, cpu_s=1.0, outcomes=list(outcomes))
     for each in outcomes:
         made.endings[each.ending] += 1
     return made
@@ -145,7 +145,7 @@ def test_the_wait_for_the_cap_is_no_lateness() -> None:
     waited = outcome(103.0, 103.5, due=100.0, capped=2.75)
     made = run(waited, outcome(100.0, 100.5))
     assert report(made, "t", {"rate": 2.0}, Objectives())["cap_wait_ms"]["max"] is None
-    made.plan = Plan(max_concurrency=1)
+    made.plan = LoadPlan(max_concurrency=1)
     found = report(made, "t", {"rate": 2.0, "max_concurrency": 1}, Objectives())
     assert (found["cap_wait_ms"]["p50"], found["cap_wait_ms"]["max"]) == (0.0, 2750.0)
     assert found["lateness_ms"]["max"] == 250.0

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import pytest
 
 from baton.bench.load.outcome import Ending, Outcome, RequestFailed
-from baton.bench.load.runner import Cap, Plan, Run
+from baton.bench.load.runner import Cap, LoadPlan, LoadRun
 from baton.bench.load.targets import AGAIN_S
 from baton.bench.load.workload import Job
 
@@ -53,7 +53,7 @@ def jobs(count: int) -> Iterator[Job]:
 
 async def test_no_more_than_the_cap_are_open_and_none_is_passed() -> None:
     server = Server(lambda number: asyncio.sleep(0.001 * (number % 3)))
-    run = Run(Plan(max_concurrency=3))
+    run = LoadRun(LoadPlan(max_concurrency=3))
     await run.go(server, jobs(30))
     assert server.most_open == 3
     assert run.endings[Ending.FINISHED] == 30
@@ -70,7 +70,7 @@ async def test_the_wait_for_the_cap_is_told_apart_from_the_generators_own() -> N
             # Runs after the place is given and before the one who waited for it goes on.
             loop.call_soon(time.sleep, BUSY_S)
 
-    run = Run(Plan(max_concurrency=1))
+    run = LoadRun(LoadPlan(max_concurrency=1))
     await run.go(Server(held), jobs(2))
     _, second = run.outcomes
     assert second.capped >= HELD_S - 0.01
@@ -82,7 +82,7 @@ async def test_the_wait_for_the_cap_is_told_apart_from_the_generators_own() -> N
 
 
 async def test_who_waits_too_long_is_not_sent() -> None:
-    run = Run(Plan(max_concurrency=1, timeout_s=1.0))
+    run = LoadRun(LoadPlan(max_concurrency=1, timeout_s=1.0))
 
     # The first ends once both others wait, the second once the third waits no more.
     server = Server(lambda number: until(lambda: run.waiting == (2 if number == 1 else 0)))
@@ -95,7 +95,7 @@ async def test_who_waits_too_long_is_not_sent() -> None:
 
 
 async def test_who_waits_when_the_run_is_interrupted_was_not_sent() -> None:
-    run = Run(Plan(max_concurrency=2))
+    run = LoadRun(LoadPlan(max_concurrency=2))
     server = Server(lambda number: asyncio.Event().wait())
     going = asyncio.create_task(run.go(server, jobs(5)))
     await until(lambda: run.waiting == 3)
@@ -142,7 +142,7 @@ class Refusing:
 async def test_who_is_refused_at_once_waits_and_not_beyond_the_end(retry_after: float | None, most: int) -> None:
     """As long as the server asks for: a loop without pauses sends thousands in this time."""
     seconds = 2.5 * AGAIN_S
-    run = Run(Plan(concurrency=4, seconds=seconds))
+    run = LoadRun(LoadPlan(concurrency=4, seconds=seconds))
     async with asyncio.timeout(30):  # nobody waits for what may not be sent any more
         await run.go(Refusing(retry_after), (Job([1], 1) for _ in itertools.count()))
     assert run.endings[Ending.REFUSED] == len(run.outcomes)
@@ -150,6 +150,6 @@ async def test_who_is_refused_at_once_waits_and_not_beyond_the_end(retry_after: 
 
 
 async def test_the_pause_after_the_last_request_is_no_part_of_the_run() -> None:
-    run = Run(Plan(concurrency=1, requests=1))
+    run = LoadRun(LoadPlan(concurrency=1, requests=1))
     await run.go(Refusing(0.5), iter([Job([1], 1)]))
     assert run.ended == run.outcomes[0].ended

@@ -212,4 +212,4 @@ def test_names_that_are_cut_are_refused(field: str) -> None:
         status_from_proto(message)
     message.ClearField("prefixes")
     assert status_from_proto(message).prefixes is None
-    assert worker_pb2.PrefixNews() == message.prefixes
+    assert worker_pb2.PrefixChanges() == message.prefixes
