@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from baton.bench.engine import WARM_STEPS, EngineRuns, Plan
+from baton.bench.engine import WARM_STEPS, EnginePlan, EngineRuns
 from baton.bench.engine_report import Rates
 from baton.bench.probes import Probes
 from baton.bench.roofline import ModelShape
@@ -79,7 +79,7 @@ TINY = LLAMA_8B | {
 }
 SHAPES = {"llama-8b": LLAMA_8B, "tiny": TINY}
 
-PLAN = Plan(prefill=(2048, 8192), batches=(1, 64), contexts=(1024,), steps=64, rounds=5, chunk_size=8192)
+PLAN = EnginePlan(prefill=(2048, 8192), batches=(1, 64), contexts=(1024,), steps=64, rounds=5, chunk_size=8192)
 PAGE_SIZE = 256
 COPY_TOKENS = 1024
 
@@ -90,7 +90,7 @@ NO_CUDA = "bench.gpu: torch sees no CUDA device; nothing was measured"
 
 
 @contextlib.contextmanager
-def engine_of(model: LoadedModel, plan: Plan, steps_ahead: int = 1, graphs: bool = True) -> Iterator[EngineCore]:
+def engine_of(model: LoadedModel, plan: EnginePlan, steps_ahead: int = 1, graphs: bool = True) -> Iterator[EngineCore]:
     """An engine with pages for what `plan` measures, and for copies beside it; closed at the end."""
     # Cycles may still hold the pages of the engine before.
     gc.collect()
@@ -118,7 +118,7 @@ def engine_of(model: LoadedModel, plan: Plan, steps_ahead: int = 1, graphs: bool
         engine.close()
 
 
-def overlap(engine: EngineCore, runs: EngineRuns, plan: Plan) -> dict[str, float]:
+def overlap(engine: EngineCore, runs: EngineRuns, plan: EnginePlan) -> dict[str, float]:
     """A step's time while another thread copies KV out of pages and into others, over its time alone."""
     batch, context, stop = max(plan.batches), max(plan.contexts), threading.Event()
 
@@ -154,7 +154,7 @@ def copy_kv(engine: EngineCore, stop: threading.Event) -> float:
         engine.free(target)
 
 
-def transformers(raw: dict[str, Any], device: torch.device, plan: Plan) -> dict[str, float]:
+def transformers(raw: dict[str, Any], device: torch.device, plan: EnginePlan) -> dict[str, float]:
     """`generate` of transformers at the plan's largest batch: its steps after the first."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -196,7 +196,7 @@ def random_model(config: ModelConfig, device: torch.device) -> LoadedModel:
 class Bench:
     """A model of random weights, and what is measured with it."""
 
-    def __init__(self, raw: dict[str, Any], device: torch.device, plan: Plan, probes: Probes) -> None:
+    def __init__(self, raw: dict[str, Any], device: torch.device, plan: EnginePlan, probes: Probes) -> None:
         self._raw, self._device, self._plan, self._probes = raw, device, plan, probes
         self._model = random_model(ModelConfig.from_dict(raw), device)
 
@@ -223,7 +223,7 @@ class Bench:
         with engine_of(self._model, plan, steps_ahead, graphs) as engine:
             return [row for _, row in self._rates(engine, EngineRuns(engine, plan.chunk_size), plan)]
 
-    def _rates(self, engine: EngineCore, runs: EngineRuns, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _rates(self, engine: EngineCore, runs: EngineRuns, plan: EnginePlan) -> Iterator[tuple[str, dict[str, Any]]]:
         shape = ModelShape.of(self._model.config)
         return Rates(runs, self._probes, shape, plan, engine.spec.kv_format, lambda _: None).rows()
 

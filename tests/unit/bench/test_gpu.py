@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 
-from baton.bench.engine import Plan
+from baton.bench.engine import EnginePlan
 from baton.bench.probes import Probes
 from baton.bench.roofline import ModelShape
 from baton.model.config import ModelConfig
 from bench import gpu
 
-PLAN = Plan(prefill=(24,), batches=(1, 3), contexts=(20,), steps=3, rounds=1, chunk_size=16)
+PLAN = EnginePlan(prefill=(24,), batches=(1, 3), contexts=(20,), steps=3, rounds=1, chunk_size=16)
 CPU = torch.device("cpu")
 
 
