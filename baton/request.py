@@ -267,17 +267,17 @@ def check_id(name: str, value: str, *, optional: bool = False) -> None:
         raise InvalidRequest(name, f"must have at most {MAX_ID_LENGTH} printable ASCII characters", value)
 
 
-def check_count(name: str, count: int, most: int, unit: str) -> None:
-    """Raise InvalidRequest naming the field if it has more than `most` elements."""
-    if count > most:
-        raise InvalidRequest(name, f"at most {most} {unit} are allowed", count)
+def check_count(name: str, count: int, limit: int, unit: str) -> None:
+    """Raise InvalidRequest naming the field if it has more than `limit` elements."""
+    if count > limit:
+        raise InvalidRequest(name, f"at most {limit} {unit} are allowed", count)
 
 
-def check_length(name: str, value: str | bytes, most: int) -> None:
-    """Raise InvalidRequest naming the field if `value` has more than `most` characters or bytes."""
-    if len(value) > most:
+def check_length(name: str, value: str | bytes, limit: int) -> None:
+    """Raise InvalidRequest naming the field if `value` has more than `limit` characters or bytes."""
+    if len(value) > limit:
         unit = "characters" if isinstance(value, str) else "bytes"
-        raise InvalidRequest(name, f"must have at most {most} {unit}", len(value))
+        raise InvalidRequest(name, f"must have at most {limit} {unit}", len(value))
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

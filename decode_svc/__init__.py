@@ -14,7 +14,6 @@ attempts     pure: the pages and choices of all attempts, from reservation to en
 sequence     pure: an attempt, its choices, and the sequences that decode them
 session      the messages to one router
 messages     what routers and the service send each other, as plain types
-deadlines    one timer for each attempt
 load         the load of the worker, for its status and metrics
 service      the process around the worker: engine thread, status, ledger, drain
 write_backs  copies of ended sequences' blocks to the shared cache

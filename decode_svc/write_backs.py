@@ -22,16 +22,16 @@ from baton.errors import EngineError, OutOfPages
 from baton.ledger import LedgerEntry
 from baton.lifecycle import State
 from baton.telemetry import metrics
-from baton.worker.block_copier import MOST_WRITE_BACKS, BlockCopier
+from baton.worker.block_copier import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.sequence import Published
 
-MOST_WAITING = 64
+MAX_WAITING = 64
 
 _log = logging.getLogger(__name__)
 
 
 class WriteBacks:
-    """Copies the blocks of up to MOST_WRITE_BACKS sequences at a time; used on the asyncio loop, except
+    """Copies the blocks of up to MAX_WRITE_BACKS sequences at a time; used on the asyncio loop, except
     `release_pages`.
 
     If `enabled` is False, all sequences are ignored. `short_of_pages` says whether the batch lacks pages; `changed` is
@@ -63,7 +63,7 @@ class WriteBacks:
         """Copy the blocks after the context, as soon and as far as possible."""
         if not self._enabled or not published.new:
             return
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MAX_WAITING:
             _drop(published.new)
             return
         self._waiting.append(published)
@@ -102,7 +102,7 @@ class WriteBacks:
         await self.wait_finished()
 
     def _next(self) -> None:
-        while self._waiting and len(self._running) < MOST_WRITE_BACKS:
+        while self._waiting and len(self._running) < MAX_WRITE_BACKS:
             published = self._waiting.popleft()
             if (handle := self._pin(published)) is not None:
                 task = asyncio.create_task(self._copy(published, handle), name=handle.owner)

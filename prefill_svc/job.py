@@ -190,12 +190,12 @@ class PrefillJob:
             yield outcome
 
 
-def count_by_tier(sources: Sequence[tuple[str, int]], most: int) -> dict[str, int]:
-    """Tokens by tier, of the first `most`. The tiers are fields of `CachedTokens`."""
+def count_by_tier(sources: Sequence[tuple[str, int]], limit: int) -> dict[str, int]:
+    """Tokens by tier, of the first `limit`. The tiers are fields of `CachedTokens`."""
     counts: dict[str, int] = {}
     for tier, tokens in sources:
-        counts[tier] = counts.get(tier, 0) + min(tokens, most)
-        most -= min(tokens, most)
+        counts[tier] = counts.get(tier, 0) + min(tokens, limit)
+        limit -= min(tokens, limit)
     return counts
 
 

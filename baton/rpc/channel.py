@@ -50,7 +50,7 @@ _DIAL: Options = [
 CLIENT_OPTIONS: Options = [*_DIAL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES)]
 
 
-METADATA_BYTES, METADATA_MOST_BYTES = 16 << 10, 32 << 10
+METADATA_BYTES, METADATA_MAX_BYTES = 16 << 10, 32 << 10
 """Sizes of a call's metadata: above the first a listener may refuse it, above the second it always does."""
 
 

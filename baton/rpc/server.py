@@ -28,7 +28,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.config import is_loopback, parse_address
 from baton.errors import ConfigError
-from baton.rpc.channel import CONTROL_MESSAGE_BYTES, KEEPALIVE, METADATA_BYTES, METADATA_MOST_BYTES, Options
+from baton.rpc.channel import CONTROL_MESSAGE_BYTES, KEEPALIVE, METADATA_BYTES, METADATA_MAX_BYTES, Options
 from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.tls import SETTINGS, Tls, admit
 from baton.sockets import bind
@@ -44,7 +44,7 @@ _OPTIONS: Options = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.max_metadata_size", METADATA_BYTES),
-    ("grpc.absolute_max_metadata_size", METADATA_MOST_BYTES),
+    ("grpc.absolute_max_metadata_size", METADATA_MAX_BYTES),
 ]
 
 

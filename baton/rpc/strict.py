@@ -23,7 +23,7 @@ from baton.errors import InvalidRequest
 Deserializer = Callable[[bytes], object]
 
 _SHOWN_BYTES = 8
-_MOST_ELEMENTS = 4096
+_MAX_ELEMENTS = 4096
 """Elements of a repeated field or a map that are searched; a valid request has no more."""
 
 
@@ -88,10 +88,10 @@ def _strings(descriptor: Descriptor, shadow: Message, prefix: str = "") -> Itera
             entry = original.message_type.fields_by_name["value"]
             if entry.type not in _SEARCHED:
                 continue
-            for key, item in islice(value.items(), _MOST_ELEMENTS):
+            for key, item in islice(value.items(), _MAX_ELEMENTS):
                 yield from _value(entry, item, f"{path}[{key!r}]")
         elif field.is_repeated:
-            for index, item in enumerate(islice(value, _MOST_ELEMENTS)):
+            for index, item in enumerate(islice(value, _MAX_ELEMENTS)):
                 yield from _value(original, item, f"{path}[{index}]")
         else:
             yield from _value(original, value, path)

@@ -88,12 +88,17 @@ class TicketVerifier:
     """
 
     def __init__(
-        self, path: str, *, setting: str = "ticket_keys", clock: Callable[[], float] = time.time, most: int = MAX_USES
+        self,
+        path: str,
+        *,
+        setting: str = "ticket_keys",
+        clock: Callable[[], float] = time.time,
+        max_uses: int = MAX_USES,
     ) -> None:
         """`clock` returns seconds since the Unix epoch. Raises ConfigError as TicketSigner does."""
         self._keys = watch_file(path, setting, _parse_public_keys)
         self._clock = clock
-        self._most = most
+        self._max_uses = max_uses
         self._uses: OrderedDict[bytes, None] = OrderedDict()
 
     def key_ids(self) -> tuple[bytes, ...]:
@@ -119,7 +124,7 @@ class TicketVerifier:
         if name in self._uses:
             raise PermissionDenied(f"ticket: was used before for retry {retry} of the same box")
         self._uses[name] = None
-        if len(self._uses) > self._most:
+        if len(self._uses) > self._max_uses:
             self._uses.popitem(last=False)
 
     def _verify(self, raw: bytes) -> kv_pb2.Ticket:

@@ -19,7 +19,7 @@ from baton.telemetry import metrics
 
 SLICE_BYTES = 16 << 20
 COPY_BYTES = 4 << 20
-MOST_WRITE_BACKS = 4
+MAX_WRITE_BACKS = 4
 LONG_TOKENS = 8192
 """From this number on, hashing runs in a thread. Below, it takes less time than the way to a thread and back."""
 
@@ -98,13 +98,13 @@ class BlockCopier:
         """Put the blocks of the chain that the cache wants, until it refuses one; all of them must be final.
 
         The first `first` blocks were cache hits; the first `least` are left to other workers. The caller keeps the
-        handle meanwhile. At most MOST_WRITE_BACKS run at a time; further ones are dropped.
+        handle meanwhile. At most MAX_WRITE_BACKS run at a time; further ones are dropped.
         """
         if not self._cache.enabled:
             return
         wants = self._cache.select_writes(digests, first)
         wanted = [block for block in range(least, len(digests)) if wants[block]]
-        if self._writing_back >= MOST_WRITE_BACKS:
+        if self._writing_back >= MAX_WRITE_BACKS:
             metrics.PREFIX_BLOCKS.labels("any", "dropped").inc(len(wanted))
             return
         self._writing_back += 1
@@ -150,11 +150,11 @@ async def _wait_to_end(copy: Coroutine[Any, Any, Any]) -> Any:
         raise
 
 
-def _slices(blocks: Sequence[int], most: int) -> list[range]:
-    """Group ascending numbers into runs of consecutive ones, each of at most `most`."""
+def _slices(blocks: Sequence[int], max_blocks: int) -> list[range]:
+    """Group ascending numbers into runs of consecutive ones, each of at most `max_blocks`."""
     runs: list[range] = []
     for block in blocks:
-        if runs and runs[-1].stop == block and len(runs[-1]) < most:
+        if runs and runs[-1].stop == block and len(runs[-1]) < max_blocks:
             runs[-1] = range(runs[-1].start, block + 1)
         else:
             runs.append(range(block, block + 1))

@@ -22,7 +22,7 @@ from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.worker.status import PREFIX_NAME_BYTES, PrefixChange
 
-MOST_NAMES = 4096
+MAX_NAMES = 4096
 """Largest number of names in one message; the others follow in the next ones."""
 
 _POOL, _HOST = 1, 2
@@ -114,7 +114,7 @@ class PrefixSubscriber:
         if self._reset:
             return
         self._unsent.update(changes)
-        if len(self._unsent) > len(self._cached) + MOST_NAMES:
+        if len(self._unsent) > len(self._cached) + MAX_NAMES:
             self._reset = True
             self._unsent.clear()
 
@@ -125,7 +125,7 @@ class PrefixSubscriber:
         reset, self._reset = self._reset, False
         if reset:
             self._unsent = dict.fromkeys(self._cached, True)
-        names = list(islice(self._unsent, MOST_NAMES))
+        names = list(islice(self._unsent, MAX_NAMES))
         changes = {name: self._unsent.pop(name) for name in names}
         stored = tuple(name for name, is_cached in changes.items() if is_cached)
         return PrefixChange(reset, stored, tuple(name for name, is_cached in changes.items() if not is_cached))

@@ -22,7 +22,7 @@ from baton.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from baton.rpc.channel import METADATA_BYTES, METADATA_MOST_BYTES
+from baton.rpc.channel import METADATA_BYTES, METADATA_MAX_BYTES
 from router.serving.validator import largest_message
 from tests.fleet import Fleet
 from tests.integration.router_bench import bench, refused, request, whole
@@ -79,11 +79,9 @@ async def test_messages_and_metadata_beyond_their_limits_are_refused_with_sizes(
     async with bench(tmp_path) as b:
         small = METADATA_BYTES // 2
         assert (await whole(b.client.Generate(request("hi", max_tokens=1), metadata=(("x", "y" * small),)))).events
-        error = await refused(
-            b.client.Generate(request("hi"), metadata=(("x", "y" * METADATA_MOST_BYTES),), timeout=60)
-        )
+        error = await refused(b.client.Generate(request("hi"), metadata=(("x", "y" * METADATA_MAX_BYTES),), timeout=60))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert f"vs. {METADATA_MOST_BYTES}" in (error.details() or "")
+        assert f"vs. {METADATA_MAX_BYTES}" in (error.details() or "")
         largest = largest_message(MAX_MODEL_LEN, 300)
         error = await refused(b.client.Generate(request("x" * largest), timeout=60))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

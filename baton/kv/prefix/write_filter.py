@@ -30,10 +30,10 @@ _NEXT = (BlockState.ONCE, BlockState.AGAIN, BlockState.AGAIN, BlockState.STORED,
 
 
 class WriteFilter:
-    """`BlockState` by digest, for the last `most` to 2 × `most` blocks that were set."""
+    """`BlockState` by digest, for the last `max_blocks` to 2 × `max_blocks` blocks that were set."""
 
-    def __init__(self, most: int = 1 << 16) -> None:
-        self._most = most
+    def __init__(self, max_blocks: int = 1 << 16) -> None:
+        self._max_blocks = max_blocks
         self._young: dict[bytes, BlockState] = {}
         self._old: dict[bytes, BlockState] = {}
 
@@ -44,7 +44,7 @@ class WriteFilter:
 
     def set(self, digest: bytes, state: BlockState) -> None:
         """Set the state of a block."""
-        if len(self._young) >= self._most:
+        if len(self._young) >= self._max_blocks:
             self._young, self._old = {}, self._young
         self._young[digest[:KEY_BYTES]] = state
 

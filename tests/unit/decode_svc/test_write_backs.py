@@ -13,9 +13,9 @@ from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages
 from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.telemetry import metrics
-from baton.worker.block_copier import MOST_WRITE_BACKS, BlockCopier
+from baton.worker.block_copier import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.sequence import Published
-from decode_svc.write_backs import MOST_WAITING, WriteBacks
+from decode_svc.write_backs import MAX_WAITING, WriteBacks
 from tests.decoding import digests
 from tests.metrics import count
 from tests.property.attempts import payloads
@@ -141,10 +141,10 @@ async def test_a_few_are_copied_at_a_time_some_wait_and_the_rest_is_dropped(rig:
     names = rig.engine.published()
     rig.engine.gate.clear()
     before = dropped()
-    for number in range(MOST_WRITE_BACKS + MOST_WAITING + 3):
+    for number in range(MAX_WRITE_BACKS + MAX_WAITING + 3):
         rig.backs.add(Published(f"r{number}/0", names, 0))
-    assert len(rig.backs.entries(0.0)) == MOST_WRITE_BACKS
-    assert len(rig.backs) == MOST_WRITE_BACKS + MOST_WAITING
+    assert len(rig.backs.entries(0.0)) == MAX_WRITE_BACKS
+    assert len(rig.backs) == MAX_WRITE_BACKS + MAX_WAITING
     assert dropped() == before + 3 * 4
     assert rig.engine.stats().used == 4
     rig.engine.gate.set()
@@ -172,7 +172,7 @@ async def test_a_copy_that_fails_holds_nothing_and_the_next_goes_on(rig: Rig, ca
 async def test_closing_waits_for_the_read_in_progress_and_for_nothing_else(rig: Rig) -> None:
     names = rig.engine.published()
     rig.engine.gate.clear()
-    for number in range(MOST_WRITE_BACKS + 2):
+    for number in range(MAX_WRITE_BACKS + 2):
         rig.backs.add(Published(f"r{number}/0", names, 0))
     await rig.reading()
     closing = asyncio.create_task(rig.backs.close())

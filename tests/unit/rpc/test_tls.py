@@ -17,7 +17,7 @@ from baton import errors
 from baton.cli.certs import issue
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
-from baton.rpc.channel import METADATA_MOST_BYTES, control_channel, kv_channel
+from baton.rpc.channel import METADATA_MAX_BYTES, control_channel, kv_channel
 from baton.rpc.tls import Tls
 from tests.certificates import copied, fleet, settings, tls
 from tests.fake_router import Router, served
@@ -208,7 +208,7 @@ async def test_metadata_over_the_limit_is_refused() -> None:
     async with served(router) as listener:
         await ask(control_channel(listener.address), metadata=[("x", "y" * 8000)])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(control_channel(listener.address), metadata=[("x", "y" * METADATA_MOST_BYTES)])
+            await ask(control_channel(listener.address), metadata=[("x", "y" * METADATA_MAX_BYTES)])
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(router.callers) == 1
 

@@ -137,7 +137,7 @@ def test_uses_are_remembered_for_as_long_as_the_ticket_is_taken(router: Router) 
 
 
 def test_the_oldest_use_is_forgotten_rather_than_a_new_one_refused(tmp_path: Path) -> None:
-    router = Router(tmp_path, most=2)
+    router = Router(tmp_path, max_uses=2)
     ticket = router.check(router.ticket(lasts=1e9))
     for retry in range(3):
         router.verifier.redeem(ticket, ALL, retry)

@@ -13,7 +13,7 @@ from baton.engine.fake import FakeEngine
 from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.worker import block_copier
-from baton.worker.block_copier import MOST_WRITE_BACKS, BlockCopier
+from baton.worker.block_copier import MAX_WRITE_BACKS, BlockCopier
 
 IDS = [(7 * i) % 1000 for i in range(100)]
 WAIT_S = 60.0
@@ -127,14 +127,14 @@ async def test_more_write_backs_than_may_run_are_dropped(engine: FakeEngine, mon
     waiting = threading.Semaphore(0)
     read = engine.read_blocks
     monkeypatch.setattr(engine, "read_blocks", lambda *args: (waiting.acquire(timeout=WAIT_S), read(*args))[1])
-    running = [asyncio.create_task(both.write_back(source, digests, 0, lambda: True)) for _ in range(MOST_WRITE_BACKS)]
+    running = [asyncio.create_task(both.write_back(source, digests, 0, lambda: True)) for _ in range(MAX_WRITE_BACKS)]
     await asyncio.sleep(0)
     async with asyncio.timeout(WAIT_S):
         await both.write_back(source, digests, 0, lambda: True)
     assert cache.put_digests == []
     waiting.release(1000)
     await asyncio.gather(*running)
-    assert len(cache.put_digests) == MOST_WRITE_BACKS * len(digests)
+    assert len(cache.put_digests) == MAX_WRITE_BACKS * len(digests)
 
 
 async def test_a_block_that_is_gone_shortens_a_load(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ async def test_a_block_is_held_while_any_tier_has_it(bench: Bench) -> None:
 async def test_long_news_come_in_parts_and_a_watcher_that_lags_is_told_anew(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_changes, "MOST_NAMES", 4)
+    monkeypatch.setattr(prefix_changes, "MAX_NAMES", 4)
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
     bench.host.tell(DIGESTS[:11])
     router = Router(bench)

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from baton.kv.prefix.redis.nodes import Command
 from baton.telemetry import metrics
 
-MOST = 256
+MAX_WAITING = 256
 
 _SCRIPT = """
 local size = redis.call('STRLEN', KEYS[1])
@@ -56,7 +56,7 @@ class RemovalQueue:
     def add(self, refused: Mapping[bytes, bytes]) -> None:
         """Queue refused records: headers by digest, empty for a record without one."""
         for digest, header in refused.items():
-            if len(self._waiting) < MOST:
+            if len(self._waiting) < MAX_WAITING:
                 self._waiting[digest] = header
         if self._waiting and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run(), name="prefix-cache-removals")

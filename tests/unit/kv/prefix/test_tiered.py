@@ -306,7 +306,7 @@ async def test_rates_of_both(store: Store) -> None:
 
 
 def test_sightings_forget_the_oldest() -> None:
-    write_filter = WriteFilter(most=4)
+    write_filter = WriteFilter(max_blocks=4)
     assert write_filter.observe(DIGESTS[:2]) == [BlockState.ONCE] * 2
     assert write_filter.observe(DIGESTS[1:3]) == [BlockState.AGAIN, BlockState.ONCE]
     write_filter.mark_stored(DIGESTS[3:8])
