@@ -1,4 +1,4 @@
-"""The walls between the parts (DESIGN: the house), read from the source, and one look at a real process."""
+"""The walls between the parts, read from the source, and one look at a real process."""
 
 from __future__ import annotations
 
