@@ -45,7 +45,7 @@ async def test_kv_blames_the_caller() -> None:
             await client.done(transfer_id=f"t{number}")
         names, kv, methods = ["t0", "t1", "t2", incarnation], client.app.addresses.kv, kv_methods(incarnation)
         # First without releases, after which there is little to be asked for.
-        await calls("FetchKv", 200, kv, methods[:1], names)
+        await calls("FetchKv", 100, kv, methods[:1], names)
         await calls("FetchKv, ReleaseKv", 60, kv, methods, names)
         async with control_channel(client.app.addresses.kv) as channel:
             for name in names[:3]:

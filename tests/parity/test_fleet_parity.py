@@ -8,7 +8,6 @@ the same in every family, chunk and page size is for the parity of the model.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,8 @@ from tests.checkpoints import FAMILIES, Reference, lively_prompt, load_reference
 from tests.fleet import Fleet
 
 TOKENS = 64
-PREFILLS = ((1, 16), (7, 256), (16, 16), (64, 256), (0, 16))
-"""Chunk and page sizes."""
-PAGE_SIZES = (16, 256)
+WORKERS = ((1, 16, 16), (7, 256, 16), (16, 16, 256), (64, 256, 256), (0, 16, 256))
+"""Chunk size and page sizes of prefill and decode."""
 LENGTHS = (5, 40, 131)
 
 
@@ -34,17 +32,17 @@ async def test_fleet_equals_generate(family: str, tied: bool, tmp_path: Path) ->
     checkpoint = make_checkpoint(family, tmp_path, tied=tied)
     expected = references(checkpoint)
     async with Fleet(checkpoint, dtype="float32") as fleet:
-        prefills = {where: await fleet.prefill(chunk_size=where[0], page_size=where[1]) for where in PREFILLS}
-        decodes = {page: await fleet.decode(page_size=page) for page in PAGE_SIZES}
+        decodes = {page: await fleet.decode(page_size=page) for page in {page for _, _, page in WORKERS}}
 
-        async def check(where: tuple[int, int], page: int) -> None:
-            client = await fleet.router([prefills[where]], [decodes[page]])
+        async def check(chunk: int, page: int, decode_page: int) -> None:
+            prefill = await fleet.prefill(chunk_size=chunk, page_size=page)
+            client = await fleet.router([prefill], [decodes[decode_page]])
             completions = await asyncio.gather(
                 *(client.complete(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True) for prompt, _ in expected)
             )
             for (prompt, reference), completion in zip(expected, completions, strict=True):
                 assert completion.token_ids == reference.token_ids, (
-                    f"chunk size and prefill page {where}, decode page {page}, prompt of {len(prompt)}"
+                    f"chunk size {chunk}, prefill page {page}, decode page {decode_page}, prompt of {len(prompt)}"
                 )
 
-        await asyncio.gather(*(check(where, page) for where, page in itertools.product(prefills, decodes)))
+        await asyncio.gather(*(check(*sizes) for sizes in WORKERS))
