@@ -85,7 +85,7 @@ class KvManager:
 
     def insert(self, handle: PageHandle, state: SequenceState) -> None:
         """Give a sequence a slot. Raises EngineError, or Overloaded without a slot, changing nothing."""
-        self.pool.check_alive(handle)
+        handle.check_alive()
         self._remove_dead()
         if handle in self._running or handle in self._paused:
             raise EngineError(f"{handle.owner}: was inserted before")
@@ -174,7 +174,7 @@ class KvManager:
 
     def begin_resume(self, handle: PageHandle) -> Any:
         """Give a paused sequence pages again; returns what was saved. Raises OutOfPages or Overloaded."""
-        self.pool.check_alive(handle)
+        handle.check_alive()
         paused = self._paused.get(handle)
         if paused is None:
             raise EngineError(f"{handle.owner}: is not paused")

@@ -4,16 +4,16 @@
                   │  └ detach (paused: alive, without pages) ─ extend (resumed)
                   └ pin … unpin   around every read, write and forward pass on its pages
 
-A handle has a *lease* on a list of pages. `free` and `detach` end the lease at once for
-the handle, but the pages return to the pool only when all pins on that lease have ended: a late frame or a
-running forward pass never touches pages that have a new owner. Leases share full pages: a fork shares those of its
-parent, and a handle reserved with a prefix shares its published pages (`baton.kv.cached_blocks`). So each page
-has a reference count, and a page that is shared or published is never written. `audit` checks this invariant:
-each page is free, cached (published, and without owner), or its count equals the number of leases that list it.
-Cached pages are evicted when no page is free. `watch` reports every return of pages, also a late one.
+A handle has a *lease* on a list of pages. `free` and `detach` end the lease at once for the handle, but the pages
+return to the pool only when all pins on that lease have ended: a late frame or a running forward pass never touches
+pages that have a new owner. Leases share full pages: a fork shares those of its parent, and a handle reserved with a
+prefix shares its published pages (`baton.kv.cached_blocks`). So each page has a reference count, and a page that is
+shared or published is never written. `audit` checks this invariant: each page is free, cached (published, and without
+owner), or its count equals the number of leases that list it. Cached pages are evicted when no page is free. `watch`
+reports every return of pages, also a late one.
 
-Pure bookkeeping: pages are numbers, and the memory behind them belongs to the engine. Every method may be
-called from any thread.
+Pure bookkeeping: pages are numbers, and the memory behind them belongs to the engine. Every method may be called from
+any thread.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class _Lease:
 class PageHandle:
     """The right to the pages of one sequence; see `baton.engine.contract.KvHandle`."""
 
-    __slots__ = ("_cached", "_lease", "_page_size")
+    __slots__ = ("_lease", "_page_size", "cached")
 
-    def __init__(self, lease: _Lease, page_size: int, cached: int) -> None:
+    def __init__(self, lease: _Lease, page_size: int, cached: int = 0) -> None:
         self._lease = lease
         self._page_size = page_size
-        self._cached = cached
+        self.cached = cached
+        """Leading tokens whose KV was there when its pages were reserved."""
 
     @property
     def owner(self) -> str:
@@ -74,18 +75,14 @@ class PageHandle:
         return self._lease.active
 
     @property
-    def cached(self) -> int:
-        """Leading tokens whose KV was there when its pages were reserved."""
-        return self._cached
-
-    @property
     def pages(self) -> Sequence[int]:
         """Its pages in token order. While it is pinned, their number can only grow."""
         return self._lease.pages
 
-    def __repr__(self) -> str:
-        state = "" if self.alive else ", dead"
-        return f"PageHandle({self.owner!r}, {len(self._lease.pages)} pages{state})"
+    def check_alive(self) -> None:
+        """Raise EngineError if it was freed."""
+        if not self.alive:
+            raise EngineError(f"{self.owner}: its KV was freed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +145,7 @@ class PagePool:
                 raise OutOfPages(need + len(shared), available + len(shared), self.pages)
             self._share(shared + cut)
             own = self._allocate(need)
-            handle = self._handle(owner, shared + own, cached)
+            handle = PageHandle(self._lease(owner, shared + own), self.page_size, cached)
             if not cut or copy is None:
                 return handle
             source = self._lease(owner, cut)
@@ -197,7 +194,7 @@ class PagePool:
     def extend(self, handle: PageHandle, tokens: int) -> None:
         """Grow the handle to at least `tokens` tokens. Raises OutOfPages, and then changes nothing."""
         with self._locked():
-            self._check_alive(handle)
+            handle.check_alive()
             pages = handle._lease.pages
             pages += self._allocate(max(0, self.pages_for(tokens) - len(pages)))
 
@@ -210,7 +207,7 @@ class PagePool:
         used before free ones. Raises OutOfPages, and then changes nothing.
         """
         with self._locked():
-            self._check_alive(handle)
+            handle.check_alive()
             if not 0 <= shared_tokens <= min(tokens, handle.capacity):
                 asked = f"{shared_tokens} tokens of {handle.capacity}"
                 raise EngineError(f"{owner}: can't share {asked} in a fork of {tokens}")
@@ -220,7 +217,7 @@ class PagePool:
             own = self._allocate(need) if spare is None else self._reuse_pages(spare, need)
             self._share(shared)
             copy = PageCopy(handle._lease.pages[full], own[0], rest) if rest else None
-            return self._handle(owner, shared + own), copy
+            return PageHandle(self._lease(owner, shared + own), self.page_size), copy
 
     @contextmanager
     def pin(self, handle: PageHandle, writes: range = range(0)) -> Iterator[Sequence[int]]:
@@ -230,7 +227,7 @@ class PagePool:
         be written has other owners or is published.
         """
         with self._lock:
-            self._check_alive(handle)
+            handle.check_alive()
             lease = handle._lease
             if writes:
                 self._check_writable(lease, writes)
@@ -287,11 +284,6 @@ class PagePool:
             for lease in [lease for lease in self._leases if lease.active]:
                 self._end_lease(lease)
 
-    def check_alive(self, handle: PageHandle) -> None:
-        """Raise EngineError if the handle is dead."""
-        with self._lock:
-            self._check_alive(handle)
-
     def stats(self) -> PoolStats:
         """Count pages."""
         with self._lock:
@@ -319,9 +311,8 @@ class PagePool:
             if len(free) != len(self._free):
                 faults.append("a page is twice in the free list")
             for page in range(self.pages):
-                idle = counts[page] == 0
-                cached = idle and self._block_index.is_cached(page)
-                if counts[page] != self._refs[page] or (page in free) != (idle and not cached):
+                cached = not counts[page] and self._block_index.is_cached(page)
+                if counts[page] != self._refs[page] or (page in free) != (not counts[page] and not cached):
                     state = "free" if page in free else "cached" if cached else "not free"
                     faults.append(f"page {page}: count {self._refs[page]}, owners {counts[page]}, {state}")
             faults += self._block_index.check_integrity()
@@ -345,9 +336,6 @@ class PagePool:
         self._leases.add(lease)
         return lease
 
-    def _handle(self, owner: str, pages: list[int], cached: int = 0) -> PageHandle:
-        return PageHandle(self._lease(owner, pages), self.page_size, cached)
-
     def _available(self, shared: Sequence[int] = ()) -> int:
         """Pages that can be allocated if the cached ones among `shared` must stay."""
         return len(self._free) + self._block_index.idle_pages - sum(not self._refs[page] for page in shared)
@@ -370,7 +358,7 @@ class PagePool:
 
     def _reuse_pages(self, spare: PageHandle, count: int) -> list[int]:
         """Allocate `count` pages, first those of `spare`, which is freed; its other pages return to the pool."""
-        self._check_alive(spare)
+        spare.check_alive()
         lease = spare._lease
         if lease.pins or any(not self._is_writable(page) for page in lease.pages):
             raise EngineError(f"{lease.owner}: its pages are in use, a fork can't use them")
@@ -381,15 +369,16 @@ class PagePool:
 
     def _end_lease(self, lease: _Lease) -> None:
         lease.active = False
-        if not lease.pins:
-            self._return_pages(lease)
+        self._return_pages(lease)
 
     def _unpin(self, lease: _Lease) -> None:
         lease.pins -= 1
-        if not lease.pins and not lease.active:
-            self._return_pages(lease)
+        self._return_pages(lease)
 
     def _return_pages(self, lease: _Lease) -> None:
+        """Return a lease's pages to the pool, if it has ended and nothing uses them."""
+        if lease.active or lease.pins:
+            return
         self._leases.discard(lease)
         for page in lease.pages:
             self._refs[page] -= 1
@@ -406,8 +395,3 @@ class PagePool:
         for page in lease.pages[first : last + 1]:
             if not self._is_writable(page):
                 raise EngineError(f"{lease.owner}: page {page} is shared or published, {tokens} can't be written")
-
-    @staticmethod
-    def _check_alive(handle: PageHandle) -> None:
-        if not handle.alive:
-            raise EngineError(f"{handle.owner}: its KV was freed")
