@@ -47,7 +47,7 @@ THREADS = 2
 FORMAT = KvFormat(tuple(KvPart(name, "bfloat16", (KV_HEADS, HEAD_DIM)) for name in ("k", "v")), LAYERS, 16)
 
 
-class Run:
+class PrefixRun:
     """The samples of one run, in seconds to the first token; `ratios` are cold over warm, one a round."""
 
     def __init__(self, client: AsyncClient, workers: list[Worker], redis: Redis, length: int, seed: int) -> None:
@@ -182,7 +182,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             router = services.router([prefill], [decode], prefill_silence_s=60.0)
             async with AsyncClient(router) as client:
                 redis = Redis.from_url(server, protocol=2)
-                run = Run(client, [prefill, decode], redis, arguments.tokens, arguments.seed)
+                run = PrefixRun(client, [prefill, decode], redis, arguments.tokens, arguments.seed)
                 await run.warm_up()
                 for _ in range(arguments.rounds):
                     await run.round(arguments.repeats)

@@ -38,7 +38,7 @@ WATCH_S = 1200.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class InterferenceLoad:
     """Streams of `context` tokens, watched for `alone_s` seconds, and under `prompts` prompts of `tokens` tokens."""
 
     streams: int = 4
@@ -50,10 +50,10 @@ class Load:
     llama_alone_steps: int = 40
 
 
-QUICK = Load(streams=2, alone_s=2.0, prompts=1, tokens=512, llama_prompts=1, llama_alone_steps=5)
+QUICK = InterferenceLoad(streams=2, alone_s=2.0, prompts=1, tokens=512, llama_prompts=1, llama_alone_steps=5)
 
 
-async def watch(target: Target, load: Load, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
+async def watch(target: Target, load: InterferenceLoad, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
     """Milliseconds between tokens of all streams: `alone`, and `loaded`."""
     streams = [Job(_prompt(load.context, vocabulary), STREAM_TOKENS) for _ in range(load.streams)]
     outcomes = [Outcome.of(job, time.perf_counter()) for job in streams]
@@ -100,7 +100,7 @@ def figures(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 def measure(places: Places, rounds: int, quick: bool, tell: Callable[[str], object]) -> dict[str, Any]:
     """All three in turns, in an order that moves on: each is compared with itself in the same round."""
-    load = QUICK if quick else Load()
+    load = QUICK if quick else InterferenceLoad()
     turns: dict[str, list[Entry]] = {peer: [] for peer in ("baton", "vllm", "llama")}
     with contextlib.ExitStack() as stack:
         start: dict[str, Callable[[], Watch]] = {
@@ -137,11 +137,11 @@ Watch = Callable[[], Mapping[str, Sequence[float]]]
 """Measures a peer once: gaps `alone` and `loaded`, in milliseconds."""
 
 
-def _served(url: str, model: str, load: Load) -> Watch:
+def _served(url: str, model: str, load: InterferenceLoad) -> Watch:
     return lambda: asyncio.run(watched(Place(url, model=model), load))
 
 
-def _played(llama: Child, load: Load) -> Watch:
+def _played(llama: Child, load: InterferenceLoad) -> Watch:
     streams = {"streams": load.streams, "context": load.context, "tokens": load.tokens}
     return lambda: llama.ask("interference", **streams, alone=load.llama_alone_steps, prompts=load.llama_prompts)
 
@@ -150,7 +150,7 @@ def _figures_of(watch: Watch) -> Callable[[], dict[str, Any]]:
     return lambda: figures(watch())
 
 
-async def watched(place: Place, load: Load, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
+async def watched(place: Place, load: InterferenceLoad, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
     """As `watch`, of the server there, warmed up. Raises TimeoutError after WATCH_S."""
     async with asyncio.timeout(WATCH_S), connected(place) as target:
         # What a server makes at a shape's first use is no interference.
