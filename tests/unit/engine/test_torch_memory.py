@@ -14,7 +14,7 @@ import torch
 
 from baton.engine.cuda_memory import LAYERS_AHEAD, CudaMemory
 from baton.engine.torch_memory import TorchMemory
-from baton.kv.format import PartData, attention_parts
+from baton.kv.format import KvPart, PartData, attention_parts
 from baton.model.attention import KvCache
 from baton.model.dtypes import DTYPES, dtype_name
 from tests.unit.engine.cuda_standin import Cuda, Event, Stream, cuda
@@ -86,6 +86,22 @@ def test_any_range_is_written_and_nothing_beside_it(kind: Kind, dtype: torch.dty
             expected[part.name][:, pages] = flat.view(2, len(pages), PAGE, HEADS, WIDTH)
         target.write(pages, layer, tokens.start, heads.start, odd)
         assert all(torch.equal(kv.parts[name], part) for name, part in expected.items())
+
+
+def test_parts_may_differ_in_width_and_dtype(kind: Kind) -> None:
+    parts, device = [KvPart("int", "bfloat16", (HEADS, WIDTH)), KvPart("scale", "float32", (HEADS, 1))], "cpu"
+    sizes = {"num_layers": 2, "num_pages": PAGES, "page_size": PAGE, "device": torch.device(device)}
+    kv, copies = KvCache.allocate(parts, **sizes), [KvCache.allocate(parts, **sizes) for _ in range(3)]
+    for part in kv.parts.values():
+        part.copy_(torch.randn(part.shape))
+    pages, count = [3, 1], 2 * PAGE
+    source, (read, block, saved) = kind(kv), map(kind, copies)
+    for layer in range(2):
+        read.write(pages, layer, 0, 0, source.read(pages, layer, range(count), range(HEADS)))
+    block.write_blocks(pages, 0, PAGE, source.read_blocks(pages, 0, PAGE, 2))
+    saved.restore(pages, source.save(pages, count))
+    for copy in copies:
+        assert all(torch.equal(copy.parts[name][:, pages], part[:, pages]) for name, part in kv.parts.items())
 
 
 def block_bytes(kv: KvCache, pages: list[int], tokens: range) -> bytes:

@@ -14,8 +14,14 @@ from torch import Tensor
 
 from baton.errors import ModelError
 from baton.model.config import RopeConfig
-from baton.model.layers import RMSNorm, RowParallelLinear, TensorParallel, inverse_frequencies
-from baton.model.linear import DenseStorage, PackedStorage, TensorOptions, packs
+from baton.model.layers import (
+    MergedColumnParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    TensorParallel,
+    inverse_frequencies,
+)
+from baton.model.linear import DenseStorage, PackedStorage, TensorOptions, WeightTensor, packs
 from baton.model.load import load_model
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.unit.model.runner import chunked_logits
@@ -85,6 +91,57 @@ def test_one_rank_adds_bias_and_residual() -> None:
         linear.load_shard("bias", bias)
     together = ranks[0](x[:, :3], residual) + ranks[1](x[:, 3:].contiguous(), residual)
     torch.testing.assert_close(together, x @ weight.T + bias + residual)
+
+
+class ScaledStorage(DenseStorage):
+    """A weight with a scale for each row and each pair of columns."""
+
+    def __init__(self, rows: int, columns: int, bias: bool, options: TensorOptions) -> None:
+        super().__init__(rows, columns, bias, options)
+        self.scale = options.empty(rows, columns // 2)
+
+    @staticmethod
+    def tensors(rows: int, columns: int, bias: bool) -> tuple[WeightTensor, ...]:
+        scale = WeightTensor("weight_scale", (rows, columns // 2), row_dim=0, column_dim=1)
+        return (*DenseStorage.tensors(rows, columns, bias), scale)
+
+    def load(self, name: str, row: int, tensor: Tensor) -> None:
+        if name == "weight_scale":
+            self.scale[row : row + len(tensor)].copy_(tensor)
+        else:
+            super().load(name, row, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight * self.scale.repeat_interleave(2, 1), self.bias)
+
+
+def test_a_weight_of_several_tensors_is_split_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.model.layers.DenseStorage", ScaledStorage)
+    options, outputs = TensorOptions(torch.float32, torch.device("cpu")), {"q": 4, "k": 2}
+    merged = [MergedColumnParallelLinear(8, outputs, True, options, TensorParallel(rank, 2)) for rank in range(2)]
+    row = [RowParallelLinear(8, 3, True, options, TensorParallel(rank, 2)) for rank in range(2)]
+    given = {name: torch.randn(shape) for name, shape in {**merged[0].parts(), **row[0].parts()}.items()}
+    assert {name: tuple(given[name].shape) for name in ("q.weight", "k.weight_scale", "weight_scale", "bias")} == {
+        "q.weight": (4, 8),
+        "k.weight_scale": (2, 4),
+        "weight_scale": (3, 4),
+        "bias": (3,),
+    }
+    for linear in (*merged, *row):
+        for name in linear.parts():
+            linear.load_shard(name, given[name])
+
+    def product(name: str, x: Tensor) -> Tensor:
+        return (
+            x @ (given[f"{name}weight"] * given[f"{name}weight_scale"].repeat_interleave(2, 1)).T + given[f"{name}bias"]
+        )
+
+    x = torch.randn(5, 8)
+    q, k = zip(*(linear(x).split([2, 1], dim=1) for linear in merged), strict=True)
+    torch.testing.assert_close(torch.cat(q, 1), product("q.", x))
+    torch.testing.assert_close(torch.cat(k, 1), product("k.", x))
+    zero = torch.zeros(5, 3)
+    torch.testing.assert_close(row[0](x[:, :4], zero.clone()) + row[1](x[:, 4:], zero.clone()), product("", x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
