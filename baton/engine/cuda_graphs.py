@@ -2,9 +2,9 @@
 
 A graph is captured for a number of rows and a width of the page tables, each a power of two, when a step first needs
 them; a step runs in the smallest that holds it. All graphs read the same tensors (`baton.engine.step_inputs`), which
-steps and joining rows keep up to date, so nothing is copied in. Rows beyond the batch compute a token that nobody
-reads, on a page that nobody owns. The width bounds how far flash-attn spreads a context over the device: it shares
-out the widest context that the tables could hold, so wide tables would leave a short one to few blocks.
+steps and joining rows keep up to date, so nothing is copied in. Rows after the batch compute a token that is not read,
+on the null page. The width bounds how far flash-attn spreads a context over the device: it divides the widest context
+that the tables could hold, so with wide tables few blocks would work on a short context.
 
 A capture first runs the step twice, so that libraries have chosen kernels and taken workspaces; this writes KV that the
 step itself writes again, with the same values. A step that makes the host wait can't be captured (flash-attn after
@@ -73,7 +73,7 @@ class DecodeGraphs:
         return captured.hidden[:count]
 
     def _contexts(self, rows: int, width: int) -> list[int]:
-        """Lengths that pass all checks; nobody else reads them."""
+        """Lengths that pass all checks; the graph does not read them."""
         return [width * self._inputs.page_size] * rows
 
     @torch.inference_mode()

@@ -5,7 +5,7 @@
 
 The host counts a chunk and a step as over only when the device is done with them, and their pages are pinned until
 then, so a copy never meets a kernel of an earlier owner of its pages. Frames go through pinned memory, which torch's
-caching allocator keeps for reuse: what `read` returns lies in it until nobody holds it any more. Calls return when
+caching allocator keeps for reuse: the result of `read` lies in it until the last reference is gone. Calls return when
 their copy is complete; callers are threads of the transfer, and waiting takes no processor time.
 """
 

@@ -57,7 +57,7 @@ def _populate_rest(
     libc: ctypes.CDLL, memory: weakref.ref[mmap.mmap], pieces: Iterator[tuple[int, int]], huge: bool
 ) -> None:
     for begin, length in pieces:
-        # Held during the call; gone when nobody uses the tensor any more.
+        # Held during the call; None when the tensor is gone.
         held = memory()
         if held is None:
             return
