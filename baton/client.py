@@ -295,7 +295,7 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     if api_key is None:
         return ()
     if not re.fullmatch(r"[!-~]+", api_key):
-        # The key itself is not shown.
+        # The message does not contain the key.
         raise InvalidRequest("api_key", "must be of printable ASCII without spaces, and not be empty")
     return (("authorization", f"Bearer {api_key}"),)
 

@@ -34,7 +34,7 @@ def available_cpus(text: str) -> frozenset[int]:
     """What `parse_cpus` returns; raises ConfigError also for a core that this thread may not use."""
     cpus = parse_cpus(text)
     if missing := sorted(cpus and cpus - os.sched_getaffinity(0)):
-        raise ConfigError(f"cpus: core {missing[0]} is not there for this process, got {text!r}")
+        raise ConfigError(f"cpus: core {missing[0]} is not available to this process, got {text!r}")
     return cpus
 
 

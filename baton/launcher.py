@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-# prctl(PR_SET_PDEATHSIG = 1, SIGKILL = 9); a parent that died before it has already become another one.
+# prctl(PR_SET_PDEATHSIG = 1, SIGKILL = 9). If the parent died before this call, the parent id has changed.
 _LAUNCHER = """
 import ctypes, os, sys
 if sys.platform == "linux":

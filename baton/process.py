@@ -30,8 +30,8 @@ from baton.config.options import Settings
 from baton.config.roles import command
 from baton.errors import BatonError
 
-# gRPC looks at it when it is loaded, which is after this module. What it logs by itself, such as each connection that a
-# peer closes, services say better.
+# gRPC reads it when it is imported, which is after this module. Services report faults better than gRPC's own log,
+# which has a line for each connection that a peer closes.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 STOP_S = 15.0
@@ -79,7 +79,7 @@ def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]
 
     for number in _NUMBERS:
         signal.signal(number, lambda *_: os._exit(0))
-    # Before torch is loaded: small passes over all that it brings are a tenth of that time.
+    # Before torch is imported: frequent collections over its objects would take a tenth of the import.
     gc.set_threshold(*_GC_THRESHOLDS)
     command(settings, role, start).main(prog_name=f"python -m {package}")
 
@@ -87,7 +87,7 @@ def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]
 def _exit(status: int) -> NoReturn:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        # Who reads may have gone before.
+        # The reader may have gone already.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
@@ -97,7 +97,7 @@ async def serve(app: Running, role: str) -> int:
     """Run `app` until a signal or its failure; the exit status."""
     listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     with signals() as stop:
-        # One task for the app's whole life: what it enters it must also leave.
+        # One task for the whole life of the app: the task that enters a context must also leave it.
         living = asyncio.create_task(_run(app, role, stop, listening), name=role)
         await _wait_any(living, listening, stop.first)
         if stop.first.done() and not (living.done() or listening.done()):
@@ -143,7 +143,7 @@ async def _run(app: Running, role: str, stop: Signals, listening: asyncio.Future
             _freeze_garbage_collector()
             line = f"listening {service.listening}"
             _log.info("%s %s", role, line)
-            # The log has it too; on a full disk nobody reads either, and the service is none the worse.
+            # The line is in the log too. If the disk is full, the service runs on without it.
             with contextlib.suppress(OSError):
                 print(line, flush=True)
             listening.set_result(None)

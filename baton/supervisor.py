@@ -97,7 +97,7 @@ class SupervisedProcess:
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it still runs."""
         if self._process is not None and self._process.returncode is None:
-            # Process.send_signal may take the exit status away from the loop.
+            # Process.send_signal may consume the exit status that the loop waits for.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
@@ -131,14 +131,14 @@ class SupervisedProcess:
         if process is None:
             return f"{self.name} has not been started"
         status = await process.wait()
-        # What it has started and left behind is in its session; it also holds the pipes.
+        # Processes that it has left behind are in its session, and keep the pipes open.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         _, late = await asyncio.wait(self._followers, timeout=_LAST_WORDS_S)
         for follower in late:
             follower.cancel()
         await asyncio.gather(*late, return_exceptions=True)
-        # Errors are on standard error; the two pipes keep no order between them.
+        # Errors are on standard error. The order of lines in two pipes is not known.
         out, err = self._last_lines
         return f"{self.name} {_describe_exit(status)}; its last line: {err or out or 'none'}"
 

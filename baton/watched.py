@@ -74,6 +74,6 @@ def _state(path: str) -> tuple[int, int, int] | None:
     try:
         found = Path(path).stat()
     except OSError:
-        # No file at all for a moment is how some tools replace it.
+        # Some tools replace a file by removing it first.
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size

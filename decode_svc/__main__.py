@@ -12,7 +12,7 @@ def start(config: DecodeConfig) -> Running:
     """The worker, ready to be entered."""
     configure(config.log_level, "decode", config.worker_id)
     prepare(config.cpus, config.threads)
-    # Only now, so that --help and bad settings are answered before torch is loaded.
+    # Imported here, so that --help and bad settings are answered before torch is imported.
     from decode_svc.app import run
 
     return run(config)

@@ -146,7 +146,7 @@ class SlotForecast:
         """Time at which a fork may start without any other event; infinite if there is none."""
         if now < self.forks_wait_until:
             return self.forks_wait_until
-        # What is kept for reservations that came often falls with the time.
+        # The headroom for frequent reservations shrinks with time.
         return now + KEEP_S if held + self._slots // KEEP < self._slots <= held + self.fork_headroom(now) else math.inf
 
     def record_fork(self) -> None:
@@ -227,7 +227,7 @@ class Admission:
                 f"{self._batch.paused} sequences are paused"
             )
         if request.choices > 1:
-            # Before a place is asked for, which would be left free for it.
+            # Check this before the places, because a refusal there leaves a free place to this reservation.
             self._check_contexts(claimant, self._engine.spec.pages_for(request.context_tokens), now)
         self.forecast.check(self._attempts.sequences, now)
         try:
@@ -256,7 +256,7 @@ class Admission:
             if not self._may_fork(now):
                 return forked
             started = self._fork(turns, forked, now)
-            # Its turn is over, also where pages are missing.
+            # Its turn is over, even if pages are missing.
             self.forecast.record_fork()
             if not started:
                 return forked
@@ -316,7 +316,7 @@ class Admission:
 
     def _check_contexts(self, claimant: Claimant, pages: int, now: float) -> None:
         """Raise OutOfContextPages, and make a claim, if kept contexts would have more than their share of the pages."""
-        # One that is larger than the share is kept alone.
+        # A context larger than the share is kept only while no other one is.
         most, free = self._max_context_pages, self._free_context_pages
         need = min(pages, most)
         kept = self._context_claims.pages_set_aside(claimant, free, now)

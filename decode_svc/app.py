@@ -68,7 +68,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         base = await stack.enter_async_context(
             start_runtime(config, WorkerRole.DECODE, engine=engine, converts_kv=config.convert_kv)
         )
-        # Decode writes to the cache and never reads from it, so that copies in its own memory would be of no use.
+        # Decode writes to the cache and never reads from it, so copies in host memory would be useless.
         cache = open_cache(config, base.engine.spec.kv_format)
         stack.push_async_callback(cache.close)
         await cache.check()

@@ -68,7 +68,7 @@ class Claims:
     def __init__(self) -> None:
         self._claims: dict[int, _Claim] = {}
         self._first: _Claim | None = None
-        # Twice the pages that are set aside for the first claim, and the free pages when that was counted.
+        # Twice the pages set aside for the first claim, and the number of free pages when that was computed.
         self._twice = self._free = 0
 
     def pages_set_aside(self, claimant: Claimant, free: int, now: float) -> int:

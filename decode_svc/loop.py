@@ -218,7 +218,7 @@ class DecodeLoop:
             try:
                 self._engine.resume(sequence.handle)
             except Overloaded:
-                # Somebody took the pages in between; their return will wake the loop.
+                # Another thread took the pages in between; the loop wakes when pages return.
                 return
             except Exception as error:
                 self._fail_sequence(sequence, error, report)

@@ -59,7 +59,7 @@ def size_reservation(spec: EngineSpec, request: Reserve, reserve_tokens: int) ->
         raise InvalidReservation(
             "context_tokens", f"needs {whole} pages, there are {spec.pages}", request.context_tokens
         )
-    # Where the first choice needs all pages, there is none to spare: what is pending is given back at the commit.
+    # If the first choice needs all pages, none is left to spare: pending choices are given back at the commit.
     splits = request.choices > 1 and request.context_tokens % spec.page_size > 0 and pages < spec.pages
     return ReservationSize(tokens, spec.page_size if splits else 0, pages + splits)
 

@@ -199,7 +199,7 @@ class DecodeWorker:
         """
         tokens = attempt.handle.cached
         if not tokens:
-            # A fetch that is here already, or on its way, need not wait for what never comes.
+            # A fetch that waits for this export, or will come, must not wait for something that never comes.
             self._exports.release(transfer_id, self._exports.incarnation, "has nothing to export")
             return
         try:
@@ -223,7 +223,7 @@ class DecodeWorker:
             digests = None
             if self.attempts.needs_digests(attempt):
                 digests = await self._blocks.hash_blocks(context_ids(handoff), attempt.request.cache_salt)
-            # It may have ended while the last frame was being written.
+            # The attempt may have ended while the last frame was written.
             if not attempt.life.ended:
                 self._commit(attempt, handoff, digests, (self._loop.time() - started) * 1e3)
         except OutOfPages as error:
@@ -268,7 +268,7 @@ class DecodeWorker:
             self.loop.add(ready)
         for broken, error in forked.failed:
             self._fail(broken, FailureKind.ENGINE, f"{broken.key}: a choice can't be forked: {error}")
-        # A failure above comes back here by itself, and may have set the timer.
+        # A failure above calls this method again, which may have set the timer.
         wake_at = min(self.admission.wake_at(now), self.attempts.deadline)
         if self._timer is None and not math.isinf(wake_at):
             # `call_soon`: results that the loop has received by the deadline are handled first, and count.
@@ -338,7 +338,7 @@ class DecodeWorker:
             self._fail(attempt, FailureKind.DEADLINE, message)
         else:
             message = f"{attempt.key} was still {life.state.value} after {life.deadline - life.since:g} s"
-            # It is not the request's deadline that passed, so another attempt may follow.
+            # The request's deadline has not passed, so another attempt may follow.
             self._fail(attempt, FailureKind.TRANSFER, message)
 
     def _fail(self, attempt: DecodeAttempt, kind: FailureKind, message: str) -> None:

@@ -111,7 +111,7 @@ class WriteBacks:
     def _pin(self, published: Published) -> KvHandle | None:
         """A handle on as many of the blocks as are still cached; None if none of them is new."""
         if not self._short_of_pages():
-            # What is evicted in between would be replaced by empty pages.
+            # If a block is evicted in between, the handle has an empty page in its place.
             with contextlib.suppress(OutOfPages):
                 cached = self._engine.match_prefix(published.digests)
                 handle = self._engine.reserve(f"{published.owner}/write_back", cached, published.digests)

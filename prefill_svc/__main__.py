@@ -12,7 +12,7 @@ def start(config: PrefillConfig) -> Running:
     """A worker that is ready to be entered."""
     configure(config.log_level, "prefill", config.worker_id)
     prepare(config.cpus, config.threads)
-    # Only now, so that --help and bad settings are answered before torch is loaded.
+    # Imported here, so that --help and bad settings are answered before torch is imported.
     from prefill_svc.app import run
 
     return run(config)

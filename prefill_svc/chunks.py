@@ -50,7 +50,7 @@ class ChunkRunner:
         finally:
             if self._current is job:
                 self._current = None
-                # Not at once: the job itself may ask for its next turn, and have fewer tokens left than others.
+                # Not at once: this job may ask for the engine again, and may have fewer remaining tokens than others.
                 self._loop.call_soon(self._assign_engine)
 
     async def run(self, job: PrefillJob, end: int) -> ChunkResult:
@@ -87,7 +87,7 @@ class ChunkRunner:
             prompt, end = choice
             job = self._jobs[prompt]
             if job.wakeup is None or job.wakeup.done():
-                # It was cancelled, and has yet to wake up.
+                # It was cancelled, but its coroutine has not run since.
                 self._scheduler.remove(prompt)
                 continue
             self._current = job

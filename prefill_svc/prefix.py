@@ -207,7 +207,7 @@ class PrefixLoader:
         tokens = range(blocks.start * self._block, blocks.stop * self._block)
         if source is None or not tokens:
             return blocks.start
-        # A prefix that is said to be longer than the prompt is no prefix of it.
+        # A source that claims to have more than the prompt has no prefix of it.
         last = source.tokens // self._block - 1
         digest = job.digests[last] if last < len(job.digests) else b"\0"
         return blocks.stop if await self._peers.fetch(job.pages, source, tokens, digest) else blocks.start

@@ -307,7 +307,7 @@ class PrefillWorker:
                 return
             job = self._open_jobs[prompt]
             if job.wakeup is None or job.wakeup.done():
-                # It was cancelled, and has yet to wake up.
+                # It was cancelled, but its coroutine has not run since.
                 self._scheduler.remove(prompt)
             elif self._reserve(job):
                 self._prefix.plan_load(job)
@@ -355,8 +355,8 @@ class PrefillWorker:
             except EngineError as broken:
                 self._fail_engine(broken)
             return error
-        # Whatever spoiled the chunk may have spoiled what was cached, too. The job's end gives its pages to others, who
-        # must not find anything of that.
+        # The error may also have damaged cached blocks. The end of the job gives its pages to others, which must not
+        # find any of these blocks.
         self._engine.drop_cached()
         try:
             await self._thread.run(self._engine.audit)

@@ -78,7 +78,7 @@ def _clear(client: Client, *, redis: bool, timeout: float) -> CacheReport:
                     if tier.state:
                         click.echo(f"{who.role} {who.process}: {tier.name}: {tier.state}", err=True)
         except BaseException:
-            client.close()  # which ends the call beside
+            client.close()  # this ends the call in the other thread
             raise
         return CacheReport(who.process, who.role, clearing.result())
 

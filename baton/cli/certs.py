@@ -34,7 +34,7 @@ FLEET_ROLES = ("router", "prefill", "decode", "admin")
 
 _CA_DAYS = 3650
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-# A machine whose clock is a little behind takes a new certificate too.
+# So that a machine whose clock is a little behind accepts a new certificate.
 _CLOCK_SKEW = datetime.timedelta(hours=1)
 
 
@@ -127,7 +127,7 @@ def _make_ca(out: Path) -> None:
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP256R1())
-    # Two CAs with one name would be taken for each other in messages.
+    # Two CAs with the same name could not be told apart in messages.
     name = _named(f"Baton CA {x509.random_serial_number() >> 128:08x}")
     usage = _usage(key_cert_sign=True, crl_sign=True)
     builder = _builder(name, name, key.public_key(), _CA_DAYS)

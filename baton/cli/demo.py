@@ -123,7 +123,7 @@ def _alive(pid: int) -> bool:
 def _stat(process: Path) -> tuple[str, int]:
     """State and parent of a process; ("", 0) if it is gone."""
     try:
-        # The name, in parentheses, may hold anything.
+        # The name, in parentheses, may contain any character.
         state, parent, *_ = process.joinpath("stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", 0

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-# What gRPC logs by itself while a client connects, commands say better; it looks at the variable when it is loaded.
+# Commands report connection errors better than gRPC's own log. gRPC reads the variable when it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 try:
     import click
@@ -22,7 +22,7 @@ try:
     from baton.cli.up import up
     from baton.config.options import STYLE
 except KeyboardInterrupt:
-    # Loading takes long enough for a Ctrl-C to come.
+    # Imports take so long that Ctrl-C may come during them.
     sys.exit(130)
 
 

@@ -52,7 +52,7 @@ def read_prompts(flag: str, file: Path) -> dict[int, Prompt]:
     if file.suffix != ".jsonl":
         lines: dict[int, Any] = {1: text} if text else {}
     else:
-        # Not at every character that Unicode takes for the end of a line: strings may hold them.
+        # Not `splitlines`: strings may contain other characters that Unicode treats as the end of a line.
         lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
     found, problems = {}, []
     for number, line in lines.items():

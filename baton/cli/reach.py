@@ -100,7 +100,7 @@ def ask(target: str, reach: dict[str, Any], question: Callable[[Client], T]) -> 
     host = reach["server_name"]
     names = [host] if host or reach["ca"] is None else [None, role_name("router"), *_WORKERS]
     for name in names:
-        # Workers must not get the key: one may run where a router did before.
+        # Workers must not get the key. A worker may run at an address where a router ran before.
         key = None if name in _WORKERS else reach["api_key"]
         with usage_errors():
             client = Client(target, **reach | {"server_name": name, "api_key": key})

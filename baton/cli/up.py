@@ -46,7 +46,7 @@ from baton.sockets import bind
 from baton.supervisor import Supervisor, addresses
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# The server takes a maxmemory of 0 for none, and needs some for itself.
+# For the server, a maxmemory of 0 means no limit, and it needs some memory for itself.
 _LEAST_REDIS_MEMORY = 16 << 20
 _LISTENERS = ("control", "kv", "ops")
 _ANYWHERE = [f"--{name}=127.0.0.1:0" for name in _LISTENERS]
@@ -230,7 +230,7 @@ def _threads(options: UpOptions) -> int:
     if options.threads > there:
         raise _bad("--threads", f"{options.threads} are more than the {there} cores that this process may use")
     if options.threads > 1 and options.threads * workers > usable:
-        # Workers that are not busy at the same time may well share cores.
+        # This is not an error: workers that are busy at different times may share cores.
         words = f"warning: --threads {options.threads} for each of {workers} workers, on {usable} cores"
         click.echo(f"{words}: workers that compute at the same time slow each other down", err=True)
     return options.threads or max(1, usable // workers)
@@ -369,7 +369,7 @@ async def _start(
 
 
 def _environment(options: UpOptions, redis: str) -> dict[str, str]:
-    # The secret, and a URL that may hold a password, stay off the command lines that everybody can see.
+    # Everybody can see command lines, so they must not contain the secret, or a URL that may contain a password.
     return {
         **os.environ,
         "BATON_REDIS": redis,

@@ -69,7 +69,7 @@ class WorkerConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Only workers have what it loads.
+        # Only workers have installed what it imports.
         from baton.kv.prefix import check_url
 
         check_url(self.redis)

@@ -42,7 +42,7 @@ _DIAL: Options = [
     ("grpc.enable_http_proxy", 0),
     # Connect to a restarted worker at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # This is in fact how long one attempt may take, TCP and TLS handshake together, on a slow line or a busy machine.
+    # In fact the limit of one attempt, TCP and TLS handshake together, on a slow line or a busy machine.
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 250),
 ]

@@ -138,7 +138,7 @@ def _integers(name: str, values: tuple[Any, ...]) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, values))
     except TypeError:
-        # As many as a vocabulary has: names of elements are made only now.
+        # There may be as many as the vocabulary has, so names of elements are made only in case of an error.
         return tuple(_integer(f"{name}[{index}]", value) for index, value in enumerate(values))
 
 

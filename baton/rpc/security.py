@@ -70,7 +70,7 @@ def _check_pair(cert: bytes | None, key: bytes | None, path: File | None) -> Non
     """Refuse what gRPC would only call, at the first call, a handshaker that it can't make."""
     if cert is None or key is None:
         return
-    # Only who has a certificate pays for loading it.
+    # Imported only if there is a certificate, because it is slow to import.
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key

@@ -39,5 +39,5 @@ def configure(level: str, role: str, worker_id: str = "", stream: TextIO | None 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # Its debug lines tell at each call which event loop it runs in.
+    # At level debug it logs the event loop at each call.
     logging.getLogger("grpc").setLevel(max(root.level, logging.INFO))

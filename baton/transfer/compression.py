@@ -26,7 +26,7 @@ def compress(parts: Sequence[PartData], compression: KvCompression) -> Sequence[
     """The parts of a frame, each encoded and followed by its scales; unchanged for NONE."""
     if compression is KvCompression.NONE:
         return parts
-    # Loads torch, which a worker with the fake engine does without.
+    # Imports torch, which a worker with the fake engine does not need.
     from baton.transfer.quantized import quantize
 
     return [each for part in parts for each in quantize(part, DTYPES[compression], part.name + SCALE)]

@@ -231,7 +231,7 @@ class Export:
             # Shielded, because a cancelled stream does not end the read in its thread.
             return await asyncio.shield(read)
         except EngineError:
-            # An owner may free the handle with the export's end, before the read has begun.
+            # The owner may free the handle at the end of the export, before the read has begun.
             self._check()
             raise
 

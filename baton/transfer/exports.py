@@ -151,7 +151,7 @@ class Exports:
     def _check_incarnation(self, incarnation: str) -> None:
         """Raise StaleIncarnation if the caller means another incarnation of this worker."""
         if incarnation != self.incarnation:
-            # The right one is not named: without tickets, knowing it is what lets a caller release an export.
+            # The message does not name the right one: without tickets, a caller that knows it can release exports.
             raise StaleIncarnation(f"incarnation: the exporter has been restarted, got {preview(incarnation)}")
 
     def close(self) -> None:

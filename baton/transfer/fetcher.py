@@ -94,7 +94,7 @@ async def _release_at_end(sources: Sequence[KvSource]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        # A cancel must not end the release too: the exporter would hold its pages until the lease ends.
+        # A cancellation must not cancel the release: the exporter would keep its pages until the lease ends.
         await _wait_to_end(asyncio.gather(*(source.release() for source in sources)))
 
 
@@ -119,7 +119,7 @@ async def _pull(sources: Sequence[KvSource], engine: Engine, handle: KvHandle, b
     """
     shards = [replace(source.shard, kv_address="") for source in sources]
     if not engine.spec.kv_format.is_covered_by(shards):
-        raise IncompleteTransfer(f"the exporter's shards are not all of the KV, once: {shards}")
+        raise IncompleteTransfer(f"the exporter's shards do not cover the KV exactly once: {shards}")
     parts = [Box(box.tokens, _intersect(box.layers, each.layers), _intersect(box.heads, each.heads)) for each in shards]
     try:
         async with asyncio.TaskGroup() as group:
@@ -150,7 +150,7 @@ async def _pull_shard(
         again = receiver(gap)
         await _receive(source, again)
         if again.bad_frames:
-            raise CorruptFrame(f"layer {gap.layers.start}, tokens {gap.tokens}: bad again when fetched again")
+            raise CorruptFrame(f"layer {gap.layers.start}, tokens {gap.tokens}: bad a second time")
         receivers.append(again)
     committed = next((each for each in receivers if each.committed), None)
     if committed is None:

@@ -94,7 +94,7 @@ class KvServicer:
             consumer=request.consumer,
         )
         if _uses_tls(context) and (peer := peer_principal(context)) != ticket.consumer:
-            raise PermissionDenied(f"ticket: is for another consumer than the caller, {peer or 'who has no name'}")
+            raise PermissionDenied(f"ticket: is for another consumer than the caller, {peer or 'which has no name'}")
         if use is not None:
             tickets.redeem(ticket, *use)
 

@@ -167,7 +167,7 @@ class GrpcSource:
         except grpc.aio.UsageError as error:
             raise SourceUnreachable(f"transfer {self._transfer_id}: {error}") from error
         try:
-            # Returns without raising when the call fails; reading tells why.
+            # Returns without raising if the call fails; the first read raises then.
             await call.initial_metadata()
             while (frame := await self._next(call)) is not grpc.aio.EOF:
                 yield frame
@@ -185,7 +185,7 @@ class GrpcSource:
         try:
             await self._release(request, timeout=_RELEASE_TIMEOUT_S)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):
-            # The lease ends what could not be released.
+            # If the release fails, the lease ends the export.
             return
         except asyncio.CancelledError:
             _raise_if_own()

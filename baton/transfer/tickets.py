@@ -32,7 +32,7 @@ from baton.transfer.remote import MAX_TICKET_BYTES
 from baton.watched import watch_file
 
 if TYPE_CHECKING:
-    # Loaded with the first key: it takes 0.2 s of the start of a worker that may have none.
+    # Imported with the first key: it takes 0.2 s, and many workers have no key.
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 DOMAIN = b"baton.v1.Ticket\0"
@@ -143,7 +143,7 @@ class TicketVerifier:
         from cryptography.exceptions import InvalidSignature
 
         try:
-            # Ed25519 verification compares no secrets; its time tells nothing worth knowing.
+            # Ed25519 verification compares no secrets, so its duration reveals nothing.
             key.verify(signed.signature, DOMAIN + signed.ticket)
         except InvalidSignature:
             raise PermissionDenied("ticket: its signature is wrong") from None

@@ -66,7 +66,7 @@ class PrefixChangeFeed:
         self._inbox.append((tier, stored, dropped))
         if not self._due:
             self._due = True
-            # The loop is closed: there are no followers.
+            # If the loop is closed, there are no subscribers.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._merge)
 

@@ -140,7 +140,7 @@ async def test_a_transfer_without_one_of_its_shards_fails() -> None:
         with pytest.raises(TransferError, match="was abandoned"):
             await fetch_shards(first, second)
         for lacking in ((first,), (first, first, second)):
-            with pytest.raises(IncompleteTransfer, match="not all of the KV, once"):
+            with pytest.raises(IncompleteTransfer, match="do not cover the KV exactly once"):
                 await fetch_shards(*lacking)
 
 

@@ -48,7 +48,7 @@ def read(path: Path) -> list[Line]:
 
     Raises PromptFileError, OSError, UnicodeDecodeError.
     """
-    # Not at every character that Unicode takes for the end of a line: strings may hold them.
+    # Not `splitlines`: strings may contain other characters that Unicode treats as the end of a line.
     texts = path.read_bytes().decode("utf-8").split("\n")
     lines = []
     for number, text in enumerate(texts, 1):

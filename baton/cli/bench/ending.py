@@ -27,7 +27,7 @@ def write_report(report: dict[str, Any] | None, file: Path | None, show: Callabl
             write(file, report)
         except OSError as error:
             failure = click.ClickException(f"{str(file)!r} can't be written: {error.strerror}")
-    # Shown also when it can't be written: else a long measurement would be lost.
+    # Shown even if it can't be written; otherwise a long measurement would be lost.
     show(report)
     if failure is not None:
         raise failure

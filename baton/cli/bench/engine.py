@@ -85,12 +85,12 @@ def engine(
     """
     if plot is not None:
         _check_plot(plot, plan)
-    # Torch's profiler would say on standard error when it starts and stops; it looks when it is loaded.
+    # Otherwise torch's profiler writes to standard error. It reads the variable when it is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     from baton.engine.process import pin_compute_threads, prepare
 
     try:
-        # What a worker's process does for its engine too, before torch is loaded.
+        # A worker's process does the same for its engine, before torch is imported.
         prepare(cpus, threads)
         with extra_installed("worker"):
             from baton.bench.engine import EnginePlan

@@ -147,12 +147,12 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
     if plot is not None:
         _check_plot(plot)
     console = Console(stderr=True, highlight=False, markup=False)
-    # What is loaded by now stays: collections need not look at it while requests are timed.
+    # Objects that exist now stay: exclude them from garbage collections while requests are timed.
     gc.freeze()
     reports: list[dict[str, Any]] = []
     interrupted = False
     try:
-        # Before and after runs, which take it themselves.
+        # Between runs; a run handles Ctrl-C itself.
         with usage_errors(), at_interrupt(interrupt):
             table = None if json_file == Path("-") else output()
             asyncio.run(_measure(settings, console, table, reports))
@@ -176,7 +176,7 @@ async def _measure(settings: LoadSettings, console: Any, table: Any, reports: li
     from baton.bench.load.session import measured
     from baton.bench.load.show import print_report, warnings
 
-    # Closed here whatever happens, such as a reader of standard output that goes away.
+    # Closed here in any case, for example when the reader of standard output goes away.
     async with aclosing(measured(settings, console)) as runs:
         async for each in runs:
             reports.append(each)
@@ -235,7 +235,7 @@ def _settings(target: str, flags: dict[str, Any]) -> LoadSettings:
         raise click.UsageError("--connections is for grpc:// targets: over HTTP each open request has one")
     reach = connection(flags)
     if not grpc and _from_environment("api_key"):
-        # BATON_API_KEY is for Baton alone.
+        # BATON_API_KEY is only for Baton.
         reach["api_key"] = None
     connections = flags["connections"] or CONNECTIONS
     place = Place(target, flags["model"], reach, flags["body"], flags["tokenizer"], connections)

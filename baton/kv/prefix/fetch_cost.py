@@ -65,7 +65,7 @@ class FetchCostModel:
             self._fetched_at[tier] = now
         fetched = sum(blocks for _, blocks in runs[:taken])
         if taken < len(runs):
-            tier, blocks = runs[taken]  # which loses, and so has a rate
+            tier, blocks = runs[taken]  # a run that is not chosen has a known rate
             if now - self._fetched_at.setdefault(tier, now) >= TRIAL_EVERY_S:
                 self._fetched_at[tier] = now
                 return FetchDecision(hits.blocks, fetched + self._trial(blocks, rates[tier]), saves_s, trial=True)

@@ -107,7 +107,7 @@ class TieredPrefixCache:
             if payload is not None and digest in absent:
                 absent.remove(digest)
                 if not self._store(digest, payload):
-                    absent.clear()  # it would refuse the rest as well, after a copy out of the engine
+                    absent.clear()  # it would refuse the rest too, but only after a copy out of the engine
                     break
         missing = self._host.select_missing(digests, hits)
         wanted = [lacks or digest in absent for lacks, digest in zip(missing, digests, strict=True)]
@@ -144,7 +144,7 @@ class TieredPrefixCache:
         near = await self._host.clear(shared=False) if self._host.enabled else []
         cleared = [*near, *await self._shared.clear(shared=shared)]
         if shared:
-            self._write_filter.clear()  # last, since what was stored meanwhile may be gone as well
+            self._write_filter.clear()  # last, because blocks stored meanwhile may be gone too
         return cleared
 
     async def flush(self) -> None:

@@ -83,7 +83,7 @@ def test_each_compute_thread_has_a_core() -> None:
 def test_a_core_that_is_not_there_is_named() -> None:
     found = run(CORES, "99999")
     assert found.returncode != 0
-    assert "cpus: core 99999 is not there for this process" in found.stderr
+    assert "cpus: core 99999 is not available to this process" in found.stderr
 
 
 def test_more_threads_than_cores_are_refused() -> None:

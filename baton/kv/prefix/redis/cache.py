@@ -171,7 +171,7 @@ class RedisPrefixCache:
                 records = await self._get_records(keys[wanted], until - time.monotonic())
                 parts[start] = await self._in_thread(self._check, digests[wanted], records)
                 if not parts[start].complete:
-                    deque(starts, 0)  # what comes behind is of no use
+                    deque(starts, 0)  # later windows are useless
 
         await asyncio.gather(*(lane() for _ in range(LANES)))
         payloads = self._accept_records(digests, [parts[start] for start in sorted(parts)])
@@ -262,7 +262,7 @@ class RedisPrefixCache:
         return sizes
 
     async def _get_records(self, keys: Sequence[bytes], budget_s: float) -> list[Any]:
-        # One byte more than a record, to tell a longer value from one.
+        # One byte more than a record, so that a longer value is noticed.
         last = self._codec.record_bytes
         return await self._calls.call_keys("fetch", keys, lambda index: ("GETRANGE", keys[index], 0, last), budget_s)
 
@@ -271,7 +271,7 @@ class RedisPrefixCache:
         checked = _CheckedRecords(len(records))
         for digest, record in zip(digests, records, strict=True):
             try:
-                # An error was counted already, and no answer is one of the node.
+                # Errors were counted already, and a missing reply is a fault of the node.
                 payload = self._codec.decode(digest, record) if record and isinstance(record, bytes) else None
             except BadRecord as error:
                 checked.refused, checked.reason = record[:HEADER_BYTES], error.reason
@@ -318,7 +318,7 @@ class RedisPrefixCache:
         """Delete in batches, until all keys were scanned or a batch fails."""
         cursor, budget_s = 0, _WRITE_BUDGET_S + self._budget(0)
         scan = ("MATCH", self._prefix + b"*", "COUNT", CLEAR_KEYS)
-        # The lane of writes: in that of look-ups it would keep them waiting.
+        # In the lane of writes, so that it does not delay look-ups.
         ask = partial(self._calls.call_node, job.node, "write", budget_s=budget_s)
         while not job.done and not job.refused:
             replies = await ask([("SCAN", cursor, *scan)])
@@ -355,7 +355,7 @@ class RedisPrefixCache:
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         try:
             done = asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
-        except RuntimeError:  # closed meanwhile: its threads are gone
+        except RuntimeError:  # closed meanwhile, so its threads are gone
             return work(*args)
         return await done
 

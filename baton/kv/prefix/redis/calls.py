@@ -129,7 +129,7 @@ class RedisCalls:
         try:
             async with asyncio.timeout(self._budget_s):
                 await self._topology.refresh()
-        except Exception as error:  # whatever keeps the client from finding its nodes, it is a miss
+        except Exception as error:  # any error while looking up the nodes is a miss
             self._topology.health.record_failure(error)
         else:
             self._topology.health.record_success()

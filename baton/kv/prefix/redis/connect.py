@@ -49,7 +49,7 @@ class Sentinels(Sentinel):
 
 def open_topology(address: RedisAddress, timeout_s: float, breaker: Callable[[], Breaker]) -> Topology:
     """Make the topology, which connects at its first use within `timeout_s`. Raises ConfigError for invalid options."""
-    # Calls have budgets of their own. RESP2 spares the handshake; a retry within the client would multiply the budget.
+    # Calls have budgets of their own. RESP2 needs no handshake. Retries in the client would multiply the budget.
     common: dict[str, Any] = {
         "socket_timeout": None,
         "socket_connect_timeout": timeout_s,

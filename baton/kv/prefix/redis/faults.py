@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 def fault_label(error: Exception) -> str:
     """Metric label of an error."""
     if isinstance(error.__context__, ReadOnlyError):
-        error = error.__context__  # redis-py makes it an error of the connection where sentinels name the master
+        error = error.__context__  # with sentinels, redis-py turns it into a connection error
     for kind, name in _REASONS:
         if isinstance(error, kind):
             return name

@@ -34,7 +34,7 @@ class Node:
         late reply is not mistaken for the reply to another command.
         """
         if budget_s <= 0:
-            count_fault("timeout")  # that of what came before
+            count_fault("timeout")  # earlier calls have used up the budget
             return None
         if not self.health.breaker.allow():
             return None
@@ -43,12 +43,12 @@ class Node:
             async with asyncio.timeout_at(until):
                 await self._lanes[lane].acquire()
         except TimeoutError:
-            count_fault("busy")  # that says nothing of the node
+            count_fault("busy")  # this is no fault of the node
             return None
         try:
             async with asyncio.timeout_at(until):
                 replies = await self._ask(commands)
-        except Exception as error:  # whatever a broken connection makes the client raise, it is a miss
+        except Exception as error:  # any error of a broken connection is a miss
             self.health.record_failure(error)
             return None
         finally:
@@ -63,7 +63,7 @@ class Node:
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
         for reply in replies:
             if isinstance(reply, ClusterDownError):
-                raise reply  # it is said of a key, and means the node
+                raise reply  # the reply to one key, but about the whole node
         return replies
 
     async def disconnect_idle(self) -> None:

@@ -115,7 +115,7 @@ class Cluster:
         reachable = [address for address, node in self._nodes.items() if node.health.is_reachable]
         asked = dict.fromkeys((*reachable[:_ASKED], *self._seeds))
         host, ranges = await first_answer({f"{each[0]}:{each[1]}": self._ask(each) for each in asked})
-        # A node that does not know its own address is where it was asked.
+        # A node that does not know its own address has the one at which it was asked.
         owners = {(first, last): (_text(owner[0]) or host, int(owner[1])) for first, last, owner, *_ in ranges}
         self._nodes = {address: self._node(address) for address in dict.fromkeys(owners.values())}
         self._slots = [None] * REDIS_CLUSTER_HASH_SLOTS

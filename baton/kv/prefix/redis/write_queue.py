@@ -82,7 +82,7 @@ class WriteQueue:
             batch = self._batch()
             try:
                 written = await self._write(batch)
-            except Exception:  # else `flush` would wait for ever
+            except Exception:  # otherwise `flush` would wait for ever
                 _log.exception("blocks could not be written to %s", self._tier)
                 written = [False] * len(batch)
             self._written.inc(sum(written))
