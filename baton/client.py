@@ -80,7 +80,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection, cancelling what is in flight."""
+        """Close the connection, and cancel running calls."""
         self._closed = True
         await self._channel.close()
 
@@ -143,7 +143,9 @@ class AsyncClient:
         return cache_from_proto(await self._ask(self._admin.Cache, CacheRequest(), timeout))
 
     async def clear_cache(self, *, redis: bool = False, timeout: float | None = None) -> tuple[CacheTier, ...]:
-        """Drop what the worker at `target` has cached, and all that Redis has if told so; what was dropped."""
+        """Drop the cached blocks of the worker at `target`, and with `redis` all of them in Redis; returns what was
+        dropped.
+        """
         answer = await self._ask(self._admin.ClearCache, ClearCacheRequest(redis=redis), timeout)
         return tiers_from_proto(answer.dropped)
 
@@ -200,7 +202,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection, cancelling what is in flight."""
+        """Close the connection, and cancel running calls."""
         self._closed = True
         self._channel.close()
 
@@ -263,7 +265,9 @@ class Client:
         return cache_from_proto(self._ask(self._admin.Cache, CacheRequest(), timeout))
 
     def clear_cache(self, *, redis: bool = False, timeout: float | None = None) -> tuple[CacheTier, ...]:
-        """Drop what the worker at `target` has cached, and all that Redis has if told so; what was dropped."""
+        """Drop the cached blocks of the worker at `target`, and with `redis` all of them in Redis; returns what was
+        dropped.
+        """
         answer = self._ask(self._admin.ClearCache, ClearCacheRequest(redis=redis), timeout)
         return tiers_from_proto(answer.dropped)
 

@@ -1,4 +1,4 @@
-"""The digest by which routers and workers check that they read the same tokenizer."""
+"""The digest with which routers and workers check that they use the same tokenizer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The ledger: every owner of memory or of a request's state in one process. Pure.
 
-Whoever holds something can say so in `LedgerEntry`s; `baton ledger` and the chaos suite read them through the Admin
-RPC. The conservation invariant that goes with it: each page of a pool is free, cached, or its reference count equals
-the owners listed.
+Each owner is a `LedgerEntry`; `baton ledger` and the chaos suite read them through the Admin RPC. The invariant is:
+each page of a pool is free, cached, or its reference count equals the number of owners listed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A checkpoint's tokenizer and chat template, on `tokenizers` and `jinja2` alone.
+"""A checkpoint's tokenizer and chat template, using only `tokenizers` and `jinja2`.
 
-`Tokenizer.load` reads `tokenizer.json`, `tokenizer_config.json` and the chat template (`chat_template.jinja`, or
-the `chat_template` key of older checkpoints, a string or a list of named ones). Chats are rendered as transformers'
-`apply_chat_template` renders them. Long texts belong on a thread: `encode` and `decode` give up the GIL, which of
-the functions of `tokenizers` only those for batches do.
+`Tokenizer.load` reads `tokenizer.json`, `tokenizer_config.json` and the chat template (`chat_template.jinja`, or the
+`chat_template` key of older checkpoints, a string or a list of named ones). Chats are rendered as transformers'
+`apply_chat_template` renders them. Process long texts on a thread: `encode` and `decode` release the GIL, because they
+call the batch functions of `tokenizers`; its other functions do not release it.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Tokenizer:
             )
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as one text, special tokens written out; encode it without adding them again.
+        """The conversation as one text that includes special tokens; encode it without adding them again.
 
-        Raises InvalidRequest when there is no template, or with what the template itself raises.
+        Raises InvalidRequest if there is no template, or with the error that the template raises.
         """
         if self._chat_template is None:
             raise InvalidRequest("chat", "the model has no chat template; send text or token_ids")

@@ -1,12 +1,12 @@
-"""What a setting is: a field of a frozen dataclass, of which click makes a flag and a variable.
+"""A setting is a field of a frozen dataclass; click makes a flag and a variable from it.
 
     @dataclass(frozen=True, kw_only=True)
     class PrefillConfig(Settings):
         chunk_size: int = option(0, help="Tokens in a chunk.", minimum=0)             --chunk-size, BATON_CHUNK_SIZE
         kv_memory: int = option(0, help="Memory for KV; 0: automatic.", unit="bytes")
 
-A flag beats the variable, which beats the default. A secret has no flag, since everybody can see command lines. The
-same click types check flags, variables and classes that code constructs.
+A flag overrides the variable, which overrides the default. A secret has no flag, because everybody can see command
+lines. The same click types check flags, variables and settings made in code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Address(click.ParamType[str]):
         self.optional = optional
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The text itself, once it is known to be an address."""
+        """The text itself, if it is an address."""
         try:
             if value or not self.optional:
                 parse_address(str(value))
@@ -68,7 +68,7 @@ class _Number(click.FloatRange):
 
 
 class _Names(click.ParamType[tuple[str, ...]]):
-    """Texts with commas between them."""
+    """Texts separated by commas."""
 
     name = "TEXT,..."
 
@@ -79,7 +79,7 @@ class _Names(click.ParamType[tuple[str, ...]]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of the classes of settings. All fields are made by `option`.
+    """Base class of settings. All fields are made by `option`.
 
     Raises ConfigError naming the field and the value seen.
     """
@@ -105,11 +105,11 @@ def option(
     secret: bool = False,
     shown: bool = True,
 ) -> Any:
-    """A field of a class of settings; its type follows from the default.
+    """A field of a settings class; its type follows from the default.
 
-    `unit` is "" (none), "bytes" ("4GiB") or "address" ("host:port", or empty if the default is). A secret comes from
-    the environment alone, and is in no help and no `repr`; what is not `shown` may hold a secret, and is in no `repr`
-    either.
+    `unit` is "" (none), "bytes" ("4GiB") or "address" ("host:port", or empty if the default is). A secret comes only
+    from the environment, and appears in no help and no `repr`. A field that is not `shown` may contain a secret, and
+    appears in no `repr`.
     """
     metadata = {"help": help, "type": _type(default, choices, unit, minimum), "secret": secret}
     return dataclasses.field(default=default, repr=shown and not secret, metadata=metadata)
@@ -141,7 +141,7 @@ def variable_of(name: str) -> str:
 
 
 def click_option(field: dataclasses.Field[Any], **changes: Any) -> click.Option:
-    """The flag and variable of a field that is no secret; `changes` are for another `default` or `help`."""
+    """The flag and variable of a field that is not a secret; `changes` override for example `default` or `help`."""
     kind = field.metadata["type"]
     default = format_bytes(field.default) if isinstance(kind, Size) else field.default  # type: ignore[arg-type]
     attributes: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """The settings of each role, and how a process gets them from its flags and variables.
 
-One environment can serve all roles: a variable that belongs to another role is no error, one that belongs to none is.
+One environment can serve all roles: a variable of another role is allowed, a variable of no role is an error.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _CLIENT_VARIABLES = {"BATON_API_KEY"}
 
 
 def check_variables() -> None:
-    """Raise click.UsageError at a variable BATON_* that belongs to no role and to no client."""
+    """Raise click.UsageError for a variable BATON_* that belongs to no role and to no client."""
     for variable in os.environ:
         if variable.startswith("BATON_") and variable not in _VARIABLES | _CLIENT_VARIABLES:
             raise click.UsageError(f"{variable}: unknown variable")
 
 
 def command(settings: type[S], name: str, run: Callable[[S], Any]) -> click.Command:
-    """A command that has a flag for each setting, and calls `run` with what they say."""
+    """A command that has a flag for each setting, and calls `run` with the settings."""
 
     def start(**values: Any) -> Any:
         check_variables()
@@ -54,6 +54,6 @@ def command(settings: type[S], name: str, run: Callable[[S], Any]) -> click.Comm
 
 
 def load(settings: type[S], argv: Sequence[str]) -> S:
-    """The settings that flags `argv` and this process's variables say; raises click.UsageError."""
+    """The settings that flags `argv` and this process's variables give; raises click.UsageError."""
     reader = command(settings, settings.__name__, lambda config: config)
     return cast(S, reader.main(list(argv), settings.__name__, standalone_mode=False))

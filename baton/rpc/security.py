@@ -67,7 +67,9 @@ def _read(name: str, file: Path) -> bytes:
 
 
 def _check_pair(cert: bytes | None, key: bytes | None, path: File | None) -> None:
-    """Refuse what gRPC would only call, at the first call, a handshaker that it can't make."""
+    """Raise ConfigError if certificate and key do not match; gRPC would report this only at the first call, and
+    unclearly.
+    """
     if cert is None or key is None:
         return
     # Imported only if there is a certificate, because it is slow to import.

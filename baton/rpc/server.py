@@ -93,12 +93,17 @@ async def listen(
 ) -> AsyncIterator[Listener]:
     """Serve what `add` registers on `address` ("host:port"; port 0 picks a free one).
 
-    `services` are full names, for health and reflection. At the end running calls have `grace` seconds;
-    no handler runs after the block. With `tls`, callers need a certificate of one of `roles`;
-    `keys` are the settings, by name, that identify callers; `message_bytes` is the size of
-    the largest request; `guards` are interceptors inside the error mapping; `shared` lets other processes
-    listen on the same port. Raises ConfigError naming the address and `field`, the setting that it comes from,
-    if it can't be bound, or if it is not loopback and TLS, keys and `insecure` are missing.
+    services        full names of the services, for health and reflection
+    grace           seconds that running calls get at the end; no handler runs after the block
+    tls, roles      with `tls`, callers need a certificate of one of `roles`
+    keys            the settings, by name, that identify callers
+    message_bytes   size of the largest request
+    guards          interceptors inside the error mapping
+    shared          other processes may listen on the same port
+    field           the setting that the address comes from, for errors
+
+    Raises ConfigError naming `field` and the address, if it can't be bound, or if other machines can reach it and TLS,
+    keys and `insecure` are missing.
     """
     check_reach(address, insecure=insecure, tls=tls is not None, keys=keys, field=field)
     try:

@@ -1,9 +1,9 @@
-"""Logs: one event, one line, on standard error.
+r"""Logs: one event, one line, on standard error.
 
     2026-01-31T12:00:00.123Z INFO prefill/prefill-0 baton.transfer.exports: lease over for t-17
 
-Line breaks within an event, those of a traceback included, are written as `\\n`, so that every line stands
-alone when the logs of many processes are mixed.
+Line breaks within an event, such as those of a traceback, are written as `\n`, so that lines of many processes can be
+mixed.
 """
 
 from __future__ import annotations
