@@ -4,7 +4,7 @@
        │────── the batch lacks pages, or no place or too few pages are free ─▶ Overloaded: try again
        │                       a claim sets pages aside for a request that needs more (`claims`)
        │────── it has several choices, and contexts kept for forks have half of the pages ─▶ Overloaded
-       └─────▶ DecodeAttempt, which counts as one sequence, however many choices it has
+       └─────▶ LocalAttempt, which counts as one sequence, however many choices it has
     start_forks ─▶ sequences of further choices; call it whenever a place or pages may have come free
 
 **Places** (`SlotForecast`). If a sequence is prefilled before a slot is free for it, its client waits between the first
@@ -58,7 +58,7 @@ from baton.rates import DecayingAverage
 from decode_svc.attempts import Attempts
 from decode_svc.claims import FORKS, NOBODY, Claimant, Claims, OutOfContextPages, OutOfUnclaimedPages
 from decode_svc.messages import Reserve
-from decode_svc.sequence import DecodeAttempt, Sequence
+from decode_svc.sequence import LocalAttempt, Sequence
 
 T = TypeVar("T")
 
@@ -175,7 +175,7 @@ class ForkResult:
     """Results of `Admission.start_forks`: sequences for the batch, and attempts whose fork the engine refused."""
 
     started: list[Sequence] = field(default_factory=list)
-    failed: list[tuple[DecodeAttempt, Exception]] = field(default_factory=list)
+    failed: list[tuple[LocalAttempt, Exception]] = field(default_factory=list)
 
 
 class Batch(Protocol):
@@ -212,7 +212,7 @@ class Admission:
         self.claims = Claims()
         self._context_claims = Claims()
 
-    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> DecodeAttempt:
+    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> LocalAttempt:
         """Reserve pages for an attempt.
 
         Raises InvalidReservation if it can never be granted, Overloaded or OutOfPages if it can't be granted now.
@@ -282,7 +282,7 @@ class Admission:
         # Paused sequences have no place in the batch.
         return self.forecast.may_fork(0, now)
 
-    def _fork(self, turns: abc.Sequence[DecodeAttempt], forked: ForkResult, now: float) -> bool:
+    def _fork(self, turns: abc.Sequence[LocalAttempt], forked: ForkResult, now: float) -> bool:
         """Fork the first attempt that has the pages. If there is none, claim pages and return False."""
         makes_progress = self._makes_progress
         for attempt in turns:
@@ -300,7 +300,7 @@ class Admission:
         self.claims.add(FORKS, self._fork_claim(turns), now)
         return False
 
-    def _fork_claim(self, turns: abc.Sequence[DecodeAttempt]) -> int:
+    def _fork_claim(self, turns: abc.Sequence[LocalAttempt]) -> int:
         """Pages to claim for a fork: the first fork that fits beside all kept contexts, or the smallest if none
         fits.
         """

@@ -35,8 +35,8 @@ from baton.lifecycle import Lifecycle, State
 from baton.request import FirstToken, Handoff, SequenceState
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.sequence import (
-    DecodeAttempt,
     InvalidReservation,
+    LocalAttempt,
     PendingChoices,
     Published,
     ReservationSize,
@@ -60,9 +60,9 @@ class Attempts:
         self._engine = engine
         self._reserve_tokens = reserve_tokens
         self._exact = exact
-        self._live: dict[tuple[int, AttemptKey], DecodeAttempt] = {}
-        self._owners: dict[int, tuple[DecodeAttempt, int]] = {}
-        self._pending: dict[DecodeAttempt, None] = {}
+        self._live: dict[tuple[int, AttemptKey], LocalAttempt] = {}
+        self._owners: dict[int, tuple[LocalAttempt, int]] = {}
+        self._pending: dict[LocalAttempt, None] = {}
         self._published: list[Published] = []
         self._oldest_leads = True
         self._numbers = itertools.count()
@@ -71,7 +71,7 @@ class Attempts:
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> abc.Iterator[DecodeAttempt]:
+    def __iter__(self) -> abc.Iterator[LocalAttempt]:
         return iter(list(self._live.values()))
 
     @property
@@ -80,7 +80,7 @@ class Attempts:
         return sum(attempt.sequences for attempt in self._live.values())
 
     @property
-    def pending(self) -> abc.Sequence[DecodeAttempt]:
+    def pending(self) -> abc.Sequence[LocalAttempt]:
         """The attempts with choices that are still to be forked, in the order of their turns.
 
         The oldest attempt and the one with the fewest such choices take turns at the front. So contexts are freed one
@@ -109,15 +109,15 @@ class Attempts:
         published, self._published = self._published, []
         return published
 
-    def get(self, session: int, key: AttemptKey) -> DecodeAttempt | None:
+    def get(self, session: int, key: AttemptKey) -> LocalAttempt | None:
         """The live attempt with this key."""
         return self._live.get((session, key))
 
-    def in_session(self, session: int) -> list[DecodeAttempt]:
+    def in_session(self, session: int) -> list[LocalAttempt]:
         """The live attempts of a session."""
         return [attempt for attempt in self._live.values() if attempt.session == session]
 
-    def find_owner(self, sequence: int) -> tuple[DecodeAttempt, int] | None:
+    def find_owner(self, sequence: int) -> tuple[LocalAttempt, int] | None:
         """Attempt and choice of a sequence that still decodes."""
         return self._owners.get(sequence)
 
@@ -127,7 +127,7 @@ class Attempts:
             raise InvalidReservation("key", f"attempt {request.key} is {live.life.state.value} already")
         return size_reservation(self._engine.spec, request, self._reserve_tokens)
 
-    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> DecodeAttempt:
+    def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> LocalAttempt:
         """Reserve all pages of an attempt; it must be started within `limit_s` seconds.
 
         Raises OutOfPages if they are not free now, InvalidReservation if they can never be. Then no page is taken.
@@ -149,25 +149,25 @@ class Attempts:
         life = Lifecycle(State.RESERVED, now, request_deadline=deadline, limit_s=limit_s)
         age = -request.key.attempt, next(self._numbers)
         spare = taken[1] if need.spare_tokens else None
-        attempt = DecodeAttempt(session, age, request, need.tokens, taken[0], spare, life, now)
+        attempt = LocalAttempt(session, age, request, need.tokens, taken[0], spare, life, now)
         self._live[session, request.key] = attempt
         return attempt
 
     def start(
-        self, attempt: DecodeAttempt, now: float, limit_s: float = math.inf, deadline_s: float | None = None
+        self, attempt: LocalAttempt, now: float, limit_s: float = math.inf, deadline_s: float | None = None
     ) -> None:
         """Record that the attempt's KV is being fetched into its first handle, for at most `limit_s` seconds."""
         if deadline_s is not None:
             attempt.life.request_deadline = min(attempt.life.request_deadline, now + deadline_s)
         attempt.life.enter(State.TRANSFERRING, now, limit_s)
 
-    def needs_digests(self, attempt: DecodeAttempt) -> bool:
+    def needs_digests(self, attempt: LocalAttempt) -> bool:
         """Whether the commit needs the digests of the context's blocks, to publish them or to check the pinned ones."""
         return self._may_publish(attempt) or attempt.handle.cached > 0
 
     def commit(
         self,
-        attempt: DecodeAttempt,
+        attempt: LocalAttempt,
         handoff: Handoff,
         fetch_ms: float,
         now: float,
@@ -202,7 +202,7 @@ class Attempts:
             attempt.pending, self._pending[attempt] = pending, None
         return self._sequence(attempt, going[0], attempt.handle, handoff, hasher, fetch_ms, now)
 
-    def fork_pages(self, attempt: DecodeAttempt) -> int:
+    def fork_pages(self, attempt: LocalAttempt) -> int:
         """Pages that the attempt's next fork needs."""
         spec, context = self._engine.spec, attempt.request.context_tokens
         pending = attempt.pending
@@ -228,7 +228,7 @@ class Attempts:
         """Tokens of the largest context that fits this many pages together with its first outputs."""
         return max(pages * self._engine.spec.page_size - self._reserve_tokens, 0)
 
-    def fork(self, attempt: DecodeAttempt) -> Sequence:
+    def fork(self, attempt: LocalAttempt) -> Sequence:
         """Make a sequence of the attempt's next pending choice; then it is another attempt's turn.
 
         Raises OutOfPages.
@@ -257,7 +257,7 @@ class Attempts:
             attempt.choices[index].state, attempt.choices[index].since = state, now
             self._update_state(attempt, now)
 
-    def cancel_choice(self, attempt: DecodeAttempt, choice: int, now: float) -> list[int]:
+    def cancel_choice(self, attempt: LocalAttempt, choice: int, now: float) -> list[int]:
         """End one choice now, or at the commit if there is none yet; returns the sequences to drop."""
         attempt.cancelled.add(choice)
         if attempt.pending is not None and attempt.pending.first_tokens.pop(choice, None) is not None:
@@ -278,13 +278,13 @@ class Attempts:
         self._report_published(attempt, attempt.choices.pop(choice), digests)
         self._update_state(attempt, now)
 
-    def is_finished(self, attempt: DecodeAttempt) -> bool:
+    def is_finished(self, attempt: LocalAttempt) -> bool:
         """Whether no choice of the attempt is left, so that the caller must end it."""
         if attempt.committed:
             return not attempt.choices and attempt.pending is None
         return len(attempt.cancelled) >= attempt.request.choices
 
-    def end(self, attempt: DecodeAttempt, now: float, *, publish: bool = True) -> list[int]:
+    def end(self, attempt: LocalAttempt, now: float, *, publish: bool = True) -> list[int]:
         """End an attempt, once: free all that it holds, and return the sequences to drop.
 
         Its final KV is left to others, unless `publish` is False.
@@ -305,11 +305,11 @@ class Attempts:
         attempt.choices.clear()
         return dropped
 
-    def _may_publish(self, attempt: DecodeAttempt) -> bool:
+    def _may_publish(self, attempt: LocalAttempt) -> bool:
         """Whether other requests may use the KV that the attempt computes and fetches."""
         return self._exact and attempt.request.cache.writes
 
-    def _update_state(self, attempt: DecodeAttempt, now: float) -> None:
+    def _update_state(self, attempt: LocalAttempt, now: float) -> None:
         """Derive the state of the attempt from the states of its choices."""
         states = {choice.state for choice in attempt.choices.values()}
         if State.DECODING in states:
@@ -325,7 +325,7 @@ class Attempts:
 
     def _sequence(
         self,
-        attempt: DecodeAttempt,
+        attempt: LocalAttempt,
         first: FirstToken,
         handle: KvHandle,
         handoff: Handoff,
@@ -343,25 +343,25 @@ class Attempts:
         self._owners[sequence.id] = (attempt, first.choice_index)
         return sequence
 
-    def _context(self, attempt: DecodeAttempt) -> KvHandle:
+    def _context(self, attempt: LocalAttempt) -> KvHandle:
         """A handle that keeps the pages of the context; nothing is written to them any more."""
         tokens = attempt.request.context_tokens
         return self._engine.fork(attempt.handle, f"{attempt.key}/context", tokens, tokens, attempt.spare)
 
-    def _drop_pending(self, attempt: DecodeAttempt) -> None:
+    def _drop_pending(self, attempt: LocalAttempt) -> None:
         """Free the context when no choice is pending any more."""
         if attempt.pending is not None:
             self._engine.free(attempt.pending.context)
             del self._pending[attempt]
             attempt.pending = None
 
-    def _hasher(self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> RollingBlockHasher:
+    def _hasher(self, attempt: LocalAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> RollingBlockHasher:
         """The hasher of the context, whose full blocks have these digests."""
         spec = self._engine.spec
         rest = context_ids(handoff)[len(digests) * spec.kv_format.block_size :]
         return RollingBlockHasher(spec, attempt.request.cache_salt, digests, rest)
 
-    def _release(self, attempt: DecodeAttempt, choice: RunningChoice) -> None:
+    def _release(self, attempt: LocalAttempt, choice: RunningChoice) -> None:
         """Free a sequence, and publish its final blocks; if it has ended, the engine thread has already done that.
 
         Both are one call, because a step in between would write to a page that is already published.
@@ -371,13 +371,13 @@ class Attempts:
         self._engine.free(choice.handle, digests)
         self._report_published(attempt, choice, digests)
 
-    def _report_published(self, attempt: DecodeAttempt, choice: RunningChoice, digests: abc.Sequence[bytes]) -> None:
+    def _report_published(self, attempt: LocalAttempt, choice: RunningChoice, digests: abc.Sequence[bytes]) -> None:
         """Report the blocks that a sequence has published at its end."""
         if digests:
             found = attempt.request.context_tokens // self._engine.spec.kv_format.block_size
             self._published.append(Published(choice.handle.owner, digests, found))
 
-    def _check_pinned_blocks(self, attempt: DecodeAttempt, digests: abc.Sequence[bytes]) -> None:
+    def _check_pinned_blocks(self, attempt: LocalAttempt, digests: abc.Sequence[bytes]) -> None:
         """Raise IncompleteTransfer if the pinned blocks are not those of the handoff's tokens."""
         pinned = pinnable_digests(attempt.request)[: attempt.handle.cached // self._engine.spec.kv_format.block_size]
         if pinned != list(digests[: len(pinned)]):

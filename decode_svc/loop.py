@@ -84,7 +84,7 @@ class _FailedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _LaunchedStep:
+class _UnreadStep:
     step: StepHandle
     batch: int
     at: float
@@ -128,7 +128,7 @@ class DecodeLoop:
         self._clock = clock
         self._reclaim = reclaim
         self._scheduler = Scheduler(engine.spec)
-        self._unread: deque[_LaunchedStep] = deque()
+        self._unread: deque[_UnreadStep] = deque()
         self._read_at = 0.0
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Wake | _Stop] = queue.SimpleQueue()
         self._preempted = False
@@ -282,7 +282,7 @@ class DecodeLoop:
             step = self._engine.step()
         except Exception as error:
             step, ahead = _FailedStep(error), 0
-        self._unread.append(_LaunchedStep(step, self._scheduler.mark_launched(), at))
+        self._unread.append(_UnreadStep(step, self._scheduler.mark_launched(), at))
         return ahead
 
     def _read(self, keep: int) -> None:
@@ -300,7 +300,7 @@ class DecodeLoop:
     def _must_read(self, keep: int) -> bool:
         return len(self._unread) > (keep if self._scheduler.running else 0)
 
-    def _process_step(self, launched: _LaunchedStep, report: StepReport) -> None:
+    def _process_step(self, launched: _UnreadStep, report: StepReport) -> None:
         report.batch, started = launched.batch, max(launched.at, self._read_at)
         try:
             results = launched.step.result()

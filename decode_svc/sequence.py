@@ -1,6 +1,6 @@
 """The data of one attempt at a decode worker: reservation, choices, sequences. Pure.
 
-    Reserve ── ReservationSize ──▶ DecodeAttempt ──(its KV is there)──▶ a RunningChoice with its Sequence
+    Reserve ── ReservationSize ──▶ LocalAttempt ──(its KV is there)──▶ a RunningChoice with its Sequence
                                                                         and PendingChoices for the others
 
 `decode_svc.attempts` has the operations on all attempts of a worker; `decode_svc.worker` has the life of an attempt.
@@ -220,8 +220,8 @@ class PendingChoices:
 
 
 @dataclass(eq=False, slots=True)
-class DecodeAttempt:
-    """One attempt, owned by a session; its pages hold `tokens` tokens of one choice.
+class LocalAttempt:
+    """One attempt as this worker has it, owned by a session; its pages hold `tokens` tokens of one choice.
 
     `age` orders attempts, the oldest first. A request that was tried before counts as older than its reservation, so
     that a request that was preempted once is not the first to be preempted again. `choices` are those that decode, by
@@ -278,12 +278,12 @@ class DecodeAttempt:
         return own if self.pending is None else [*own, self.pending.context]
 
 
-def ledger_entries(attempts: abc.Iterable[DecodeAttempt], engine: Engine, now: float) -> list[LedgerEntry]:
+def ledger_entries(attempts: abc.Iterable[LocalAttempt], engine: Engine, now: float) -> list[LedgerEntry]:
     """One entry for each handle; a paused one holds host memory in place of pages. `now` is on the attempts' clock."""
     spec, host = engine.spec, engine.host_kv()
     page_bytes = spec.page_size * spec.kv_format.token_bytes
 
-    def entry(attempt: DecodeAttempt, handle: KvHandle, state: State, since: float) -> LedgerEntry:
+    def entry(attempt: LocalAttempt, handle: KvHandle, state: State, since: float) -> LedgerEntry:
         paused = host.get(handle.owner) if state is State.PAUSED else None
         pages = spec.pages_for(handle.capacity)
         deadline = attempt.life.deadline

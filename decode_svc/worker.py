@@ -45,7 +45,7 @@ from decode_svc.claims import RENEW_S
 from decode_svc.load import LoadMeter
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import Cancel, Command, Failure, FailureKind, Heartbeat, Reserve, Start
-from decode_svc.sequence import DecodeAttempt, InvalidReservation, Sequence, context_ids, pinnable_digests
+from decode_svc.sequence import InvalidReservation, LocalAttempt, Sequence, context_ids, pinnable_digests
 from decode_svc.session import MAX_ANSWERS, RouterSession
 from decode_svc.write_backs import WriteBacks
 
@@ -102,7 +102,7 @@ class DecodeWorker:
         self.attempts = Attempts(engine, config.reserve_tokens, exact=config.fetches_exact)
         self.sessions: dict[int, RouterSession] = {}
         self._numbers = itertools.count()
-        self._transfers: dict[DecodeAttempt, asyncio.Task[None]] = {}
+        self._transfers: dict[LocalAttempt, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.loop = DecodeLoop(
             engine,
@@ -191,7 +191,7 @@ class DecodeWorker:
         self._transfers[attempt] = asyncio.create_task(transfer, name=f"fetch {start.key}")
         self.advance()
 
-    def _export_prefix(self, attempt: DecodeAttempt, transfer_id: str) -> None:
+    def _export_prefix(self, attempt: LocalAttempt, transfer_id: str) -> None:
         """Export the attempt's pinned blocks to prefill. If this fails, prefill computes them.
 
         The pinned tokens are final, so the export is committed at once, without a handoff. The pages belong to the
@@ -211,11 +211,11 @@ class DecodeWorker:
         export.commit_prefix(pinnable_digests(attempt.request)[tokens // self._engine.spec.kv_format.block_size - 1])
         metrics.PREFIX_EXPORTS.inc()
 
-    def _end_prefix_export(self, attempt: DecodeAttempt) -> None:
+    def _end_prefix_export(self, attempt: LocalAttempt) -> None:
         if attempt.prefix_transfer_id:
             self._exports.release(attempt.prefix_transfer_id, self._exports.incarnation, "ended with its attempt")
 
-    async def _transfer(self, attempt: DecodeAttempt, source: RemoteExport) -> None:
+    async def _transfer(self, attempt: LocalAttempt, source: RemoteExport) -> None:
         """Fetch an attempt's KV, except the pinned blocks, and commit it. A failure ends the attempt."""
         started, tokens = self._loop.time(), attempt.request.context_tokens
         try:
@@ -237,7 +237,7 @@ class DecodeWorker:
             del self._transfers[attempt]
 
     def _commit(
-        self, attempt: DecodeAttempt, handoff: Handoff, digests: abc.Sequence[bytes] | None, fetch_ms: float
+        self, attempt: LocalAttempt, handoff: Handoff, digests: abc.Sequence[bytes] | None, fetch_ms: float
     ) -> None:
         """Commit an attempt whose KV is complete: its first choice runs, further ones wait to be forked."""
         now = self._loop.time()
@@ -329,7 +329,7 @@ class DecodeWorker:
                 _log.warning("%s ends: its router %s does not list it", attempt.key, session.router_id)
                 self._end(attempt)
 
-    def _fail_overdue(self, attempt: DecodeAttempt) -> None:
+    def _fail_overdue(self, attempt: LocalAttempt) -> None:
         """End an attempt that stayed in its state for too long."""
         life = attempt.life
         if life.is_request_deadline():
@@ -341,13 +341,13 @@ class DecodeWorker:
             # The request's deadline has not passed, so another attempt may follow.
             self._fail(attempt, FailureKind.TRANSFER, message)
 
-    def _fail(self, attempt: DecodeAttempt, kind: FailureKind, message: str) -> None:
+    def _fail(self, attempt: LocalAttempt, kind: FailureKind, message: str) -> None:
         """End an attempt with a failure, and tell its router. Does nothing if it has ended."""
         if not attempt.life.ended:
             self.sessions[attempt.session].send(attempt.key, Failure(kind, message))
             self._end(attempt, publish=kind is not FailureKind.ENGINE)
 
-    def _end(self, attempt: DecodeAttempt, *, publish: bool = True) -> None:
+    def _end(self, attempt: LocalAttempt, *, publish: bool = True) -> None:
         """End an attempt, once, in any state: free all that it holds.
 
         Its final KV is left to others, unless `publish` is False.

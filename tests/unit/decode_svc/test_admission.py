@@ -17,7 +17,7 @@ from decode_svc.admission import KEEP, OFFER_S, SPAN_S, Admission, SlotForecast
 from decode_svc.attempts import Attempts
 from decode_svc.loop import DecodeLoop, StepReport
 from decode_svc.messages import AttemptKey, FailureKind, Reserve
-from decode_svc.sequence import DecodeAttempt
+from decode_svc.sequence import LocalAttempt
 from tests.decoding import LoggingEngine, alone, prefill
 
 PAGE = 4
@@ -29,7 +29,7 @@ class Asked:
 
     prompt: list[int]
     params: SamplingParams
-    attempt: DecodeAttempt | None = None
+    attempt: LocalAttempt | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     failed: FailureKind | None = None
@@ -99,7 +99,7 @@ class Worker:
         assert not forked.failed
         self.loop.add(forked.started)
 
-    def fail(self, attempt: DecodeAttempt, kind: FailureKind) -> None:
+    def fail(self, attempt: LocalAttempt, kind: FailureKind) -> None:
         self.asked[attempt.key.request_id].failed = kind
         self.loop.drop(self.attempts.end(attempt, self.now))
 

@@ -14,7 +14,7 @@ from baton.errors import IncompleteTransfer
 from baton.request import CachePolicy, SamplingParams
 from decode_svc.attempts import Attempts
 from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import DecodeAttempt, InvalidReservation
+from decode_svc.sequence import InvalidReservation, LocalAttempt
 from tests.decoding import alone, digests, greedy, prefill
 from tests.property.attempts import check_pool, held_payloads, payloads
 
@@ -34,13 +34,13 @@ class Worker:
         self.engine = engine(**settings)
         self.attempts = Attempts(self.engine, 100)
 
-    def reserve(self, name: str, prompt: Sequence[int] = PROMPT, **change: Any) -> DecodeAttempt:
+    def reserve(self, name: str, prompt: Sequence[int] = PROMPT, **change: Any) -> LocalAttempt:
         names = b"".join(digests(self.engine, prompt, SALT))
         request = Reserve(AttemptKey(name, 0), len(prompt), 8, 1, prefix_digests=names, cache_salt=SALT)
         return self.attempts.reserve(1, replace(request, **change), 0.0)
 
     def commit(
-        self, attempt: DecodeAttempt, prompt: Sequence[int] = PROMPT, params: SamplingParams = PARAMS
+        self, attempt: LocalAttempt, prompt: Sequence[int] = PROMPT, params: SamplingParams = PARAMS
     ) -> list[Any]:
         ready = prefill(prompt, params, request_id=attempt.key.request_id, choices=range(params.n))
         self.attempts.start(attempt, 0.0)

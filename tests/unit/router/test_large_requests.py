@@ -18,7 +18,7 @@ from baton.worker.messages import Reserved
 from decode_svc.admission import Admission, SlotForecast
 from decode_svc.attempts import Attempts
 from decode_svc.messages import AttemptKey, Reserve
-from decode_svc.sequence import DecodeAttempt
+from decode_svc.sequence import LocalAttempt
 from router.dispatcher import Dispatcher
 from router.placement.fleet import DecodeView, PrefillView
 from router.placement.policy import PlacementQuery
@@ -45,7 +45,7 @@ class Worker:
         self.routers: list[Router] = []
         self.asked = 0
 
-    def reserve(self, session: int, request: Reserve) -> DecodeAttempt | Reserved:
+    def reserve(self, session: int, request: Reserve) -> LocalAttempt | Reserved:
         self.asked += 1
         try:
             return self.admission.reserve(session, request, self.loop.time())
@@ -56,7 +56,7 @@ class Worker:
         except Overloaded as error:
             return Reserved(False, str(error), False, 1.0)
 
-    def end(self, attempt: DecodeAttempt) -> None:
+    def end(self, attempt: LocalAttempt) -> None:
         self.attempts.end(attempt, self.loop.time())
         for router in self.routers:
             self.loop.call_later(LATENCY_S, router.news)
@@ -83,13 +83,13 @@ class Router(FakePool):
 class RouterAttempt(FakeAttempt):
     def __init__(self, router: Router, name: str) -> None:
         self._router, self._name = router, name
-        self._held: DecodeAttempt | None = None
+        self._held: LocalAttempt | None = None
 
     async def reserve(self, **asked: Any) -> Reserved:
         await asyncio.sleep(LATENCY_S)
         request = Reserve(AttemptKey(self._name, 0), asked["context_tokens"], asked["max_new_tokens"], 1)
         answer = self._router.worker.reserve(self._router.number, request)
-        if isinstance(answer, DecodeAttempt):
+        if isinstance(answer, LocalAttempt):
             self._held, answer = answer, Reserved(True, "", False)
         return answer
 
