@@ -34,7 +34,7 @@ def test_all_runs_are_told_and_ctrl_c_keeps_the_rounds_that_are_complete(tmp_pat
             out, err = bench.communicate(timeout=60)
         finally:
             bench.kill()
-    assert (bench.returncode, err) == (130, "interrupted: the report has what was complete by then\n")
+    assert (bench.returncode, err) == (130, "interrupted: the report contains what was complete by then\n")
     found = json.loads(file.read_text())
     assert (found["interrupted"], found["rounds"]) == (True, 1)
     few, slow, burst = found["few"], found["slow_client"], found["burst"]
