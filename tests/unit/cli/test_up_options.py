@@ -41,7 +41,7 @@ def invoke(*flags: str, **environ: str) -> Result:
         (["--device=tpu"], {}, ["--device", "tpu"]),
         (["--bogus=1"], {}, ["--bogus"]),
         ([], {"BATON_NONSENSE": "1"}, ["BATON_NONSENSE: unknown variable"]),
-        ([], {"BATON_CPUS": "60000"}, ["BATON_CPUS", "core 60000 is not there"]),
+        ([], {"BATON_CPUS": "60000"}, ["BATON_CPUS", "core 60000 is not available"]),
         # Those that only a service has.
         ([], {"BATON_KV_COMPRESSION": "int4"}, ["BATON_KV_COMPRESSION", "'int4'"]),
         ([], {"BATON_LEASE_S": "never"}, ["BATON_LEASE_S", "'never'"]),

@@ -120,7 +120,7 @@ async def test_many_bad_frames_are_fetched_again(pair: Pair) -> None:
 
 async def test_a_frame_that_is_bad_again_ends_the_transfer(pair: Pair) -> None:
     before = faults("corrupt_frame")
-    with pytest.raises(CorruptFrame, match="bad again"):
+    with pytest.raises(CorruptFrame, match="bad a second time"):
         await pair.pull(lambda stream, f: [flip(f[0]), *f[1:]])
     assert len(pair.source.boxes) == 2
     assert faults("corrupt_frame") == before + 1
