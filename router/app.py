@@ -26,11 +26,9 @@ from baton.tokenizer import Tokenizer
 from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher
 from router.pipeline import Pipeline
-from router.serving.front_door import FrontDoor
+from router.serving.front_door import FrontDoor, StallGuard
 from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
-from router.serving.stalls import StallGuard
-from router.serving.tenants import Tenants
-from router.serving.threads import Threads
+from router.serving.tenants import Tenants, Threads
 from router.serving.validator import Model, RequestValidator, largest_message
 from router.workers.pool import Pool
 

@@ -29,13 +29,12 @@ from baton.telemetry.metrics import PLACED_TOKENS, WASTED_PREFILL_TOKENS
 from baton.transfer.remote import PrefixSource, RemoteExport
 from baton.worker.messages import Output
 from router.dispatcher import Dispatcher
-from router.events import Blame, Cause, Event, Failed, Prefilled
 from router.output.processor import OutputProcessor
-from router.placement.block_hasher import BlockHasher
 from router.placement.policy import PlacementQuery
-from router.request import Request
+from router.placement.prefix_directory import BlockHasher
+from router.request import Blame, Cause, Event, Failed, Prefilled, Request
 from router.retries import AvoidedWorker, History
-from router.serving.threads import Threads
+from router.serving.tenants import Threads
 from router.workers.pool import Pool
 from router.workers.prefill import (
     LARGE_REQUEST,

@@ -27,12 +27,12 @@ from dataclasses import replace
 from baton.config.router import RouterConfig
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.telemetry.metrics import BREAKERS_OPEN, LINE_LENGTH
-from router.events import Deliver
 from router.isolation import Isolation
 from router.placement.policy import Selection, matching_decodes, select_workers, servable
 from router.placement.queue import SHORTEST_RETRY_S, RequestQueue
 from router.placement.refusals import Ask, RefusalGate, Try
-from router.workers.breaker import Breakers
+from router.request import Deliver
+from router.workers.failures import Breakers
 from router.workers.pool import Pool
 from router.workers.prefill import PrefillTicket
 from router.workers.reservation import Placement, PlacementRequest, Refusal, Reserver

@@ -19,9 +19,9 @@ from dataclasses import replace
 from functools import partial
 
 from baton.errors import Unavailable
-from router.events import Deliver
 from router.placement.policy import PlacementQuery, Selection, quietest_pair, servable
-from router.workers.breaker import Breakers
+from router.request import Deliver
+from router.workers.failures import Breakers
 from router.workers.pool import Pool
 from router.workers.reservation import IsolationGrant, Placement, PlacementRequest, Refusal, Reserver
 

@@ -23,12 +23,11 @@ from baton.ledger import Ledger
 from baton.telemetry.metrics import ATTEMPTS_FAILED, REPLAYS, RETRIES_REFUSED
 from router.attempt import Attempt, AttemptDeps, AttemptFailed, RequestState, Signer
 from router.dispatcher import Dispatcher
-from router.events import Cause, Failed
 from router.output.processor import OutputProcessor
-from router.placement.block_hasher import BlockHasher
-from router.request import Request
+from router.placement.prefix_directory import BlockHasher
+from router.request import Cause, Failed, Request
 from router.retries import History, RetryBudget
-from router.serving.threads import Threads
+from router.serving.tenants import Threads
 from router.workers.pool import Pool
 from router.workers.prefill import Abandoner
 

@@ -1,13 +1,21 @@
-"""A request as the pipeline serves it: checked, tokenized, with seed and max_tokens set."""
+"""A request as the pipeline serves it, and what happens to its attempts, in plain Python.
+
+A request is checked and tokenized, with seed and max_tokens set. Prefill call and decode session deliver events into an
+attempt's one inbox, which need not care which of the two was first.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.detokenizer import Detokenizer
-from baton.request import CachePolicy, SamplingParams
+from baton.errors import BatonError
+from baton.request import CachedTokens, CachePolicy, FirstToken, SamplingParams, TokenInfo
+from baton.worker.messages import Output
 from router.output.stops import StopStrings
+from router.workers.failures import WorkerLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +53,53 @@ class NoText:
     def flush(self) -> str:
         """No text."""
         return ""
+
+
+class Blame(enum.Enum):
+    """Which part of an attempt a fault lies in."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PAIR = "pair"
+
+
+class Cause(enum.Enum):
+    """What kind of failure it was; only a fault is held against whom it lies in."""
+
+    FAULT = "fault"
+    LOST = "lost"
+    """The connection with the worker was lost: its watch or session broke or fell silent, or the worker said that it
+    makes no progress. Whether the worker died is seen later."""
+    DRAIN = "drain"
+    PREEMPTED = "preempted"
+    """The worker ran out of memory for the sequence; nothing is wrong with it."""
+    REFUSED = "refused"
+    """The worker was full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Prefill is done; `prompt_tokens` carry prompt log-probabilities, if they were asked for.
+
+    `cached_tokens` were not computed, and `cached` tells where they came from.
+    """
+
+    first_tokens: tuple[FirstToken, ...]
+    cached_tokens: int
+    prompt_tokens: tuple[TokenInfo, ...] = ()
+    cached: CachedTokens = field(default_factory=CachedTokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The attempt can't go on."""
+
+    error: BatonError
+    blame: Blame
+    cause: Cause = Cause.FAULT
+    loss: WorkerLoss | None = None
+    """The lost connection, if the request is one of its suspects."""
+
+
+Event = Prefilled | Output | Failed
+Deliver = Callable[[Event], None]

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from baton.errors import Overloaded
-from router.events import Cause, Failed
 from router.placement.fleet import DecodeView, PrefillView
-from router.workers.breaker import SAME_EVENT_S
-from router.workers.losses import WorkerLoss
+from router.request import Cause, Failed
+from router.workers.failures import SAME_EVENT_S, WorkerLoss
 
 MOST_ATTEMPTS = 16
 DEATHS_UNTIL_ALONE = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router.placement.prefix_index import PrefixMatch
+from router.placement.prefix_directory import PrefixMatch
 
 
 def hits(by_worker: Mapping[str, int]) -> PrefixMatch:

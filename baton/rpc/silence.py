@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-_LATE_S = 0.5
+LATE_S = 0.5
+"""A timer that fires so much after its time tells that this process was stopped or busy, and nothing of its peers."""
 
 
 class SilenceTimer:
@@ -50,8 +51,8 @@ class SilenceTimer:
         now = self._loop.time()
         if now < self._expires_at:
             self._arm(self._expires_at)
-        elif now > self._checked_at + _LATE_S:
-            self._arm(now + min(_LATE_S, self.limit_s))
+        elif now > self._checked_at + LATE_S:
+            self._arm(now + min(LATE_S, self.limit_s))
         else:
             self.expired = True
             self._on_silence()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from router.placement.fleet import DecodeView, FleetView, PrefillView, pairable
-from router.placement.prefix_index import NO_MATCH, PrefixMatch
+from router.placement.prefix_directory import NO_MATCH, PrefixMatch
 
 ALL_ASKED, MOST_ASKED = 32, 6
 """So many decode workers are all asked for a reservation; of more, the best few."""

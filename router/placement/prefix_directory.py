@@ -1,18 +1,266 @@
-"""Where prefixes are: an index for each role, fed by what workers report and by what this router sends them.
+"""From a request's tokens to the workers that hold their KV.
 
-Several routers know nothing of each other, and need not: what one of them has sent a worker, the worker reports to all.
+    tokens ── BlockHasher ──▶ digests of blocks ── PrefixDirectory, an index for each role ──▶ who holds how much
+
+Fingerprint, KV format and salt are at the root of a chain (`baton.kv.hashing`), so workers of another format know the
+same tokens by other names. The router's hashes only guide placement; workers compute their own.
+
+An index holds what workers report, and what this router has sent there. Several routers know nothing of each other, and
+need not: what one of them has sent a worker, the worker reports to all.
+
+    dispatched ── expected ── reported by the worker ── known ── dropped by it, or the worker is lost
+                     └── not reported within EXPECTED_S: forgotten
+
+A block goes by its name, the first 8 bytes of its digest. A digest stands for all tokens before it, and pools evict the
+end of a chain before its beginning, so a worker that holds a block is taken to hold those before it. Who holds the most
+of a chain is therefore found by search and not by walking along it, and no worker is looked at that holds nothing.
+
+Memory is bounded: when more than `most` blocks are known, only every second name counts from then on, then every
+fourth, and so on, by bits of the name itself, so that the same ones are left out for all workers. Chains are then known
+to within a few blocks, and all of them equally well. It stays so when fewer blocks are held again, since the names that
+were left out are not here any more; a router that is started again learns all names anew.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from typing import TYPE_CHECKING, TypeAlias
 
 from baton.cache_report import CacheTier
+from baton.kv.hashing import block_digests, chain_root
 from baton.telemetry.metrics import INDEX_BLOCKS
-from baton.worker.status import PrefixChange, WorkerRole
-from router.placement.block_hasher import BlockNamespace, Digests
-from router.placement.prefix_index import NO_MATCH, PrefixIndex, PrefixMatch
+
+if TYPE_CHECKING:
+    from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole
+    from router.serving.tenants import RunOnThread
+
+_INLINE_TOKENS = 4096
+"""Hashed in less than half a millisecond; more leaves the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNamespace:
+    """What workers must have in common to name blocks alike; `kv_format` is a digest."""
+
+    fingerprint: str
+    kv_format: str
+    block_size: int
+
+    @classmethod
+    def of(cls, identity: WorkerIdentity) -> BlockNamespace:
+        """The namespace of a worker."""
+        return cls(identity.fingerprint, identity.kv_format.digest, identity.kv_format.block_size)
+
+
+Digests: TypeAlias = Mapping[BlockNamespace, Sequence[bytes]]
+"""Digests of the full blocks of one context, by namespace; empty for a request that reads no cache."""
+
+
+class BlockHasher:
+    """Hashes the blocks of one request, and keeps those of its prompt for the next attempt; `run` hashes long ones."""
+
+    def __init__(self, prompt_ids: Sequence[int], salt: bytes, run: RunOnThread) -> None:
+        self._prompt_ids = prompt_ids
+        self._salt = salt
+        self._run = run
+        self._prompt: dict[BlockNamespace, list[bytes]] = {}
+
+    async def hash(self, namespaces: Iterable[BlockNamespace], output_ids: Sequence[int] = ()) -> Digests:
+        """Digests of prompt and output so far."""
+        return {namespace: await self._hash(namespace, output_ids) for namespace in list(namespaces)}
+
+    async def _hash(self, namespace: BlockNamespace, output_ids: Sequence[int]) -> list[bytes]:
+        root = chain_root(namespace.fingerprint, namespace.kv_format, self._salt)
+        if namespace not in self._prompt:
+            self._prompt[namespace] = await self._digests(root, self._prompt_ids, namespace.block_size)
+        prompt = self._prompt[namespace]
+        if not output_ids:
+            return prompt
+        # The chain goes on from its last block as it began from its root.
+        rest = [*self._prompt_ids[len(prompt) * namespace.block_size :], *output_ids]
+        return prompt + await self._digests(prompt[-1] if prompt else root, rest, namespace.block_size)
+
+    async def _digests(self, parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+        if len(token_ids) <= _INLINE_TOKENS:
+            return block_digests(parent, token_ids, block_size)
+        return await self._run(partial(block_digests, parent, token_ids, block_size))
+
+
+NAME_BYTES = 8
+
+EXPECTED_S = 30.0
+"""How long blocks count as held by the worker that computes them, without a report of it."""
+
+MOST_BLOCKS = 2**20
+"""Each takes about 200 bytes for each worker that holds it."""
+
+_COARSEST = 8
+_MOST_LEVELS = 8
+"""Lengths of prefixes that are told apart; holders of less than so many others count as holding nothing."""
+
+Level = tuple[int, Collection[str]]
+"""Leading tokens, and all workers that hold at least these."""
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """Which workers hold leading tokens of a prompt; valid until the index changes."""
+
+    levels: Sequence[Level]
+    """The most tokens first, and of each number all holders, among which are those of more."""
+
+    @cached_property
+    def by_worker(self) -> dict[str, int]:
+        """Leading tokens by the workers that hold some."""
+        tokens: dict[str, int] = {}
+        for count, holders in reversed(self.levels):
+            tokens.update(dict.fromkeys(holders, count))
+        return tokens
+
+    def tokens(self, worker: str) -> int:
+        """Leading tokens that the worker holds."""
+        return next((count for count, holders in self.levels if worker in holders), 0)
+
+
+NO_MATCH = PrefixMatch(())
+
+
+class PrefixIndex:
+    """Blocks by worker; times are seconds on the caller's clock."""
+
+    def __init__(self, most: int = MOST_BLOCKS) -> None:
+        self._most = most
+        self._blocks: dict[bytes, tuple[str, ...] | set[str]] = {}
+        self._alone: dict[str, tuple[str, ...]] = {}
+        """By worker: the holders of a block that nobody else has."""
+        self._by_worker: dict[str, dict[bytes, float | None]] = {}
+        """By worker: when a block stops being expected, or None once the worker has reported it."""
+        self._expected: deque[tuple[float, str, list[bytes]]] = deque()
+        self._size = 0
+        self._mask = 0
+        self._coarser: set[str] = set()
+        """Workers of which names are still kept that no longer count."""
+
+    def __len__(self) -> int:
+        """Blocks known, counted once for each worker that holds them."""
+        return self._size
+
+    @property
+    def granularity(self) -> int:
+        """One in so many blocks is known."""
+        return self._mask + 1
+
+    def update(self, worker: str, *, reset: bool, stored: Collection[bytes], dropped: Collection[bytes]) -> None:
+        """Take a worker's report, in names of NAME_BYTES; a block that is in both was dropped after it was stored."""
+        blocks = self._by_worker.setdefault(worker, {})
+        if reset:
+            self._drop(worker, [name for name, until in blocks.items() if until is None])
+        for name in stored:
+            if not name[0] & self._mask:
+                self._store(worker, blocks, name, None)
+        self._drop(worker, dropped)
+        self._bound()
+
+    def expect(self, worker: str, digests: Sequence[bytes], now: float, first: int = 0) -> None:
+        """A worker was sent a prompt of these blocks, and will soon hold those from `first` on as well."""
+        self._expire(now)
+        blocks, until, mask = self._by_worker.setdefault(worker, {}), now + EXPECTED_S, self._mask
+        names = [digest[:NAME_BYTES] for digest in islice(digests, first, None) if not digest[0] & mask]
+        expected = [name for name in names if blocks.get(name, now) is not None]
+        for name in expected:
+            self._store(worker, blocks, name, until)
+        if expected:
+            self._expected.append((until, worker, expected))
+        self._bound()
+
+    def forget(self, worker: str) -> None:
+        """The worker is lost, and all that it held."""
+        self._drop(worker, list(self._by_worker.get(worker, ())))
+        self._by_worker.pop(worker, None)
+        self._alone.pop(worker, None)
+        self._coarser.discard(worker)
+
+    def match(self, digests: Sequence[bytes], block_size: int, now: float) -> PrefixMatch:
+        """Who holds how much of a chain of blocks of so many tokens."""
+        self._expire(now)
+        positions: Sequence[int] = range(len(digests))
+        if self._mask:
+            positions = [at for at in positions if not digests[at][0] & self._mask]
+            digests = [digests[at] for at in positions]
+        levels: list[Level] = []
+        reach, known = self._reach(digests, len(digests), 0), 0
+        while reach and len(levels) < _MOST_LEVELS:
+            holders = self._blocks[digests[reach - 1][:NAME_BYTES]]
+            levels.append(((positions[reach - 1] + 1) * block_size, holders))
+            known = len(holders)
+            reach = self._reach(digests, reach - 1, known)
+        return PrefixMatch(levels)
+
+    def _reach(self, digests: Sequence[bytes], end: int, more_than: int) -> int:
+        """How many of the first `end` blocks more than so many workers hold: steps that double, then halves."""
+        get, low, high, step = self._blocks.get, 0, end, 1
+        while low < end:
+            at = low + step - 1 if low + step < end else end - 1
+            if len(get(digests[at][:NAME_BYTES], ())) <= more_than:
+                high = at
+                break
+            low, step = at + 1, 2 * step
+        while low < high:
+            middle = (low + high) // 2
+            if len(get(digests[middle][:NAME_BYTES], ())) > more_than:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _store(self, worker: str, blocks: dict[bytes, float | None], name: bytes, until: float | None) -> None:
+        if name not in blocks:
+            self._size += 1
+            holders = self._blocks.get(name)
+            if holders is None:
+                self._blocks[name] = self._alone.setdefault(worker, (worker,))
+            elif isinstance(holders, set):
+                holders.add(worker)
+            else:
+                self._blocks[name] = {worker, *holders}
+        blocks[name] = until
+
+    def _drop(self, worker: str, names: Collection[bytes]) -> None:
+        blocks = self._by_worker.get(worker, {})
+        for name in names:
+            if name not in blocks:
+                continue
+            del blocks[name]
+            self._size -= 1
+            holders = self._blocks[name]
+            if isinstance(holders, set):
+                holders.discard(worker)
+                if len(holders) == 1:
+                    (other,) = holders
+                    self._blocks[name] = self._alone.setdefault(other, (other,))
+            else:
+                del self._blocks[name]
+
+    def _expire(self, now: float) -> None:
+        while self._expected and self._expected[0][0] <= now:
+            until, worker, names = self._expected.popleft()
+            blocks = self._by_worker.get(worker, {})
+            self._drop(worker, [name for name in names if blocks.get(name) == until])
+
+    def _bound(self) -> None:
+        """Leave out half of the names when there are too many; one worker's at a time, so that no call takes long."""
+        if self._size > self._most and not self._coarser and self._mask.bit_length() < _COARSEST:
+            self._mask = 2 * self._mask + 1
+            self._coarser = set(self._by_worker)
+        if self._coarser:
+            worker = self._coarser.pop()
+            self._drop(worker, [name for name in self._by_worker[worker] if name[0] & self._mask])
+
 
 _MORE_BLOCKS = 16
 """Digests sent to a decode worker beyond those that it is thought to hold: reports are late, and may be coarse."""
@@ -23,23 +271,24 @@ class PrefixDirectory:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._indexes = {role: PrefixIndex() for role in WorkerRole}
+        self._prefill, self._decode = PrefixIndex(), PrefixIndex()
         self._hits = self._misses = 0
 
     def update(self, role: WorkerRole, worker: str, change: PrefixChange) -> None:
         """Take a worker's report."""
-        index = self._indexes[role]
+        index = self._index(role)
         index.update(worker, reset=change.reset, stored=change.stored, dropped=change.dropped)
         INDEX_BLOCKS.labels(role.value).set(len(index))
 
     def forget(self, role: WorkerRole, worker: str) -> None:
         """A worker is lost, and all that it held."""
-        self._indexes[role].forget(worker)
-        INDEX_BLOCKS.labels(role.value).set(len(self._indexes[role]))
+        index = self._index(role)
+        index.forget(worker)
+        INDEX_BLOCKS.labels(role.value).set(len(index))
 
     def match_prefix(self, role: WorkerRole, digests: Digests) -> PrefixMatch:
         """Which workers hold how much of a context; valid until the next report."""
-        now, index = self._clock(), self._indexes[role]
+        now, index = self._clock(), self._index(role)
         matches = [index.match(chain, namespace.block_size, now) for namespace, chain in digests.items()]
         if len(matches) <= 1:
             return matches[0] if matches else NO_MATCH
@@ -52,19 +301,22 @@ class PrefixDirectory:
             self._hits += found
             self._misses += len(chain) - found
             if writes:
-                self._indexes[WorkerRole.PREFILL].expect(worker, chain, self._clock(), found)
+                self._prefill.expect(worker, chain, self._clock(), found)
 
     def digests_to_pin(self, worker: str, namespace: BlockNamespace | None, digests: Digests) -> bytes:
         """Digests to send to a decode worker, one after the other: of what it is thought to hold, and some more."""
         if namespace is None or not (chain := digests.get(namespace)):
             return b""
-        match = self._indexes[WorkerRole.DECODE].match(chain, namespace.block_size, self._clock())
+        match = self._decode.match(chain, namespace.block_size, self._clock())
         tokens = match.tokens(worker)
         return b"".join(chain[: tokens // namespace.block_size + _MORE_BLOCKS]) if tokens else b""
 
     async def tiers(self) -> list[CacheTier]:
         """The indexes as a tier of a cache: blocks by worker that holds them, and how many were found at dispatch."""
-        blocks = sum(map(len, self._indexes.values()))
-        coarsest = max(index.granularity for index in self._indexes.values())
+        blocks = len(self._prefill) + len(self._decode)
+        coarsest = max(self._prefill.granularity, self._decode.granularity)
         state = "" if coarsest == 1 else f"knows one block in {coarsest}"
         return [CacheTier("index", blocks=blocks, hits=self._hits, misses=self._misses, state=state)]
+
+    def _index(self, role: WorkerRole) -> PrefixIndex:
+        return self._prefill if role.value == "prefill" else self._decode

@@ -20,7 +20,7 @@ from baton.rpc.convert import token_ids_from_proto
 from baton.tokenizer import Tokenizer
 from router.output.stops import StopStrings
 from router.request import NoText, Request
-from router.serving.threads import Threads
+from router.serving.tenants import Threads
 
 MAX_ROLE_LENGTH = 64
 

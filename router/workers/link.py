@@ -25,10 +25,10 @@ from baton.rpc.silence import SilenceTimer
 from baton.rpc.tls import Tls
 from baton.worker.servicer import status_from_proto
 from baton.worker.status import PrefixChange, WorkerRole, WorkerStatus
-from router.events import Cause
-from router.placement.block_hasher import BlockNamespace
 from router.placement.fleet import RECENT_S, DecayingSum, DecodeView, PrefillView
-from router.workers.losses import WorkerLoss, WorkerLosses
+from router.placement.prefix_directory import BlockNamespace
+from router.request import Cause
+from router.workers.failures import WorkerLoss, WorkerLosses
 from router.workers.prefill import PrefillTicket, consumer_of
 from router.workers.session import DecodeSession, SessionEnd
 

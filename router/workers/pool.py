@@ -1,4 +1,7 @@
-"""All workers of a router: found, watched, checked against each other, and shown to placement as a fleet.
+"""All workers of a router: found, watched, checked against each other, and preview to placement as a fleet.
+
+A target is "host:port", dialled as it is, or "dns:///name:port", which is looked up again and again and each of whose
+address records is a worker.
 
 A worker is accepted when it agrees with the router (role, model name, tokenizer) and with every worker accepted before
 it (fingerprint; KV format across the two roles). One that does not is refused by name, logged once with both values,
@@ -14,22 +17,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 
+from baton.config import parse_address
 from baton.config.router import RouterConfig
+from baton.errors import ConfigError, preview
 from baton.kv.format import KvFormat
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, PrefixChange, WorkerIdentity, WorkerRole
-from router.placement.block_hasher import BlockNamespace
 from router.placement.fleet import FleetView, pairable
 from router.placement.policy import servable
-from router.placement.prefix_directory import PrefixDirectory
-from router.workers.discovery import Discovery
+from router.placement.prefix_directory import BlockNamespace, PrefixDirectory
+from router.workers.failures import WorkerLosses
 from router.workers.link import WorkerLink
-from router.workers.losses import WorkerLosses
+from router.workers.prefill import join_address
 
 _AGAIN_S = 5.0
 """Until a worker is dialled again whose watch failed, which only a fault of ours can make it do."""
@@ -37,7 +42,51 @@ _AGAIN_S = 5.0
 REASON_CHARACTERS = 400
 """Most characters of the first refusal or loss that clients see."""
 
+_DNS = "dns:///"
+
 _logger = logging.getLogger(__name__)
+
+
+class Discovery:
+    """Calls `found` with the set of addresses behind `targets`, at once and whenever it changes."""
+
+    def __init__(self, flag: str, targets: Sequence[str], interval_s: float, found: Callable[[set[str]], None]) -> None:
+        self._names = [target.removeprefix(_DNS) for target in targets if target.startswith(_DNS)]
+        self._static = {target for target in targets if not target.startswith(_DNS)}
+        for address in (*self._names, *self._static):
+            try:
+                # Looked up by this encoding, which refuses labels that are empty or longer than 63 characters.
+                parse_address(address)[0].encode("idna")
+            except ConfigError as error:
+                raise ConfigError(f"{flag}: {error}") from None
+            except UnicodeError as error:
+                raise ConfigError(f"{flag}: {preview(address)} names no host: {error}") from None
+        self._interval_s = interval_s
+        self._found = found
+        self._known: dict[str, set[str]] = {name: set() for name in self._names}
+
+    async def run(self) -> None:
+        """Look up until cancelled; static addresses alone need no second look."""
+        known: set[str] | None = None
+        while True:
+            await asyncio.gather(*map(self._look_up, self._names))
+            addresses = self._static.union(*self._known.values())
+            if addresses != known:
+                known = addresses
+                self._found(addresses)
+            if not self._names:
+                return
+            await asyncio.sleep(self._interval_s)
+
+    async def _look_up(self, name: str) -> None:
+        host, port = parse_address(name)
+        try:
+            records = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            # Workers that are known go on serving while a name server has a bad moment.
+            _logger.warning("%s can't be looked up: %s", name, error)
+            return
+        self._known[name] = {join_address(record[4][0], port) for record in records}
 
 
 class Pool:

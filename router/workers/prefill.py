@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import grpc
 
+from baton.config import parse_address
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unavailable
+from baton.kv.format import Shard
 from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.request import CachePolicy, SamplingParams
 from baton.rpc.convert import (
@@ -28,10 +31,9 @@ from baton.rpc.errors import from_rpc_error
 from baton.rpc.silence import SilenceTimer
 from baton.transfer.remote import PrefixSource
 from baton.worker.status import WorkerIdentity
-from router.events import Blame, Cause, Deliver, Failed, Prefilled
-from router.serving.threads import RunOnThread
-from router.workers.discovery import addressed
-from router.workers.losses import WorkerLoss
+from router.request import Blame, Cause, Deliver, Failed, Prefilled
+from router.serving.tenants import RunOnThread
+from router.workers.failures import WorkerLoss
 
 if TYPE_CHECKING:
     from router.workers.link import WorkerLink
@@ -110,6 +112,27 @@ class PrefillTicket:
     def release(self) -> bool:
         """Free the place for another prompt; False if it was free before."""
         return self.link.close_ticket(self)
+
+
+def _host(address: str) -> str:
+    """The host of "host:port", without brackets."""
+    return parse_address(address)[0]
+
+
+def addressed(shards: Sequence[Shard], dialled: str) -> tuple[Shard, ...]:
+    """The shards of a worker that was dialled there, each with the host of its address."""
+    return tuple(replace(shard, kv_address=complete(shard.kv_address, dialled)) for shard in shards)
+
+
+def complete(kv_address: str, dialled: str) -> str:
+    """`kv_address` with an empty host replaced by that of the dialled address."""
+    host, _, port = kv_address.rpartition(":")
+    return kv_address if host else join_address(_host(dialled), int(port))
+
+
+def join_address(host: str | int, port: int) -> str:
+    """ "host:port", with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
 def prefill_message(

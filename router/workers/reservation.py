@@ -14,15 +14,14 @@ from baton.lifecycle import Lifecycle, State
 from baton.request import CachePolicy
 from baton.worker.messages import Reserved
 from baton.worker.status import WorkerRole
-from router.events import Deliver
-from router.placement.block_hasher import Digests
 from router.placement.policy import PlacementQuery, Selection
+from router.placement.prefix_directory import Digests
+from router.request import Deliver
 from router.retries import AvoidedWorker
-from router.workers.breaker import AttemptHealth, Breakers
-from router.workers.discovery import addressed
+from router.workers.failures import AttemptHealth, Breakers
 from router.workers.link import WorkerLink
 from router.workers.pool import Pool
-from router.workers.prefill import PrefillTicket
+from router.workers.prefill import PrefillTicket, addressed
 from router.workers.session import DecodeAttempt, Prefix
 
 _logger = logging.getLogger(__name__)

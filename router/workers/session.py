@@ -39,8 +39,8 @@ from baton.rpc.silence import SilenceTimer
 from baton.transfer.remote import RemoteExport
 from baton.worker.messages import DecodeTimings, Output, Reserved
 from baton.worker.status import WIRE_VERSION
-from router.events import Blame, Cause, Deliver, Failed
-from router.workers.losses import WorkerLoss
+from router.request import Blame, Cause, Deliver, Failed
+from router.workers.failures import WorkerLoss
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0

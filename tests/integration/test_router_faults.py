@@ -14,8 +14,8 @@ from baton.errors import EngineError
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2, worker_pb2
 from baton.request import TokenInfo
 from baton.worker.status import WorkerStatus
-from router.events import Prefilled
 from router.output import processor
+from router.request import Prefilled
 from router.workers import link, session
 from router.workers import prefill as prefill_call
 from tests.integration.router_bench import Answer, bench, refused, until, whole

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import REGISTRY
 
-import router.workers.breaker
+import router.workers.failures
 import router.workers.session
 from baton import AsyncClient
 from baton.errors import Overloaded
@@ -253,7 +253,7 @@ async def test_streams_finish_though_sessions_of_workers_that_live_break_again_a
 
 
 async def test_a_cut_pair_is_avoided_by_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.workers.breaker, "SHORTEST_S", 60.0)
+    monkeypatch.setattr(router.workers.failures, "SHORTEST_S", 60.0)
     async with bench(tmp_path, decode=2) as b:
         cut: list[DownStream] = []
 

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import grpc
 import pytest
 
-import router.serving.stalls
+import router.serving.front_door
 from baton import keys
 from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2, inference_pb2, inference_pb2_grpc, prefill_pb2
 from baton.telemetry.metrics import CLIENTS_STALLED
@@ -160,7 +160,7 @@ async def test_a_call_whose_answer_is_never_read_is_ended(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stalled = asyncio.Event()
-    monkeypatch.setattr(router.serving.stalls, "CLIENTS_STALLED", Mock(inc=stalled.set))
+    monkeypatch.setattr(router.serving.front_door, "CLIENTS_STALLED", Mock(inc=stalled.set))
     file = tmp_path / "keys.json"
     metadata = (("authorization", f"Bearer {keys.add(file, tenant='a', max_streams=1)}"),)
     async with (
@@ -177,7 +177,7 @@ async def test_a_call_whose_answer_is_never_read_is_ended(
 
 
 async def test_a_drain_does_not_wait_for_who_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.serving.stalls, "DRAIN_LIMIT_S", 0.2)
+    monkeypatch.setattr(router.serving.front_door, "DRAIN_LIMIT_S", 0.2)
     async with bench(tmp_path, change=scripted(much), drain_s=600, client_stall_s=600) as b, unread(b) as call:
         await generated(b)
         async with asyncio.timeout(60):

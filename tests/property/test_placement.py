@@ -19,7 +19,7 @@ from router.placement.policy import (
     select_workers,
     servable,
 )
-from router.placement.prefix_index import PrefixMatch
+from router.placement.prefix_directory import PrefixMatch
 from tests import placement_oracle
 from tests.effort import effort
 from tests.hits import hits

@@ -26,7 +26,7 @@ from router.dispatcher import Dispatcher
 from router.output.processor import OutputProcessor
 from router.pipeline import Pipeline
 from router.request import Request
-from router.serving.threads import Threads
+from router.serving.tenants import Threads
 from router.workers import link as worker_module
 from router.workers.pool import Pool
 from tests.effort import machine_test

@@ -43,20 +43,17 @@ PURE = (
     "decode_svc.claims",
     "decode_svc.scheduler",
     "decode_svc.sequence",
-    "decode_svc.sequence",
     "prefill_svc.load_plan",
     "prefill_svc.scheduler",
     "router.output.stops",
-    "router.placement.block_hasher",
+    "router.placement.prefix_directory",
     "router.placement.fleet",
     "router.placement.policy",
-    "router.placement.prefix_index",
     "router.placement.queue",
     "router.placement.refusals",
     "router.request",
     "router.retries",
-    "router.workers.breaker",
-    "router.workers.losses",
+    "router.workers.failures",
 )
 IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf", "baton.pb")
 

@@ -17,12 +17,11 @@ from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo
 from router.attempt import Attempt, AttemptDeps, RequestState
 from router.dispatcher import Dispatcher
-from router.events import Deliver, Prefilled
 from router.output.processor import OutputProcessor
-from router.request import Request
+from router.request import Deliver, Prefilled, Request
 from router.retries import History
-from router.serving.threads import Threads
-from router.workers.breaker import Breakers
+from router.serving.tenants import Threads
+from router.workers.failures import Breakers
 from router.workers.pool import Pool
 from router.workers.prefill import Abandoner, PrefillTicket
 from router.workers.reservation import Placement, PlacementRequest

@@ -10,7 +10,7 @@ import pytest
 from baton.errors import Unavailable
 from baton.lifecycle import Lifecycle, State
 from router.placement.policy import PlacementQuery, Selection
-from router.workers.breaker import Breakers
+from router.workers.failures import Breakers
 from router.workers.pool import Pool
 from router.workers.reservation import Placement, PlacementRequest, Reserver
 from tests.unit.router.dispatching import (

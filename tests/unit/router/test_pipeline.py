@@ -13,7 +13,7 @@ from baton.request import SamplingParams
 from router.output.processor import OutputProcessor
 from router.pipeline import Pipeline
 from router.request import Request
-from router.serving.threads import Threads
+from router.serving.tenants import Threads
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FULL, Workers, dispatcher
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable
-from router.events import Blame, Cause, Failed
+from router.request import Blame, Cause, Failed
 from router.retries import FORGIVEN_TOKENS, MOST_ATTEMPTS, MOST_EXCUSED, History, RetryBudget
-from router.workers.losses import WorkerLoss, WorkerLosses
+from router.workers.failures import WorkerLoss, WorkerLosses
 
 FAULT = Failed(TransferError("the link broke"), Blame.PAIR)
 LOST = Failed(Unavailable("decode-1 was silent"), Blame.DECODE, Cause.LOST)

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from baton.errors import EngineError
 from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo, Usage
 from baton.worker.messages import DecodeTimings, Output
-from router.events import Prefilled
-from router.output.account import Account
-from router.output.processor import OutputProcessor
+from router.output.processor import Account, OutputProcessor
 from router.output.queue import Delta, Update
 from router.output.stops import StopStrings
-from router.request import Request
+from router.request import Prefilled, Request
 
 
 class Letters:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import router.placement.block_hasher
+import router.placement.prefix_directory
 from baton.kv.hashing import block_digests, chain_root
-from router.placement.block_hasher import BlockHasher, BlockNamespace
+from router.placement.prefix_directory import BlockHasher, BlockNamespace
 
 RUN = asyncio.to_thread
 ONE, OTHER = BlockNamespace("m", "f" * 64, 16), BlockNamespace("m", "e" * 64, 4)
@@ -42,7 +42,7 @@ async def test_a_prompt_is_hashed_once_and_a_long_one_off_the_loop(
         calls.append(threading.current_thread() is threading.main_thread())
         return block_digests(*arguments)
 
-    monkeypatch.setattr(router.placement.block_hasher, "block_digests", noted)
+    monkeypatch.setattr(router.placement.prefix_directory, "block_digests", noted)
     hasher = BlockHasher(range(count), b"", RUN)
     for _ in range(3):
         await hasher.hash([ONE])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement.prefix_index import EXPECTED_S, NAME_BYTES, PrefixIndex
+from router.placement.prefix_directory import EXPECTED_S, NAME_BYTES, PrefixIndex
 from tests.effort import effort
 
 SIZE = 16

@@ -10,14 +10,11 @@ import pytest
 from baton.errors import Overloaded, Unavailable
 from baton.request import FinishReason, SamplingParams, TokenInfo
 from router.dispatcher import Dispatcher
-from router.events import Output
 from router.output.processor import OutputProcessor
 from router.pipeline import Pipeline
-from router.request import Request
-from router.serving.front_door import FrontDoor
-from router.serving.stalls import StallGuard
-from router.serving.tenants import Caller, Tenants
-from router.serving.threads import Threads
+from router.request import Output, Request
+from router.serving.front_door import FrontDoor, StallGuard
+from router.serving.tenants import Caller, Tenants, Threads
 from router.serving.validator import GenerateRequest, Model, RequestValidator, TokenPrompt
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool

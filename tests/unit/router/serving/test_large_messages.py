@@ -20,7 +20,7 @@ from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import token_ids_from_proto
 from baton.tokenizer import Tokenizer
 from router.serving.servicer import generate_request, tokenize_prompt
-from router.serving.threads import Threads
+from router.serving.tenants import Threads
 from router.serving.validator import MAX_CHAT_MESSAGES, Model, RequestValidator
 from tests.integration.router_bench import bench
 from tests.unread import COUNT, WithUnread

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.errors import DeadlineExceeded
-from router.serving.stalls import DRAIN_LIMIT_S, StallGuard
+from router.serving.front_door import DRAIN_LIMIT_S, StallGuard
 from tests.property.virtual import VirtualLoop
 
 LIMIT_S = 20.0

@@ -13,7 +13,7 @@ import pytest
 from baton.errors import InvalidRequest, Overloaded
 from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
-from router.serving.threads import WAITING_BYTES, Threads
+from router.serving.tenants import WAITING_BYTES, Threads
 from router.serving.validator import MAX_CHAT_MESSAGES, ChatPrompt, Model, RequestValidator, TextPrompt
 
 WAIT_S = 60

@@ -12,7 +12,7 @@ import router.workers.prefill
 from baton.errors import InvalidRequest
 from baton.pb import inference_pb2, prefill_pb2
 from router.serving.servicer import generate_request
-from router.serving.threads import Threads
+from router.serving.tenants import Threads
 from router.serving.validator import Model, RequestValidator
 from tests.integration.router_bench import bench
 

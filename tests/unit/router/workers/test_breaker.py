@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.placement.policy import Excluded
-from router.workers.breaker import LONGEST_S, Breakers
+from router.workers.failures import LONGEST_S, Breakers
 
 
 def fail(breakers: Breakers, prefill: str, decode: str, now: float) -> None:

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from baton.errors import ConfigError
-from router.workers.discovery import Discovery, complete
+from router.workers.pool import Discovery
+from router.workers.prefill import complete
 
 
 async def test_static_addresses_are_told_once() -> None:

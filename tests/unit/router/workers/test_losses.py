@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.workers.losses import SAME_EVENT_S, WorkerLoss, WorkerLosses
+from router.workers.failures import SAME_EVENT_S, WorkerLoss, WorkerLosses
 
 WORKER = "decode d:1"
 

@@ -8,8 +8,8 @@ import pytest
 
 from baton.worker.status import WorkerRole
 from router.workers import link as link_module
+from router.workers.failures import WorkerLosses
 from router.workers.link import WorkerLink
-from router.workers.losses import WorkerLosses
 
 
 class _Clock:
