@@ -392,7 +392,7 @@ class Attempt:
                 loss = self._deps.pool.losses.latest(incarnation) if failed.cause is Cause.LOST else None
                 history.avoid |= {AvoidedWorker(name, incarnation, loss)}
         if failed.cause is Cause.FAULT:
-            health.record_fault(key, self._loop.time())
+            health.record_fault(key)
         return name
 
     def _remaining(self) -> float | None:

@@ -85,8 +85,8 @@ class Dispatcher:
         self._tenants: dict[PrefillTicket, str] = {}
         """Tenants by their tickets, and how many each has."""
         self._queue: RequestQueue[_Waiter] = RequestQueue(config.line_capacity, lambda name: self._in_flight[name])
-        self._breakers = Breakers()
         self._loop = asyncio.get_running_loop()
+        self._breakers = Breakers(self._loop.time)
         self._changed = asyncio.Event()
         self._gate: RefusalGate[_Waiter] = RefusalGate()
         self._next_probe: asyncio.TimerHandle | None = None
@@ -371,7 +371,7 @@ class Dispatcher:
         if not fleet.has_room(limit):
             return None
         query = self._reserver.query(waiter.request, waiter.refusal.never)
-        excluded = self._breakers.excluded(self._loop.time())
+        excluded = self._breakers.excluded()
         selection = select_workers(fleet, query, prefill_limit=limit, excluded=excluded)
         return None if selection is None else (self._reserver.open_ticket(selection, query), selection)
 

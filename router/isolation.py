@@ -131,7 +131,7 @@ class Isolation:
         fleet = self._pool.fleet
         if self._pair is not None and all(name in fleet for name in (self._pair.prefill, *self._pair.decode)):
             return self._pair, True
-        return quietest_pair(fleet, query, self._breakers.excluded(self._loop.time()))
+        return quietest_pair(fleet, query, self._breakers.excluded())
 
     async def _reserve(
         self,

@@ -1,12 +1,9 @@
 """What failures say: breakers judge workers and pairs, losses judge the requests that were there. Pure.
 
-    closed ── faults in a row ─▶ open ── backoff is over ─▶ half-open: one trial ── success ─▶ closed
-                                  ▲                                          └────── fault ─▶ open, twice as long
-
-There is a breaker for each worker and each (prefill, decode) pair, shared by all requests of a router. A request avoids
-what failed *it*; breakers make all requests avoid what fails them one after another. They advise only: placement uses
-what is left out here when nothing else is there. A worker's death is no fault of this kind, since a dead worker is not
-placed on anyway; nor is a drain or a refusal.
+There is a breaker (`baton.breaker`) for each worker and each (prefill, decode) pair, shared by all requests of a
+router. A request avoids what failed *it*; breakers make all requests avoid what fails them one after another. They
+advise only: placement uses what is left out here when nothing else is there. A worker's death is no fault of this kind,
+since a dead worker is not placed on anyway; nor is a drain or a refusal.
 
     the connection is lost: presumed a death ──┬─ the same incarnation is heard again ──▶ no death, counts for nothing
                                                ├─ another incarnation at the address ──▶ a death
@@ -19,11 +16,11 @@ suspect carries an equal share of the loss, so that one death among a hundred sa
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 
+from baton.breaker import Breaker
 from router.placement.policy import Excluded
 
 Key = tuple[str, ...]
@@ -38,50 +35,6 @@ SAME_EVENT_S = 0.1
 """Faults closer than this are one event: a failing step fails each sequence in it."""
 
 
-class Breaker:
-    """One breaker; times are seconds on the caller's clock."""
-
-    __slots__ = ("_backoff", "_faults", "_last_fault", "_open_until", "_threshold", "trial")
-
-    def __init__(self, threshold: int) -> None:
-        self._threshold = threshold
-        self._faults = 0
-        self._last_fault = -math.inf
-        self._open_until: float | None = None
-        self._backoff = 0.0
-        self.trial: AttemptHealth | None = None
-        """The one attempt that may find out whether a half-open breaker can be closed."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether placement may use it without limits."""
-        return self._open_until is None
-
-    def excludes(self, now: float) -> bool:
-        """Whether placement should leave it out: open, or half-open with its trial under way."""
-        return self._open_until is not None and (now < self._open_until or self.trial is not None)
-
-    def half_open(self, now: float) -> bool:
-        """Whether it waits for a trial."""
-        return self._open_until is not None and now >= self._open_until and self.trial is None
-
-    def record_fault(self, now: float) -> None:
-        """Count a fault; one that comes while it is open is that of an attempt begun before, and tells nothing new."""
-        if now - self._last_fault < SAME_EVENT_S or (self._open_until is not None and now < self._open_until):
-            return
-        self._last_fault = now
-        self._faults += 1
-        if self._faults >= self._threshold or self._open_until is not None:
-            self._backoff = min(max(2 * self._backoff, SHORTEST_S), LONGEST_S)
-            self._open_until = now + self._backoff
-
-    def record_success(self) -> None:
-        """End the row of faults. The backoff is forgotten only by a success that finds the breaker closed."""
-        if self._open_until is None:
-            self._backoff = 0.0
-        self._open_until, self._faults = None, 0
-
-
 class AttemptHealth:
     """One attempt's part in the breakers of its workers and their pair, from its placement to its end."""
 
@@ -90,41 +43,43 @@ class AttemptHealth:
         self.prefill: Key = (prefill,)
         self.decode: Key | None = None if decode is None else (decode,)
         self.pair: Key | None = None if decode is None else (prefill, decode)
-
-    @property
-    def keys(self) -> tuple[Key, ...]:
-        """All that the attempt can tell something about."""
-        return tuple(key for key in (self.prefill, self.decode, self.pair) if key is not None)
+        keys = [key for key in (self.prefill, self.decode, self.pair) if key is not None]
+        self._trials = {key for key in keys if breakers.start_trial(key)}
 
     def record_success(self, key: Key | None) -> None:
         """What `key` names did its part."""
         if key is not None:
+            self._trials.discard(key)
             self._breakers.record_success(key)
 
     def pass_trial(self, key: Key | None) -> None:
         """What `key` names has begun to do its part, which ends a trial well, but not yet a row of faults."""
-        if key is not None:
-            self._breakers.pass_trial(self, key)
+        if key in self._trials:
+            self.record_success(key)
 
-    def record_fault(self, key: Key | None, now: float) -> None:
+    def record_fault(self, key: Key | None) -> None:
         """What `key` names is at fault."""
         if key is not None:
-            self._breakers.record_fault(key, now)
+            self._trials.discard(key)
+            self._breakers.record_fault(key)
 
     def end(self) -> None:
         """The attempt is over; a trial that found out nothing is free for another."""
-        self._breakers.release(self)
+        for key in self._trials:
+            self._breakers.release(key)
+        self._trials.clear()
 
 
 class Breakers:
-    """All breakers of a router; only those with a fault are kept."""
+    """All breakers of a router, on `clock`; only those with a fault are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._breakers: dict[Key, Breaker] = {}
 
-    def excluded(self, now: float) -> Excluded:
+    def excluded(self) -> Excluded:
         """What placement should leave out now."""
-        keys = [key for key, breaker in self._breakers.items() if breaker.excludes(now)]
+        keys = [key for key, breaker in self._breakers.items() if not breaker.due]
         return Excluded(
             frozenset(key[0] for key in keys if len(key) == 1),
             frozenset((key[0], key[1]) for key in keys if len(key) == 2),
@@ -136,14 +91,14 @@ class Breakers:
         workers = sum(len(key) == 1 for key in keys)
         return workers, len(keys) - workers
 
-    def begin(self, prefill: str, decode: str | None, now: float) -> AttemptHealth:
+    def begin(self, prefill: str, decode: str | None) -> AttemptHealth:
         """An attempt is placed; it is the trial of each half-open breaker on its way."""
-        health = AttemptHealth(self, prefill, decode)
-        for key in health.keys:
-            breaker = self._breakers.get(key)
-            if breaker is not None and breaker.half_open(now):
-                breaker.trial = health
-        return health
+        return AttemptHealth(self, prefill, decode)
+
+    def start_trial(self, key: Key) -> bool:
+        """Whether the caller is now the trial of what `key` names."""
+        breaker = self._breakers.get(key)
+        return breaker is not None and not breaker.closed and breaker.allow()
 
     def record_success(self, key: Key) -> None:
         """End the row of faults of what `key` names."""
@@ -152,28 +107,20 @@ class Breakers:
             return
         if breaker.closed:
             del self._breakers[key]
-        breaker.trial = None
         breaker.record_success()
 
-    def pass_trial(self, health: AttemptHealth, key: Key) -> None:
-        """Close a breaker whose trial has gone well so far."""
-        breaker = self._breakers.get(key)
-        if breaker is not None and breaker.trial is health:
-            breaker.trial = None
-            breaker.record_success()
-
-    def record_fault(self, key: Key, now: float) -> None:
+    def record_fault(self, key: Key) -> None:
         """Count a fault of what `key` names."""
-        breaker = self._breakers.setdefault(key, Breaker(WORKER_FAULTS if len(key) == 1 else PAIR_FAULTS))
-        breaker.record_fault(now)
-        breaker.trial = None
+        if (breaker := self._breakers.get(key)) is None:
+            threshold = WORKER_FAULTS if len(key) == 1 else PAIR_FAULTS
+            breaker = Breaker(SHORTEST_S, LONGEST_S, self._clock, threshold=threshold, same_event_s=SAME_EVENT_S)
+            self._breakers[key] = breaker
+        breaker.record_failure()
 
-    def release(self, health: AttemptHealth) -> None:
-        """End the trials of an attempt."""
-        for key in health.keys:
-            breaker = self._breakers.get(key)
-            if breaker is not None and breaker.trial is health:
-                breaker.trial = None
+    def release(self, key: Key) -> None:
+        """The trial of what `key` names has found out nothing."""
+        if (breaker := self._breakers.get(key)) is not None:
+            breaker.release()
 
     def retain(self, workers: Container[str]) -> None:
         """Forget the breakers of workers that are gone: what comes back under their name starts anew."""

@@ -156,7 +156,7 @@ class Reserver:
         """Ask the decode workers in turn. The ticket stays the caller's until there is a placement."""
         if not request.query.decodes:
             self._dispatch(request, ticket, selection)
-            return Placement(ticket, self._breakers.begin(selection.prefill, None, self._loop.time()))
+            return Placement(ticket, self._breakers.begin(selection.prefill, None))
         names = (*selection.decode, *self._last_resort(request, selection, never))
         request.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(names))
         answers: dict[str, Reserved] = {}
@@ -173,7 +173,7 @@ class Reserver:
             answer = answers[name] = await self._ask(attempt, request, Prefix(digests, request.salt, request.cache))
             if answer.granted:
                 link.subtract_room(request.context_tokens - answer.cached_tokens, len(request.choices))
-                health = self._breakers.begin(selection.prefill, name, self._loop.time())
+                health = self._breakers.begin(selection.prefill, name)
                 self._dispatch(request, ticket, selection)
                 peer = self._peer(ticket, link) if answer.cached_tokens else None
                 return Placement(ticket, health, attempt, name, incarnation, consumer, answer.cached_tokens, peer)

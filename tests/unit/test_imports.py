@@ -17,6 +17,7 @@ SERVICES = ("prefill_svc", "decode_svc", "router")
 PACKAGES = ("baton", *SERVICES)
 
 PURE = (
+    "baton.breaker",
     "baton.cache_report",
     "baton.completion",
     "baton.config",

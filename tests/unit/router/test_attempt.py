@@ -51,7 +51,7 @@ class FakeDispatcher:
     async def place(
         self, asked: PlacementRequest, deliver: Deliver, suspected: Callable[[], bool]
     ) -> AsyncIterator[Placement]:
-        yield Placement(cast(PrefillTicket, FakeTicket()), Breakers().begin("p", None, 0))
+        yield Placement(cast(PrefillTicket, FakeTicket()), Breakers(lambda: 0.0).begin("p", None))
 
     def release(self, ticket: PrefillTicket) -> None:
         return

@@ -155,7 +155,7 @@ async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> N
 @pytest.mark.parametrize("alone", [False, True])
 async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: bool) -> None:
     pool = Workers(d=FULL, e=GRANTED)
-    reserver = Reserver(cast(Pool, pool), Breakers(), 1.0)
+    reserver = Reserver(cast(Pool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
     pool.kept = frozenset({"e"})
     query = PlacementQuery(8, alone=alone)
     request = PlacementRequest("r", 0, "", Lifecycle(State.LINE, 0.0), query, 8, 4, (0,), True)

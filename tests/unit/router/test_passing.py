@@ -170,7 +170,11 @@ async def test_who_has_no_pair_is_passed_over_while_seats_are_free() -> None:
     """The prefill worker has a pair that failed one request, and the other one has no seat."""
     workers = Prefills(p1=0, p2=2)
     asked = dispatcher(workers, prefill_limit=2)
-    asked._breakers.begin("p1", "d", 0.0).record_fault(("p1", "d"), asked._loop.time())
+    failed = Held(asked, "failed")
+    await failed.placed.wait()
+    assert failed.place is not None
+    failed.place.health.record_fault(failed.place.health.pair)
+    await failed.end()
     waits = Held(asked, "waits", tenant="t")
     others = [Held(asked, f"other{i}", tenant="t", decodes=False) for i in range(2)]
     await settle()

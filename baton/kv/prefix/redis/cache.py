@@ -28,11 +28,11 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
 
+from baton.breaker import Breaker
 from baton.kv.format import KvFormat
 from baton.kv.prefix.address import parse_redis_url
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
 from baton.kv.prefix.record import HEADER_BYTES, BadRecord, RecordCodec
-from baton.kv.prefix.redis.breaker import Breaker
 from baton.kv.prefix.redis.calls import RedisCalls
 from baton.kv.prefix.redis.connect import open_topology
 from baton.kv.prefix.redis.faults import count_fault, fault_label

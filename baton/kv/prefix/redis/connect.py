@@ -12,9 +12,9 @@ from redis.asyncio.sentinel import MasterNotFoundError
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
+from baton.breaker import Breaker
 from baton.errors import ConfigError
 from baton.kv.prefix.address import RedisAddress
-from baton.kv.prefix.redis.breaker import Breaker
 from baton.kv.prefix.redis.topology import Address, Cluster, SingleMaster, Topology, first_answer
 
 _READ_BYTES = 256 << 10

@@ -17,7 +17,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from baton.kv.prefix.redis.breaker import Breaker
+from baton.breaker import Breaker
 from baton.telemetry import metrics
 
 _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (

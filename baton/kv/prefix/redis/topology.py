@@ -15,7 +15,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisClusterException
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from baton.kv.prefix.redis.breaker import Breaker
+from baton.breaker import Breaker
 from baton.kv.prefix.redis.faults import NodeHealth
 from baton.kv.prefix.redis.nodes import Node, close
 

@@ -3,81 +3,101 @@
 from __future__ import annotations
 
 from router.placement.policy import Excluded
-from router.workers.failures import LONGEST_S, Breakers
+from router.workers.failures import LONGEST_S, AttemptHealth, Breakers
+from tests.clock import Clock
 
 
-def fail(breakers: Breakers, prefill: str, decode: str, now: float) -> None:
+class TimedBreakers(Breakers):
+    """Breakers, and what they exclude at a time."""
+
+    def __init__(self) -> None:
+        self.time = Clock()
+        super().__init__(self.time)
+
+    def at(self, now: float) -> Excluded:
+        self.time.now = now
+        return self.excluded()
+
+
+def fail(breakers: TimedBreakers, prefill: str, decode: str, now: float) -> None:
     """A transfer between the two fails."""
-    health = breakers.begin(prefill, decode, now)
-    health.record_fault(health.pair, now)
+    breakers.time.now = now
+    health = breakers.begin(prefill, decode)
+    health.record_fault(health.pair)
     health.end()
 
 
-def fault(breakers: Breakers, worker: str, now: float) -> None:
-    health = breakers.begin(worker, None, now)
-    health.record_fault(health.prefill, now)
+def begin(breakers: TimedBreakers, now: float) -> AttemptHealth:
+    breakers.time.now = now
+    return breakers.begin("p", "d")
+
+
+def fault(breakers: TimedBreakers, worker: str, now: float) -> None:
+    breakers.time.now = now
+    health = breakers.begin(worker, None)
+    health.record_fault(health.prefill)
     health.end()
 
 
 def test_a_worker_opens_at_the_third_fault_in_a_row() -> None:
-    breakers = Breakers()
+    breakers = TimedBreakers()
     fault(breakers, "p", 0)
     fault(breakers, "p", 1)
-    assert breakers.excluded(1) == Excluded()
+    assert breakers.at(1) == Excluded()
     fault(breakers, "p", 2)
-    assert breakers.excluded(2) == Excluded(frozenset({"p"}))
+    assert breakers.at(2) == Excluded(frozenset({"p"}))
     assert breakers.count_open() == (1, 0)
 
 
 def test_a_success_ends_the_row() -> None:
-    breakers = Breakers()
+    breakers = TimedBreakers()
     for now in range(0, 12, 2):
         fault(breakers, "p", now)
         breakers.record_success(("p",))
-    assert breakers.excluded(12) == Excluded()
+    assert breakers.at(12) == Excluded()
 
 
 def test_the_faults_of_one_event_count_once() -> None:
-    breakers = Breakers()
+    breakers = TimedBreakers()
     for sequence in range(10):
         fault(breakers, "p", 5 + 0.001 * sequence)
-    assert breakers.excluded(5.1) == Excluded()
+    assert breakers.at(5.1) == Excluded()
 
 
 def test_a_pair_opens_at_once_and_the_workers_stay_usable() -> None:
-    breakers = Breakers()
+    breakers = TimedBreakers()
     fail(breakers, "p", "d", 0)
-    assert breakers.excluded(0) == Excluded(frozenset(), frozenset({("p", "d")}))
+    assert breakers.at(0) == Excluded(frozenset(), frozenset({("p", "d")}))
 
 
 def test_half_open_lets_one_through_and_its_success_closes() -> None:
-    breakers = Breakers()
+    breakers = TimedBreakers()
     fail(breakers, "p", "d", 0)
-    assert breakers.excluded(0.99).pairs
-    assert not breakers.excluded(1.0).pairs
-    trial = breakers.begin("p", "d", 1.0)
-    assert breakers.excluded(1.0).pairs
-    other = breakers.begin("p", "d", 1.0)
+    assert breakers.at(0.99).pairs
+    assert not breakers.at(1.0).pairs
+    trial = begin(breakers, 1.0)
+    assert breakers.at(1.0).pairs
+    other = begin(breakers, 1.0)
     other.end()
-    assert breakers.excluded(1.0).pairs
+    assert breakers.at(1.0).pairs
     trial.pass_trial(trial.pair)
-    assert not breakers.excluded(1.0).pairs
+    assert not breakers.at(1.0).pairs
     assert breakers.count_open() == (0, 0)
 
 
 def test_a_trial_that_finds_out_nothing_makes_room_for_another() -> None:
-    breakers = Breakers()
+    breakers = TimedBreakers()
     fail(breakers, "p", "d", 0)
-    breakers.begin("p", "d", 2).end()
-    assert not breakers.excluded(2).pairs
+    begin(breakers, 2).end()
+    assert not breakers.at(2).pairs
 
 
 def test_each_failed_trial_doubles_the_wait_up_to_a_minute() -> None:
-    breakers, now, waits = Breakers(), 0.0, []
+    breakers, now, waits = TimedBreakers(), 0.0, []
     for _ in range(9):
         fail(breakers, "p", "d", now)
         wait = 0.5
-        while breakers.excluded(now + wait).pairs:
+        while breakers.at(now + wait).pairs:
             wait *= 2 if wait < 32 else 1.875
         waits.append(wait)
         now += wait
@@ -86,31 +106,31 @@ def test_each_failed_trial_doubles_the_wait_up_to_a_minute() -> None:
 
 
 def test_faults_of_attempts_begun_before_do_not_make_the_wait_longer() -> None:
-    breakers = Breakers()
+    breakers = TimedBreakers()
     for now in (0.0, 0.2, 0.4, 0.6, 0.8):
         fail(breakers, "p", "d", now)
-    assert not breakers.excluded(1.0).pairs
+    assert not breakers.at(1.0).pairs
 
 
 def test_a_trial_that_went_well_is_forgotten_only_after_another_success() -> None:
-    breakers = Breakers()
+    breakers = TimedBreakers()
     fail(breakers, "p", "d", 0)
-    trial = breakers.begin("p", "d", 1)
+    trial = begin(breakers, 1)
     trial.pass_trial(trial.pair)
     fail(breakers, "p", "d", 2)
-    assert breakers.excluded(3.5).pairs, "the second wait is the longer one"
+    assert breakers.at(3.5).pairs, "the second wait is the longer one"
     breakers.record_success(("p", "d"))
     breakers.record_success(("p", "d"))
     fail(breakers, "p", "d", 10)
-    assert not breakers.excluded(11).pairs
+    assert not breakers.at(11).pairs
 
 
 def test_what_is_gone_comes_back_unblemished() -> None:
-    breakers = Breakers()
+    breakers = TimedBreakers()
     fail(breakers, "p", "d", 0)
     for now in (0.2, 0.4, 0.6):
         fault(breakers, "p", now)
     breakers.retain({"p", "d"})
-    assert breakers.excluded(0.7) == Excluded(frozenset({"p"}), frozenset({("p", "d")}))
+    assert breakers.at(0.7) == Excluded(frozenset({"p"}), frozenset({("p", "d")}))
     breakers.retain({"d"})
-    assert breakers.excluded(0.7) == Excluded()
+    assert breakers.at(0.7) == Excluded()

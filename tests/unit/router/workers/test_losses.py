@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.workers.failures import SAME_EVENT_S, WorkerLoss, WorkerLosses
+from router.workers.failures import SAME_LOSS_S, WorkerLoss, WorkerLosses
 
 WORKER = "decode d:1"
 
@@ -47,13 +47,13 @@ def test_the_ends_of_session_and_watch_are_one_loss_in_either_order() -> None:
     session = losses.record_loss(WORKER, "one", 3, 10.0, shared=False)
     # A status that was under way is read between the two.
     losses.record_status(WORKER, "one")
-    assert losses.record_loss(WORKER, "one", 0, 10.0 + SAME_EVENT_S, shared=False) is session
+    assert losses.record_loss(WORKER, "one", 0, 10.0 + SAME_LOSS_S, shared=False) is session
     assert (session.death, session.settled, session.share) == (True, False, 1 / 3)
     watch = losses.record_loss(WORKER, "two", 0, 20.0, shared=False)
     assert watch.share == 0
     assert losses.record_loss(WORKER, "two", 2, 20.1, shared=False) is watch
     assert watch.share == 0.5
-    later = losses.record_loss(WORKER, "two", 2, 20.1 + 2 * SAME_EVENT_S, shared=False)
+    later = losses.record_loss(WORKER, "two", 2, 20.1 + 2 * SAME_LOSS_S, shared=False)
     assert later is not watch
 
 

@@ -1,6 +1,6 @@
 """The circuit breaker on a clock of our own."""
 
-from baton.kv.prefix.redis.breaker import Breaker
+from baton.breaker import Breaker
 from tests.clock import Clock
 
 
