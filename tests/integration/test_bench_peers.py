@@ -17,7 +17,7 @@ async def test_a_fleet_is_loaded_and_its_streams_are_watched(tmp_path: Path, mon
     checkpoint = make_checkpoint("qwen2", tmp_path, max_position_embeddings=8192)
     for name, value in {"VOCABULARY": VOCAB_SIZE, "IN_TOKENS": 16, "OUT_TOKENS": 4}.items():
         monkeypatch.setattr(fleet, name, value)
-    load = interference.Load(streams=2, alone_s=0.2, prompts=2, tokens=256)
+    load = interference.InterferenceLoad(streams=2, alone_s=0.2, prompts=2, tokens=256)
     async with Fleet(checkpoint) as services:
         router = await services.start_router([await services.prefill()], [await services.decode()])
         report = await asyncio.to_thread(fleet.load, f"grpc://{router.address}", concurrency=2, requests=3, seed=0)
