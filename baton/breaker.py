@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Breaker:
-    """Closed until `threshold` failures in a row; then it allows one call after each pause, which doubles if that fails.
+    """Closed until `threshold` failures in a row; then it allows one call after each pause, which doubles on failure.
 
     Failures within `same_event_s` of each other count once. The pause lasts from `first_s` to `most_s` seconds; only a
     success that finds the breaker closed makes it short again.
