@@ -29,7 +29,7 @@ from router.pipeline import Pipeline
 from router.serving.front_door import FrontDoor, StallGuard
 from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
 from router.serving.tenants import Tenants, Threads
-from router.serving.validator import Model, RequestValidator, largest_message
+from router.serving.validator import RequestValidator, ServedModel, largest_message
 from router.workers.pool import Pool
 
 _LAST_WORDS_S = 2.0
@@ -94,7 +94,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
         stack.callback(dispatcher.close)
         pipeline = Pipeline(pool, dispatcher, config, threads, router_id=router_id, signer=signer)
         stalls = StallGuard(config.client_stall_s)
-        await stack.enter_async_context(stalls.watched())
+        await stack.enter_async_context(stalls.run())
         door = FrontDoor(model, validator, pool, dispatcher, pipeline, tenants, stalls)
 
         def add(server: grpc.aio.Server) -> None:
@@ -170,11 +170,11 @@ class _Health:
             self._listener.set_serving(serving)
 
 
-def _load(config: RouterConfig) -> tuple[Model, int, str]:
+def _load(config: RouterConfig) -> tuple[ServedModel, int, str]:
     """The model, its own greatest length, and the digest of its tokenizer."""
     directory = resolve(config.checkpoint)
     numbers = ModelConfig.from_pretrained(directory)
     digest = tokenizer_digest(directory)
     tokenizer = Tokenizer.load(directory) if digest else None
-    model = Model(config.model_name, numbers.vocab_size, numbers.eos_token_ids, tokenizer)
+    model = ServedModel(config.model_name, numbers.vocab_size, numbers.eos_token_ids, tokenizer)
     return model, numbers.max_position_embeddings, digest

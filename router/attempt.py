@@ -19,7 +19,6 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from baton.config.router import RouterConfig
 from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound, SourceUnreachable
@@ -27,11 +26,13 @@ from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
 from baton.telemetry.metrics import PLACED_TOKENS, WASTED_PREFILL_TOKENS
 from baton.transfer.remote import PrefixSource, RemoteExport
+from baton.transfer.tickets import TicketSigner
 from baton.worker.messages import Output
 from router.dispatcher import Dispatcher
 from router.output.processor import OutputProcessor
 from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import BlockHasher
+from router.placement.scheduler import PlacementRequest
 from router.request import Blame, Cause, Event, Failed, Prefilled, Request
 from router.retries import AvoidedWorker, History
 from router.serving.tenants import Threads
@@ -44,17 +45,10 @@ from router.workers.prefill import (
     call_prefill,
     prefill_message,
 )
-from router.workers.reservation import Placement, PlacementRequest
+from router.workers.reservation import Placement
 
 _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
 """Faults that another attempt would only repeat."""
-
-
-class Signer(Protocol):
-    """Signs tickets for KV."""
-
-    def sign(self, *, transfer_id: str, incarnation: str, consumer: str, expires_unix_s: float) -> bytes:
-        """A ticket that lets `consumer` fetch the KV until then."""
 
 
 class AttemptFailed(Exception):
@@ -78,7 +72,7 @@ class AttemptDeps:
     dispatcher: Dispatcher
     config: RouterConfig
     abandoner: Abandoner
-    signer: Signer | None
+    signer: TicketSigner | None
     threads: Threads
 
 
@@ -118,7 +112,7 @@ class Attempt:
         """Serve the choices, after a pause; raises AttemptFailed when another attempt may succeed."""
         self._output.begin(self._choices)
         try:
-            async with self._placed(delay_s) as (placement, message):
+            async with self._place(delay_s) as (placement, message):
                 await self._serve(placement, message)
         finally:
             self._life.end(self._loop.time())
@@ -137,7 +131,7 @@ class Attempt:
         )
 
     @contextlib.asynccontextmanager
-    async def _placed(self, delay_s: float) -> AsyncIterator[tuple[Placement, PrefillMessage]]:
+    async def _place(self, delay_s: float) -> AsyncIterator[tuple[Placement, PrefillMessage]]:
         """A placement, waited for until the deadline, and what its prefill worker is asked for."""
         dispatcher, began = self._deps.dispatcher, self._loop.time()
         async with contextlib.AsyncExitStack() as stack:
@@ -231,14 +225,10 @@ class Attempt:
 
     def _kv_ticket(self, transfer_id: str, incarnation: str, consumer: str) -> bytes:
         """What lets `consumer` fetch KV until the deadline; empty where the fleet has no keys."""
-        if self._deps.signer is None:
+        if (signer := self._deps.signer) is None:
             return b""
-        return self._deps.signer.sign(
-            transfer_id=transfer_id,
-            incarnation=incarnation,
-            consumer=consumer,
-            expires_unix_s=time.time() + (self._remaining() or 0.0),
-        )
+        expires = time.time() + (self._remaining() or 0.0)
+        return signer.sign(transfer_id=transfer_id, incarnation=incarnation, consumer=consumer, expires_unix_s=expires)
 
     async def _prefill(
         self, placement: Placement, message: PrefillMessage, transfer_id: str, source: PrefixSource | None
@@ -364,18 +354,15 @@ class Attempt:
         """What a failure means for the request, and for its workers."""
         if isinstance(failed.error, _FINAL) and failed.cause is not Cause.REFUSED:
             return failed.error
-        if failed.blame is Blame.PAIR and await self._exporter_lost(placement, failed):
+        # Decode may notice before the watch does that it can't fetch KV because the prefill worker is lost.
+        grace_s = LOSS_GRACE_S if isinstance(failed.error, SourceUnreachable) else 0.0
+        if failed.blame is Blame.PAIR and await placement.prefill.wait_for_loss(grace_s):
             failed = replace(failed, blame=Blame.PREFILL, cause=Cause.LOST, loss=placement.prefill.loss)
         self._prefill_failed = failed.blame is Blame.PREFILL and not self._prefilled
         if self._prefilled and not self._fetched and placement.decode is not None:
             WASTED_PREFILL_TOKENS.inc(len(self._request.prompt_ids) + len(self._output_ids))
         alone = placement.isolation is not None and not placement.isolation.released
         return AttemptFailed(failed, self._blame(placement, failed), alone=alone)
-
-    async def _exporter_lost(self, placement: Placement, failed: Failed) -> bool:
-        """Whether KV can't be fetched because its worker is lost; decode may notice before the watch does."""
-        grace_s = LOSS_GRACE_S if isinstance(failed.error, SourceUnreachable) else 0.0
-        return await placement.prefill.lost_within(grace_s)
 
     def _blame(self, placement: Placement, failed: Failed) -> str:
         """Have the next attempts avoid what failed, and say its name."""

@@ -19,11 +19,12 @@ from dataclasses import replace
 from functools import partial
 
 from baton.errors import Unavailable
-from router.placement.policy import PlacementQuery, Selection, quietest_pair, servable
+from router.placement.policy import PlacementQuery, Selection, can_serve, quietest_pair
+from router.placement.scheduler import PlacementRequest, Refusal
 from router.request import Deliver
 from router.workers.failures import Breakers
 from router.workers.pool import Pool
-from router.workers.reservation import IsolationGrant, Placement, PlacementRequest, Refusal, Reserver
+from router.workers.reservation import IsolationGrant, Placement, Reserver
 
 
 class Isolation:
@@ -92,7 +93,7 @@ class Isolation:
         refused, gone_since = None, None
         while suspected():
             seen, now, until = self._version, self._loop.time(), math.inf
-            if not servable(self._pool.fleet, decodes=request.query.decodes):
+            if not can_serve(self._pool.fleet, decodes=request.query.decodes):
                 gone_since = now if gone_since is None else gone_since
                 until = gone_since + self._worker_wait_s
                 if now >= until:

@@ -21,7 +21,8 @@ from baton.config.router import RouterConfig
 from baton.errors import BatonError, DeadlineExceeded, EngineError, Unavailable
 from baton.ledger import Ledger
 from baton.telemetry.metrics import ATTEMPTS_FAILED, REPLAYS, RETRIES_REFUSED
-from router.attempt import Attempt, AttemptDeps, AttemptFailed, RequestState, Signer
+from baton.transfer.tickets import TicketSigner
+from router.attempt import Attempt, AttemptDeps, AttemptFailed, RequestState
 from router.dispatcher import Dispatcher
 from router.output.processor import OutputProcessor
 from router.placement.prefix_directory import BlockHasher
@@ -61,7 +62,7 @@ class Pipeline:
         threads: Threads,
         *,
         router_id: str = "router",
-        signer: Signer | None = None,
+        signer: TicketSigner | None = None,
     ) -> None:
         self._router_id = router_id
         self._abandoner = Abandoner()
@@ -124,11 +125,11 @@ class Pipeline:
             if len(choices) > 1 and any(output.output_ids(choice) for choice in choices):
                 await _all(self._serve(state, (choice,), history.fork(), delay_s) for choice in choices)
                 return
-            before = output.emitted(choices)
+            before = output.count_emitted(choices)
             try:
                 await self._attempt(Attempt(self._deps, state, choices, history), delay_s)
             except AttemptFailed as attempt:
-                if (tokens := output.emitted(choices) - before) > 0:
+                if (tokens := output.count_emitted(choices) - before) > 0:
                     history.record_progress(tokens // len(choices))
                 await self._judge(state.request, history, attempt)
                 delay_s = self._retry(state.request, history, attempt)

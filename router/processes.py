@@ -50,7 +50,7 @@ class Several:
 
 
 @contextlib.asynccontextmanager
-async def several(config: RouterConfig) -> AsyncIterator[Several]:
+async def run_several(config: RouterConfig) -> AsyncIterator[Several]:
     """Start `config.processes` routers on one port; the end of the block ends them.
 
     Raises ConfigError for an address that is refused or taken and for one of --ops that leaves too few ports,

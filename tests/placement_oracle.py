@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.placement.fleet import DecodeView, PrefillView, pairable
+from router.placement.fleet import DecodeView, PrefillView, can_pair
 from router.placement.policy import (
     ALL_ASKED,
     MOST_ASKED,
@@ -56,7 +56,7 @@ def pairs(
         return [(prefill, []) for prefill in prefills]
     decodes = [decode for decode in decodes if not decode.draining and decode.name not in closed]
     matched = [
-        (prefill, [d for d in decodes if pairable(prefill.kv_format, d.kv_format, converts=d.converts_kv)])
+        (prefill, [d for d in decodes if can_pair(prefill.kv_format, d.kv_format, converts=d.converts_kv)])
         for prefill in prefills
     ]
     return [(prefill, follow) for prefill, follow in matched if follow]

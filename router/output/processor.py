@@ -150,7 +150,7 @@ class OutputProcessor:
         """The tokens of a choice that were emitted."""
         return self._choices[choice].output_ids
 
-    def emitted(self, choices: Iterable[int]) -> int:
+    def count_emitted(self, choices: Iterable[int]) -> int:
         """How many tokens of these choices were emitted."""
         return sum(len(self._choices[index].output_ids) for index in choices)
 
@@ -177,7 +177,7 @@ class OutputProcessor:
 
     def close(self) -> None:
         """The request is served."""
-        completion = self.emitted(range(len(self._choices)))
+        completion = self.count_emitted(range(len(self._choices)))
         usage = Usage(self._prompt_tokens, self._cached_tokens or 0, completion, self._cached)
         self.queue.close(usage, self.account.timings(self._clock()))
 

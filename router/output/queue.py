@@ -35,7 +35,7 @@ _TEXT = _ROOM // _CHARACTER_BYTES // 4
 
 
 @dataclass(slots=True)
-class Delta:
+class ChoiceUpdate:
     """What is new about one choice; the last two say what a finish with STOP is owed to."""
 
     index: int
@@ -50,7 +50,7 @@ class Delta:
 class Update:
     """What is new about a request, at most one message; usage and timings come with the last."""
 
-    deltas: dict[int, Delta] = field(default_factory=dict)
+    deltas: dict[int, ChoiceUpdate] = field(default_factory=dict)
     prompt_tokens: Sequence[TokenInfo] = ()
     usage: Usage | None = None
     timings: Timings | None = None
@@ -132,12 +132,12 @@ class OutputQueue:
         update.prompt_tokens = report[start:end]
         return update
 
-    def _delta(self, choice: int, size: int) -> Delta:
+    def _delta(self, choice: int, size: int) -> ChoiceUpdate:
         """What of the last message is about a choice, with room for `size` bytes more."""
         update = self._last(size + _DELTA_BYTES)
         found = update.deltas.get(choice)
         if found is None:
-            found = update.deltas[choice] = Delta(choice)
+            found = update.deltas[choice] = ChoiceUpdate(choice)
             size += _DELTA_BYTES
         update.size += size
         return found

@@ -72,7 +72,7 @@ Group = dict[str, V]
 """Workers with the same KV format, by name."""
 
 
-def pairable(prefill: KvFormat, decode: KvFormat, *, converts: bool) -> bool:
+def can_pair(prefill: KvFormat, decode: KvFormat, *, converts: bool) -> bool:
     """Whether KV of one format can be handed to a worker of the other."""
     return prefill == decode or (converts and decode.can_convert_from(prefill))
 
@@ -128,7 +128,7 @@ class FleetView:
                     [
                         decodes.values()
                         for (theirs, converts), decodes in self._decode_groups.items()
-                        if pairable(kv_format, theirs, converts=converts)
+                        if can_pair(kv_format, theirs, converts=converts)
                     ],
                 )
                 for kv_format, prefills in self._prefill_groups.items()
@@ -140,7 +140,7 @@ class FleetView:
         return [
             view
             for (theirs, converts), decodes in self._decode_groups.items()
-            if pairable(prefill.kv_format, theirs, converts=converts)
+            if can_pair(prefill.kv_format, theirs, converts=converts)
             for view in decodes.values()
         ]
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from router.placement.fleet import DecodeView, FleetView, PrefillView, pairable
+from router.placement.fleet import DecodeView, FleetView, PrefillView, can_pair
 from router.placement.prefix_directory import NO_MATCH, PrefixMatch
 
 ALL_ASKED, MOST_ASKED = 32, 6
@@ -88,7 +88,7 @@ class Penalty:
         return self.of_worker(prefill) + least_decode, 0
 
 
-def servable(fleet: FleetView, *, decodes: bool) -> bool:
+def can_serve(fleet: FleetView, *, decodes: bool) -> bool:
     """Whether some worker, or some pair, could serve a request at all, now or later."""
     return any(followers or not decodes for _, followers in fleet.pairs)
 
@@ -150,7 +150,7 @@ def quietest_pair(
         (penalty.of_pair(prefill.name, decode.name), prefill.own_requests + decode.own_requests, prefill.name, name)
         for prefill in prefills
         for name, decode in ((each.name, each) for each in heapq.nsmallest(ALL_ASKED, decodes.values(), key=busy))
-        if pairable(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
+        if can_pair(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
     ]
     if not pairs:
         return None

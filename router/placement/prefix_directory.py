@@ -286,9 +286,16 @@ class PrefixDirectory:
         index.forget(worker)
         INDEX_BLOCKS.labels(role.value).set(len(index))
 
-    def match_prefix(self, role: WorkerRole, digests: Digests) -> PrefixMatch:
-        """Which workers hold how much of a context; valid until the next report."""
-        now, index = self._clock(), self._index(role)
+    def match_prefill(self, digests: Digests) -> PrefixMatch:
+        """Which prefill workers hold how much of a context; valid until the next report."""
+        return self._match(self._prefill, digests)
+
+    def match_decode(self, digests: Digests) -> PrefixMatch:
+        """Which decode workers hold how much of a context; valid until the next report."""
+        return self._match(self._decode, digests)
+
+    def _match(self, index: PrefixIndex, digests: Digests) -> PrefixMatch:
+        now = self._clock()
         matches = [index.match(chain, namespace.block_size, now) for namespace, chain in digests.items()]
         if len(matches) <= 1:
             return matches[0] if matches else NO_MATCH

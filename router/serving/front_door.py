@@ -29,7 +29,7 @@ from router.output.processor import OutputProcessor
 from router.output.queue import OutputQueue, Update
 from router.pipeline import Pipeline
 from router.serving.tenants import Caller, Tenants
-from router.serving.validator import ChatPrompt, GenerateRequest, Model, RequestValidator, TextPrompt
+from router.serving.validator import ChatPrompt, GenerateRequest, RequestValidator, ServedModel, TextPrompt
 from router.workers.pool import Pool
 
 DRAIN_LIMIT_S = 5.0
@@ -101,7 +101,7 @@ class StallGuard:
             raise DeadlineExceeded(f"client_stall_s: {problem}") from None
 
     @contextlib.asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """Judge the streams until the block ends."""
         watching = asyncio.create_task(self._watch(), name="client stalls")
         try:
@@ -159,7 +159,7 @@ class FrontDoor:
 
     def __init__(
         self,
-        model: Model,
+        model: ServedModel,
         validator: RequestValidator,
         pool: Pool,
         dispatcher: Dispatcher,
@@ -195,7 +195,7 @@ class FrontDoor:
         status, now = "CANCELLED", asyncio.get_running_loop().time
         try:
             arrived = now()
-            with self._admitted(caller):
+            with self._admit(caller):
                 self._validator.check_model(request.model)
                 self._dispatcher.check(caller.tenant, decodes=request.max_tokens != 1)
                 checked = await self._validator.validate(
@@ -224,7 +224,7 @@ class FrontDoor:
         self, prompt: TextPrompt | ChatPrompt | None, caller: Caller, *, model: str = "", size: int = 0
     ) -> AsyncIterator[ClientStream[list[int]]]:
         """One item: the token ids of a text or a chat, which takes `size` bytes."""
-        with self._admitted(caller):
+        with self._admit(caller):
             self._validator.check_model(model)
             token_ids = await self._validator.tokenize(prompt, caller.tenant, size=size)
             async with self._stalls.stream(_once(token_ids), lambda: True) as stream:
@@ -235,7 +235,7 @@ class FrontDoor:
         self, token_ids: Sequence[int], caller: Caller, *, skip_special_tokens: bool, model: str = "", size: int = 0
     ) -> AsyncIterator[ClientStream[str]]:
         """One item: the text of token ids, which take `size` bytes."""
-        with self._admitted(caller):
+        with self._admit(caller):
             self._validator.check_model(model)
             text = await self._validator.detokenize(
                 token_ids, caller.tenant, skip_special_tokens=skip_special_tokens, size=size
@@ -262,7 +262,7 @@ class FrontDoor:
         await self._idle.wait()
 
     @contextlib.contextmanager
-    def _admitted(self, caller: Caller) -> Iterator[None]:
+    def _admit(self, caller: Caller) -> Iterator[None]:
         """A call that counts as one of its tenant's streams, and that a drain waits for."""
         if self._draining:
             raise Unavailable("the router is draining")

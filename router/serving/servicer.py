@@ -30,7 +30,7 @@ from baton.rpc.convert import (
     usage_to_proto,
 )
 from baton.rpc.errors import begin, write
-from router.output.queue import Delta, Update
+from router.output.queue import ChoiceUpdate, Update
 from router.serving.front_door import FrontDoor
 from router.serving.tenants import HEADER, Tenants
 from router.serving.validator import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
@@ -206,7 +206,7 @@ def _response(request_id: str, update: Update) -> inference_pb2.GenerateResponse
     return response
 
 
-def _add_delta(response: inference_pb2.GenerateResponse, delta: Delta) -> None:
+def _add_delta(response: inference_pb2.GenerateResponse, delta: ChoiceUpdate) -> None:
     message = response.choices.add(index=delta.index, text=delta.text, finish_reason=finish_to_proto(delta.finish))
     for token in delta.tokens:
         add_token(message.tokens, token)

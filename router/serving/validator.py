@@ -45,7 +45,7 @@ _TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ServedModel:
     """What the router knows of the served model; `tokenizer` is None when the checkpoint has none."""
 
     name: str
@@ -114,7 +114,7 @@ class RequestValidator:
 
     def __init__(
         self,
-        model: Model,
+        model: ServedModel,
         max_model_len: Callable[[], int],
         threads: Threads,
         salt: Callable[[str, str], bytes] = lambda tenant, cache_salt: b"",

@@ -335,7 +335,7 @@ class WorkerLink:
         # A ticket is closed at the first token, and its request stays until the KV is fetched.
         return len(self._tickets & self._present.keys())
 
-    def _session_ended(self, suspects: int) -> SessionEnd:
+    def _on_session_end(self, suspects: int) -> SessionEnd:
         reason, cause = self._ending or ("", Cause.DRAIN if self.draining else Cause.LOST)
         return SessionEnd(reason, cause, self._loss(cause, suspects))
 
@@ -348,7 +348,7 @@ class WorkerLink:
             self._observer.update_worker(self)
             began = asyncio.get_running_loop().time()
             try:
-                await session.run(self._session_ended)
+                await session.run(self._on_session_end)
             finally:
                 if self.session is session:
                     self.session = None

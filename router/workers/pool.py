@@ -29,8 +29,8 @@ from baton.kv.format import KvFormat
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
 from baton.worker.status import WIRE_VERSION, PrefixChange, WorkerIdentity, WorkerRole
-from router.placement.fleet import FleetView, pairable
-from router.placement.policy import servable
+from router.placement.fleet import FleetView, can_pair
+from router.placement.policy import can_serve
 from router.placement.prefix_directory import BlockNamespace, PrefixDirectory
 from router.workers.failures import WorkerLosses
 from router.workers.link import WorkerLink
@@ -149,7 +149,7 @@ class Pool:
     @property
     def serving(self) -> bool:
         """Whether at least one pair of workers can serve."""
-        return servable(self.fleet, decodes=True)
+        return can_serve(self.fleet, decodes=True)
 
     def prefill_link(self, name: str) -> WorkerLink:
         """The prefill worker that the fleet calls `name`."""
@@ -217,9 +217,9 @@ class Pool:
         link = WorkerLink(address, role, self._router_id, self, self.losses, self._tls)
         task = asyncio.create_task(link.run(), name=f"worker {address}")
         self._links[role, address] = (link, task)
-        task.add_done_callback(partial(self._ended, link))
+        task.add_done_callback(partial(self._on_end, link))
 
-    def _ended(self, link: WorkerLink, task: asyncio.Task[None]) -> None:
+    def _on_end(self, link: WorkerLink, task: asyncio.Task[None]) -> None:
         del self._links[link.role, link.address]
         if task.cancelled() or self._closed or not link.listed:
             return
@@ -334,7 +334,7 @@ def _key(link: WorkerLink) -> str:
 
 def _pair(one: WorkerIdentity, other: WorkerIdentity) -> bool:
     prefill, decode = (one, other) if one.role is WorkerRole.PREFILL else (other, one)
-    return pairable(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
+    return can_pair(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
 
 
 def _short(text: str) -> str:

@@ -71,7 +71,7 @@ class PrefillTicket:
         self.tokens = tokens
         self.cached_tokens = cached_tokens
         """Of the tokens, those that the worker was thought to hold when it was chosen."""
-        self.shards = addressed(identity.shards, link.address)
+        self.shards = complete_shards(identity.shards, link.address)
         """Where decode workers reach the worker's KV."""
         self.incarnation = identity.incarnation
         self.consumer = consumer_of(identity)
@@ -101,7 +101,7 @@ class PrefillTicket:
         if self._deliver is not None:
             self._deliver(self._failed)
 
-    async def lost_within(self, seconds: float) -> bool:
+    async def wait_for_loss(self, seconds: float) -> bool:
         """Whether the worker is lost by then; tells a worker's death from a fault that merely looks like it."""
         if not self.lost.is_set():
             with contextlib.suppress(TimeoutError):
@@ -119,12 +119,12 @@ def _host(address: str) -> str:
     return parse_address(address)[0]
 
 
-def addressed(shards: Sequence[Shard], dialled: str) -> tuple[Shard, ...]:
+def complete_shards(shards: Sequence[Shard], dialled: str) -> tuple[Shard, ...]:
     """The shards of a worker that was dialled there, each with the host of its address."""
-    return tuple(replace(shard, kv_address=complete(shard.kv_address, dialled)) for shard in shards)
+    return tuple(replace(shard, kv_address=complete_address(shard.kv_address, dialled)) for shard in shards)
 
 
-def complete(kv_address: str, dialled: str) -> str:
+def complete_address(kv_address: str, dialled: str) -> str:
     """`kv_address` with an empty host replaced by that of the dialled address."""
     host, _, port = kv_address.rpartition(":")
     return kv_address if host else join_address(_host(dialled), int(port))
@@ -222,7 +222,7 @@ async def _failed(ticket: PrefillTicket, error: BatonError) -> Failed:
         # Call and watch break at the same moment when a worker dies, and it is the watch that tells so.
         if ticket.link.draining:
             return Failed(error, Blame.PREFILL, Cause.DRAIN)
-        if await ticket.lost_within(LOSS_GRACE_S):
+        if await ticket.wait_for_loss(LOSS_GRACE_S):
             return Failed(error, Blame.PREFILL, Cause.LOST, ticket.loss)
         if ticket.link.draining:
             return Failed(error, Blame.PREFILL, Cause.DRAIN)

@@ -6,54 +6,22 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.kv.format import Shard
-from baton.lifecycle import Lifecycle, State
-from baton.request import CachePolicy
+from baton.lifecycle import State
 from baton.worker.messages import Reserved
-from baton.worker.status import WorkerRole
 from router.placement.policy import PlacementQuery, Selection
-from router.placement.prefix_directory import Digests
+from router.placement.scheduler import PlacementRequest, Refusal, make_query
 from router.request import Deliver
-from router.retries import AvoidedWorker
 from router.workers.failures import AttemptHealth, Breakers
 from router.workers.link import WorkerLink
 from router.workers.pool import Pool
-from router.workers.prefill import PrefillTicket, addressed
+from router.workers.prefill import PrefillTicket, complete_shards
 from router.workers.session import DecodeAttempt, Prefix
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """What one attempt asks for. `again` is set when the request was accepted before and goes to the head.
-
-    `life` goes from LINE to RESERVING when decode workers are asked, and back when all refuse. `digests` are empty for
-    a request that must not read the prefix cache.
-    """
-
-    request_id: str
-    attempt: int
-    tenant: str
-    life: Lifecycle
-    query: PlacementQuery
-    context_tokens: int
-    max_new_tokens: int
-    choices: tuple[int, ...]
-    again: bool
-    digests: Digests = field(default_factory=dict)
-    salt: bytes = b""
-    cache: CachePolicy = CachePolicy.READ_WRITE
-    avoided: frozenset[AvoidedWorker] = frozenset()
-    """What failed the request before."""
-
-    @property
-    def deadline(self) -> float:
-        """The request's own, on the event loop's clock."""
-        return self.life.request_deadline
 
 
 class IsolationGrant:
@@ -103,20 +71,6 @@ class Placement:
         return f"prefill {self.prefill.link.name}{decode}"
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """What the decode workers said that refused a request: who can never hold it and why, and when to ask again."""
-
-    never: Mapping[str, str] = field(default_factory=dict)
-    retry_after_s: float = math.inf
-    room_tokens: int = 0
-    """The largest context that another request could have now."""
-    closed: frozenset[str] = frozenset()
-    """Decode workers that are there, and that the request could not ask: to who can ask them it says nothing."""
-    lacks_forks: bool = False
-    """Whether it is for its choices that workers refuse it, which would have room for its context."""
-
-
 class Reserver:
     """Opens tickets at prefill workers, and asks decode workers for pages."""
 
@@ -127,18 +81,8 @@ class Reserver:
         self._loop = asyncio.get_running_loop()
 
     def query(self, request: PlacementRequest, never: Mapping[str, str]) -> PlacementQuery:
-        """What to place, with who can never hold it, who is avoided, and who holds which prefixes now."""
-        if not never and not request.digests and not request.avoided:
-            return request.query
-        match, fleet = self._pool.prefixes.match_prefix, self._pool.fleet
-        views = ((each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in request.avoided)
-        return replace(
-            request.query,
-            avoid=frozenset(each.worker for each, view in views if view is not None and each.applies(view)),
-            never=frozenset(never),
-            prefill_match=match(WorkerRole.PREFILL, request.digests),
-            decode_match=match(WorkerRole.DECODE, request.digests),
-        )
+        """What to place, by what is known now."""
+        return make_query(request, never, self._pool.fleet, self._pool.prefixes)
 
     def open_ticket(self, selection: Selection, query: PlacementQuery) -> PrefillTicket:
         """A ticket at the selected prefill worker."""
@@ -223,7 +167,7 @@ class Reserver:
         status = decode.status
         if status is None or decode.namespace != ticket.link.namespace or not self._pool.signs_for(status.identity):
             return None
-        return Peer(addressed(status.identity.shards, decode.address), status.identity.incarnation)
+        return Peer(complete_shards(status.identity.shards, decode.address), status.identity.incarnation)
 
     async def _ask(self, attempt: DecodeAttempt, request: PlacementRequest, prefix: Prefix) -> Reserved:
         """One worker's answer; one that doesn't come in time, or for a lost session, is a refusal."""

@@ -19,7 +19,6 @@ from baton.request import MAX_CACHE_SALT_BYTES
 from baton.rpc.convert import prefix_source_from_proto
 from baton.transfer.remote import PrefixSource, RemoteExport
 from baton.transfer.tickets import TicketSigner
-from baton.worker.status import WorkerRole
 from tests.integration.router_bench import Answer, Bench, bench, refused, until, whole
 from tests.integration.router_stubs import KV, DownStream, StubDecode, StubPrefill, letter
 
@@ -50,11 +49,12 @@ def digests(prompt: list[int], salt: bytes = b"") -> list[bytes]:
 
 async def hold(b: Bench, stub: StubPrefill | StubDecode, prompt: list[int], *, dropped: bool = False) -> None:
     """Have a worker tell that it holds a prompt's blocks, or no longer does, and the router hear of it."""
-    role, chain = WorkerRole.PREFILL if isinstance(stub, StubPrefill) else WorkerRole.DECODE, digests(prompt)
+    chain, directory = digests(prompt), b.app.pool.prefixes
+    match = directory.match_prefill if isinstance(stub, StubPrefill) else directory.match_decode
     stub.pages.tell([] if dropped else chain, chain if dropped else [])
 
     def known() -> int:
-        return b.app.pool.prefixes.match_prefix(role, dict.fromkeys(b.app.pool.namespaces, chain)).tokens(stub.address)
+        return match(dict.fromkeys(b.app.pool.namespaces, chain)).tokens(stub.address)
 
     await until(b.app, lambda: known() == (0 if dropped else len(chain) * KV.block_size))
 
@@ -90,9 +90,7 @@ async def test_what_workers_tell_overrides_the_routers_memory(tmp_path: Path) ->
         here.status.close()
         await until(b.app, lambda: len(b.app.pool.fleet.prefill) == 1)
         chains = dict.fromkeys(b.app.pool.namespaces, digests(PROMPT))
-        await until(
-            b.app, lambda: b.app.pool.prefixes.match_prefix(WorkerRole.PREFILL, chains).tokens(here.address) == 0
-        )
+        await until(b.app, lambda: b.app.pool.prefixes.match_prefill(chains).tokens(here.address) == 0)
         await ask(b, PROMPT)
         assert len(there.requests) == 2
 

@@ -14,10 +14,10 @@ from router.placement.policy import (
     ALL_ASKED,
     Excluded,
     PlacementQuery,
+    can_serve,
     matching_decodes,
     quietest_pair,
     select_workers,
-    servable,
 )
 from router.placement.prefix_directory import PrefixMatch
 from tests import placement_oracle
@@ -104,8 +104,8 @@ def test_the_best_of_all_pairs_is_selected(seed: int, most: int) -> None:
     )
     assert select_workers(fleet, query, prefill_limit=LIMIT, excluded=excluded) == plain
     pairs = placement_oracle.pairs(*workers, PlacementQuery(1), frozenset())
-    assert servable(fleet, decodes=False) is any(not view.draining for view in workers[0])
-    assert servable(fleet, decodes=True) is bool(pairs)
+    assert can_serve(fleet, decodes=False) is any(not view.draining for view in workers[0])
+    assert can_serve(fleet, decodes=True) is bool(pairs)
     assert matching_decodes(fleet) == {decode.name for _, follow in pairs for decode in follow}
     found = quietest_pair(fleet, query, excluded)
     pairs = placement_oracle.pairs(*workers, query, query.never)

@@ -231,7 +231,7 @@ class RouterMachine(RuleBasedStateMachine):
         for client in self.clients:
             assert client.left or client.usage or isinstance(client.error, BatonError)
         self.loop.advance(3.0)
-        assert len(self.dispatcher._queue) == 0
+        assert len(self.dispatcher.scheduler) == 0
         assert not self.loop.run_until_complete(self.pipeline.ledger()).entries
         fleet = self.pool.fleet
         assert len(fleet.prefill) == PREFILLS

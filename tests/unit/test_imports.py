@@ -52,6 +52,7 @@ PURE = (
     "router.placement.policy",
     "router.placement.queue",
     "router.placement.refusals",
+    "router.placement.scheduler",
     "router.request",
     "router.retries",
     "router.workers.failures",

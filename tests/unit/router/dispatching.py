@@ -15,9 +15,10 @@ from router.dispatcher import Dispatcher
 from router.placement.fleet import DecodeView, FleetView, PrefillView
 from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import PrefixDirectory
+from router.placement.scheduler import PlacementRequest
 from router.retries import AvoidedWorker
 from router.workers.pool import Pool
-from router.workers.reservation import Placement, PlacementRequest
+from router.workers.reservation import Placement
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
 GRANTED, FULL = Reserved(True, "", False), Reserved(False, "full", False)
@@ -31,6 +32,12 @@ class FakeTicket:
         self._pool = self.link = pool
         self._open = True
         pool.tickets += 1
+
+    def attach(self, request_id: str, deliver: object) -> None:
+        return
+
+    def detach(self) -> None:
+        return
 
     def release(self) -> bool:
         was_open, self._open = self._open, False

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 import pytest
@@ -16,45 +14,13 @@ from baton.config.router import RouterConfig
 from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo
 from router.attempt import Attempt, AttemptDeps, RequestState
-from router.dispatcher import Dispatcher
 from router.output.processor import OutputProcessor
 from router.request import Deliver, Prefilled, Request
 from router.retries import History
 from router.serving.tenants import Threads
-from router.workers.failures import Breakers
 from router.workers.pool import Pool
-from router.workers.prefill import Abandoner, PrefillTicket
-from router.workers.reservation import Placement, PlacementRequest
-from tests.unit.router.dispatching import FakePool
-
-
-class FakeTicket:
-    """A ticket of a worker that is never lost."""
-
-    class link:
-        name = "p"
-
-    def attach(self, request_id: str, deliver: Deliver) -> None:
-        return
-
-    def detach(self) -> None:
-        return
-
-
-POOL = cast(Pool, FakePool())
-
-
-class FakeDispatcher:
-    """Gives a place for a prefill without decode at once."""
-
-    @contextlib.asynccontextmanager
-    async def place(
-        self, asked: PlacementRequest, deliver: Deliver, suspected: Callable[[], bool]
-    ) -> AsyncIterator[Placement]:
-        yield Placement(cast(PrefillTicket, FakeTicket()), Breakers(lambda: 0.0).begin("p", None))
-
-    def release(self, ticket: PrefillTicket) -> None:
-        return
+from router.workers.prefill import Abandoner
+from tests.unit.router.dispatching import FakePool, dispatcher, settle
 
 
 async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> OutputProcessor:
@@ -78,8 +44,8 @@ async def outcome(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> OutputPr
 
     monkeypatch.setattr(router.attempt, "call_prefill", prefill)
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
-    dispatcher = cast(Dispatcher, FakeDispatcher())
-    deps = AttemptDeps(POOL, dispatcher, config, Abandoner(), None, Threads(1))
+    pool = FakePool()
+    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, Abandoner(), None, Threads(1))
     params = SamplingParams(max_tokens=1, seed=1)
     now = loop.time()
     request = Request("r", [1, 2], params, 1, now, deadline=deadline)
@@ -108,16 +74,13 @@ async def test_a_long_prompt_waits_for_its_tenants_threads_before_it_has_a_place
         deliver(Prefilled((FirstToken(0, TokenInfo(7), FinishReason.LENGTH),), 0))
 
     monkeypatch.setattr(router.attempt, "call_prefill", prefill)
-    placed = asyncio.Event()
-
-    class Noted(FakeDispatcher):
-        @contextlib.asynccontextmanager
-        async def place(self, *arguments: Any) -> AsyncIterator[Placement]:
-            placed.set()
-            async with super().place(*arguments) as place:
-                yield place
-
-    loop, threads, busy, go = asyncio.get_running_loop(), Threads(1, 1), asyncio.Event(), threading.Event()
+    pool, loop, threads, busy, go = (
+        FakePool(),
+        asyncio.get_running_loop(),
+        Threads(1, 1),
+        asyncio.Event(),
+        threading.Event(),
+    )
 
     def work() -> None:
         loop.call_soon_threadsafe(busy.set)
@@ -126,13 +89,12 @@ async def test_a_long_prompt_waits_for_its_tenants_threads_before_it_has_a_place
     working = asyncio.create_task(threads.run("t", work))
     await busy.wait()
     config = RouterConfig(prefill=("p:1",), decode=("d:1",))
-    deps = AttemptDeps(POOL, cast(Dispatcher, Noted()), config, Abandoner(), None, threads)
+    deps = AttemptDeps(cast(Pool, pool), dispatcher(pool), config, Abandoner(), None, threads)
     request = Request("r", [1, 2], SamplingParams(max_tokens=1, seed=1), 1, loop.time(), tenant="t")
     output = OutputProcessor(request, loop.time)
     attempt = asyncio.create_task(Attempt(deps, RequestState(request, output), (0,), History()).run(0.0))
-    for _ in range(50):
-        await asyncio.sleep(0)
-    early = placed.is_set()
+    await settle()
+    early = pool.tickets
     go.set()
     await asyncio.gather(working, attempt)
-    assert (early, output.output_ids(0)) == (False, [7])
+    assert (early, output.output_ids(0)) == (0, [7])

@@ -10,9 +10,10 @@ import pytest
 from baton.errors import Unavailable
 from baton.lifecycle import Lifecycle, State
 from router.placement.policy import PlacementQuery, Selection
+from router.placement.scheduler import PlacementRequest
 from router.workers.failures import Breakers
 from router.workers.pool import Pool
-from router.workers.reservation import Placement, PlacementRequest, Reserver
+from router.workers.reservation import Placement, Reserver
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,

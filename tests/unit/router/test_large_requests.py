@@ -22,8 +22,8 @@ from decode_svc.sequence import LocalAttempt
 from router.dispatcher import Dispatcher
 from router.placement.fleet import DecodeView, PrefillView
 from router.placement.policy import PlacementQuery
+from router.placement.scheduler import PlacementRequest
 from router.workers.pool import Pool
-from router.workers.reservation import PlacementRequest
 from tests.property.virtual import VirtualLoop
 from tests.unit.router.dispatching import KV, FakeAttempt, FakePool
 
@@ -133,7 +133,7 @@ class Town:
     def run(self, seconds: float, every_s: float = 0.02) -> None:
         for _ in range(round(seconds / every_s)):
             for router in range(2):
-                if len(self.routers[router].dispatcher._queue) < 20:
+                if len(self.routers[router].dispatcher.scheduler) < 20:
                     self.small(router)
             self.loop.advance(every_s)
 
@@ -180,9 +180,9 @@ def test_a_full_worker_is_asked_a_few_times_for_each_news() -> None:
     town.run(2.0)
     town.ask(0, "nearly all", 90, "large")
     town.loop.advance(0.1)
-    asked, granted, news = town.worker.asked, len(town.granted), town.routers[0].dispatcher._gate.version
+    asked, granted, news = town.worker.asked, len(town.granted), town.routers[0].dispatcher.scheduler.news
     town.run(2.0)
-    news = town.routers[0].dispatcher._gate.version - news
+    news = town.routers[0].dispatcher.scheduler.news - news
     # Each grant is one; besides, each router's first asks at all news, and a few others may be mistaken.
     assert town.worker.asked - asked <= len(town.granted) - granted + 2 * 3 * news
     town.close()

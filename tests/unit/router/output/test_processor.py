@@ -12,7 +12,7 @@ from baton.errors import EngineError
 from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo, Usage
 from baton.worker.messages import DecodeTimings, Output
 from router.output.processor import Account, OutputProcessor
-from router.output.queue import Delta, Update
+from router.output.queue import ChoiceUpdate, Update
 from router.output.stops import StopStrings
 from router.request import Prefilled, Request
 
@@ -47,7 +47,7 @@ async def taken(e: OutputProcessor) -> Update:
     return await e.queue.take()
 
 
-async def only(e: OutputProcessor) -> Delta:
+async def only(e: OutputProcessor) -> ChoiceUpdate:
     (delta,) = (await taken(e)).deltas.values()
     return delta
 
@@ -65,9 +65,9 @@ async def test_tokens_come_out_once_and_in_order(text: str, cuts: list[tuple[int
     seen = ""
     for at, piece in pieces:
         end = at + len(piece) == len(text)
-        before = e.emitted([0])
+        before = e.count_emitted([0])
         e.add(Output(0, at, infos(piece), FinishReason.LENGTH if end else None))
-        if e.emitted([0]) > before:
+        if e.count_emitted([0]) > before:
             delta = await only(e)
             seen += delta.text
             assert [token.token_id for token in delta.tokens] == [ord(char) for char in delta.text]

@@ -15,10 +15,10 @@ from router.placement.policy import (
     Excluded,
     PlacementQuery,
     Selection,
+    can_serve,
     matching_decodes,
     quietest_pair,
     select_workers,
-    servable,
 )
 from tests.hits import hits
 
@@ -145,7 +145,7 @@ def test_draining_workers_get_nothing() -> None:
 def test_pairs_whose_kv_differs_need_conversion(converts: bool, placed: Selection | None) -> None:
     decode = replace(D, kv_format=HALF, converts_kv=converts)
     assert pick([P], [decode]) == placed
-    assert servable(FleetView((P,), (decode,)), decodes=True) is (placed is not None)
+    assert can_serve(FleetView((P,), (decode,)), decodes=True) is (placed is not None)
     assert pick([P], [replace(decode, kv_format=replace(KV, layers=3))]) is None
 
 
@@ -172,8 +172,8 @@ def test_a_request_waits_rather_than_return_to_what_failed() -> None:
 def test_without_decode_only_prefill_matters() -> None:
     assert pick([P], [], PlacementQuery(1, decodes=False)) == Selection("p")
     assert pick([P], []) is None
-    assert servable(FleetView((P,), ()), decodes=False)
-    assert not servable(FleetView((P,), ()), decodes=True)
+    assert can_serve(FleetView((P,), ()), decodes=False)
+    assert not can_serve(FleetView((P,), ()), decodes=True)
 
 
 def test_open_breakers_are_the_last_resort_for_everybody() -> None:
@@ -196,7 +196,7 @@ def test_what_is_kept_for_one_request_is_for_no_other() -> None:
     kept = frozenset({"p", "d"})
     assert pick([P, replace(P, name="p2")], [D, replace(D, name="d2")], kept=kept) == Selection("p2", ("d2",))
     assert pick([P], [D], kept=kept) is None
-    assert servable(FleetView((P,), (D,)), decodes=True)
+    assert can_serve(FleetView((P,), (D,)), decodes=True)
 
 
 def test_who_can_never_hold_it_is_not_asked_again() -> None:

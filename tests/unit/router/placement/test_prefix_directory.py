@@ -19,11 +19,11 @@ def test_workers_of_different_formats_are_found_by_their_own_names() -> None:
     directory = PrefixDirectory()
     directory.update(WorkerRole.DECODE, "a", news(ONE, 2))
     directory.update(WorkerRole.DECODE, "b", news(OTHER, 3))
-    match = directory.match_prefix(WorkerRole.DECODE, DIGESTS)
+    match = directory.match_decode(DIGESTS)
     assert (match.tokens("a"), match.tokens("b"), match.tokens("c")) == (32, 12, 0)
     assert [(tokens, set(names)) for tokens, names in match.levels] == [(32, {"a"}), (12, {"b"})]
-    assert directory.match_prefix(WorkerRole.PREFILL, DIGESTS).tokens("a") == 0
-    assert directory.match_prefix(WorkerRole.DECODE, {}) == NO_MATCH
+    assert directory.match_prefill(DIGESTS).tokens("a") == 0
+    assert directory.match_decode({}) == NO_MATCH
 
 
 def test_decode_is_sent_the_digests_of_what_it_is_thought_to_hold_and_some_more() -> None:
@@ -47,8 +47,8 @@ async def test_what_was_sent_is_expected_for_a_while_and_counted(writes: bool) -
     directory = PrefixDirectory(lambda: now)
     directory.update(WorkerRole.PREFILL, "a", news(ONE, 10))
     directory.dispatch("a", {ONE: DIGESTS[ONE]}, 160, writes=writes)
-    assert directory.match_prefix(WorkerRole.PREFILL, DIGESTS).tokens("a") == (640 if writes else 160)
+    assert directory.match_prefill(DIGESTS).tokens("a") == (640 if writes else 160)
     now = EXPECTED_S
-    assert directory.match_prefix(WorkerRole.PREFILL, DIGESTS).tokens("a") == 160
+    assert directory.match_prefill(DIGESTS).tokens("a") == 160
     (tier,) = await directory.tiers()
     assert (tier.name, tier.blocks, tier.hits, tier.misses, tier.state) == ("index", 10, 10, 30, "")

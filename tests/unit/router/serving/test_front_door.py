@@ -15,7 +15,7 @@ from router.pipeline import Pipeline
 from router.request import Output, Request
 from router.serving.front_door import FrontDoor, StallGuard
 from router.serving.tenants import Caller, Tenants, Threads
-from router.serving.validator import GenerateRequest, Model, RequestValidator, TokenPrompt
+from router.serving.validator import GenerateRequest, RequestValidator, ServedModel, TokenPrompt
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool
 
@@ -49,7 +49,7 @@ class FakePipeline:
 
 
 def made() -> tuple[FrontDoor, FakePipeline]:
-    model, pipeline = Model("m", 300, (), None), FakePipeline()
+    model, pipeline = ServedModel("m", 300, (), None), FakePipeline()
     validator = RequestValidator(model, lambda: 100, Threads(1))
     pool, dispatcher = cast(Pool, FakePool()), cast(Dispatcher, FakeDispatcher())
     stalls = StallGuard(60.0)

@@ -21,7 +21,7 @@ from baton.rpc.convert import token_ids_from_proto
 from baton.tokenizer import Tokenizer
 from router.serving.servicer import generate_request, tokenize_prompt
 from router.serving.tenants import Threads
-from router.serving.validator import MAX_CHAT_MESSAGES, Model, RequestValidator
+from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel
 from tests.integration.router_bench import bench
 from tests.unread import COUNT, WithUnread
 
@@ -61,7 +61,7 @@ CASES = [
 
 
 def validator() -> RequestValidator:
-    return RequestValidator(Model("m", VOCAB, (), cast(Tokenizer, object())), lambda: LENGTH, Threads(1))
+    return RequestValidator(ServedModel("m", VOCAB, (), cast(Tokenizer, object())), lambda: LENGTH, Threads(1))
 
 
 @pytest.mark.parametrize(("method", "path", "made"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])

@@ -26,7 +26,7 @@ class Rig:
         self.writing = loop.create_task(self._write())
 
     async def _write(self) -> None:
-        async with self.stalls.watched(), self.stalls.stream(self._generate, lambda: self.generated) as stream:
+        async with self.stalls.run(), self.stalls.stream(self._generate, lambda: self.generated) as stream:
             async for _ in stream:
                 await self.taken.wait()
                 self.taken.clear()

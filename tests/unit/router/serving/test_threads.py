@@ -14,7 +14,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
 from router.serving.tenants import WAITING_BYTES, Threads
-from router.serving.validator import MAX_CHAT_MESSAGES, ChatPrompt, Model, RequestValidator, TextPrompt
+from router.serving.validator import MAX_CHAT_MESSAGES, ChatPrompt, RequestValidator, ServedModel, TextPrompt
 
 WAIT_S = 60
 
@@ -112,7 +112,7 @@ async def test_what_waits_for_a_tenant_is_bounded_in_bytes() -> None:
             return []
 
     async with threads(capacity=1000) as (made, gate), asyncio.timeout(WAIT_S):
-        validator = RequestValidator(Model("m", 300, (), cast(Tokenizer, Tokens())), lambda: 10**9, made)
+        validator = RequestValidator(ServedModel("m", 300, (), cast(Tokenizer, Tokens())), lambda: 10**9, made)
 
         def call(tenant: str) -> asyncio.Task[list[int]]:
             return asyncio.create_task(validator.tokenize(TextPrompt("a" * size), tenant))
@@ -134,7 +134,7 @@ async def test_what_waits_for_a_tenant_is_bounded_in_bytes() -> None:
 
 
 async def test_a_chat_of_too_many_messages_is_refused() -> None:
-    validator = RequestValidator(Model("m", 300, (), cast(Tokenizer, object())), lambda: 10**6, Threads(1))
+    validator = RequestValidator(ServedModel("m", 300, (), cast(Tokenizer, object())), lambda: 10**6, Threads(1))
     chat = ChatPrompt([inference_pb2.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1))
     with pytest.raises(InvalidRequest, match=r"^chat.messages: at most 4096 messages are allowed, got 4097$"):
         await validator.tokenize(chat)

@@ -13,12 +13,12 @@ from baton.errors import InvalidRequest
 from baton.pb import inference_pb2, prefill_pb2
 from router.serving.servicer import generate_request
 from router.serving.tenants import Threads
-from router.serving.validator import Model, RequestValidator
+from router.serving.validator import RequestValidator, ServedModel
 from tests.integration.router_bench import bench
 
 
 async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_computed() -> None:
-    validator = RequestValidator(Model("m", 300, (), None), lambda: 1_000_000, Threads(1))
+    validator = RequestValidator(ServedModel("m", 300, (), None), lambda: 1_000_000, Threads(1))
 
     async def take(count: int) -> Any:
         ids = inference_pb2.TokenIds(ids=[1] * count)

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import ConfigError
 from router.workers.pool import Discovery
-from router.workers.prefill import complete
+from router.workers.prefill import complete_address
 
 
 async def test_static_addresses_are_told_once() -> None:
@@ -73,4 +73,4 @@ def test_bad_targets_are_named(target: str) -> None:
     ],
 )
 def test_kv_address_is_completed(kv: str, dialled: str, complete_: str) -> None:
-    assert complete(kv, dialled) == complete_
+    assert complete_address(kv, dialled) == complete_
