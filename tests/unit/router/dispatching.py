@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,10 +29,9 @@ NEVER = Reserved(False, "needs 9 pages, there are 4", True)
 class FakeTicket:
     cached_tokens = 0
 
-    def __init__(self, pool: FakePool) -> None:
-        self._pool = self.link = pool
-        self._open = True
-        pool.tickets += 1
+    def __init__(self, pool: FakePool, worker: str) -> None:
+        self.link, self._worker, self._open = pool, worker, True
+        pool.seats[worker] += 1
 
     def attach(self, request_id: str, deliver: object) -> None:
         return
@@ -41,50 +41,76 @@ class FakeTicket:
 
     def release(self) -> bool:
         was_open, self._open = self._open, False
-        self._pool.tickets -= was_open
+        self.link.seats[self._worker] -= was_open
         return was_open
 
 
 class FakeAttempt:
-    def __init__(self, pool: FakePool) -> None:
-        self._pool = pool
+    """An attempt at a decode worker; `held` is for the pool's own use."""
 
-    async def reserve(self, **asked: object) -> Reserved:
-        await asyncio.sleep(0)
-        return self._pool.answer()
+    def __init__(self, pool: FakePool, request_id: str, worker: str) -> None:
+        self._pool, self.request_id, self.worker = pool, request_id, worker
+        self.held: Any = None
+        pool.running[worker] += 1
+
+    async def reserve(self, **asked: Any) -> Reserved:
+        self._pool.asked += 1
+        return await self._pool.reserve(self, **asked)
 
     def close(self) -> None:
+        self._pool.running[self.worker] -= 1
         self._pool.closed += 1
+        self._pool.close(self)
 
 
 class FakePool:
-    """One prefill and one decode worker; stands for pool, link and session at once."""
+    """Workers that answer as a test says; stands for pool, link and session at once.
+
+    `seats` are the requests of prefill workers by name, `by_name` the answers of decode workers. `order` tells who
+    asked, and whom it asked where decode workers are named.
+    """
 
     open = True
     name = "d at d:1"
     consumer = "incarnation-d"
     namespace = status = None
 
-    def __init__(self) -> None:
-        self.tickets = self.closed = self.asked = 0
-        self.answers: Reserved = GRANTED
+    def __init__(self, prefill: tuple[str, ...] = ("p",), **answers: Reserved) -> None:
+        self.seats = dict.fromkeys(prefill, 0)
+        self.by_name = answers or {"d": GRANTED}
+        self._names = bool(answers)
+        self.running: Counter[str] = Counter()
+        self.closed = self.asked = 0
         self.there = True
         self.news: Callable[[], None] = lambda: None
         self.session = self
         self.order: list[str] = []
         self.prefixes = PrefixDirectory()
         self.kept: frozenset[str] = frozenset()
+        self._worker = ""
+
+    @property
+    def tickets(self) -> int:
+        return sum(self.seats.values())
 
     @property
     def fleet(self) -> FleetView:
-        prefill, decode = self.views()
-        fleet = FleetView(prefill, decode)
+        prefill = [PrefillView(name, KV, own_requests=own) for name, own in self.seats.items()]
+        decode = [DecodeView(name, KV, free_slots=1, own_requests=self.running[name]) for name in self.by_name]
+        fleet = FleetView(prefill, decode if self.there else [])
         fleet.kept = self.kept
         return fleet
 
-    def views(self) -> tuple[list[PrefillView], list[DecodeView]]:
-        decode = [DecodeView("d", KV, free_tokens=1, free_slots=1)] if self.there else []
-        return [PrefillView("p", KV, own_requests=self.tickets)], decode
+    def answer_all(self, answer: Reserved) -> None:
+        """Have all decode workers answer so."""
+        self.by_name = dict.fromkeys(self.by_name, answer)
+
+    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+        await asyncio.sleep(0)
+        return self.by_name[attempt.worker]
+
+    def close(self, attempt: FakeAttempt) -> None:
+        return
 
     def keep(self, names: frozenset[str]) -> None:
         if names != self.kept:
@@ -101,21 +127,19 @@ class FakePool:
         return
 
     def prefill_link(self, name: str) -> FakePool:
+        self._worker = name
         return self
 
     def decode_link(self, name: str) -> FakePool:
+        self._worker = name
         return self
 
     def open_ticket(self, tokens: int, cached_tokens: int = 0) -> FakeTicket:
-        return FakeTicket(self)
+        return FakeTicket(self, self._worker)
 
     def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
-        self.order.append(request_id)
-        return FakeAttempt(self)
-
-    def answer(self) -> Reserved:
-        self.asked += 1
-        return self.answers
+        self.order.append(f"{request_id} {self._worker}" if self._names else request_id)
+        return FakeAttempt(self, request_id, self._worker)
 
 
 class Held:
@@ -175,39 +199,3 @@ def dispatcher(pool: FakePool, **settings: Any) -> Dispatcher:
 async def settle() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
-
-
-class Workers(FakePool):
-    """One prefill worker and decode workers by name, each with its answers; counts who is where."""
-
-    def __init__(self, **answers: Reserved) -> None:
-        super().__init__()
-        self.by_name = answers
-        self.running = dict.fromkeys(answers, 0)
-        self._name = ""
-
-    def views(self) -> tuple[list[PrefillView], list[DecodeView]]:
-        decode = [DecodeView(name, KV, free_slots=1, own_requests=self.running[name]) for name in self.by_name]
-        return [PrefillView("p", KV, own_requests=self.tickets)], decode
-
-    def decode_link(self, name: str) -> FakePool:
-        self._name = name
-        return self
-
-    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
-        self.order.append(f"{request_id} {self._name}")
-        return WorkersAttempt(self, self._name)
-
-
-class WorkersAttempt(FakeAttempt):
-    def __init__(self, workers: Workers, name: str) -> None:
-        super().__init__(workers)
-        self._workers, self._name = workers, name
-        workers.running[name] += 1
-
-    async def reserve(self, **asked: object) -> Reserved:
-        await asyncio.sleep(0)
-        return self._workers.by_name[self._name]
-
-    def close(self) -> None:
-        self._workers.running[self._name] -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,6 @@ from tests.unit.router.dispatching import (
     FakeAttempt,
     FakePool,
     Held,
-    Workers,
     dispatcher,
     settle,
 )
@@ -25,7 +25,7 @@ from tests.unit.router.dispatching import (
 async def test_a_full_fleet_is_asked_once_per_news_and_by_the_head_alone() -> None:
     pool = FakePool()
     d = dispatcher(pool)
-    pool.answers = FULL
+    pool.answer_all(FULL)
     first = Held(d, "first")
     await settle()
     assert pool.asked == 1
@@ -35,7 +35,7 @@ async def test_a_full_fleet_is_asked_once_per_news_and_by_the_head_alone() -> No
     pool.news()
     await settle()
     assert (pool.asked, pool.order) == (2, ["first", "first"])
-    pool.answers = GRANTED
+    pool.answer_all(GRANTED)
     pool.news()
     await asyncio.gather(first.placed.wait(), second.placed.wait())
     assert (pool.asked, pool.order[2:], pool.tickets) == (4, ["first", "second"], 2)
@@ -46,10 +46,10 @@ async def test_a_full_fleet_is_asked_once_per_news_and_by_the_head_alone() -> No
 async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lacks_pages() -> None:
     pool = FakePool()
     d = dispatcher(pool, prefill_limit=9)
-    pool.answers = Reserved(False, "needs pages", False, room_tokens=30)
+    pool.answer_all(Reserved(False, "needs pages", False, room_tokens=30))
     large = Held(d, "large", tokens=100)
     await settle()
-    pool.answers = GRANTED
+    pool.answer_all(GRANTED)
     small = [Held(d, f"small{number}", tokens=10) for number in range(4)]
     other = Held(d, "other", tokens=50)
     await settle()
@@ -66,13 +66,13 @@ async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lac
 async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_news() -> None:
     pool = FakePool()
     d = dispatcher(pool, prefill_limit=9)
-    pool.answers = Reserved(False, "needs pages", False, room_tokens=64)
+    pool.answer_all(Reserved(False, "needs pages", False, room_tokens=64))
     waiting = [Held(d, "100", tokens=100)]
     await settle()
     waiting += [Held(d, str(tokens), tokens=tokens) for tokens in (60, 50, 40, 20, 16, 7)]
     await settle()
     assert pool.order == ["100", "60", "20", "7"]
-    pool.answers = FULL
+    pool.answer_all(FULL)
     pool.news()
     await settle()
     assert pool.order[4:] == ["100"]
@@ -85,25 +85,24 @@ async def test_a_place_that_ends_is_news() -> None:
     d = dispatcher(pool)
     running = Held(d, "running")
     await running.placed.wait()
-    pool.answers = FULL
+    pool.answer_all(FULL)
     waiting = Held(d, "waiting")
     await settle()
-    pool.answers = GRANTED
+    pool.answer_all(GRANTED)
     await running.end()
     await asyncio.wait_for(waiting.placed.wait(), 60)
     await waiting.end()
 
 
 async def test_news_that_comes_while_decode_is_asked_is_not_lost() -> None:
-    pool = FakePool()
-    d = dispatcher(pool)
+    class Changing(FakePool):
+        async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+            answer = await super().reserve(attempt)
+            self.answer_all(GRANTED)
+            self.news()
+            return answer
 
-    def answer() -> Reserved:
-        pool.answer = lambda: GRANTED  # type: ignore[method-assign]
-        pool.news()
-        return FULL
-
-    pool.answer = answer  # type: ignore[method-assign]
+    d = dispatcher(Changing(d=FULL))
     held = Held(d, "r")
     await asyncio.wait_for(held.placed.wait(), 60)
     await held.end()
@@ -177,10 +176,10 @@ async def test_a_turn_passes_over_a_head_that_was_cancelled_and_has_yet_to_wake(
 async def test_a_cancelled_probe_leaves_the_line_able_to_move() -> None:
     pool = FakePool()
     d = dispatcher(pool)
-    pool.answers = FULL
+    pool.answer_all(FULL)
     first, second = Held(d, "first"), Held(d, "second")
     await settle()
-    pool.answers = GRANTED
+    pool.answer_all(GRANTED)
     first.task.cancel()
     pool.news()
     await asyncio.wait_for(second.placed.wait(), 60)
@@ -191,7 +190,7 @@ async def test_a_cancelled_probe_leaves_the_line_able_to_move() -> None:
 async def test_what_needs_no_decode_does_not_wait_for_it() -> None:
     pool = FakePool()
     d = dispatcher(pool)
-    pool.answers = FULL
+    pool.answer_all(FULL)
     full = Held(d, "full")
     await settle()
     full.task.cancel()
@@ -230,19 +229,22 @@ async def test_where_nobody_is_to_wait_for_workers_new_requests_are_refused_at_o
 
 
 async def test_a_decode_worker_that_does_not_answer_is_a_refusal() -> None:
-    pool = FakePool()
-    d = dispatcher(pool, reserve_timeout_s=0.02)
-
-    async def silent(self: FakeAttempt, **asked: object) -> Reserved:
-        return await asyncio.get_running_loop().create_future()
-
     closed = asyncio.Event()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeAttempt, "reserve", silent)
-        patch.setattr(FakeAttempt, "close", lambda self: closed.set())
-        held = Held(d, "r")
-        await asyncio.wait_for(closed.wait(), 60)
-        await settle()
+
+    class Silent(FakePool):
+        async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+            if self.asked > 1:
+                return GRANTED
+            return await asyncio.get_running_loop().create_future()
+
+        def close(self, attempt: FakeAttempt) -> None:
+            closed.set()
+
+    pool = Silent()
+    d = dispatcher(pool, reserve_timeout_s=0.02)
+    held = Held(d, "r")
+    await asyncio.wait_for(closed.wait(), 60)
+    await settle()
     assert pool.tickets == 0
     pool.news()
     await asyncio.wait_for(held.placed.wait(), 60)
@@ -252,10 +254,10 @@ async def test_a_decode_worker_that_does_not_answer_is_a_refusal() -> None:
 async def test_never_is_told_at_once_and_moves_the_line() -> None:
     pool = FakePool()
     d = dispatcher(pool)
-    pool.answers = Reserved(False, "needs 9 pages, there are 4", True)
+    pool.answer_all(Reserved(False, "needs 9 pages, there are 4", True))
     with pytest.raises(InvalidRequest, match=r"max_tokens: 8 tokens of context and 4 of output need .*: .* 9 pages"):
         await Held(d, "large").task
-    pool.answers = GRANTED
+    pool.answer_all(GRANTED)
     small = Held(d, "small")
     await asyncio.wait_for(small.placed.wait(), 60)
     await small.end()
@@ -264,7 +266,7 @@ async def test_never_is_told_at_once_and_moves_the_line() -> None:
 async def test_closing_ends_all_that_wait() -> None:
     pool = FakePool()
     d = dispatcher(pool)
-    pool.answers = FULL
+    pool.answer_all(FULL)
     held = Held(d, "r")
     await settle()
     d.close()
@@ -273,7 +275,7 @@ async def test_closing_ends_all_that_wait() -> None:
 
 
 async def test_never_ends_a_request_only_when_every_decode_worker_says_so() -> None:
-    pool = Workers(small=NEVER, large=FULL)
+    pool = FakePool(small=NEVER, large=FULL)
     d = dispatcher(pool)
     held = Held(d, "r")
     await settle()
@@ -286,12 +288,12 @@ async def test_never_ends_a_request_only_when_every_decode_worker_says_so() -> N
 
 
 async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it() -> None:
-    pool = Workers(small=NEVER)
+    pool = FakePool(small=NEVER)
     d = dispatcher(pool, worker_wait_s=5)
     held = Held(d, "r", again=True)
     await settle()
     assert not held.task.done()
-    pool.by_name["large"], pool.running["large"] = GRANTED, 0
+    pool.by_name["large"] = GRANTED
     pool.news()
     await asyncio.wait_for(held.placed.wait(), 60)
     await held.end()
@@ -304,7 +306,7 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
 
 
 async def test_a_lost_news_does_not_stop_the_line() -> None:
-    pool = Workers(d=Reserved(False, "full", False, 0.05))
+    pool = FakePool(d=Reserved(False, "full", False, 0.05))
     d = dispatcher(pool)
     held = Held(d, "r")
     await settle()
@@ -319,7 +321,7 @@ async def test_a_request_that_cant_be_in_time_is_refused_at_once(monkeypatch: py
     loop, passed = asyncio.get_running_loop(), 0.0
     real = loop.time
     monkeypatch.setattr(loop, "time", lambda: real() + passed)
-    pool = Workers(d=GRANTED)
+    pool = FakePool(d=GRANTED)
     d = dispatcher(pool, prefill_limit=1)
     served = [Held(d, str(number)) for number in range(10)]
     for held in served:
@@ -344,7 +346,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once(monkeypatch
     loop, passed = asyncio.get_running_loop(), 0.0
     real = loop.time
     monkeypatch.setattr(loop, "time", lambda: real() + passed)
-    pool = Workers(d=GRANTED)
+    pool = FakePool(d=GRANTED)
     d = dispatcher(pool, prefill_limit=1, line_wait_s=25)
     served = [Held(d, str(number)) for number in range(10)]
     for held in served:
@@ -365,7 +367,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once(monkeypatch
 
 
 async def test_the_life_goes_with_the_request() -> None:
-    pool = Workers(d=FULL)
+    pool = FakePool(d=FULL)
     d = dispatcher(pool, reserve_timeout_s=2)
     held = Held(d, "r")
     await settle()
@@ -399,18 +401,13 @@ async def test_a_tenant_below_its_share_is_not_kept_waiting_by_one_that_has_all_
     assert pool.tickets == 0
 
 
-class RoomAttempt(FakeAttempt):
-    async def reserve(self, **asked: object) -> Reserved:
-        await asyncio.sleep(0)
-        fits = asked["context_tokens"] in range(101)
-        return GRANTED if fits else Reserved(False, "pages", False, 1.0, room_tokens=100)
-
-
 class RoomPool(FakePool):
     """A decode worker with room for 100 tokens."""
 
-    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
-        return RoomAttempt(self)
+    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+        await asyncio.sleep(0)
+        fits = asked["context_tokens"] in range(101)
+        return GRANTED if fits else Reserved(False, "pages", False, 1.0, room_tokens=100)
 
 
 async def test_a_flood_of_large_contexts_hides_no_small_one_of_another_tenant() -> None:

@@ -18,15 +18,15 @@ from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
     NEVER,
+    FakePool,
     Held,
-    Workers,
     dispatcher,
     settle,
 )
 
 
 async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> None:
-    pool = Workers(d=GRANTED, e=GRANTED)
+    pool = FakePool(d=GRANTED, e=GRANTED)
     d = dispatcher(pool)
     before = [Held(d, "one"), Held(d, "two")]
     await asyncio.gather(*(held.placed.wait() for held in before))
@@ -53,7 +53,7 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
 
 
 async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others_go_on() -> None:
-    pool = Workers(d=GRANTED)
+    pool = FakePool(d=GRANTED)
     d = dispatcher(pool, isolation_wait_s=0.05)
     running = Held(d, "running")
     await running.placed.wait()
@@ -68,7 +68,7 @@ async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others
 
 
 async def test_choices_of_one_request_share_a_turn_and_others_wait_until_it_is_over() -> None:
-    pool = Workers(d=GRANTED)
+    pool = FakePool(d=GRANTED)
     d = dispatcher(pool)
     choices = [Held(d, f"choice{i}", again=True, alone=True, request="r") for i in range(3)]
     next_ = Held(d, "next", again=True, alone=True)
@@ -94,7 +94,7 @@ async def test_choices_of_one_request_share_a_turn_and_others_wait_until_it_is_o
 
 
 async def test_who_is_no_longer_suspected_stops_waiting_to_run_alone() -> None:
-    pool = Workers(d=GRANTED)
+    pool = FakePool(d=GRANTED)
     d = dispatcher(pool)
     running = Held(d, "running")
     await running.placed.wait()
@@ -108,7 +108,7 @@ async def test_who_is_no_longer_suspected_stops_waiting_to_run_alone() -> None:
 
 
 async def test_the_wait_for_a_turn_ends_with_the_callers_patience_alone() -> None:
-    pool = Workers(d=GRANTED)
+    pool = FakePool(d=GRANTED)
     d = dispatcher(pool, isolation_wait_s=0.01)
     first, second = Held(d, "first", again=True, alone=True), Held(d, "second", again=True, alone=True)
     await asyncio.wait_for(first.placed.wait(), 60)
@@ -124,7 +124,7 @@ async def test_the_wait_for_a_turn_ends_with_the_callers_patience_alone() -> Non
 
 
 async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails_typed_without_any() -> None:
-    pool = Workers(a=NEVER, b=GRANTED)
+    pool = FakePool(a=NEVER, b=GRANTED)
     d = dispatcher(pool, worker_wait_s=0.05)
     held = Held(d, "big", again=True, alone=True)
     await asyncio.wait_for(held.placed.wait(), 60)
@@ -137,7 +137,7 @@ async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails
 
 
 async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> None:
-    pool = Workers(d=FULL)
+    pool = FakePool(d=FULL)
     d = dispatcher(pool)
     first, second = (Held(d, name, again=True, alone=True) for name in ("first", "second"))
     await settle()
@@ -155,7 +155,7 @@ async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> N
 
 @pytest.mark.parametrize("alone", [False, True])
 async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: bool) -> None:
-    pool = Workers(d=FULL, e=GRANTED)
+    pool = FakePool(d=FULL, e=GRANTED)
     reserver = Reserver(cast(Pool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
     pool.kept = frozenset({"e"})
     query = PlacementQuery(8, alone=alone)
@@ -168,7 +168,7 @@ async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: 
 
 
 async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
-    pool = Workers(d=FULL, e=GRANTED)
+    pool = FakePool(d=FULL, e=GRANTED)
     d = dispatcher(pool)
     other = Held(d, "other")
     await asyncio.wait_for(other.placed.wait(), 60)

@@ -20,12 +20,11 @@ from decode_svc.attempts import Attempts
 from decode_svc.messages import AttemptKey, Reserve
 from decode_svc.sequence import LocalAttempt
 from router.dispatcher import Dispatcher
-from router.placement.fleet import DecodeView, PrefillView
 from router.placement.policy import PlacementQuery
 from router.placement.scheduler import PlacementRequest
 from router.workers.pool import Pool
 from tests.property.virtual import VirtualLoop
-from tests.unit.router.dispatching import KV, FakeAttempt, FakePool
+from tests.unit.router.dispatching import FakeAttempt, FakePool
 
 PAGES, PAGE, HOLD_S, LATENCY_S = 100, 4, 1.0, 0.001
 
@@ -73,29 +72,17 @@ class Router(FakePool):
             cast(Pool, self), RouterConfig(prefill=("p:1",), decode=("d:1",), prefill_limit=99)
         )
 
-    def views(self) -> tuple[list[PrefillView], list[DecodeView]]:
-        return [PrefillView("p", KV, own_requests=self.tickets)], [DecodeView("d", KV, free_slots=1)]
-
-    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
-        return RouterAttempt(self, request_id)
-
-
-class RouterAttempt(FakeAttempt):
-    def __init__(self, router: Router, name: str) -> None:
-        self._router, self._name = router, name
-        self._held: LocalAttempt | None = None
-
-    async def reserve(self, **asked: Any) -> Reserved:
+    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
         await asyncio.sleep(LATENCY_S)
-        request = Reserve(AttemptKey(self._name, 0), asked["context_tokens"], asked["max_new_tokens"], 1)
-        answer = self._router.worker.reserve(self._router.number, request)
+        request = Reserve(AttemptKey(attempt.request_id, 0), asked["context_tokens"], asked["max_new_tokens"], 1)
+        answer = self.worker.reserve(self.number, request)
         if isinstance(answer, LocalAttempt):
-            self._held, answer = answer, Reserved(True, "", False)
+            attempt.held, answer = answer, Reserved(True, "", False)
         return answer
 
-    def close(self) -> None:
-        if self._held is not None:
-            self._router.worker.end(self._held)
+    def close(self, attempt: FakeAttempt) -> None:
+        if attempt.held is not None:
+            self.worker.end(attempt.held)
 
 
 class Town:

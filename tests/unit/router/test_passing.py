@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Any
 
 import pytest
 
 from baton.worker.messages import Reserved
 from router.dispatcher import Dispatcher
-from router.placement.fleet import DecodeView, PrefillView
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
-    KV,
     NEVER,
     FakeAttempt,
     FakePool,
-    FakeTicket,
     Held,
-    Workers,
-    WorkersAttempt,
     dispatcher,
     settle,
 )
@@ -34,7 +29,7 @@ async def end(asked: Dispatcher, *requests: Held) -> None:
 
 
 async def test_a_replay_falls_back_on_what_failed_it_when_the_others_refuse_and_stops_nobody() -> None:
-    workers = Workers(a=GRANTED, b=FULL)
+    workers = FakePool(a=GRANTED, b=FULL)
     asked = dispatcher(workers, prefill_limit=99)
     replay = Held(asked, "replay", again=True, avoid=("a",))
     await settle()
@@ -46,7 +41,7 @@ async def test_a_replay_falls_back_on_what_failed_it_when_the_others_refuse_and_
 
 
 async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_another_one() -> None:
-    workers = Workers(a=NEVER, b=FULL)
+    workers = FakePool(a=NEVER, b=FULL)
     asked = dispatcher(workers, prefill_limit=99)
     large = Held(asked, "large", tokens=1000)
     await settle()
@@ -62,37 +57,25 @@ async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_a
     await end(asked, large, *others)
 
 
-class SlotAttempt(WorkersAttempt):
-    def __init__(self, slots: Slots, name: str) -> None:
-        super().__init__(slots, name)
-        self._slots, self._granted = slots, False
-
-    async def reserve(self, **asked: object) -> Reserved:
-        await super().reserve()
-        slots, name = self._slots, self._name
-        if slots.by_name[name] is NEVER and asked["context_tokens"] == LARGE:
-            return NEVER
-        if slots.free[name]:
-            slots.free[name] -= 1
-            self._granted = True
-            return GRANTED
-        return FULL
-
-    def close(self) -> None:
-        super().close()
-        self._slots.free[self._name] += self._granted
-        self._granted = False
-
-
-class Slots(Workers):
+class Slots(FakePool):
     """Decode workers with two slots each; NEVER are those that a large context does not fit."""
 
     def __init__(self, **answers: Reserved) -> None:
         super().__init__(**answers)
         self.free = dict.fromkeys(answers, 2)
 
-    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
-        return SlotAttempt(self, self._name)
+    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+        await asyncio.sleep(0)
+        if self.by_name[attempt.worker] is NEVER and asked["context_tokens"] == LARGE:
+            return NEVER
+        if not self.free[attempt.worker]:
+            return FULL
+        self.free[attempt.worker] -= 1
+        attempt.held = True
+        return GRANTED
+
+    def close(self, attempt: FakeAttempt) -> None:
+        self.free[attempt.worker] += bool(attempt.held)
 
 
 LARGE = 1000
@@ -120,7 +103,7 @@ async def test_who_can_use_but_one_worker_gets_a_place_there_however_many_others
 
 
 async def test_of_many_who_can_use_the_same_few_workers_one_asks_per_news() -> None:
-    workers = Workers(a=NEVER, b=FULL)
+    workers = FakePool(a=NEVER, b=FULL)
     asked = dispatcher(workers, prefill_limit=99)
     large = [Held(asked, f"large{i}", tokens=LARGE) for i in range(20)]
     await settle()
@@ -135,40 +118,10 @@ async def test_of_many_who_can_use_the_same_few_workers_one_asks_per_news() -> N
     await end(asked, *large)
 
 
-class PrefillSeat(FakeTicket):
-    def __init__(self, pool: Prefills, name: str) -> None:
-        super().__init__(pool)
-        self._by, self._name = pool.by, name
-        pool.by[name] += 1
-
-    def release(self) -> bool:
-        held = super().release()
-        self._by[self._name] -= held
-        return held
-
-
-class Prefills(FakePool):
-    """Prefill workers by name, with the seats that are taken; one decode worker."""
-
-    def __init__(self, **seats: int) -> None:
-        super().__init__()
-        self.by, self._name = seats, ""
-
-    def views(self) -> tuple[list[PrefillView], list[DecodeView]]:
-        decode = [DecodeView("d", KV, free_slots=9)] if self.there else []
-        return [PrefillView(name, KV, own_requests=own) for name, own in self.by.items()], decode
-
-    def prefill_link(self, name: str) -> FakePool:
-        self._name = name
-        return self
-
-    def open_ticket(self, tokens: int, cached_tokens: int = 0) -> FakeTicket:
-        return PrefillSeat(self, self._name)
-
-
 async def test_who_has_no_pair_is_passed_over_while_seats_are_free() -> None:
     """The prefill worker has a pair that failed one request, and the other one has no seat."""
-    workers = Prefills(p1=0, p2=2)
+    workers = FakePool(("p1", "p2"))
+    workers.seats["p2"] = 2
     asked = dispatcher(workers, prefill_limit=2)
     failed = Held(asked, "failed")
     await failed.placed.wait()
@@ -185,7 +138,7 @@ async def test_who_has_no_pair_is_passed_over_while_seats_are_free() -> None:
 
 @pytest.mark.parametrize("before", [1, 100])
 async def test_what_needs_no_decode_goes_on_while_decode_workers_are_gone(before: int) -> None:
-    workers = Prefills(p1=0)
+    workers = FakePool()
     workers.there = False
     asked = dispatcher(workers)
     decoding = [Held(asked, f"decoding{i}") for i in range(before)]
@@ -197,18 +150,12 @@ async def test_what_needs_no_decode_goes_on_while_decode_workers_are_gone(before
     await end(asked, *decoding, single)
 
 
-class ChoosyAttempt(FakeAttempt):
-    async def reserve(self, **asked: object) -> Reserved:
-        await asyncio.sleep(0)
-        return GRANTED if len(cast(tuple[int, ...], asked["choices"])) == 1 else Reserved(False, "", False, 9.0, 0, 100)
-
-
 class Choosy(FakePool):
     """A decode worker that has room, but keeps no further context for choices that wait."""
 
-    def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
-        self.order.append(request_id)
-        return ChoosyAttempt(self)
+    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+        await asyncio.sleep(0)
+        return GRANTED if len(asked["choices"]) == 1 else Reserved(False, "", False, 9.0, 0, 100)
 
 
 async def test_requests_whose_choices_must_wait_stop_nobody_who_has_one_and_ask_once_per_news() -> None:

@@ -15,11 +15,11 @@ from router.pipeline import Pipeline
 from router.request import Request
 from router.serving.tenants import Threads
 from router.workers.pool import Pool
-from tests.unit.router.dispatching import FULL, Workers, dispatcher
+from tests.unit.router.dispatching import FULL, FakePool, dispatcher
 
 
 async def test_what_comes_after_the_stop_is_not_begun() -> None:
-    pool, config = Workers(d=FULL), RouterConfig(prefill=("p:1",), decode=("d:1",))
+    pool, config = FakePool(d=FULL), RouterConfig(prefill=("p:1",), decode=("d:1",))
     pipeline = Pipeline(cast(Pool, pool), dispatcher(pool), config, Threads(1))
     loop = asyncio.get_running_loop()
     outputs = []

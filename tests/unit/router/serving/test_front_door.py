@@ -9,7 +9,6 @@ import pytest
 
 from baton.errors import Overloaded, Unavailable
 from baton.request import FinishReason, SamplingParams, TokenInfo
-from router.dispatcher import Dispatcher
 from router.output.processor import OutputProcessor
 from router.pipeline import Pipeline
 from router.request import Output, Request
@@ -17,16 +16,9 @@ from router.serving.front_door import FrontDoor, StallGuard
 from router.serving.tenants import Caller, Tenants, Threads
 from router.serving.validator import GenerateRequest, RequestValidator, ServedModel, TokenPrompt
 from router.workers.pool import Pool
-from tests.unit.router.dispatching import FakePool
+from tests.unit.router.dispatching import FakePool, dispatcher
 
 ONE = GenerateRequest(prompt=TokenPrompt([1, 2]), make_params=lambda vocab_size: SamplingParams(max_tokens=2))
-
-
-class FakeDispatcher:
-    """Has room."""
-
-    def check(self, tenant: str, *, decodes: bool) -> None:
-        return
 
 
 class FakePipeline:
@@ -51,9 +43,9 @@ class FakePipeline:
 def made() -> tuple[FrontDoor, FakePipeline]:
     model, pipeline = ServedModel("m", 300, (), None), FakePipeline()
     validator = RequestValidator(model, lambda: 100, Threads(1))
-    pool, dispatcher = cast(Pool, FakePool()), cast(Dispatcher, FakeDispatcher())
-    stalls = StallGuard(60.0)
-    return FrontDoor(model, validator, pool, dispatcher, cast(Pipeline, pipeline), Tenants(), stalls), pipeline
+    pool = FakePool()
+    place, serve = dispatcher(pool), cast(Pipeline, pipeline)
+    return FrontDoor(model, validator, cast(Pool, pool), place, serve, Tenants(), StallGuard(60.0)), pipeline
 
 
 async def test_updates_come_until_the_last_and_the_deadline_goes_with_the_request() -> None:
