@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError, EngineError, SourceUnreachable
 from baton.request import CachePolicy
 from baton.transfer.remote import RemoteExport
-from baton.worker.messages import Output, Reserved
+from baton.worker.messages import Output, ReserveResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class SessionDown:
     A heartbeat has `live`, the list of all attempts of the session; other messages have None.
     """
 
-    reserved: list[tuple[AttemptKey, Reserved]] = field(default_factory=list)
+    reserved: list[tuple[AttemptKey, ReserveResult]] = field(default_factory=list)
     outputs: list[tuple[AttemptKey, Output]] = field(default_factory=list)
     failures: list[tuple[AttemptKey, Failure]] = field(default_factory=list)
     live: list[AttemptKey] | None = None

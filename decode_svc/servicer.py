@@ -17,7 +17,7 @@ from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy, check_id
 from baton.rpc.convert import add_token, cache_policy_from_proto, export_from_proto, finish_to_proto
 from baton.rpc.silence import SilenceTimer
-from baton.worker.messages import DecodeTimings, Output, Reserved
+from baton.worker.messages import DecodeTimings, Output, ReserveResult
 from baton.worker.status import WIRE_VERSION
 from decode_svc.messages import (
     AttemptKey,
@@ -170,7 +170,7 @@ def _key_to_proto(key: AttemptKey) -> decode_pb2.AttemptKey:
     return decode_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt)
 
 
-def _reserved(key: AttemptKey, result: Reserved) -> decode_pb2.ReserveResult:
+def _reserved(key: AttemptKey, result: ReserveResult) -> decode_pb2.ReserveResult:
     return decode_pb2.ReserveResult(
         key=_key_to_proto(key),
         granted=result.granted,

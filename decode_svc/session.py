@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from baton.errors import BatonError
-from baton.worker.messages import Output, Reserved
+from baton.worker.messages import Output, ReserveResult
 from decode_svc.messages import AttemptKey, Failure, SessionDown
 
 HEARTBEAT_S = 1.0
@@ -42,10 +42,10 @@ class RouterSession:
         """Number of answers and failures that the router has not read yet."""
         return len(self._down.reserved) + len(self._down.failures)
 
-    def send(self, key: AttemptKey, message: Reserved | Output | Failure) -> None:
+    def send(self, key: AttemptKey, message: ReserveResult | Output | Failure) -> None:
         """Add an answer, an output or a failure of an attempt to the next message."""
         match message:
-            case Reserved():
+            case ReserveResult():
                 self._down.reserved.append((key, message))
             case Output():
                 self._down.outputs.append((key, message))

@@ -37,7 +37,7 @@ from baton.transfer.exports import Exports
 from baton.transfer.remote import RemoteExport
 from baton.worker.block_copier import BlockCopier
 from baton.worker.cache_tiers import CacheTiers
-from baton.worker.messages import Output, Reserved
+from baton.worker.messages import Output, ReserveResult
 from baton.worker.progress import Progress
 from decode_svc.admission import Admission, SlotForecast
 from decode_svc.attempts import Attempts
@@ -154,27 +154,27 @@ class DecodeWorker:
 
     # An attempt's life.
 
-    def _reserve(self, session: RouterSession, request: Reserve) -> Reserved:
+    def _reserve(self, session: RouterSession, request: Reserve) -> ReserveResult:
         """Reserve pages for an attempt, or answer why not."""
         if self.refusal:
-            return Reserved(False, self.refusal)
+            return ReserveResult(False, self.refusal)
         now, forecast = self._loop.time(), self.admission.forecast
         try:
             attempt = self.admission.reserve(session.number, request, now, self._config.start_timeout_s)
         except InvalidReservation as error:
-            return Reserved(False, str(error), never=True)
+            return ReserveResult(False, str(error), never=True)
         except OutOfPages as error:
             retry_after_s = min(forecast.retry_after(now), RENEW_S)
             room = self.admission.free_context_tokens(now)
-            return Reserved(False, str(error), retry_after_s=retry_after_s, room_tokens=room)
+            return ReserveResult(False, str(error), retry_after_s=retry_after_s, room_tokens=room)
         except Overloaded as error:
-            return Reserved(False, str(error), retry_after_s=error.retry_after or forecast.retry_after(now))
+            return ReserveResult(False, str(error), retry_after_s=error.retry_after or forecast.retry_after(now))
         self.idle.clear()
         self.advance()
         cached = attempt.handle.cached
         found = cached // self._engine.spec.kv_format.block_size
         self._cache_tiers.record_lookup(found, len(pinnable_digests(request)))
-        return Reserved(True, cached_tokens=cached)
+        return ReserveResult(True, cached_tokens=cached)
 
     def _start(self, session: RouterSession, start: Start) -> None:
         """Fetch a reserved attempt's KV, and export its pinned blocks to prefill."""

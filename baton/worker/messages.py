@@ -9,7 +9,7 @@ from baton.request import FinishReason, TokenInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
+class ReserveResult:
     """The answer to a reservation; `never` if the request does not even fit an empty worker.
 
     `retry_after_s` is 0 if unknown. The worker has the KV of the first `cached_tokens` tokens of the context, and keeps

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.kv.format import Shard
 from baton.lifecycle import State
-from baton.worker.messages import Reserved
+from baton.worker.messages import ReserveResult
 from router.placement.policy import PlacementQuery, Selection
 from router.placement.scheduler import PlacementRequest, Refusal, make_query
 from router.request import Deliver
@@ -103,7 +103,7 @@ class Reserver:
             return Placement(ticket, self._breakers.begin(selection.prefill, None))
         names = (*selection.decode, *self._last_resort(request, selection, never))
         request.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(names))
-        answers: dict[str, Reserved] = {}
+        answers: dict[str, ReserveResult] = {}
         for name in names:
             link = self._pool.decode_link(name)
             if link is None or link.session is None or not link.session.open:
@@ -125,7 +125,11 @@ class Reserver:
         return self._refusal(request, selection, answers, never)
 
     def _refusal(
-        self, request: PlacementRequest, selection: Selection, answers: Mapping[str, Reserved], never: Mapping[str, str]
+        self,
+        request: PlacementRequest,
+        selection: Selection,
+        answers: Mapping[str, ReserveResult],
+        never: Mapping[str, str],
     ) -> Refusal:
         never = {**never}
         for name, answer in answers.items():
@@ -169,9 +173,9 @@ class Reserver:
             return None
         return Peer(complete_shards(status.identity.shards, decode.address), status.identity.incarnation)
 
-    async def _ask(self, attempt: DecodeAttempt, request: PlacementRequest, prefix: Prefix) -> Reserved:
+    async def _ask(self, attempt: DecodeAttempt, request: PlacementRequest, prefix: Prefix) -> ReserveResult:
         """One worker's answer; one that doesn't come in time, or for a lost session, is a refusal."""
-        answer = Reserved(False, "no answer", False)
+        answer = ReserveResult(False, "no answer", False)
         left = request.deadline - self._loop.time()
         try:
             async with asyncio.timeout(self._timeout_s):

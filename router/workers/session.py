@@ -37,7 +37,7 @@ from baton.request import CachePolicy
 from baton.rpc.convert import cache_policy_to_proto, export_to_proto, finish_from_proto, token_from_proto
 from baton.rpc.silence import SilenceTimer
 from baton.transfer.remote import RemoteExport
-from baton.worker.messages import DecodeTimings, Output, Reserved
+from baton.worker.messages import DecodeTimings, Output, ReserveResult
 from baton.worker.status import WIRE_VERSION
 from router.request import Blame, Cause, Deliver, Failed
 from router.workers.failures import WorkerLoss
@@ -86,7 +86,7 @@ class DecodeAttempt:
         self._session = session
         self._key = decode_pb2.AttemptKey(request_id=request_id, attempt=number)
         self._deliver = deliver
-        self._answer: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+        self._answer: asyncio.Future[ReserveResult] = asyncio.get_running_loop().create_future()
         self._live: set[int] = set()
         self._reserved = False
         self._unanswered = False
@@ -110,7 +110,7 @@ class DecodeAttempt:
 
     async def reserve(
         self, *, context_tokens: int, max_new_tokens: int, choices: tuple[int, ...], deadline_ms: int, prefix: Prefix
-    ) -> Reserved:
+    ) -> ReserveResult:
         """Ask for pages and wait for the answer. Raises Unavailable when the session ends before it."""
         self._live.update(choices)
         self._reserved = self._unanswered = True
@@ -171,7 +171,7 @@ class DecodeAttempt:
         if not self._answer.done():
             retry_after_s = message.retry_after_ms / 1e3
             self._answer.set_result(
-                Reserved(
+                ReserveResult(
                     message.granted,
                     message.reason,
                     message.never,

@@ -13,7 +13,7 @@ from baton.pb import decode_pb2, inference_pb2, kv_pb2
 from baton.request import FinishReason, TokenInfo
 from baton.rpc.convert import export_to_proto
 from baton.transfer.remote import RemoteExport
-from baton.worker.messages import DecodeTimings, Output, Reserved
+from baton.worker.messages import DecodeTimings, Output, ReserveResult
 from baton.worker.status import WIRE_VERSION
 from decode_svc.messages import (
     AttemptKey,
@@ -41,9 +41,9 @@ async def test_what_came_up_together_is_one_message_and_the_end_comes_after_the_
     session.send(KEY, failure)
     messages = session.messages()
     assert await anext(messages) == SessionDown(outputs=[(KEY, output)], failures=[(KEY, failure)])
-    session.send(KEY, Reserved(True))
+    session.send(KEY, ReserveResult(True))
     session.end()
-    assert await anext(messages) == SessionDown(reserved=[(KEY, Reserved(True))])
+    assert await anext(messages) == SessionDown(reserved=[(KEY, ReserveResult(True))])
     with pytest.raises(StopAsyncIteration):
         await anext(messages)
 
@@ -61,7 +61,7 @@ def test_once_a_second_a_message_lists_who_lives_whatever_else_it_says() -> None
 
         listening = asyncio.create_task(listen())
         await asyncio.sleep(0.75)
-        session.send(KEY, Reserved(True))
+        session.send(KEY, ReserveResult(True))
         await asyncio.sleep(0.75)
         live.clear()
         session.send(KEY, Failure(FailureKind.ENGINE, "why"))
@@ -77,7 +77,7 @@ def test_once_a_second_a_message_lists_who_lives_whatever_else_it_says() -> None
 async def test_a_session_that_ends_by_an_error_keeps_nothing() -> None:
     session = RouterSession(1, "router")
     for _ in range(3):
-        session.send(KEY, Reserved(False))
+        session.send(KEY, ReserveResult(False))
     assert session.unread == 3
     session.end(Overloaded("3 answers were not read"))
     assert [down async for down in session.messages()] == []
@@ -141,7 +141,7 @@ def test_what_is_kept_of_a_router_is_short(field: str, message: dict[str, Any]) 
 def test_messages_are_written() -> None:
     timings = DecodeTimings(1.0, 2.0)
     down = SessionDown(
-        reserved=[(KEY, Reserved(False, "full", never=True, retry_after_s=0.25))],
+        reserved=[(KEY, ReserveResult(False, "full", never=True, retry_after_s=0.25))],
         outputs=[(KEY, Output(1, 7, (TokenInfo(5, -0.5, ((5, -0.5),)),), FinishReason.STOP, timings))],
         failures=[(KEY, Failure(kind, "why")) for kind in FailureKind],
     )

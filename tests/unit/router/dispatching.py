@@ -11,7 +11,7 @@ from typing import Any, cast
 from baton.config.router import RouterConfig
 from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
-from baton.worker.messages import Reserved
+from baton.worker.messages import ReserveResult
 from router.dispatcher import Dispatcher
 from router.placement.fleet import DecodeView, FleetView, PrefillView
 from router.placement.policy import PlacementQuery
@@ -22,8 +22,8 @@ from router.workers.pool import Pool
 from router.workers.reservation import Placement
 
 KV = KvFormat((KvPart("k", "float32", (2, 4)),), layers=2, block_size=16)
-GRANTED, FULL = Reserved(True, "", False), Reserved(False, "full", False)
-NEVER = Reserved(False, "needs 9 pages, there are 4", True)
+GRANTED, FULL = ReserveResult(True, "", False), ReserveResult(False, "full", False)
+NEVER = ReserveResult(False, "needs 9 pages, there are 4", True)
 
 
 class FakeTicket:
@@ -53,7 +53,7 @@ class FakeAttempt:
         self.held: Any = None
         pool.running[worker] += 1
 
-    async def reserve(self, **asked: Any) -> Reserved:
+    async def reserve(self, **asked: Any) -> ReserveResult:
         self._pool.asked += 1
         return await self._pool.reserve(self, **asked)
 
@@ -75,7 +75,7 @@ class FakePool:
     consumer = "incarnation-d"
     namespace = status = None
 
-    def __init__(self, prefill: tuple[str, ...] = ("p",), **answers: Reserved) -> None:
+    def __init__(self, prefill: tuple[str, ...] = ("p",), **answers: ReserveResult) -> None:
         self.seats = dict.fromkeys(prefill, 0)
         self.by_name = answers or {"d": GRANTED}
         self._names = bool(answers)
@@ -101,11 +101,11 @@ class FakePool:
         fleet.kept = self.kept
         return fleet
 
-    def answer_all(self, answer: Reserved) -> None:
+    def answer_all(self, answer: ReserveResult) -> None:
         """Have all decode workers answer so."""
         self.by_name = dict.fromkeys(self.by_name, answer)
 
-    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
         await asyncio.sleep(0)
         return self.by_name[attempt.worker]
 

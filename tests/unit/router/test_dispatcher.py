@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import InvalidRequest, Overloaded, Unavailable
 from baton.lifecycle import State
-from baton.worker.messages import Reserved
+from baton.worker.messages import ReserveResult
 from tests.unit.router.dispatching import (
     FULL,
     GRANTED,
@@ -46,7 +46,7 @@ async def test_a_full_fleet_is_asked_once_per_news_and_by_the_head_alone() -> No
 async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lacks_pages() -> None:
     pool = FakePool()
     d = dispatcher(pool, prefill_limit=9)
-    pool.answer_all(Reserved(False, "needs pages", False, room_tokens=30))
+    pool.answer_all(ReserveResult(False, "needs pages", False, room_tokens=30))
     large = Held(d, "large", tokens=100)
     await settle()
     pool.answer_all(GRANTED)
@@ -66,7 +66,7 @@ async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lac
 async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_news() -> None:
     pool = FakePool()
     d = dispatcher(pool, prefill_limit=9)
-    pool.answer_all(Reserved(False, "needs pages", False, room_tokens=64))
+    pool.answer_all(ReserveResult(False, "needs pages", False, room_tokens=64))
     waiting = [Held(d, "100", tokens=100)]
     await settle()
     waiting += [Held(d, str(tokens), tokens=tokens) for tokens in (60, 50, 40, 20, 16, 7)]
@@ -96,7 +96,7 @@ async def test_a_place_that_ends_is_news() -> None:
 
 async def test_news_that_comes_while_decode_is_asked_is_not_lost() -> None:
     class Changing(FakePool):
-        async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+        async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
             answer = await super().reserve(attempt)
             self.answer_all(GRANTED)
             self.news()
@@ -232,7 +232,7 @@ async def test_a_decode_worker_that_does_not_answer_is_a_refusal() -> None:
     closed = asyncio.Event()
 
     class Silent(FakePool):
-        async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+        async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
             if self.asked > 1:
                 return GRANTED
             return await asyncio.get_running_loop().create_future()
@@ -254,7 +254,7 @@ async def test_a_decode_worker_that_does_not_answer_is_a_refusal() -> None:
 async def test_never_is_told_at_once_and_moves_the_line() -> None:
     pool = FakePool()
     d = dispatcher(pool)
-    pool.answer_all(Reserved(False, "needs 9 pages, there are 4", True))
+    pool.answer_all(ReserveResult(False, "needs 9 pages, there are 4", True))
     with pytest.raises(InvalidRequest, match=r"max_tokens: 8 tokens of context and 4 of output need .*: .* 9 pages"):
         await Held(d, "large").task
     pool.answer_all(GRANTED)
@@ -306,7 +306,7 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
 
 
 async def test_a_lost_news_does_not_stop_the_line() -> None:
-    pool = FakePool(d=Reserved(False, "full", False, 0.05))
+    pool = FakePool(d=ReserveResult(False, "full", False, 0.05))
     d = dispatcher(pool)
     held = Held(d, "r")
     await settle()
@@ -404,10 +404,10 @@ async def test_a_tenant_below_its_share_is_not_kept_waiting_by_one_that_has_all_
 class RoomPool(FakePool):
     """A decode worker with room for 100 tokens."""
 
-    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
         await asyncio.sleep(0)
         fits = asked["context_tokens"] in range(101)
-        return GRANTED if fits else Reserved(False, "pages", False, 1.0, room_tokens=100)
+        return GRANTED if fits else ReserveResult(False, "pages", False, 1.0, room_tokens=100)
 
 
 async def test_a_flood_of_large_contexts_hides_no_small_one_of_another_tenant() -> None:

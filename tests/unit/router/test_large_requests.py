@@ -14,7 +14,7 @@ from baton.config.router import RouterConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages, Overloaded
 from baton.lifecycle import Lifecycle, State
-from baton.worker.messages import Reserved
+from baton.worker.messages import ReserveResult
 from decode_svc.admission import Admission, SlotForecast
 from decode_svc.attempts import Attempts
 from decode_svc.messages import AttemptKey, Reserve
@@ -44,16 +44,16 @@ class Worker:
         self.routers: list[Router] = []
         self.asked = 0
 
-    def reserve(self, session: int, request: Reserve) -> LocalAttempt | Reserved:
+    def reserve(self, session: int, request: Reserve) -> LocalAttempt | ReserveResult:
         self.asked += 1
         try:
             return self.admission.reserve(session, request, self.loop.time())
         except OutOfPages as error:
-            return Reserved(
+            return ReserveResult(
                 False, str(error), False, 1.0, room_tokens=self.admission.free_context_tokens(self.loop.time())
             )
         except Overloaded as error:
-            return Reserved(False, str(error), False, 1.0)
+            return ReserveResult(False, str(error), False, 1.0)
 
     def end(self, attempt: LocalAttempt) -> None:
         self.attempts.end(attempt, self.loop.time())
@@ -72,12 +72,12 @@ class Router(FakePool):
             cast(Pool, self), RouterConfig(prefill=("p:1",), decode=("d:1",), prefill_limit=99)
         )
 
-    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
         await asyncio.sleep(LATENCY_S)
         request = Reserve(AttemptKey(attempt.request_id, 0), asked["context_tokens"], asked["max_new_tokens"], 1)
         answer = self.worker.reserve(self.number, request)
         if isinstance(answer, LocalAttempt):
-            attempt.held, answer = answer, Reserved(True, "", False)
+            attempt.held, answer = answer, ReserveResult(True, "", False)
         return answer
 
     def close(self, attempt: FakeAttempt) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.worker.messages import Reserved
+from baton.worker.messages import ReserveResult
 from router.dispatcher import Dispatcher
 from tests.unit.router.dispatching import (
     FULL,
@@ -60,11 +60,11 @@ async def test_a_context_that_only_a_full_worker_can_hold_stops_nobody_who_has_a
 class Slots(FakePool):
     """Decode workers with two slots each; NEVER are those that a large context does not fit."""
 
-    def __init__(self, **answers: Reserved) -> None:
+    def __init__(self, **answers: ReserveResult) -> None:
         super().__init__(**answers)
         self.free = dict.fromkeys(answers, 2)
 
-    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
         await asyncio.sleep(0)
         if self.by_name[attempt.worker] is NEVER and asked["context_tokens"] == LARGE:
             return NEVER
@@ -153,9 +153,9 @@ async def test_what_needs_no_decode_goes_on_while_decode_workers_are_gone(before
 class Choosy(FakePool):
     """A decode worker that has room, but keeps no further context for choices that wait."""
 
-    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> Reserved:
+    async def reserve(self, attempt: FakeAttempt, **asked: Any) -> ReserveResult:
         await asyncio.sleep(0)
-        return GRANTED if len(asked["choices"]) == 1 else Reserved(False, "", False, 9.0, 0, 100)
+        return GRANTED if len(asked["choices"]) == 1 else ReserveResult(False, "", False, 9.0, 0, 100)
 
 
 async def test_requests_whose_choices_must_wait_stop_nobody_who_has_one_and_ask_once_per_news() -> None:
