@@ -89,7 +89,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
     validator = RequestValidator(model, _length_limit(config, pool, longest), threads, salt, lambda: pool.capacity)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
-        await stack.enter_async_context(pool.running())
+        await stack.enter_async_context(pool.run())
         dispatcher = Dispatcher(pool, config)
         stack.callback(dispatcher.close)
         pipeline = Pipeline(pool, dispatcher, config, threads, router_id=router_id, signer=signer)

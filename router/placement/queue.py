@@ -55,7 +55,7 @@ class FairQueue(Generic[T]):
         """Those who wait."""
         return self._queues.keys()
 
-    def waiting(self, tenant: str) -> int:
+    def count(self, tenant: str) -> int:
         """How many entries of a tenant wait."""
         return len(self._queues.get(tenant, ()))
 
@@ -151,7 +151,7 @@ class RequestQueue(Generic[T]):
 
     def check(self, tenant: str) -> None:
         """Raise Overloaded, with a delay after which a retry makes sense, if the tenant's share is full."""
-        waiting, tenants = self._queue.waiting(tenant), self._queue.tenants
+        waiting, tenants = self._queue.count(tenant), self._queue.tenants
         share = max(1, self._capacity // (len(tenants) + (tenant not in tenants)))
         if waiting >= share:
             raise Overloaded(f"{waiting} requests wait, {share} may; try again later", self.retry_after())
@@ -243,9 +243,9 @@ class RequestQueue(Generic[T]):
         counts once it is founded, and what a request itself takes does not: its prompt may be cached, and be computed
         before those that are not.
         """
-        own = self._queue.waiting(tenant)
+        own = self._queue.count(tenant)
         # With turns, no other tenant is served more often than this one until this one's entry is reached.
-        others = sum(min(self._queue.waiting(name), own + 1) for name in self._queue.tenants if name != tenant)
+        others = sum(min(self._queue.count(name), own + 1) for name in self._queue.tenants if name != tenant)
         before = own + others + (self._first is not None)
         if not before or self._counted < _FOUNDED:
             return 0.0

@@ -151,7 +151,7 @@ class Threads:
 
     def check(self, tenant: str, size: int) -> None:
         """Raise Overloaded if a new request of the tenant, of `size` bytes, may not wait."""
-        if (count := self._queue.waiting(tenant)) >= self._capacity:
+        if (count := self._queue.count(tenant)) >= self._capacity:
             problem = f"{count} requests wait to be tokenized, {self._capacity} may"
             raise Overloaded(f"line_capacity: {problem}; try again later", _RETRY_S)
         if (waiting := self._waiting_bytes[tenant]) and waiting + size > WAITING_BYTES:

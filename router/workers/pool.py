@@ -90,7 +90,7 @@ class Discovery:
 
 
 class Pool:
-    """The workers; use as `async with pool.running():`."""
+    """The workers; use as `async with pool.run():`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Pool:
         ]
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Pool]:
+    async def run(self) -> AsyncIterator[Pool]:
         """Find and watch workers until the block ends."""
         searches = [asyncio.create_task(discovery.run()) for discovery in self._discoveries]
         try:

@@ -193,11 +193,12 @@ async def call_prefill(
                     # Its part is done, and a thread may be long in coming.
                     silence.stop()
                     large = len(event.done.prompt_tokens) > LARGE_REPORT
-                    deliver(await run(partial(_prefilled, event.done)) if large else _prefilled(event.done))
+                    convert = partial(prefilled_from_proto, event.done)
+                    deliver(await run(convert) if large else convert())
                     done = True
     except grpc.aio.AioRpcError as error:
         if not done:
-            deliver(await _failed(ticket, from_rpc_error(error)))
+            deliver(await _judge_error(ticket, from_rpc_error(error)))
         return
     except asyncio.CancelledError:
         task = asyncio.current_task()
@@ -213,7 +214,7 @@ async def call_prefill(
         deliver(Failed(Unavailable(f"prefill worker {link.name} ended without a token"), Blame.PREFILL))
 
 
-async def _failed(ticket: PrefillTicket, error: BatonError) -> Failed:
+async def _judge_error(ticket: PrefillTicket, error: BatonError) -> Failed:
     """What a failed call means: the worker may be dead, full, or draining, and then nothing is wrong with it."""
     # A prompt that is too large for one worker's memory may find room at another.
     if isinstance(error, Overloaded) or (isinstance(error, InvalidRequest) and error.field == "prompt_token_ids"):
@@ -229,7 +230,8 @@ async def _failed(ticket: PrefillTicket, error: BatonError) -> Failed:
     return Failed(error, Blame.PREFILL)
 
 
-def _prefilled(done: prefill_pb2.PrefillDone) -> Prefilled:
+def prefilled_from_proto(done: prefill_pb2.PrefillDone) -> Prefilled:
+    """The event of a prompt that is computed."""
     return Prefilled(
         first_tokens=tuple(map(first_token_from_proto, done.first_tokens)),
         cached_tokens=done.cached_tokens,

@@ -131,7 +131,7 @@ async def test_a_prefill_that_can_not_be_read_ends_its_request(tmp_path: Path, m
 
     async with bench(tmp_path) as b:
         with monkeypatch.context() as broken:
-            broken.setattr(prefill_call, "_prefilled", breaks)
+            broken.setattr(prefill_call, "prefilled_from_proto", breaks)
             assert (await refused(b.call(max_tokens=3))).code() is grpc.StatusCode.INTERNAL
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)
 

@@ -101,7 +101,7 @@ class Storm:
             **settings,
         )
         self.pool = Pool(config, "router", "t")
-        async with self.pool.running():
+        async with self.pool.run():
             self.dispatcher = Dispatcher(self.pool, config)
             self.pipeline = Pipeline(self.pool, self.dispatcher, config, Threads(1))
             try:

@@ -84,7 +84,7 @@ class RouterMachine(RuleBasedStateMachine):
             prefill_limit=2,
         )
         self.pool = Pool(config, "router", "t")
-        await self.running.enter_async_context(self.pool.running())
+        await self.running.enter_async_context(self.pool.run())
         self.dispatcher = Dispatcher(self.pool, config)
         self.pipeline = Pipeline(self.pool, self.dispatcher, config, Threads(1))
 

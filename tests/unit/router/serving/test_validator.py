@@ -44,7 +44,9 @@ async def test_large_reports_are_converted_off_the_event_loop(
 
         return call
 
-    monkeypatch.setattr(router.workers.prefill, "_prefilled", noted(router.workers.prefill._prefilled))
+    monkeypatch.setattr(
+        router.workers.prefill, "prefilled_from_proto", noted(router.workers.prefill.prefilled_from_proto)
+    )
     async with bench(tmp_path) as b:
         done = b.prefill[0].done
 
