@@ -317,55 +317,6 @@ async def test_a_lost_news_does_not_stop_the_line() -> None:
     await held.end()
 
 
-async def test_a_request_that_cant_be_in_time_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, passed = asyncio.get_running_loop(), 0.0
-    real = loop.time
-    monkeypatch.setattr(loop, "time", lambda: real() + passed)
-    pool = FakePool(d=GRANTED)
-    d = dispatcher(pool, prefill_limit=1)
-    served = [Held(d, str(number)) for number in range(10)]
-    for held in served:
-        await asyncio.wait_for(held.placed.wait(), 60)
-        passed += 10
-        await held.end()
-    running, waiting = (Held(d, name) for name in ("running", "waiting"))
-    await running.placed.wait()
-    now = loop.time()
-    with pytest.raises(Overloaded, match=r"deadline is in \d\.\d s, the queue is expected to take \d+\.") as refusal:
-        await Held(d, "late", deadline=now + 5).task
-    assert refusal.value.retry_after is not None
-    # What was accepted once is not judged again.
-    replay, in_time = Held(d, "replay", deadline=now + 5, again=True), Held(d, "in time", deadline=now + 60)
-    for held in (running, replay, waiting, in_time):
-        await asyncio.wait_for(held.placed.wait(), 60)
-        await held.end()
-    assert "late d" not in pool.order
-
-
-async def test_a_request_that_would_wait_too_long_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, passed = asyncio.get_running_loop(), 0.0
-    real = loop.time
-    monkeypatch.setattr(loop, "time", lambda: real() + passed)
-    pool = FakePool(d=GRANTED)
-    d = dispatcher(pool, prefill_limit=1, line_wait_s=25)
-    served = [Held(d, str(number)) for number in range(10)]
-    for held in served:
-        await asyncio.wait_for(held.placed.wait(), 60)
-        passed += 10
-        await held.end()
-    running, first, second, third = (Held(d, name) for name in ("running", "first", "second", "third"))
-    await running.placed.wait()
-    with pytest.raises(Overloaded, match=r"expected to take [23]\d\.\d s, 25 s are allowed") as refusal:
-        await Held(d, "late").task
-    assert refusal.value.retry_after is not None
-    # What was accepted once is not judged again.
-    replay = Held(d, "replay", again=True)
-    for held in (running, replay, first, second, third):
-        await asyncio.wait_for(held.placed.wait(), 60)
-        await held.end()
-    assert "late d" not in pool.order
-
-
 async def test_the_life_goes_with_the_request() -> None:
     pool = FakePool(d=FULL)
     d = dispatcher(pool, reserve_timeout_s=2)
