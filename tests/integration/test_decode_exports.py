@@ -143,6 +143,8 @@ async def test_an_export_ends_with_its_attempt_while_it_is_being_read(end: str) 
                 case "deadline":
                     attempt_of(all_, "b").life.deadline = 0.0
                     all_.app.service.worker.advance()
+                    await router.until(lambda: "b" in router.failures)
+                    assert "was still transferring" in router.failures.pop("b").message
                 case "release":
                     all_.app.service.worker._exports.release("b/prefix", all_.app.service.status.identity.incarnation)
                 case "failed transfer":
