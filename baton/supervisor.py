@@ -105,12 +105,13 @@ class SupervisedProcess:
         """Start a process, from a thread that lives at least as long. Raises Unavailable if it can't be started."""
         self._ready_since = None
         self._last_lines = ["", ""]
-        pipes = [await _Pipe.open(), await _Pipe.open()]
-        self._followers = [
-            asyncio.create_task(self._follow(pipe, number), name=f"output of {self.name}")
-            for number, pipe in enumerate(pipes)
-        ]
+        pipes: list[_Pipe] = []
+        self._followers = []
         try:
+            for number in range(2):
+                pipes.append(await _Pipe.open())
+                following = self._follow(pipes[number], number)
+                self._followers.append(asyncio.create_task(following, name=f"output of {self.name}"))
             self._process = await asyncio.create_subprocess_exec(
                 *bind_to_parent(self._command),
                 env=self._environ,

@@ -2,8 +2,9 @@
 
 Each stream sends final KV in the order in which it was computed: a chunk passes through all layers before the next
 chunk starts. While one frame is sent, the next is read from the engine. There is no other read-ahead, so a slow
-consumer costs the memory of two frames. A consumer that has the leading tokens already may have to wait while they are
-computed here. Meanwhile it gets an empty progress frame at least every PROGRESS_S.
+consumer costs the memory of two frames. A consumer may have to wait: for tokens that it has already and that are
+computed here, or while the engine computes other prompts. Meanwhile it gets an empty progress frame every PROGRESS_S:
+the export is there. Whether the worker itself makes progress is told by its status.
 
 The lease begins at the commit. Each frame that a consumer reads renews it. If a consumer reads none, the export ends,
 even while its stream is open. The timers are those of the event loop, so they do not depend on a scheduler.
@@ -174,7 +175,7 @@ class Export:
             ahead = ahead or self._read_next(pieces, box, compression)
             if ahead is None:
                 if self._loop.time() < sent_at + PROGRESS_S:
-                    await self._wait_for_change()
+                    await self._wait_for_change(until=sent_at + PROGRESS_S)
                 else:
                     yield wire.PROGRESS
                     sent_at = self._loop.time()
@@ -190,7 +191,7 @@ class Export:
         yield encode_manifest(Manifest(count, carried.runs(), digest, Shard("", box.layers, box.heads)))
         self._renew()
         while not self._committed:
-            await self._wait_for_change()
+            await self._wait_for_change(until=sent_at + PROGRESS_S)
             if self._loop.time() >= sent_at + PROGRESS_S:
                 yield wire.PROGRESS
                 sent_at = self._loop.time()
@@ -253,11 +254,11 @@ class Export:
         if self._ended is not None:
             raise TransferError(str(self._ended))
 
-    async def _wait_for_change(self) -> None:
-        """Wait until KV is final, committed, or the export has ended, in which case it raises."""
+    async def _wait_for_change(self, until: float) -> None:
+        """Wait until KV is final, committed, or it is `until`. Raises TransferError if the export has ended."""
         self._check()
         with add_waiter(self._waiting) as waiter:
-            await waiter
+            await asyncio.wait({waiter}, timeout=max(0.0, until - self._loop.time()))
         self._check()
 
     def _wake(self) -> None:

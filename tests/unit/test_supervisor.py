@@ -122,13 +122,16 @@ async def test_one_that_had_served_has_its_successor_at_once(said: Lines) -> Non
             await said.until("log: w is ready again", number)
 
 
-async def test_one_that_can_not_be_started_has_not_served(said: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(*_: object, **__: object) -> None:
+@pytest.mark.parametrize("what", ["asyncio.create_subprocess_exec", "os.pipe"])
+async def test_one_that_can_not_be_started_has_not_served(
+    said: Lines, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "no memory")
 
     async with Supervisor(said.add, SupervisorTimes(pause_s=0.02, steady_s=0.0)) as group:
         child = await started(group, "print('listening a=1:2'); signal.pause()")
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+        monkeypatch.setattr(what, refuse)
         child.restart_on_death()
         child.signal(signal.SIGTERM)
         pauses = await said.until("w can't be started: no memory; it is started again in (.*)", 2)
