@@ -10,11 +10,11 @@ The number of cached tokens of a prompt is known twice: at the look-up, and when
 because it may have changed in between. A prompt that should wait because another one is about to compute much of its
 prefix is `deferred`; the caller decides which ones are.
 
-Tenants share the engine by start-time fair queueing with equal weights (Goyal, Vin and Cheng, 1996): at each chunk
-boundary a prompt of the tenant goes next that the engine has served least. So neither many prompts of a tenant nor a
-long one delay the prompt of another tenant by more than a chunk of each tenant. A tenant that comes, or comes back,
-has been served at least as much as the least served tenant that has prompts here; so nobody saves up service while
-away, and nobody sheds what it had above its share by leaving for a moment.
+Tenants share the engine by weighted fair queueing with equal weights (Demers, Keshav and Shenker, 1989). At each chunk
+boundary the next prompt is the one that would finish first if all tenants with prompts here were served at the same
+time and at the same rate. So neither many prompts of one tenant nor a long one delay the prompt of another tenant by
+more than one chunk plus that tenant's own share. A tenant that had no prompt here begins with as much service as the
+least served tenant.
 
 Of the READY prompts of one tenant, the one with the fewest remaining tokens goes next, so that a short prompt does not
 wait for a long one. To prevent starvation, a prompt that is overtaken earns credit: a tenth of the tokens that the
@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -114,7 +113,7 @@ class Scheduler:
     _prompts: dict[Prompt, None] = field(default_factory=dict)
     _orders: itertools.count[int] = field(default_factory=itertools.count)
     _served_s: dict[bytes, float] = field(default_factory=dict)
-    """For how long the engine has served each tenant that has prompts here, or left when another was served less."""
+    """Seconds for which the engine has served each tenant with prompts here, on one scale for all tenants."""
 
     @property
     def waiting(self) -> int:
@@ -152,8 +151,8 @@ class Scheduler:
                 f"{self.waiting} prompts wait, at most {self.max_waiting} may", min(high, max(low, seconds))
             )
         prompt = Prompt(tokens, pages, now, next(self._orders), tenant)
-        self._served_s[tenant] = max(self._served_s.get(tenant, 0.0), self._least_served_s(0.0))
         self._prompts[prompt] = None
+        self._served_s.setdefault(tenant, min(self._served_s.values(), default=0.0))
         return prompt
 
     def await_pages(self, prompt: Prompt, cached: int) -> None:
@@ -205,7 +204,7 @@ class Scheduler:
         ready = [prompt for prompt in self._prompts if prompt.stage is Stage.READY]
         if not ready:
             return None
-        prompt = self._start_order(ready)[0]
+        prompt = self._finish_order(ready)[0]
         size = chunk_size(prompt.tokens, self.chunk_size, self.rate.value)
         return prompt, min(prompt.tokens, prompt.done + size)
 
@@ -240,12 +239,8 @@ class Scheduler:
     def remove(self, prompt: Prompt) -> None:
         """Remove a prompt that is finished or given up."""
         self._prompts.pop(prompt, None)
-        here, least = {other.tenant for other in self._prompts}, self._least_served_s(math.inf)
-        self._served_s = {tenant: s for tenant, s in self._served_s.items() if tenant in here or s > least}
-
-    def _least_served_s(self, default: float) -> float:
-        """Service of the least served tenant that has prompts here."""
-        return min((self._served_s[prompt.tenant] for prompt in self._prompts), default=default)
+        if all(other.tenant != prompt.tenant for other in self._prompts):
+            self._served_s.pop(prompt.tenant, None)
 
     def _allocation_order(self, now: float, deferred: Collection[Prompt]) -> list[Prompt]:
         """Prompts that have not started and whose look-up is over; only one if it was refused for PATIENCE_S."""
@@ -258,13 +253,13 @@ class Scheduler:
             and now - prompt.refused_at >= PATIENCE_S
             and prompt not in deferred
         ]
-        return sorted(starved, key=lambda prompt: prompt.order)[:1] or self._start_order(prompts)
+        return sorted(starved, key=lambda prompt: prompt.order)[:1] or self._finish_order(prompts)
 
-    def _start_order(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Order prompts by the service that the tenant will have had before each of them."""
-        start_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_RATE
+    def _finish_order(self, prompts: Iterable[Prompt]) -> list[Prompt]:
+        """Order prompts by the virtual time at which each would finish if its tenant were served all the time."""
+        finish_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_RATE
         keyed: list[tuple[float, int, Prompt]] = []
         for prompt in sorted(prompts, key=lambda prompt: (self.rank(prompt), prompt.order)):
-            keyed.append((start_s[prompt.tenant], len(keyed), prompt))
-            start_s[prompt.tenant] += prompt.remaining / rate
+            finish_s[prompt.tenant] += prompt.remaining / rate
+            keyed.append((finish_s[prompt.tenant], len(keyed), prompt))
         return [prompt for *_, prompt in sorted(keyed, key=lambda each: each[:2])]

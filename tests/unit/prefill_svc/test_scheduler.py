@@ -230,18 +230,6 @@ def test_a_tenant_with_long_prompts_gets_its_share() -> None:
     assert served[b"b"] < 2 * 4.0 + 0.2, "it was held up for longer than twice its own time"
 
 
-def test_a_tenant_that_leaves_for_a_moment_keeps_to_its_share() -> None:
-    """It asks for half a second at a time, one prompt after the other."""
-    s, asked_s = scheduler(), 0.0
-    long = admit_ready(s, 4_000, tenant=b"a")
-    while long.remaining:
-        short = admit_ready(s, 500, tenant=b"b")
-        asked_s += 0.5
-        assert asked_s < 5.0, "it got more than the tenant that was here all the while"
-        while short.remaining and long.remaining:
-            run(s)
-
-
 def test_only_a_few_are_prepared_ahead() -> None:
     s = scheduler()
     entries = [s.admit(tokens, 0.0) for tokens in (400, 300, 200, 100)]
