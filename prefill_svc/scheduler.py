@@ -10,11 +10,11 @@ The number of cached tokens of a prompt is known twice: at the look-up, and when
 because it may have changed in between. A prompt that should wait because another one is about to compute much of its
 prefix is `deferred`; the caller decides which ones are.
 
-Tenants share the engine by weighted fair queueing with equal weights (Demers, Keshav and Shenker, 1989). At each chunk
-boundary the next prompt is the one that would finish first if all tenants with prompts here were served at the same
-time and at the same rate. So neither many prompts of one tenant nor a long one delay the prompt of another tenant by
-more than one chunk plus that tenant's own share. A tenant that had no prompt here begins with as much service as the
-least served tenant.
+Tenants share the engine by start-time fair queueing (Goyal, Vin and Cheng, 1996) with equal weights: at each chunk
+boundary the tenant that was served least goes next. A tenant that has used less than its share may save up to BURST_S
+of it, so that several of its prompts at once don't wait for the long prompts of others; then it takes turns with them.
+What a tenant had is remembered while it has no prompt here, so a tenant that sends one prompt after another is no
+exception. When no prompt is left, all tenants begin anew.
 
 Of the READY prompts of one tenant, the one with the fewest remaining tokens goes next, so that a short prompt does not
 wait for a long one. To prevent starvation, a prompt that is overtaken earns credit: a tenth of the tokens that the
@@ -40,6 +40,7 @@ from baton.rates import DecayingRate
 
 AGEING = 0.1
 PREPARED_AHEAD = 2
+BURST_S = 2.0
 PATIENCE_S = 2.0
 CHUNK_S = 0.5
 MIN_CHUNK = 256
@@ -87,7 +88,6 @@ class Prompt:
 
     tokens: int
     pages: int
-    admitted_at: float
     order: int
     tenant: bytes = b""
     stage: Stage = Stage.LOOKUP
@@ -113,7 +113,9 @@ class Scheduler:
     _prompts: dict[Prompt, None] = field(default_factory=dict)
     _orders: itertools.count[int] = field(default_factory=itertools.count)
     _served_s: dict[bytes, float] = field(default_factory=dict)
-    """Seconds for which the engine has served each tenant with prompts here, on one scale for all tenants."""
+    """Seconds for which the engine has served each tenant, on one scale for all tenants."""
+    _fair_s: float = 0.0
+    """What a tenant has had that always had prompts here; it never falls."""
 
     @property
     def waiting(self) -> int:
@@ -125,7 +127,7 @@ class Scheduler:
         """Number of tokens still to be computed, of all prompts."""
         return sum(prompt.remaining for prompt in self._prompts)
 
-    def admit(self, tokens: int, now: float, tenant: bytes = b"") -> Prompt:
+    def admit(self, tokens: int, tenant: bytes = b"") -> Prompt:
         """Add a prompt of `tenant`.
 
         Raises InvalidRequest if it can never be computed here, Overloaded if too many prompts wait.
@@ -150,9 +152,10 @@ class Scheduler:
             raise Overloaded(
                 f"{self.waiting} prompts wait, at most {self.max_waiting} may", min(high, max(low, seconds))
             )
-        prompt = Prompt(tokens, pages, now, next(self._orders), tenant)
+        prompt = Prompt(tokens, pages, next(self._orders), tenant)
         self._prompts[prompt] = None
-        self._served_s.setdefault(tenant, min(self._served_s.values(), default=0.0))
+        earliest = self._fair_s - BURST_S
+        self._served_s[tenant] = max(self._served_s.get(tenant, earliest), earliest)
         return prompt
 
     def await_pages(self, prompt: Prompt, cached: int) -> None:
@@ -204,7 +207,7 @@ class Scheduler:
         ready = [prompt for prompt in self._prompts if prompt.stage is Stage.READY]
         if not ready:
             return None
-        prompt = self._finish_order(ready)[0]
+        prompt = self._turn_order(ready)[0]
         size = chunk_size(prompt.tokens, self.chunk_size, self.rate.value)
         return prompt, min(prompt.tokens, prompt.done + size)
 
@@ -228,6 +231,7 @@ class Scheduler:
     def charge(self, prompt: Prompt, seconds: float) -> None:
         """Charge `seconds` of the engine to the prompt's tenant; the prompts that it has overtaken earn credit."""
         self._served_s[prompt.tenant] += seconds
+        self._fair_s = max(self._fair_s, min(self._served_s[other.tenant] for other in self._prompts))
         for other in self._prompts:
             if other.tenant == prompt.tenant and other.order < prompt.order:
                 other.overtaken_s += seconds
@@ -239,8 +243,14 @@ class Scheduler:
     def remove(self, prompt: Prompt) -> None:
         """Remove a prompt that is finished or given up."""
         self._prompts.pop(prompt, None)
-        if all(other.tenant != prompt.tenant for other in self._prompts):
-            self._served_s.pop(prompt.tenant, None)
+        present = {other.tenant for other in self._prompts}
+        if present:
+            forgotten = self._fair_s - BURST_S
+            self._served_s = {
+                tenant: served for tenant, served in self._served_s.items() if tenant in present or served > forgotten
+            }
+        else:
+            self._served_s, self._fair_s = {}, 0.0
 
     def _allocation_order(self, now: float, deferred: Collection[Prompt]) -> list[Prompt]:
         """Prompts that have not started and whose look-up is over; only one if it was refused for PATIENCE_S."""
@@ -253,13 +263,13 @@ class Scheduler:
             and now - prompt.refused_at >= PATIENCE_S
             and prompt not in deferred
         ]
-        return sorted(starved, key=lambda prompt: prompt.order)[:1] or self._finish_order(prompts)
+        return sorted(starved, key=lambda prompt: prompt.order)[:1] or self._turn_order(prompts)
 
-    def _finish_order(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Order prompts by the virtual time at which each would finish if its tenant were served all the time."""
-        finish_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_RATE
+    def _turn_order(self, prompts: Iterable[Prompt]) -> list[Prompt]:
+        """Order prompts by what their tenants will have been served when each starts."""
+        start_s, rate = dict(self._served_s), self.rate.value or UNKNOWN_RATE
         keyed: list[tuple[float, int, Prompt]] = []
         for prompt in sorted(prompts, key=lambda prompt: (self.rank(prompt), prompt.order)):
-            finish_s[prompt.tenant] += prompt.remaining / rate
-            keyed.append((finish_s[prompt.tenant], len(keyed), prompt))
+            keyed.append((start_s[prompt.tenant], len(keyed), prompt))
+            start_s[prompt.tenant] += prompt.remaining / rate
         return [prompt for *_, prompt in sorted(keyed, key=lambda each: each[:2])]

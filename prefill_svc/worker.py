@@ -91,7 +91,7 @@ class PrefillWorker:
         if self._refusal:
             raise Unavailable(self._refusal)
         now = time.monotonic()
-        prompt = self._scheduler.admit(len(task.prompt_ids) + len(task.output_ids), now, task.tenant)
+        prompt = self._scheduler.admit(len(task.prompt_ids) + len(task.output_ids), task.tenant)
         try:
             if task.transfer_id:
                 self._exports.announce(task.transfer_id)

@@ -17,7 +17,8 @@ import time
 from baton.client import AsyncClient
 from tests.chaos.load import Load, Mix, Outcome
 
-PROMPT, TOKENS = 40, 4
+PROMPT, TOKENS = 30, 4
+"""A chunk each: at 8 a second about half of a fair share of two prefill workers. No fair queue is quick beyond that."""
 END_BOUND_S = 60.0
 
 

@@ -39,7 +39,7 @@ class Worker:
 
     def start(self, name: str, tokens: int) -> asyncio.Task[None]:
         task = PrefillTask(name, 0, "", range(tokens), (), (0,), SamplingParams(max_tokens=1, temperature=0.0))
-        entry = self._scheduler.admit(tokens, 0.0)
+        entry = self._scheduler.admit(tokens)
         job = self._jobs[entry] = PrefillJob.create(task, entry, 0.0)
         return asyncio.create_task(self._compute(job))
 

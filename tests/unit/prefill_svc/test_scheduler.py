@@ -7,7 +7,7 @@ import pytest
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, Overloaded
 from baton.kv.format import KvFormat, KvPart
-from prefill_svc.scheduler import PATIENCE_S, PREPARED_AHEAD, Prompt, Scheduler, Stage, chunk_size
+from prefill_svc.scheduler import BURST_S, PATIENCE_S, PREPARED_AHEAD, Prompt, Scheduler, Stage, chunk_size
 
 FORMAT = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=16)
 
@@ -35,8 +35,8 @@ def allocate(
     return allocated
 
 
-def admit_ready(s: Scheduler, tokens: int, now: float = 0.0, done: int = 0, tenant: bytes = b"") -> Prompt:
-    prompt = s.admit(tokens, now, tenant)
+def admit_ready(s: Scheduler, tokens: int, done: int = 0, tenant: bytes = b"") -> Prompt:
+    prompt = s.admit(tokens, tenant)
     s.await_pages(prompt, done)
     s.make_ready(prompt, done)
     return prompt
@@ -126,7 +126,7 @@ def test_a_short_prompt_overtakes_at_the_chunk_boundary() -> None:
     long = admit_ready(s, 1_000)
     assert s.next_chunk() == (long, 100)
     s.finish_chunk(long, 100, 0.1)
-    short = admit_ready(s, 50, now=0.1)
+    short = admit_ready(s, 50)
     assert s.next_chunk() == (short, 50)
     s.finish_chunk(short, 50, 0.05)
     s.remove(short)
@@ -155,7 +155,7 @@ def test_a_long_prompt_is_held_up_by_at_most_about_ten_times_its_time(aborted: b
     long, now, rate = admit_ready(s, 1_000), 0.0, 1_000.0
     while long.remaining:
         assert now < 13 * 1_000 / rate, "starved"
-        fresh = admit_ready(s, 10, now=now)
+        fresh = admit_ready(s, 10)
         prompt, end = s.next_chunk() or (fresh, 0)
         seconds = (end - prompt.done) / rate
         s.charge(prompt, seconds)
@@ -177,7 +177,7 @@ def test_waiting_for_earlier_prompts_earns_nothing() -> None:
         s.charge(prompt, 1.0)
         s.finish_chunk(prompt, 1_000, 1.0)
         s.remove(prompt)
-    short = admit_ready(s, 50, now=11.0)
+    short = admit_ready(s, 50)
     assert s.next_chunk() == (short, 50)
 
 
@@ -197,7 +197,7 @@ def test_prompts_of_a_tenant_delay_those_of_another_by_a_chunk_only() -> None:
     flood = [admit_ready(s, 100, tenant=b"a") for _ in range(4)]
     assert run(s) is flood[0]
     other = admit_ready(s, 100, tenant=b"b")
-    assert [run(s) for _ in range(4)] == [flood[1], other, *flood[2:]], "equals go in order of arrival"
+    assert [run(s) for _ in range(4)] == [other, *flood[1:]]
     flood = [admit_ready(s, 100, tenant=b"a") for _ in range(4)]
     other = admit_ready(s, 100, tenant=b"b")
     assert [run(s) for _ in range(5)] == [flood[0], other, *flood[1:]]
@@ -230,9 +230,42 @@ def test_a_tenant_with_long_prompts_gets_its_share() -> None:
     assert served[b"b"] < 2 * 4.0 + 0.2, "it was held up for longer than twice its own time"
 
 
+def test_a_tenant_that_sends_one_prompt_after_another_takes_turns() -> None:
+    s = scheduler()
+    long = admit_ready(s, 4_000, tenant=b"a")
+    shorts = 0
+    while long.remaining:
+        short = admit_ready(s, 100, tenant=b"b")
+        while short.remaining and long.remaining:
+            shorts += run(s) is short
+    assert shorts <= 4_000 / 100 + BURST_S / 0.1, "the long prompt had less than its share"
+
+
+def test_a_tenant_below_its_share_may_send_several_at_once() -> None:
+    s = scheduler()
+    flood = admit_ready(s, 10_000, tenant=b"a")
+    for _ in range(40):
+        run(s)
+    assert flood.remaining
+    burst = [admit_ready(s, 100, tenant=b"b") for _ in range(19)]
+    assert [run(s) for _ in burst] == burst, "it had saved more than this"
+    more = [admit_ready(s, 100, tenant=b"b") for _ in range(10)]
+    assert [run(s) for _ in range(10)].count(flood) == 5, "it must take turns now"
+    assert any(prompt.remaining for prompt in more)
+
+
+def test_all_begin_anew_when_no_prompt_is_left() -> None:
+    s = scheduler()
+    for tenant in range(100):
+        admit_ready(s, 100, tenant=b"%d" % tenant)
+        run(s)
+    first, second = admit_ready(s, 200, tenant=b"0"), admit_ready(s, 200, tenant=b"new")
+    assert [run(s) for _ in range(4)] == [first, second, first, second]
+
+
 def test_only_a_few_are_prepared_ahead() -> None:
     s = scheduler()
-    entries = [s.admit(tokens, 0.0) for tokens in (400, 300, 200, 100)]
+    entries = [s.admit(tokens) for tokens in (400, 300, 200, 100)]
     assert allocate(s, 0.0) == [], "no hit is known yet"
     for prompt in entries:
         s.await_pages(prompt, 0)
@@ -247,13 +280,13 @@ def test_only_a_few_are_prepared_ahead() -> None:
 
 def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:
     s = scheduler()
-    big = s.admit(50, 0.0)
+    big = s.admit(50)
     s.await_pages(big, 0)
     assert allocate(s, 0.0, lambda prompt: prompt is not big) == []
-    small = s.admit(60, 0.0)
+    small = s.admit(60)
     s.await_pages(small, 0)
     assert allocate(s, 0.1, lambda prompt: prompt is not big) == [small]
-    late = s.admit(10, 0.0)
+    late = s.admit(10)
     s.await_pages(late, 0)
     assert allocate(s, PATIENCE_S, lambda prompt: prompt is not big) == [], "none before the starved one"
     assert allocate(s, PATIENCE_S) == [big, late]
@@ -262,7 +295,7 @@ def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:
 
 def test_what_the_pages_hold_counts_more_than_what_was_expected() -> None:
     s = scheduler()
-    grown, shrunk = s.admit(1_000, 0.0), s.admit(1_000, 0.0)
+    grown, shrunk = s.admit(1_000), s.admit(1_000)
     s.await_pages(grown, 100)
     s.await_pages(shrunk, 500)
     found = {grown: 800, shrunk: 0}
@@ -278,7 +311,7 @@ def test_what_the_pages_hold_counts_more_than_what_was_expected() -> None:
 
 def test_one_that_waits_for_another_is_passed_over_and_loses_no_pages_to_patience() -> None:
     s = scheduler()
-    follower, other, third = s.admit(50, 0.0), s.admit(60, 0.0), s.admit(70, 0.0)
+    follower, other, third = s.admit(50), s.admit(60), s.admit(70)
     for prompt in (follower, other, third):
         s.await_pages(prompt, 0)
     assert allocate(s, 0.0, lambda prompt: False) == []
@@ -292,21 +325,21 @@ def test_one_that_waits_for_another_is_passed_over_and_loses_no_pages_to_patienc
 def test_refusals_name_both_numbers() -> None:
     s = scheduler(pages=4, max_model_len=1_000)
     with pytest.raises(InvalidRequest, match=r"need 5 pages, .* has 4, .* got 65"):
-        s.admit(65, 0.0)
+        s.admit(65)
     with pytest.raises(InvalidRequest, match=r"1000, got 1000"):
-        s.admit(1_000, 0.0)
-    assert s.admit(64, 0.0).pages == 4
+        s.admit(1_000)
+    assert s.admit(64).pages == 4
 
 
 def test_waiting_is_bounded_and_tells_when_to_retry() -> None:
     s = scheduler(max_waiting=2)
     first, _ = admit_ready(s, 1_000), admit_ready(s, 3_000)
     with pytest.raises(Overloaded, match="2 prompts wait, at most 2 may") as caught:
-        s.admit(1, 0.0)
+        s.admit(1)
     assert caught.value.retry_after == 4.0
     s.finish_chunk(first, 500, 5.0)
     assert (s.waiting, s.pending_tokens) == (1, 3_500)
     admit_ready(s, 10)
     with pytest.raises(Overloaded) as caught:
-        s.admit(1, 0.0)
+        s.admit(1)
     assert caught.value.retry_after == pytest.approx(35.1)
