@@ -115,7 +115,7 @@ class Scheduler:
     _served_s: dict[bytes, float] = field(default_factory=dict)
     """Seconds for which the engine has served each tenant, on one scale for all tenants."""
     _fair_s: float = 0.0
-    """What a tenant has had that always had prompts here; it never falls."""
+    """What the tenant had that was served last, when it was served; it never falls."""
 
     @property
     def waiting(self) -> int:
@@ -230,8 +230,10 @@ class Scheduler:
 
     def charge(self, prompt: Prompt, seconds: float) -> None:
         """Charge `seconds` of the engine to the prompt's tenant; the prompts that it has overtaken earn credit."""
+        self._fair_s = max(self._fair_s, self._served_s[prompt.tenant])
         self._served_s[prompt.tenant] += seconds
-        self._fair_s = max(self._fair_s, min(self._served_s[other.tenant] for other in self._prompts))
+        earliest = self._fair_s - BURST_S
+        self._served_s = {tenant: max(served, earliest) for tenant, served in self._served_s.items()}
         for other in self._prompts:
             if other.tenant == prompt.tenant and other.order < prompt.order:
                 other.overtaken_s += seconds
