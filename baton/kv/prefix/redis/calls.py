@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from redis.exceptions import AskError, ReadOnlyError
+from redis.exceptions import AskError
 
 from baton.kv.prefix.redis.faults import count_fault, fault_label
 from baton.kv.prefix.redis.nodes import Command, Node
@@ -76,7 +76,7 @@ class RedisCalls:
         if homeless:
             count_fault("cluster_down", homeless)
             self._refresh_soon()
-        await self._handle_errors(places, [reply for reply in replies if isinstance(reply, Exception)])
+        self._handle_errors([reply for reply in replies if isinstance(reply, Exception)])
         return replies
 
     async def call_node(self, node: Node, lane: str, commands: Sequence[Command], budget_s: float) -> list[Any] | None:
@@ -96,16 +96,13 @@ class RedisCalls:
             await asyncio.wait({self._refreshing})
         await self._topology.aclose()
 
-    async def _handle_errors(self, nodes: dict[Node, list[int]], faults: Sequence[Exception]) -> None:
+    def _handle_errors(self, faults: Sequence[Exception]) -> None:
         for fault in faults:
             count_fault(fault_label(fault))
         if faults:
             _log.debug("%d keys of the prefix cache failed, the first: %s", len(faults), faults[0])
         if any(isinstance(fault, AskError) for fault in faults):  # MovedError is one
             self._refresh_soon()
-        if any(isinstance(fault, ReadOnlyError) for fault in faults):
-            for node in nodes:
-                await self._topology.handle_readonly(node)
 
     async def _ensure_ready(self) -> bool:
         """Whether the nodes are known; looks them up first, unless a look-up has just failed."""

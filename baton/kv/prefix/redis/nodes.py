@@ -66,11 +66,6 @@ class Node:
                 raise reply  # the reply to one key, but about the whole node
         return replies
 
-    async def disconnect_idle(self) -> None:
-        """Close the connections that no call is using."""
-        with suppress(OSError, RedisError):
-            await self.client.connection_pool.disconnect(inuse_connections=False)
-
     async def aclose(self) -> None:
         """Close all connections: calls under way fail."""
         await close(self.client)

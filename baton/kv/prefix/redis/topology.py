@@ -48,15 +48,15 @@ class Topology(Protocol):
     async def refresh(self) -> None:
         """Look up the nodes; raises the error that prevents it."""
 
-    async def handle_readonly(self, node: Node) -> None:
-        """Handle a node that refused a write because it is a replica; it may have been the master before."""
-
     async def aclose(self) -> None:
         """Close all connections."""
 
 
 class SingleMaster:
-    """One server, or the master that sentinels name: the client asks them whenever it opens a connection."""
+    """One server, or the master that sentinels name: the client asks them whenever it opens a connection.
+
+    A master that has become a replica refuses writes. With sentinels, redis-py then closes that connection.
+    """
 
     ready = True
 
@@ -71,11 +71,6 @@ class SingleMaster:
 
     async def refresh(self) -> None:
         """Do nothing: there is nothing to look up."""
-
-    async def handle_readonly(self, node: Node) -> None:
-        """Close idle connections, so that the next one asks the sentinels for the master."""
-        if self._close_sentinels is not None:
-            await node.disconnect_idle()
 
     async def aclose(self) -> None:
         """Disconnect from the server and the sentinels."""
@@ -123,9 +118,6 @@ class Cluster:
             self._slots[first : last + 1] = [self._nodes[address]] * (last + 1 - first)
         gone = [address for address in self._clients if address not in self._nodes and address not in self._seeds]
         await asyncio.gather(*(close(self._clients.pop(address)) for address in gone))
-
-    async def handle_readonly(self, node: Node) -> None:
-        """Do nothing: a replica in a cluster redirects writes, and does not refuse them."""
 
     async def aclose(self) -> None:
         """Disconnect from all nodes."""
