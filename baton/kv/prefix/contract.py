@@ -23,6 +23,7 @@ from typing import Protocol, TypeAlias
 from baton.cache_report import CacheTier as CacheTier
 
 Payload: TypeAlias = bytes | memoryview
+"""The KV of a block, which nobody changes. A view keeps no more memory alive than the block's stored record."""
 
 PrefixesChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes]], object]
 """Called with the digests of blocks that were stored, and of those that were dropped."""

@@ -6,7 +6,6 @@ run. So a chain loses its end before its beginning, and a block that many chains
 them. A chain that is too long for the memory keeps its beginning: a block that would evict its own predecessors is
 refused, and so are all blocks after it.
 
-The cache owns its payloads: it copies a view of a larger or mutable buffer, so that it keeps no other memory alive.
 No method waits.
 """
 
@@ -23,7 +22,6 @@ TIER = "host"
 
 _MAX_PARENTS = 1 << 16
 _STALE_ENTRIES = 4096
-_SLACK = 16
 
 _HIT, _MISS, _FETCHED, _EVICTED = (
     metrics.PREFIX_BLOCKS.labels(TIER, outcome) for outcome in ("hit", "miss", "fetched", "evicted")
@@ -95,14 +93,14 @@ class HostPrefixCache:
         """Keep the block; False if it would have to evict the blocks before it in its chain."""
         if digest in self._payloads:
             return True
-        parent, size = self._parents.pop(digest, None), _buffer_bytes(payload)
+        parent, size = self._parents.pop(digest, None), len(payload)
         if size > self._capacity or (parent is not None and parent not in self._payloads):
             return False
         run = _ChainRun() if parent is None else self._run_of[parent]
         dropped = self._make_room(size, run)
         kept = self._bytes + size <= self._capacity
         if kept:
-            self._payloads[digest] = to_owned(payload)
+            self._payloads[digest] = payload
             self._bytes += size
             self._place(run, digest)
         self._notify((digest,) if kept else (), dropped)
@@ -194,7 +192,7 @@ class HostPrefixCache:
             self._entries -= 1
             if self._run_of.get(digest) is run:
                 del self._run_of[digest]
-                self._bytes -= _buffer_bytes(self._payloads.pop(digest))
+                self._bytes -= len(self._payloads.pop(digest))
                 dropped.append(digest)
         if dropped:
             _EVICTED.inc(len(dropped))
@@ -210,26 +208,3 @@ class HostPrefixCache:
     def _notify(self, stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
         if self._changed is not None and (stored or dropped):
             self._changed(stored, dropped)
-
-
-def to_owned(payload: Payload) -> Payload:
-    """The payload, copied unless it `is_owned`."""
-    return payload if is_owned(payload) else bytes(payload)
-
-
-def is_owned(payload: Payload) -> bool:
-    """Whether the payload's buffer is immutable and at most 1/16 larger than the payload."""
-    return _buffer(payload) is not None
-
-
-def _buffer(payload: Payload) -> bytes | None:
-    if isinstance(payload, bytes):
-        return payload
-    whole = payload.obj
-    return whole if isinstance(whole, bytes) and len(whole) * _SLACK <= payload.nbytes * (_SLACK + 1) else None
-
-
-def _buffer_bytes(payload: Payload) -> int:
-    """Bytes of memory that keeping a payload takes."""
-    buffer = _buffer(payload)
-    return memoryview(payload).nbytes if buffer is None else len(buffer)

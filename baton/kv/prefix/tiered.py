@@ -20,13 +20,12 @@ always skip the same prompt.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from itertools import chain, groupby, repeat
 
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixCache, PrefixesChanged
-from baton.kv.prefix.host import TIER, HostPrefixCache, is_owned, to_owned
+from baton.kv.prefix.host import TIER, HostPrefixCache
 from baton.kv.prefix.write_filter import BlockState, WriteFilter
 
 TOUCH_SHARE = 1 / 8
@@ -85,7 +84,9 @@ class TieredPrefixCache:
         """Payloads up to the first miss, each from the nearest tier that has it."""
         held = [self._host.get(digest) for digest in digests]
         missing = [digest for digest, payload in zip(digests, held, strict=True) if payload is None]
-        fetched = await self._keep_in_host(missing, await self._shared.fetch(missing)) if missing else []
+        fetched = await self._shared.fetch(missing) if missing else []
+        for digest, block in zip(missing, fetched, strict=False):
+            self._host.put(digest, block)
         farther, payloads = iter(fetched), []
         for payload in held:
             payload = next(farther, None) if payload is None else payload
@@ -116,8 +117,6 @@ class TieredPrefixCache:
 
     def put(self, digest: bytes, payload: Payload) -> bool:
         """Keep the block in host memory, and write it to the store if `writes` says so; False if neither was done."""
-        if self._host.enabled:
-            payload = to_owned(payload)
         kept = self._host.put(digest, payload)
         seen = self._write_filter.state(digest) or self._write_filter.observe([digest])[0]
         return (seen in self._write_states and self._store(digest, payload)) or kept or seen is BlockState.STORED
@@ -161,13 +160,3 @@ class TieredPrefixCache:
         if taken:
             self._write_filter.set(digest, BlockState.STORED)
         return taken
-
-    async def _keep_in_host(self, digests: Sequence[bytes], payloads: list[Payload]) -> list[Payload]:
-        """Keep fetched blocks in host memory; returns them as they are kept there."""
-        if not self._host.enabled:
-            return payloads
-        if not all(map(is_owned, payloads)):
-            payloads = await asyncio.to_thread(lambda: [to_owned(payload) for payload in payloads])
-        for digest, payload in zip(digests, payloads, strict=False):
-            self._host.put(digest, payload)
-        return payloads

@@ -2,15 +2,12 @@
 
 import hashlib
 import os
-import sys
 from collections.abc import Sequence
 from itertools import accumulate, count
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kv.prefix import Payload
 from baton.kv.prefix.host import TIER, HostPrefixCache
 
 SIZE = 64
@@ -62,26 +59,6 @@ async def test_no_memory_keeps_nothing() -> None:
     assert not cache.enabled
     assert cache.select_writes(LONG) == [False] * 8
     assert not cache.put(LONG[0], b"x")
-
-
-@pytest.mark.parametrize("around", [0, 100_000])
-async def test_what_is_kept_pins_no_other_memory(around: int) -> None:
-    cache = HostPrefixCache(1 << 20)
-    changing, large = bytearray(os.urandom(SIZE)), os.urandom(SIZE + around)
-    before, references = bytes(changing), sys.getrefcount(large)
-    cache.put(LONG[0], memoryview(changing))
-    cache.put(LONG[1], memoryview(large)[:SIZE])
-    changing[:] = bytes(SIZE)
-    kept: list[Payload] = await cache.fetch(LONG)
-    assert [bytes(each) for each in kept] == [before, large[:SIZE]]
-    assert (sys.getrefcount(large) == references) == bool(around), "a view of all of it needs no copy"
-
-
-async def test_the_header_of_a_record_counts() -> None:
-    cache = HostPrefixCache(10_000)
-    cache.put(LONG[0], memoryview(bytes(4128))[128:])
-    cache.put(LONG[1], memoryview(bytes(4128))[64:])
-    assert [tier.bytes for tier in await cache.stats()] == [2 * 4128]
 
 
 async def test_many_look_ups_leave_no_trace() -> None:
