@@ -91,12 +91,11 @@ class Overloaded(BatonError):
 
 
 class OutOfPages(Overloaded):
-    """A page pool can't hold what was asked; `never` when it could not even if it were empty."""
+    """A page pool can't hold what was asked."""
 
     def __init__(self, needed: int, free: int, total: int) -> None:
         super().__init__(f"needs {needed} pages, {free} of {total} are free")
         self.needed, self.free, self.total = needed, free, total
-        self.never = needed > total
 
 
 class DeadlineExceeded(BatonError):

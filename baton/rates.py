@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 DECAY = 0.8
 
 
@@ -40,3 +42,19 @@ class DecayingAverage:
     def value(self) -> float:
         """The mean; 0 without samples."""
         return self._value or 0.0
+
+
+class DecayingSum:
+    """A sum whose parts fade to 1/e in `time_s`; times are seconds on the caller's clock."""
+
+    def __init__(self, time_s: float) -> None:
+        self._time_s = time_s
+        self._sum = self._at = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        """Add a part."""
+        self._sum, self._at = self.value(now) + amount, now
+
+    def value(self, now: float) -> float:
+        """The sum at a time that is not before the last addition."""
+        return self._sum * math.exp((self._at - now) / self._time_s)

@@ -1,7 +1,7 @@
 """What a request asks for and what it gets, in plain Python.
 
 All parts of Baton use these types; they import neither torch nor grpc. Ranges are checked when a value is made, so that
-a bad one can't exist. What depends on the model is checked by `SamplingParams.check_model`.
+a bad one can't exist. What depends on the model is checked by `SamplingParams.check_vocabulary`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SamplingParams:
         """Whether the choice of the next token depends on the tokens before it other than through their KV."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    def check_model(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
+    def check_vocabulary(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
         """Raise InvalidRequest if the parameters do not fit the model.
 
         A token id lies outside the vocabulary, more tokens are allowed than it has, or none can be chosen because

@@ -58,7 +58,7 @@ class SupervisorTimes(NamedTuple):
     """If a child has been ready for this long, its end is not early."""
 
 
-def addresses(line: str) -> dict[str, str]:
+def parse_listeners(line: str) -> dict[str, str]:
     """The listeners of a service, "host:port" by name, from its ready line."""
     return dict(part.split("=", 1) for part in line.split() if "=" in part)
 

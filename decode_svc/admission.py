@@ -54,7 +54,7 @@ from typing import Protocol, TypeVar
 
 from baton.engine.contract import Engine
 from baton.errors import OutOfPages, Overloaded
-from baton.rates import DecayingAverage
+from baton.rates import DecayingAverage, DecayingSum
 from decode_svc.attempts import Attempts
 from decode_svc.claims import FORKS, NOBODY, Claimant, Claims, OutOfContextPages, OutOfUnclaimedPages
 from decode_svc.messages import Reserve
@@ -84,8 +84,8 @@ class SlotForecast:
 
     def __init__(self, slots: int, now: float) -> None:
         self._slots = slots
-        self._began = self._at = now
-        self._weight = self._grants = 0.0
+        self._began = now
+        self._ends, self._grants = DecayingSum(SPAN_S), DecayingSum(SPAN_S)
         self._lead_s = DecayingAverage(_LEAD_WEIGHT)
         self._fork_owed = False
         self.forks_wait_until = -math.inf
@@ -93,8 +93,7 @@ class SlotForecast:
 
     def record_end(self, now: float, count: int = 1) -> None:
         """Record that `count` sequences have ended."""
-        self._decay(now)
-        self._weight += count
+        self._ends.add(count, now)
 
     def record_ready(self, lead_s: float) -> None:
         """Record that a sequence was ready to run `lead_s` seconds after its reservation."""
@@ -102,13 +101,11 @@ class SlotForecast:
 
     def rate(self, now: float) -> float:
         """Recent completions per second."""
-        self._decay(now)
-        return self._weight / self._span_s(now)
+        return self._ends.value(now) / self._span_s(now)
 
     def fork_headroom(self, now: float) -> int:
         """Number of places that forks leave free."""
-        self._decay(now)
-        wanted = int(KEEP_S * self._grants / self._span_s(now))
+        wanted = int(KEEP_S * self._grants.value(now) / self._span_s(now))
         return min(max(self._slots // KEEP, wanted), self._slots // 2)
 
     def lookahead(self, now: float) -> int:
@@ -130,8 +127,7 @@ class SlotForecast:
 
     def record_grant(self, now: float, *, pending: bool) -> None:
         """Record that a reservation was granted; if forks are `pending`, the next place belongs to a fork."""
-        self._decay(now)
-        self._grants += 1
+        self._grants.add(1, now)
         if now < self.forks_wait_until:
             self.forks_wait_until = now + FOLLOW_S
         self._fork_owed = pending
@@ -158,12 +154,6 @@ class SlotForecast:
         rate = self.rate(now)
         seconds = wanted / rate if rate > 0 else USUAL_RETRY_S
         return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)
-
-    def _decay(self, now: float) -> None:
-        fading = math.exp((self._at - now) / SPAN_S)
-        self._weight *= fading
-        self._grants *= fading
-        self._at = now
 
     def _span_s(self, now: float) -> float:
         """Seconds that the weights stand for; less at first, because only the time since the start counts."""

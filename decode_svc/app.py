@@ -73,8 +73,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = Exports(base.engine, base.identity.incarnation, shards=base.identity.shards)
-        consumer = base.identity.principal or base.identity.incarnation
-        fetch = await stack.enter_async_context(_fetching(config, base.engine, consumer, base.tls))
+        fetch = await stack.enter_async_context(_fetching(config, base.engine, base.identity.consumer, base.tls))
         service = DecodeService(config, base.engine, base.identity, fetch, exports, cache)
 
         def add_decode(server: grpc.aio.Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.engine.contract import Engine
 from baton.lifecycle import State
+from baton.rates import DecayingAverage
 from baton.telemetry import metrics
 from baton.worker.status import WorkerLoad
 from decode_svc.loop import StepReport
@@ -18,7 +19,7 @@ class LoadMeter:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._running = 0
-        self._tokens_per_second = 0.0
+        self._tokens_per_second = DecayingAverage(_RATE_WEIGHT)
 
     def record(self, report: StepReport) -> None:
         """Count the results of one turn of the engine thread."""
@@ -31,9 +32,7 @@ class LoadMeter:
             metrics.DECODE_TOKENS.inc(tokens)
             metrics.STEP_SECONDS.observe(report.seconds)
             metrics.BATCH_SIZE.observe(report.batch)
-            rate = tokens / report.seconds
-            before = self._tokens_per_second or rate
-            self._tokens_per_second = before + _RATE_WEIGHT * (rate - before)
+            self._tokens_per_second.add(tokens / report.seconds)
 
     def set_page_metrics(self) -> None:
         """Set the page gauges."""
@@ -50,6 +49,6 @@ class LoadMeter:
             page_size=spec.page_size,
             slots_used=self._running,
             slots_total=spec.slots,
-            tokens_per_second=self._tokens_per_second,
+            tokens_per_second=self._tokens_per_second.value,
             newcomers=newcomers,
         )

@@ -104,7 +104,7 @@ def check_handoff(spec: EngineSpec, request: Reserve, handoff: Handoff) -> None:
         raise IncompleteTransfer(
             f"{request.key}: the handoff allows {new_tokens} new tokens, reserved was {request.max_new_tokens}"
         )
-    handoff.params.check_model(spec.vocab_size)
+    handoff.params.check_vocabulary(spec.vocab_size)
     check_token_ids("prompt_token_ids", handoff.prompt_ids, spec.vocab_size)
     check_token_ids("output_token_ids", handoff.output_ids, spec.vocab_size)
     firsts = [first.token.token_id for first in handoff.first_tokens]

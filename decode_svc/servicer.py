@@ -16,7 +16,7 @@ from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy, check_id
 from baton.rpc.convert import add_token, cache_policy_from_proto, export_from_proto, finish_to_proto
-from baton.rpc.silence import SilenceTimer
+from baton.rpc.silence import SILENCE_S, SilenceTimer
 from baton.worker.messages import DecodeTimings, Output, ReserveResult
 from baton.worker.status import WIRE_VERSION
 from decode_svc.messages import (
@@ -34,7 +34,6 @@ from decode_svc.session import RouterSession
 from decode_svc.worker import DecodeWorker
 
 HELLO_TIMEOUT_S = 10.0
-SILENCE_S = 5.0
 
 _KINDS = {
     FailureKind.SOURCE_UNREACHABLE: decode_pb2.AttemptFailure.KIND_SOURCE_UNREACHABLE,

@@ -16,10 +16,10 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from baton.errors import BatonError
+from baton.rpc.silence import HEARTBEAT_S
 from baton.worker.messages import Output, ReserveResult
 from decode_svc.messages import AttemptKey, Failure, SessionDown
 
-HEARTBEAT_S = 1.0
 MAX_ANSWERS = 10_000
 
 

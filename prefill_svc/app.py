@@ -75,12 +75,11 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
     async with contextlib.AsyncExitStack() as stack:
         base = await stack.enter_async_context(start_runtime(config, WorkerRole.PREFILL, engine=engine))
         spec, incarnation = base.engine.spec, base.identity.incarnation
-        consumer = base.identity.principal or incarnation
         cache = open_cache(config, spec.kv_format, cache_memory=config.cache_memory)
         stack.push_async_callback(cache.close)
         await cache.check()
         exports = Exports(base.engine, incarnation, lease_s=config.lease_s, shards=base.identity.shards)
-        peers = PeerFetcher(base.engine, base.tls, consumer, config.cache_budget_s)
+        peers = PeerFetcher(base.engine, base.tls, base.identity.consumer, config.cache_budget_s)
         progress = Progress()
         news = PrefixChangeFeed(base.engine, cache, lambda: status.notify())
         stack.callback(news.close)

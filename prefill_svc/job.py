@@ -28,13 +28,11 @@ from baton.request import (
     TokenInfo,
     finish_reason,
 )
+from baton.rpc.silence import HEARTBEAT_S
 from baton.transfer.export import Export
 from baton.transfer.remote import PrefixSource
 from prefill_svc.load_plan import TierRun
 from prefill_svc.scheduler import Prompt
-
-HEARTBEAT_S = 1.0
-"""Longest time between two events of a live job."""
 
 QUEUED_S = 120.0
 """Longest wait for the first chunk. After that, another worker or the router's queue is the better place."""

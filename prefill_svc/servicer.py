@@ -115,7 +115,7 @@ def _token_ids(request: prefill_pb2.PrefillRequest) -> int:
 
 def _sampling(request: prefill_pb2.PrefillRequest, spec: EngineSpec) -> SamplingParams:
     params = sampling_from_proto(request.sampling, spec.vocab_size)
-    params.check_model(spec.vocab_size, spec.eos_token_ids)
+    params.check_vocabulary(spec.vocab_size, spec.eos_token_ids)
     if params.max_tokens is None:
         raise InvalidRequest("sampling.max_tokens", "must be set")
     if params.seed is None and not params.greedy:

@@ -25,7 +25,7 @@ from baton.errors import ConfigError
 from baton.process import STOP_S, Running, main
 from baton.rpc.server import check_reach
 from baton.sockets import bind
-from baton.supervisor import Supervisor, addresses
+from baton.supervisor import Supervisor, parse_listeners
 from baton.telemetry.logs import configure
 from router.app import run
 
@@ -72,7 +72,7 @@ async def run_several(config: RouterConfig) -> AsyncIterator[Several]:
             children = [
                 await routers.start(f"router {number}", [*command, f"--ops={each}"]) for number, each in enumerate(ops)
             ]
-            ops = [addresses(await routers.ready(child))["ops"] for child in children]
+            ops = [parse_listeners(await routers.ready(child))["ops"] for child in children]
             for child, each in zip(children, ops, strict=True):
                 # Where metrics are told stays the same for good.
                 child.restart_on_death([*command, f"--ops={each}"])

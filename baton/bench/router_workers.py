@@ -40,7 +40,6 @@ FIRST_TOKEN, TOKENS = 300, 200
 
 MAX_MODEL_LEN = 1 << 20
 _SEQUENCES = 1024
-_HEARTBEAT_S = 1.0
 
 
 def token_of(step: int) -> int:

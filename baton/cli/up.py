@@ -43,7 +43,7 @@ from baton.process import STOP_S, Signals, signals
 from baton.rpc.channel import control_channel
 from baton.rpc.tls import Tls
 from baton.sockets import bind
-from baton.supervisor import Supervisor, addresses
+from baton.supervisor import Supervisor, parse_listeners
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # For the server, a maxmemory of 0 means no limit, and it needs some memory for itself.
@@ -351,10 +351,10 @@ async def _start(
                 for role in names
                 for name in names[role]
             }
-            listeners = {name: addresses(await workers.ready(child)) for name, child in children.items()}
+            listeners = {name: parse_listeners(await workers.ready(child)) for name, child in children.items()}
             found = [f"--{role}={','.join(listeners[name]['control'] for name in names[role])}" for role in names]
             router = await routers.start("router", [*command("router", "router"), *found], environ)
-            where = addresses(await routers.ready(router))
+            where = parse_listeners(await routers.ready(router))
             await _wait_until_serving(where["grpc"], secure.admin() if secure else None)
     except TimeoutError:
         raise Unavailable(f"not ready after {options.start_timeout:g} s (--start-timeout)") from None

@@ -22,6 +22,9 @@ from collections.abc import Sequence
 
 DIGEST_BYTES = 32
 
+NAME_BYTES = 8
+"""Leading bytes of a digest by which routers and workers name a block."""
+
 _CHAIN = b"baton prefix chain 1"
 _SALT = b"baton tenant salt 1"
 _REQUEST_SALT = b"baton request salt 1"

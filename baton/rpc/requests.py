@@ -121,7 +121,7 @@ def _params(values: dict[str, Any]) -> SamplingParams:
         values[name] = _integers(name, values[name])
     values["logit_bias"] = _biases(values.get("logit_bias", {}))
     params = SamplingParams(**values)
-    params.check_model(_TOKEN_IDS)
+    params.check_vocabulary(_TOKEN_IDS)
     return params
 
 

@@ -1,4 +1,4 @@
-"""Detects a stream on which no message came for too long.
+"""Heartbeats, and the detection of a stream on which no message came for too long.
 
 After a process was stopped, or its event loop was blocked, all its timers fire at once, before it has read the messages
 that came meanwhile. So a check that runs late does not end the stream, but waits once more.
@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+
+HEARTBEAT_S = 1.0
+"""Longest time between two messages of a live peer."""
+
+SILENCE_S = 5.0
+"""A peer that sent nothing for so long is dead, stopped or cut off."""
 
 LATE_S = 0.5
 """A timer that fires so much after its time tells that this process was stopped or busy, and nothing of its peers."""

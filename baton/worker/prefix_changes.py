@@ -19,8 +19,9 @@ from functools import partial
 from itertools import islice
 
 from baton.engine.contract import Engine
+from baton.kv.hashing import NAME_BYTES
 from baton.kv.prefix import PrefixCache
-from baton.worker.status import PREFIX_NAME_BYTES, PrefixChange
+from baton.worker.status import PrefixChange
 
 MAX_NAMES = 4096
 """Largest number of names in one message; the others follow in the next ones."""
@@ -77,13 +78,13 @@ class PrefixChangeFeed:
         while self._inbox:
             tier, stored, dropped = self._inbox.popleft()
             for digest in stored:
-                name = digest[:PREFIX_NAME_BYTES]
+                name = digest[:NAME_BYTES]
                 tiers = self._tiers.get(name, 0)
                 self._tiers[name] = tiers | tier
                 if not tiers:
                     changes[name] = True
             for digest in dropped:
-                name = digest[:PREFIX_NAME_BYTES]
+                name = digest[:NAME_BYTES]
                 tiers = self._tiers.get(name, 0)
                 if tiers == tier:
                     del self._tiers[name]

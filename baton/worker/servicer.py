@@ -9,10 +9,10 @@ import grpc
 from baton.config import parse_address
 from baton.errors import ConfigError, InvalidRequest
 from baton.kv.format import Shard
+from baton.kv.hashing import NAME_BYTES
 from baton.pb import kv_pb2, worker_pb2, worker_pb2_grpc
 from baton.rpc.convert import kv_format_from_proto, kv_format_to_proto, shard_from_proto, shard_to_proto
 from baton.worker.status import (
-    PREFIX_NAME_BYTES,
     PrefixChange,
     StatusHub,
     WorkerIdentity,
@@ -126,9 +126,9 @@ def _prefixes_from_proto(message: worker_pb2.PrefixChanges) -> PrefixChange:
 
 
 def _names(field: str, joined: bytes) -> tuple[bytes, ...]:
-    if len(joined) % PREFIX_NAME_BYTES:
-        raise InvalidRequest(field, f"must be names of {PREFIX_NAME_BYTES} bytes each", f"{len(joined)} bytes")
-    return tuple(joined[i : i + PREFIX_NAME_BYTES] for i in range(0, len(joined), PREFIX_NAME_BYTES))
+    if len(joined) % NAME_BYTES:
+        raise InvalidRequest(field, f"must be names of {NAME_BYTES} bytes each", f"{len(joined)} bytes")
+    return tuple(joined[i : i + NAME_BYTES] for i in range(0, len(joined), NAME_BYTES))
 
 
 def _role(number: int) -> WorkerRole:

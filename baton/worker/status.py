@@ -24,9 +24,6 @@ from baton.kv.format import KvFormat, Shard
 if TYPE_CHECKING:
     from baton.worker.prefix_changes import PrefixChangeFeed
 
-PREFIX_NAME_BYTES = 8
-"""Leading bytes of a block's digest that identify it in `PrefixChange`."""
-
 WIRE_VERSION = 2
 """Version of the messages between Baton's processes. Routers and workers of different versions refuse each other."""
 
@@ -60,6 +57,11 @@ class WorkerIdentity:
     """Ids of the keys whose tickets the kv listener accepts now; they may change. Empty: it needs no tickets."""
     wire_version: int = WIRE_VERSION
 
+    @property
+    def consumer(self) -> str:
+        """Whom KV tickets for this worker are made out to."""
+        return self.principal or self.incarnation
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
@@ -78,7 +80,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrefixChange:
-    """Blocks that a worker has stored and dropped, by the first PREFIX_NAME_BYTES of their digests.
+    """Blocks that a worker has stored and dropped, by the first NAME_BYTES of their digests.
 
     No block is in both. After a `reset` the worker has only the blocks that this message and later ones list as stored.
     """

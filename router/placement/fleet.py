@@ -7,7 +7,6 @@ Workers that drain are in no group.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -75,22 +74,6 @@ Group = dict[str, V]
 def can_pair(prefill: KvFormat, decode: KvFormat, *, converts: bool) -> bool:
     """Whether KV of one format can be handed to a worker of the other."""
     return prefill == decode or (converts and decode.can_convert_from(prefill))
-
-
-class DecayingSum:
-    """A sum whose parts fade to 1/e in `time_s`; times are seconds on the caller's clock."""
-
-    def __init__(self, time_s: float) -> None:
-        self._time_s = time_s
-        self._sum = self._at = 0.0
-
-    def add(self, amount: float, now: float) -> None:
-        """Add a part."""
-        self._sum, self._at = self.value(now) + amount, now
-
-    def value(self, now: float) -> float:
-        """The sum at a time that is not before the last addition."""
-        return self._sum * math.exp((self._at - now) / self._time_s)
 
 
 class FleetView:

@@ -32,7 +32,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.cache_report import CacheTier
-from baton.kv.hashing import block_digests, chain_root
+from baton.kv.hashing import NAME_BYTES, block_digests, chain_root
 from baton.telemetry.metrics import INDEX_BLOCKS
 
 if TYPE_CHECKING:
@@ -90,8 +90,6 @@ class BlockHasher:
             return block_digests(parent, token_ids, block_size)
         return await self._run(partial(block_digests, parent, token_ids, block_size))
 
-
-NAME_BYTES = 8
 
 EXPECTED_S = 30.0
 """How long blocks count as held by the worker that computes them, without a report of it."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Generic, TypeVar
 
 from baton.errors import DeadlineExceeded, Overloaded
+from baton.rates import DecayingSum
 
 T = TypeVar("T", bound=Hashable)
 
@@ -124,7 +125,9 @@ class RequestQueue(Generic[T]):
         self._queue: FairQueue[T] = FairQueue()
         self._deadlines: dict[T, float] = {}
         self._first: tuple[T, str] | None = None
-        self._busy_s = self._departures = 0.0
+        self._busy_s, self._departures = DecayingSum(_SPAN_S), DecayingSum(_SPAN_S)
+        self._busy_clock = 0.0
+        """Seconds of all busy periods, on which the two sums fade."""
         self._counted = 0
         self.hint_s = 0.0
         """Least delay of a retry, by the word of the workers that the queue waits for; 0 without."""
@@ -217,19 +220,20 @@ class RequestQueue(Generic[T]):
         # Only intervals within a busy period tell the pace; an idle queue has none.
         if self._last_departure is not None:
             latest = now - self._last_departure
-            if self._departures:
+            if self._counted:
                 # One standstill of a quick queue does not make it a slow one; several do.
                 latest = min(latest, max(_SPAN_S, _STANDSTILL * self._interval))
-            fading = math.exp(-latest / _SPAN_S)
-            self._busy_s = self._busy_s * fading + latest
-            self._departures = self._departures * fading + 1
+            self._busy_clock += latest
+            self._busy_s.add(latest, self._busy_clock)
+            self._departures.add(1, self._busy_clock)
             self._counted += 1
         self._last_departure = now if self._deadlines else None
 
     @property
     def _interval(self) -> float:
         """Seconds between two departures of late; 0 while unknown."""
-        return self._busy_s / self._departures if self._departures else 0.0
+        now = self._busy_clock
+        return self._busy_s.value(now) / self._departures.value(now) if self._counted else 0.0
 
     def retry_after(self) -> float:
         """Seconds in which the queue, at the pace of its latest departures, would be empty."""

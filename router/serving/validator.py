@@ -209,7 +209,7 @@ class RequestValidator:
 
         def convert() -> SamplingParams:
             params = request.make_params(model.vocab_size)
-            params.check_model(model.vocab_size, model.eos_token_ids)
+            params.check_vocabulary(model.vocab_size, model.eos_token_ids)
             return params
 
         return await self._work(convert, tenant, request.size, inline=request.allowed_tokens <= _INLINE_TOKENS)

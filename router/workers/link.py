@@ -20,19 +20,18 @@ import grpc
 
 from baton.errors import BatonError, Unavailable
 from baton.pb import worker_pb2, worker_pb2_grpc
+from baton.rates import DecayingSum
 from baton.rpc.channel import control_channel
-from baton.rpc.silence import SilenceTimer
+from baton.rpc.silence import SILENCE_S, SilenceTimer
 from baton.rpc.tls import Tls
 from baton.worker.servicer import status_from_proto
 from baton.worker.status import PrefixChange, WorkerRole, WorkerStatus
-from router.placement.fleet import RECENT_S, DecayingSum, DecodeView, PrefillView
+from router.placement.fleet import RECENT_S, DecodeView, PrefillView
 from router.placement.prefix_directory import BlockNamespace
 from router.request import Cause
 from router.workers.failures import WorkerLoss, WorkerLosses
-from router.workers.prefill import PrefillTicket, consumer_of
+from router.workers.prefill import PrefillTicket
 from router.workers.session import DecodeSession, SessionEnd
-
-SILENCE_S = 5.0
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
 _SOON_S, _SOON_BACKOFF_S = 20.0, 0.2
@@ -192,7 +191,7 @@ class WorkerLink:
     @property
     def consumer(self) -> str:
         """Whom tickets for this decode worker are made out to; "" while it is lost."""
-        return "" if self.status is None else consumer_of(self.status.identity)
+        return "" if self.status is None else self.status.identity.consumer
 
     @property
     def draining(self) -> bool:

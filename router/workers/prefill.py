@@ -56,11 +56,6 @@ LARGE_REQUEST = 16_384
 PrefillMessage = prefill_pb2.PrefillRequest
 
 
-def consumer_of(identity: WorkerIdentity) -> str:
-    """Whom KV tickets for a worker are made out to."""
-    return identity.principal or identity.incarnation
-
-
 class PrefillTicket:
     """A request's right to be computed at a prefill worker, where it counts until it is released."""
 
@@ -74,7 +69,7 @@ class PrefillTicket:
         self.shards = complete_shards(identity.shards, link.address)
         """Where decode workers reach the worker's KV."""
         self.incarnation = identity.incarnation
-        self.consumer = consumer_of(identity)
+        self.consumer = identity.consumer
         """Whom KV tickets for this worker are made out to."""
         self.lost = lost
         """Set when this incarnation of the worker is lost, whether or not the ticket was released before."""

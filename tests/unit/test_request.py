@@ -64,18 +64,18 @@ def test_a_part_of_the_token_ids_is_named_by_its_place_in_the_whole() -> None:
 
 def test_an_unknown_token_with_a_bias_is_named_by_its_id() -> None:
     with pytest.raises(InvalidRequest, match=r"^logit_bias\[5000\]: the token id must be in \[0, 100\), got 5000$"):
-        SamplingParams(logit_bias=((5, 1.0), (5000, 1.0))).check_model(100)
+        SamplingParams(logit_bias=((5, 1.0), (5000, 1.0))).check_vocabulary(100)
 
 
 def test_allowed_tokens_that_min_tokens_bans_are_refused() -> None:
     for stops, allowed in (((), (7,)), ((3, 4), (3,)), ((3,), (3, 7))):
         params = SamplingParams(min_tokens=1, stop_token_ids=stops, allowed_token_ids=allowed)
         with pytest.raises(InvalidRequest, match=r"^allowed_token_ids: .* min_tokens \(1\) bans them, got \("):
-            params.check_model(100, {7})
+            params.check_vocabulary(100, {7})
 
 
 @pytest.mark.parametrize(
     "fields", [{"min_tokens": 0}, {"ignore_eos": True}, {"allowed_token_ids": (7, 8)}, {"allowed_token_ids": ()}]
 )
 def test_allowed_tokens_of_which_one_can_be_chosen_are_taken(fields: dict[str, Any]) -> None:
-    SamplingParams(**{"min_tokens": 1, "allowed_token_ids": (7,), **fields}).check_model(100, {7})
+    SamplingParams(**{"min_tokens": 1, "allowed_token_ids": (7,), **fields}).check_vocabulary(100, {7})

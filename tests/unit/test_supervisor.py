@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import Unavailable
-from baton.supervisor import SupervisedProcess, Supervisor, SupervisorTimes, addresses
+from baton.supervisor import SupervisedProcess, Supervisor, SupervisorTimes, parse_listeners
 from tests.processes import gone
 
 WAIT_S = 60.0
@@ -88,7 +88,7 @@ async def test_output_is_relayed_line_by_line_and_the_ready_line_taken(said: Lin
     code = "print('loads'); print('listening a=1:2 b=3:4'); print('listening '); print('no end', end='')"
     async with Supervisor(said.add) as group:
         child = await group.start("w", script(code), {"PATH": ""})
-        assert addresses(await group.ready(child)) == {"a": "1:2", "b": "3:4"}
+        assert parse_listeners(await group.ready(child)) == {"a": "1:2", "b": "3:4"}
         await asyncio.wait_for(group.death, WAIT_S)
     assert said.lines == ["w: loads", "w: listening ", "w: no end"]
 

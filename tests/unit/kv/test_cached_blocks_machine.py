@@ -181,9 +181,8 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         need, free = self.pool.pages_for(capacity) - len(shared), self.available() - len(set(shared) - owners.keys())
         if need > free:
             line = list(self.pool._block_index._lru)
-            with pytest.raises(OutOfPages) as refused:
+            with pytest.raises(OutOfPages):
                 self.pool.reserve("x", capacity, digests, most, self.copy)
-            assert refused.value.never == (need + len(shared) > self.pool.pages)
             assert line == list(self.pool._block_index._lru)
             return
         self.number += 1

@@ -89,7 +89,7 @@ def a_step(rows: Sequence[tuple[int, SamplingParams]]) -> tuple[int, int]:
 
 def usable(params: SamplingParams) -> None:
     try:
-        params.check_model(VOCAB, EOS)
+        params.check_vocabulary(VOCAB, EOS)
     except InvalidRequest:
         assume(False)
 

@@ -26,7 +26,7 @@ VOCAB = 5 * WINDOW
 def test_any_rows_are_those_of_the_plain_sampler(rows: list[SamplingParams], spread: float, ties: bool) -> None:
     for params in rows:
         try:
-            params.check_model(VOCAB, EOS)
+            params.check_vocabulary(VOCAB, EOS)
         except InvalidRequest:
             assume(False)
     states = states_of(rows, VOCAB, len(rows))

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from baton.kv.format import KvFormat, KvPart
-from router.placement.fleet import RECENT_S, RECENT_SHARE, DecayingSum, DecodeView, FleetView, PrefillView
+from baton.rates import DecayingSum
+from router.placement.fleet import RECENT_S, RECENT_SHARE, DecodeView, FleetView, PrefillView
 from router.placement.policy import (
     NOTHING_EXCLUDED,
     Excluded,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from baton.kv.hashing import NAME_BYTES
 from baton.worker.status import PrefixChange, WorkerRole
-from router.placement.prefix_directory import EXPECTED_S, NAME_BYTES, NO_MATCH, BlockNamespace, PrefixDirectory
+from router.placement.prefix_directory import EXPECTED_S, NO_MATCH, BlockNamespace, PrefixDirectory
 
 ONE, OTHER = BlockNamespace("m", "f" * 64, 16), BlockNamespace("m", "e" * 64, 4)
 DIGESTS = {ONE: [bytes([1, i] * 16) for i in range(40)], OTHER: [bytes([2, i] * 16) for i in range(160)]}

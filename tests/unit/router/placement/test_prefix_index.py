@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement.prefix_directory import EXPECTED_S, NAME_BYTES, PrefixIndex
+from baton.kv.hashing import NAME_BYTES
+from router.placement.prefix_directory import EXPECTED_S, PrefixIndex
 from tests.effort import effort
 
 SIZE = 16
