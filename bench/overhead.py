@@ -42,7 +42,7 @@ from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
 from baton.request import CachePolicy, FirstToken, Handoff, SamplingParams, TokenInfo
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
 from baton.worker.start import open_cache
 from baton.worker.status import WorkerRole, new_identity
@@ -123,7 +123,7 @@ async def measure(config: DecodeConfig, batch: int, context: int, steps: int) ->
 
     identity = new_identity(config, WorkerRole.DECODE, engine.spec, "", converts_kv=False)
     cache = open_cache(config, engine.spec.kv_format)
-    service = DecodeService(config, engine, identity, fetched, Exports(engine, identity.incarnation), cache)
+    service = DecodeService(config, engine, identity, fetched, ExportRegistry(engine, identity.incarnation), cache)
     turning = service.start(thread)
     try:
         session = service.worker.open_session("overhead")

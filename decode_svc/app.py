@@ -17,8 +17,8 @@ from baton.pb import decode_pb2_grpc
 from baton.request import Handoff
 from baton.rpc.tls import Tls
 from baton.transfer.channels import KvChannels
-from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch as fetch_shards
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
@@ -72,7 +72,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
         cache = open_cache(config, base.engine.spec.kv_format)
         stack.push_async_callback(cache.close)
         await cache.check()
-        exports = Exports(base.engine, base.identity.incarnation, shards=base.identity.shards)
+        exports = ExportRegistry(base.engine, base.identity.incarnation, shards=base.identity.shards)
         fetch = await stack.enter_async_context(_fetching(config, base.engine, base.identity.consumer, base.tls))
         service = DecodeService(config, base.engine, base.identity, fetch, exports, cache)
 

@@ -13,7 +13,7 @@ from baton.config.decode import DecodeConfig
 from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.ledger import Ledger, LedgerEntry
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from baton.worker.audit import IdleAudit, build_ledger
 from baton.worker.cache_tiers import CacheTiers
 from baton.worker.prefix_changes import PrefixChangeFeed
@@ -36,7 +36,7 @@ class DecodeService:
         engine: Engine,
         identity: WorkerIdentity,
         fetch: FetchKv,
-        exports: Exports,
+        exports: ExportRegistry,
         cache: PrefixCache,
     ) -> None:
         self._asyncio = asyncio.get_running_loop()

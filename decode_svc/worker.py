@@ -33,7 +33,7 @@ from baton.kv.prefix import PrefixCache
 from baton.lifecycle import State
 from baton.request import Handoff
 from baton.telemetry import metrics
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
 from baton.worker.block_copier import BlockCopier
 from baton.worker.cache_tiers import CacheTiers
@@ -69,7 +69,7 @@ class DecodeWorker:
         config: DecodeConfig,
         engine: Engine,
         fetch: FetchKv,
-        exports: Exports,
+        exports: ExportRegistry,
         cache: PrefixCache,
         cache_tiers: CacheTiers,
         progress: Progress,

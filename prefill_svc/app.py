@@ -14,7 +14,7 @@ from baton.config.prefill import PrefillConfig
 from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.pb import prefill_pb2_grpc
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
 from baton.worker.cache_tiers import CacheTiers
@@ -78,7 +78,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
         cache = open_cache(config, spec.kv_format, cache_memory=config.cache_memory)
         stack.push_async_callback(cache.close)
         await cache.check()
-        exports = Exports(base.engine, incarnation, lease_s=config.lease_s, shards=base.identity.shards)
+        exports = ExportRegistry(base.engine, incarnation, lease_s=config.lease_s, shards=base.identity.shards)
         peers = PeerFetcher(base.engine, base.tls, base.identity.consumer, config.cache_budget_s)
         progress = Progress()
         news = PrefixChangeFeed(base.engine, cache, lambda: status.notify())

@@ -32,7 +32,7 @@ from baton.errors import (
 from baton.ledger import Ledger
 from baton.lifecycle import State
 from baton.telemetry import metrics
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from baton.worker.audit import IdleAudit, build_ledger
 from baton.worker.faults import FaultCounter
 from baton.worker.progress import Progress
@@ -56,7 +56,7 @@ class PrefillWorker:
         engine: Engine,
         thread: EngineThread,
         identity: WorkerIdentity,
-        exports: Exports,
+        exports: ExportRegistry,
         backends: PrefixBackends,
         progress: Progress,
         changed: Callable[[], None],

@@ -17,7 +17,7 @@ from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, fi
 from baton.rpc.channel import control_channel
 from baton.rpc.convert import export_to_proto, finish_from_proto
 from baton.rpc.server import listen
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import KvServicer
 from baton.worker.status import WIRE_VERSION
@@ -33,7 +33,7 @@ class Exporter:
 
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine or FakeEngine(page_size=8, pages=512)
-        self.exports = Exports(self.engine, "inc-1")
+        self.exports = ExportRegistry(self.engine, "inc-1")
         self.address = ""
 
     def source(self, transfer_id: str, incarnation: str = "inc-1", address: str = "") -> RemoteExport:

@@ -13,7 +13,7 @@ import grpc
 from baton.engine.contract import Engine, KvHandle
 from baton.pb import prefill_pb2
 from baton.rpc.convert import prefix_source_to_proto
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import PrefixSource, RemoteExport
 from baton.transfer.servicer import KvServicer
 from tests.decoding import digests
@@ -27,7 +27,7 @@ _ids = itertools.count()
 class Peer:
     """Exports prefixes that `engine` holds."""
 
-    def __init__(self, engine: Engine, address: str, exports: Exports) -> None:
+    def __init__(self, engine: Engine, address: str, exports: ExportRegistry) -> None:
         self._engine = engine
         self.address = address
         self.exports = exports
@@ -53,7 +53,7 @@ class Peer:
 @contextlib.asynccontextmanager
 async def peer(engine: Engine) -> AsyncIterator[Peer]:
     """A kv listener over `engine`."""
-    exports = Exports(engine, INCARNATION)
+    exports = ExportRegistry(engine, INCARNATION)
     server = grpc.aio.server()
     KvServicer(exports).add_to_server(server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -39,8 +39,8 @@ from baton.model.attention import KvCache
 from baton.request import FirstToken, Handoff, SamplingParams, TokenInfo
 from baton.rpc.server import listen
 from baton.transfer.channels import KvChannels
-from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import SERVICE, KvServicer
 from baton.transfer.source import open_sources
@@ -137,7 +137,7 @@ class Producer(_End):
         super().__init__(shape, tokens, streams)
         for part in self._engine.kv.parts.values():
             part.view(torch.int16).random_(0, 1 << 14)
-        self._exports = Exports(self._engine, INCARNATION)
+        self._exports = ExportRegistry(self._engine, INCARNATION)
         self._raw = socket.create_server(("127.0.0.1", 0))
         self._payload = memoryview(os.urandom(RAW_BYTES))
         self.commands: dict[str, Callable[..., Awaitable[Answer]]] = {

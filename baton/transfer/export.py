@@ -1,4 +1,4 @@
-"""One exported KV cache: which tokens are final, its streams, its lease, its end (`exports` shows its life).
+"""One exported KV cache: which tokens are final, its streams, its lease, its end (`registry` shows its life).
 
 Each stream sends final KV in the order in which it was computed: a chunk passes through all layers before the next
 chunk starts. While one frame is sent, the next is read from the engine. There is no other read-ahead, so a slow
@@ -36,7 +36,7 @@ _Frame = tuple[int, range, bytes, int, int]
 
 
 class Export:
-    """One exported KV cache; `Exports.open` makes it."""
+    """One exported KV cache; `ExportRegistry.open` makes it."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from baton.request import check_id
 from baton.rpc.tls import peer_principal
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.source import COMPRESSIONS, FAULT_METADATA
 from baton.transfer.tickets import RequestedBox, TicketVerifier, Use
 
@@ -32,7 +32,7 @@ class KvServicer:
     Without `tickets`, every caller that reaches the listener and knows a transfer id may fetch and release the export.
     """
 
-    def __init__(self, exports: Exports, tickets: TicketVerifier | None = None) -> None:
+    def __init__(self, exports: ExportRegistry, tickets: TicketVerifier | None = None) -> None:
         self._exports = exports
         self._tickets = tickets
 

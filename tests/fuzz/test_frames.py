@@ -21,9 +21,9 @@ from baton.request import Handoff
 from baton.transfer import closing, wire
 from baton.transfer.closing import pack, unpack
 from baton.transfer.coverage import Box
-from baton.transfer.exports import Exports
 from baton.transfer.fetcher import pull
 from baton.transfer.receiver import Receiver
+from baton.transfer.registry import ExportRegistry
 from tests.effort import fuzz
 from tests.fuzz.mutation import arbitrary, damaged_stream, mutated, spliced
 from tests.property.virtual import VirtualLoop
@@ -60,7 +60,7 @@ class Streams:
 
         async def read() -> tuple[list[bytes], list[list[bytes]]]:
             token_bytes = engine.spec.kv_format.token_bytes // LAYERS
-            exports = Exports(engine, INCARNATION, frame_bytes=6 * token_bytes)
+            exports = ExportRegistry(engine, INCARNATION, frame_bytes=6 * token_bytes)
             handle = engine.reserve("prefill", TOKENS)
             engine.prefill_chunk(handle, ids, 0, TOKENS, on_layer=lambda layer: None)
             export = exports.open(transfer_id, handle, TOKENS, on_closed=lambda: None)

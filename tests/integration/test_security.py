@@ -18,8 +18,8 @@ from baton.pb import admin_pb2, decode_pb2, inference_pb2, kv_pb2, prefill_pb2, 
 from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.server import listen
 from baton.rpc.tls import principal_of
-from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import SERVICE as KV_SERVICE
 from baton.transfer.servicer import KvServicer
@@ -41,7 +41,7 @@ class Exporter:
     """A worker's kv listener with TLS and tickets, and an export of it that is ready to be fetched."""
 
     address: str
-    exports: Exports
+    exports: ExportRegistry
     ends: list[str]
 
     def ticket(self, signer: Path | None = None, *, lasts: float = 60.0, **changes: str) -> bytes:
@@ -62,7 +62,7 @@ class Exporter:
 @asynccontextmanager
 async def exporting() -> AsyncIterator[Exporter]:
     engine = Engine()
-    exports = Exports(engine, INCARNATION, unknown_wait_s=0.05)
+    exports = ExportRegistry(engine, INCARNATION, unknown_wait_s=0.05)
     servicer = KvServicer(exports, TicketVerifier(str(certificates.fleet() / "ticket.pub")))
     listener = listen(
         "127.0.0.1:0",

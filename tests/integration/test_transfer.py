@@ -23,8 +23,8 @@ from baton.pb import kv_pb2, kv_pb2_grpc
 from baton.rpc.errors import from_rpc_error
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer.coverage import Box
-from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch, pull
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.servicer import KvServicer
 from tests.integration.transfer_pair import TOKENS, Pair, fetch_shards, flip, running, sharded
 from tests.metrics import count
@@ -57,7 +57,7 @@ def test_the_service_has_the_methods_of_its_declaration() -> None:
             added.extend(handlers)
 
     engine = Engine()
-    KvServicer(Exports(engine, INCARNATION)).add_to_server(Server())
+    KvServicer(ExportRegistry(engine, INCARNATION)).add_to_server(Server())
     declared = kv_pb2.DESCRIPTOR.services_by_name["Kv"]
     assert added[0].service_name() == declared.full_name
     assert {f"/{declared.full_name}/{method.name}" for method in declared.methods} == set(added[0]._method_handlers)

@@ -16,8 +16,8 @@ from baton.rpc.channel import kv_channel
 from baton.rpc.server import listen
 from baton.telemetry.metrics import EXPORTS_OPEN
 from baton.transfer.coverage import Box
-from baton.transfer.exports import Exports
 from baton.transfer.fetcher import fetch, fetch_prefix
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
 from baton.transfer.servicer import SERVICE, KvServicer
 from baton.transfer.source import GrpcSource
@@ -40,7 +40,7 @@ Mangle = Callable[[int, int, bytes], list[bytes]]
 class FaultyServicer(KvServicer):
     """Passes frames on as `mangle(number of the stream, number of the frame, frame)` makes them."""
 
-    def __init__(self, exports: Exports) -> None:
+    def __init__(self, exports: ExportRegistry) -> None:
         super().__init__(exports)
         self.mangle: Mangle = lambda stream, number, frame: [frame]
         self.requests: list[kv_pb2.FetchKvRequest] = []
@@ -69,7 +69,7 @@ class Pair:
         self.exporter = Engine(page_size=sizes.get("from_pages", 16), kv_dtype=sizes.get("dtype", "float32"))
         self.engine = Engine(page_size=sizes.get("to_pages", 64))
         token_bytes = self.exporter.spec.kv_format.token_bytes // LAYERS
-        self.exports = Exports(
+        self.exports = ExportRegistry(
             self.exporter,
             INCARNATION,
             frame_bytes=sizes.get("frame_tokens", 8) * token_bytes,

@@ -15,7 +15,7 @@ from baton.request import CachePolicy, FinishReason
 from baton.transfer import wire
 from baton.transfer.closing import Commit, Manifest
 from baton.transfer.coverage import Box
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from decode_svc.messages import AttemptKey, FailureKind, SessionDown
 from decode_svc.session import RouterSession
 from tests.decoding import LoggingEngine, Prefilled, alone, digests, prefill
@@ -153,7 +153,7 @@ def check_pool(engine: Engine, chains: Sequence[tuple[Sequence[int], bytes]]) ->
         assert found == payloads(engine, ids)[: len(found)]
 
 
-async def read_prefix(exports: Exports, engine: Engine, ours: Try) -> bool:
+async def read_prefix(exports: ExportRegistry, engine: Engine, ours: Try) -> bool:
     """Fetch what an attempt has pinned; False if its export is over before. What comes is what was named."""
     kv_format = engine.spec.kv_format
     expected = prefill(ours.named[: ours.cached]) if ours.cached else None

@@ -28,7 +28,7 @@ from baton.errors import EngineError, IncompleteTransfer
 from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.lifecycle import State
 from baton.request import CachePolicy, Handoff, SamplingParams
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.admission import OFFER_S
@@ -89,7 +89,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def _made(self) -> DecodeService:
         identity = new_identity(WorkerConfig(), WorkerRole.DECODE, self.engine.spec, "")
         config = DecodeConfig(start_timeout_s=START_S, fetch_timeout_s=FETCH_S, reserve_tokens=RESERVE_TOKENS)
-        self.exports = Exports(self.engine, "ours", unknown_wait_s=0.0)
+        self.exports = ExportRegistry(self.engine, "ours", unknown_wait_s=0.0)
         service = DecodeService(config, self.engine, identity, self._fetch, self.exports, self.cache)
         service.worker.loop._emit = self.reports.append
         self.engine.watch_pages(service.on_pages_returned)

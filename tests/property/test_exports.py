@@ -26,11 +26,11 @@ from baton.errors import (
     TransferError,
     Unavailable,
 )
-from baton.transfer import exports as exports_module
+from baton.transfer import registry
 from baton.transfer import wire
 from baton.transfer.export import Export
-from baton.transfer.exports import Exports
 from baton.transfer.receiver import Receiver
+from baton.transfer.registry import ExportRegistry
 from tests.effort import machine_test
 from tests.property.virtual import VirtualLoop
 from tests.unit.transfer.support import INCARNATION, LAYERS, WHOLE, Engine, contents, handoff, prefilled, whole
@@ -65,7 +65,7 @@ class Fetch:
 
 
 class ExportsMachine(RuleBasedStateMachine):
-    """Drives Exports and its consumers."""
+    """Drives the registry and its consumers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,15 +78,15 @@ class ExportsMachine(RuleBasedStateMachine):
         self.all: list[Exported] = []
         self.ended: list[str] = []
         self.fetches: list[Fetch] = []
-        self._remembered, exports_module.REMEMBERED = exports_module.REMEMBERED, REMEMBERED
+        self._remembered, registry.REMEMBERED = registry.REMEMBERED, REMEMBERED
         self.exports = self.loop.call(self._made)
         handle = prefilled(self.engine, TOKENS)
         self.truth = contents(self.engine, handle, whole(TOKENS))
         self.engine.free(handle)
 
-    def _made(self) -> Exports:
+    def _made(self) -> ExportRegistry:
         token_bytes = self.engine.spec.kv_format.token_bytes // LAYERS
-        return Exports(
+        return ExportRegistry(
             self.engine, INCARNATION, lease_s=LEASE_S, unknown_wait_s=UNKNOWN_WAIT_S, frame_bytes=3 * token_bytes
         )
 
@@ -326,7 +326,7 @@ class ExportsMachine(RuleBasedStateMachine):
             assert not self.exports._waiters
             assert not self.exports._open
         finally:
-            exports_module.REMEMBERED = self._remembered
+            registry.REMEMBERED = self._remembered
             self.loop.close()
 
 

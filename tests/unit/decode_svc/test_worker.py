@@ -13,7 +13,7 @@ from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.request import Handoff, SamplingParams
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.messages import AttemptKey, FailureKind, Reserve, Start
@@ -44,7 +44,7 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
     def made() -> DecodeService:
         identity = new_identity(WorkerConfig(), WorkerRole.DECODE, engine.spec, "")
         config = DecodeConfig(fetch_timeout_s=FETCH_S)
-        return DecodeService(config, engine, identity, fetch, Exports(engine, "ours"), MemoryPrefixCache())
+        return DecodeService(config, engine, identity, fetch, ExportRegistry(engine, "ours"), MemoryPrefixCache())
 
     worker = loop.call(made).worker
     session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)

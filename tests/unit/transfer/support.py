@@ -14,7 +14,7 @@ from baton.telemetry.metrics import TRANSFER_FAULTS
 from baton.transfer import closing, wire
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from tests.metrics import count
 
 LAYERS, HEADS = 3, 2
@@ -101,7 +101,7 @@ def advance_all(export: Export, token_end: int) -> None:
         export.advance(layer, token_end)
 
 
-def ready(exports: Exports, engine: Engine, transfer_id: str, tokens: int) -> tuple[Export, list[str]]:
+def ready(exports: ExportRegistry, engine: Engine, transfer_id: str, tokens: int) -> tuple[Export, list[str]]:
     """A committed export of `prompt(tokens)`, and a list which its end is written into."""
     ends: list[str] = []
     handle = prefilled(engine, tokens)

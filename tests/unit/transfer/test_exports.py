@@ -19,7 +19,7 @@ from baton.errors import (
 from baton.telemetry.metrics import EXPORTS_OPEN
 from baton.transfer import closing, wire
 from baton.transfer.coverage import Box
-from baton.transfer.exports import Exports
+from baton.transfer.registry import ExportRegistry
 from tests.metrics import count
 from tests.unit.transfer.support import (
     HEADS,
@@ -48,8 +48,8 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-async def exports(engine: Engine) -> AsyncIterator[Exports]:
-    exports = Exports(engine, INCARNATION, frame_bytes=4 * engine.spec.kv_format.token_bytes // LAYERS)
+async def exports(engine: Engine) -> AsyncIterator[ExportRegistry]:
+    exports = ExportRegistry(engine, INCARNATION, frame_bytes=4 * engine.spec.kv_format.token_bytes // LAYERS)
     yield exports
     exports.close()
     await exports.wait_closed()
@@ -69,7 +69,7 @@ def nothing() -> None:
     """An end that nobody watches."""
 
 
-async def test_frames_follow_production(exports: Exports, engine: Engine) -> None:
+async def test_frames_follow_production(exports: ExportRegistry, engine: Engine) -> None:
     handle = prefilled(engine, TOKENS)
     export = exports.open("t", handle, TOKENS, on_closed=nothing)
     seen = []
@@ -93,7 +93,7 @@ async def test_frames_follow_production(exports: Exports, engine: Engine) -> Non
     assert commit.length == TOKENS
 
 
-async def test_progress_made_while_a_frame_is_being_sent_is_seen(exports: Exports, engine: Engine) -> None:
+async def test_progress_made_while_a_frame_is_being_sent_is_seen(exports: ExportRegistry, engine: Engine) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
     export.advance(0, 4)
     async with aclosing(export.frames(whole(TOKENS))) as frames:
@@ -105,13 +105,13 @@ async def test_progress_made_while_a_frame_is_being_sent_is_seen(exports: Export
             assert places([decoded(await anext(frames))]) == [(1, 0, 4)]
 
 
-async def test_a_finished_export_is_sent_in_chunks_through_all_layers(exports: Exports, engine: Engine) -> None:
+async def test_a_finished_export_is_sent_in_chunks_through_all_layers(exports: ExportRegistry, engine: Engine) -> None:
     export, _ = ready(exports, engine, "t", TOKENS)
     found = places(parse(await collect(export, whole(TOKENS))))
     assert found == [(layer, start, start + 4) for start in (0, 4, 8) for layer in range(LAYERS)]
 
 
-async def test_a_box_is_sent_and_nothing_else(exports: Exports, engine: Engine) -> None:
+async def test_a_box_is_sent_and_nothing_else(exports: ExportRegistry, engine: Engine) -> None:
     export, _ = ready(exports, engine, "t", TOKENS)
     box = Box(range(3, 9), range(1, 3), range(1, HEADS))
     frames = parse(await collect(export, box))
@@ -121,14 +121,14 @@ async def test_a_box_is_sent_and_nothing_else(exports: Exports, engine: Engine) 
 
 
 async def test_a_frame_has_at_least_one_token(engine: Engine) -> None:
-    exports = Exports(engine, INCARNATION, frame_bytes=1)
+    exports = ExportRegistry(engine, INCARNATION, frame_bytes=1)
     export, _ = ready(exports, engine, "t", 2)
     assert len(await collect(export, whole(2))) == 2 * LAYERS + 2
     exports.close()
 
 
 async def test_advance_from_a_thread_wakes_the_loop_once_at_a_time(
-    exports: Exports, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    exports: ExportRegistry, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wakes = []
     loop = asyncio.get_running_loop()
@@ -154,7 +154,7 @@ async def test_advance_from_a_thread_wakes_the_loop_once_at_a_time(
     assert len(await stream) == 3 * LAYERS + 2
 
 
-async def test_progress_outside_the_export_is_refused(exports: Exports, engine: Engine) -> None:
+async def test_progress_outside_the_export_is_refused(exports: ExportRegistry, engine: Engine) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
     with pytest.raises(InvalidRequest, match="layer"):
         export.advance(LAYERS, 1)
@@ -162,7 +162,7 @@ async def test_progress_outside_the_export_is_refused(exports: Exports, engine: 
         export.advance(0, TOKENS + 1)
 
 
-async def test_a_commit_needs_every_layer_and_happens_once(exports: Exports, engine: Engine) -> None:
+async def test_a_commit_needs_every_layer_and_happens_once(exports: ExportRegistry, engine: Engine) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
     advance_all(export, TOKENS - 1)
     with pytest.raises(IncompleteTransfer, match="11 of 12 tokens of layer 0"):
@@ -173,7 +173,7 @@ async def test_a_commit_needs_every_layer_and_happens_once(exports: Exports, eng
         export.commit(handoff(TOKENS))
 
 
-async def test_several_streams_over_one_export(exports: Exports, engine: Engine) -> None:
+async def test_several_streams_over_one_export(exports: ExportRegistry, engine: Engine) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
     boxes = [Box(range(TOKENS), range(LAYERS), range(head, head + 1)) for head in range(HEADS)]
     streams = [asyncio.create_task(collect(export, box)) for box in [*boxes, whole(TOKENS)]]
@@ -186,7 +186,7 @@ async def test_several_streams_over_one_export(exports: Exports, engine: Engine)
     assert len({commit.handoff for _, commit in ends}) == 1
 
 
-async def test_the_end_waits_for_a_read_in_flight_and_no_longer(exports: Exports, engine: Engine) -> None:
+async def test_the_end_waits_for_a_read_in_flight_and_no_longer(exports: ExportRegistry, engine: Engine) -> None:
     gate = engine.before_read = Gate()
     export, ends = ready(exports, engine, "t", TOKENS)
     stream = asyncio.create_task(collect(export, whole(TOKENS)))
@@ -204,7 +204,7 @@ async def test_the_end_waits_for_a_read_in_flight_and_no_longer(exports: Exports
 
 
 @pytest.mark.parametrize("final", [0, TOKENS])
-async def test_a_stream_that_waits_hears_of_the_failure(exports: Exports, engine: Engine, final: int) -> None:
+async def test_a_stream_that_waits_hears_of_the_failure(exports: ExportRegistry, engine: Engine, final: int) -> None:
     """Whether it waits for tokens or, after its manifest, for the commit."""
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
     advance_all(export, final)
@@ -218,7 +218,7 @@ async def test_a_stream_that_waits_hears_of_the_failure(exports: Exports, engine
             await waiting
 
 
-async def test_read_ahead_is_one_frame(exports: Exports, engine: Engine) -> None:
+async def test_read_ahead_is_one_frame(exports: ExportRegistry, engine: Engine) -> None:
     begun = threading.Semaphore(0)
     engine.before_read = begun.release
     export, _ = ready(exports, engine, "t", TOKENS)
@@ -232,7 +232,7 @@ async def test_read_ahead_is_one_frame(exports: Exports, engine: Engine) -> None
     assert engine.most_in_flight == 1
 
 
-async def test_a_read_that_fails_ends_the_stream(exports: Exports, engine: Engine) -> None:
+async def test_a_read_that_fails_ends_the_stream(exports: ExportRegistry, engine: Engine) -> None:
     handle = engine.reserve("prefill", TOKENS)
     engine.prefill_chunk(handle, prompt(TOKENS), 0, TOKENS, on_layer=nothing_for)
     export = exports.open("t", handle, TOKENS, on_closed=nothing)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import EngineError, TransferError
-from baton.transfer.exports import Exports
 from baton.transfer.receiver import Receiver
+from baton.transfer.registry import ExportRegistry
 from tests.unit.transfer.support import (
     INCARNATION,
     SEED,
@@ -24,7 +24,7 @@ TOKENS = 12
 
 async def test_a_late_frame_does_not_reach_the_pages_next_owner() -> None:
     source, target = Engine(), Engine(page_size=2048)
-    exports = Exports(source, INCARNATION)
+    exports = ExportRegistry(source, INCARNATION)
     export, _ = ready(exports, source, "t", TOKENS)
     first, *_ = await collect(export, whole(TOKENS))
     dead = target.reserve("dead", 12)

@@ -16,7 +16,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.telemetry.metrics import EXPORTS_OPEN, LEASES_EXPIRED
-from baton.transfer.exports import REASON_LENGTH, Exports
+from baton.transfer.registry import REASON_LENGTH, ExportRegistry
 from tests.metrics import count
 from tests.unit.transfer.support import (
     INCARNATION,
@@ -36,8 +36,8 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-async def exports(engine: Engine) -> AsyncIterator[Exports]:
-    exports = Exports(engine, INCARNATION, frame_bytes=4 * engine.spec.kv_format.token_bytes // LAYERS)
+async def exports(engine: Engine) -> AsyncIterator[ExportRegistry]:
+    exports = ExportRegistry(engine, INCARNATION, frame_bytes=4 * engine.spec.kv_format.token_bytes // LAYERS)
     yield exports
     exports.close()
     await exports.wait_closed()
@@ -73,7 +73,7 @@ def nothing() -> None:
     """An end that nobody watches."""
 
 
-async def test_an_ended_id_can_not_be_opened_again(exports: Exports, engine: Engine) -> None:
+async def test_an_ended_id_can_not_be_opened_again(exports: ExportRegistry, engine: Engine) -> None:
     ready(exports, engine, "t", TOKENS)
     exports.release("t", INCARNATION)
     exports.release("never opened", INCARNATION)
@@ -85,7 +85,7 @@ async def test_an_ended_id_can_not_be_opened_again(exports: Exports, engine: Eng
             await exports.find(transfer_id, INCARNATION)
 
 
-async def test_an_open_id_can_not_be_opened_twice(exports: Exports, engine: Engine) -> None:
+async def test_an_open_id_can_not_be_opened_twice(exports: ExportRegistry, engine: Engine) -> None:
     ready(exports, engine, "t", TOKENS)
     with pytest.raises(InvalidRequest, match="exported already"):
         ready(exports, engine, "t", TOKENS)
@@ -93,7 +93,7 @@ async def test_an_open_id_can_not_be_opened_twice(exports: Exports, engine: Engi
         exports.open("u", prefilled(engine, TOKENS), 17, on_closed=nothing)
 
 
-async def test_the_lease_ends_an_export_that_nobody_fetches(exports: Exports, engine: Engine, clock: Clock) -> None:
+async def test_the_lease_ends_an_export_without_fetches(exports: ExportRegistry, engine: Engine, clock: Clock) -> None:
     before = count(LEASES_EXPIRED)
     uncommitted = exports.open("u", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
     _, ends = ready(exports, engine, "t", TOKENS)
@@ -107,7 +107,7 @@ async def test_the_lease_ends_an_export_that_nobody_fetches(exports: Exports, en
         await exports.find("t", INCARNATION)
 
 
-async def test_a_stream_that_takes_nothing_loses_the_lease(exports: Exports, engine: Engine, clock: Clock) -> None:
+async def test_a_stream_that_takes_nothing_has_no_lease(exports: ExportRegistry, engine: Engine, clock: Clock) -> None:
     export, ends = ready(exports, engine, "t", TOKENS)
     async with aclosing(export.frames(whole(TOKENS))) as frames:
         await anext(frames)
@@ -120,7 +120,7 @@ async def test_a_stream_that_takes_nothing_loses_the_lease(exports: Exports, eng
 
 
 async def test_an_unknown_id_waits_briefly_an_announced_one_longer(
-    exports: Exports, engine: Engine, clock: Clock
+    exports: ExportRegistry, engine: Engine, clock: Clock
 ) -> None:
     exports.announce("late")
     names = ("late", "late", "refused", "unknown")
@@ -144,14 +144,14 @@ async def test_an_unknown_id_waits_briefly_an_announced_one_longer(
     assert exports._waiters == {}
 
 
-async def test_another_incarnation_is_refused_at_once(exports: Exports, engine: Engine) -> None:
+async def test_another_incarnation_is_refused_at_once(exports: ExportRegistry, engine: Engine) -> None:
     ready(exports, engine, "t", TOKENS)
     for refused in (exports.find("t", "second"), exports.find("unknown", "second")):
         with pytest.raises(StaleIncarnation, match="'second'"):
             await refused
 
 
-async def test_what_is_remembered_of_ended_exports_is_bounded(exports: Exports, engine: Engine) -> None:
+async def test_what_is_remembered_of_ended_exports_is_bounded(exports: ExportRegistry, engine: Engine) -> None:
     handle = prefilled(engine, TOKENS)
     export = exports.open("failed", handle, TOKENS, on_closed=lambda: engine.free(handle))
     export.fail(RuntimeError("x" * (1 << 20)))
@@ -162,7 +162,7 @@ async def test_what_is_remembered_of_ended_exports_is_bounded(exports: Exports, 
 
 
 async def test_close_fails_everything(engine: Engine) -> None:
-    exports = Exports(engine, INCARNATION)
+    exports = ExportRegistry(engine, INCARNATION)
     export, ends = ready(exports, engine, "t", TOKENS)
     waiting = asyncio.create_task(exports.find("u", INCARNATION))
     async with aclosing(export.frames(whole(TOKENS))) as frames:

@@ -12,9 +12,9 @@ from baton.errors import CorruptFrame, IncompleteTransfer, InvalidRequest, Trans
 from baton.transfer import closing, wire
 from baton.transfer.coverage import Box
 from baton.transfer.export import PROGRESS_S
-from baton.transfer.exports import Exports
 from baton.transfer.fetcher import pull
 from baton.transfer.receiver import Receiver
+from baton.transfer.registry import ExportRegistry
 from tests.property.virtual import VirtualLoop
 from tests.unit.transfer.support import (
     HEADS,
@@ -47,14 +47,14 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-async def exports(engine: Engine) -> AsyncIterator[Exports]:
-    exports = Exports(engine, INCARNATION, lease_s=30.0)
+async def exports(engine: Engine) -> AsyncIterator[ExportRegistry]:
+    exports = ExportRegistry(engine, INCARNATION, lease_s=30.0)
     yield exports
     exports.close()
     await exports.wait_closed()
 
 
-async def test_a_prefix_is_final_and_leased_at_once_and_hands_nothing_over(exports: Exports, engine: Engine) -> None:
+async def test_a_prefix_is_final_and_leased_at_once_without_handoff(exports: ExportRegistry, engine: Engine) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
     export.commit_prefix(NAME)
     assert export.lease_left <= 30.0
@@ -68,7 +68,7 @@ async def test_a_prefix_is_final_and_leased_at_once_and_hands_nothing_over(expor
         export.commit_prefix(NAME)
 
 
-async def test_who_takes_a_request_over_insists_on_the_handoff(exports: Exports, engine: Engine) -> None:
+async def test_who_takes_a_request_over_insists_on_the_handoff(exports: ExportRegistry, engine: Engine) -> None:
     export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
     export.commit_prefix(NAME)
     consumer = Engine(page_size=4)
@@ -78,7 +78,7 @@ async def test_who_takes_a_request_over_insists_on_the_handoff(exports: Exports,
 
 
 async def test_a_read_that_finds_its_handle_freed_after_the_end_tells_of_the_end(
-    exports: Exports, engine: Engine
+    exports: ExportRegistry, engine: Engine
 ) -> None:
     handle = prefilled(engine, TOKENS)
     gate = engine.before_read = Gate()
@@ -101,7 +101,7 @@ def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: B
     loop, engine = VirtualLoop(), Engine()
 
     async def run() -> list[tuple[float, bytes]]:
-        exports, heard = Exports(engine, INCARNATION), list[tuple[float, bytes]]()
+        exports, heard = ExportRegistry(engine, INCARNATION), list[tuple[float, bytes]]()
         export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=lambda: None)
 
         async def listen() -> None:
@@ -132,7 +132,7 @@ def test_a_consumer_of_the_end_hears_that_the_beginning_is_being_computed(box: B
     loop.close()
 
 
-async def test_progress_is_no_frame_and_nothing_follows_the_commit(exports: Exports, engine: Engine) -> None:
+async def test_progress_is_no_frame_and_nothing_follows_the_commit(exports: ExportRegistry, engine: Engine) -> None:
     export, _ = ready(exports, engine, "t", TOKENS)
     frames = await collect(export, REST)
     consumer = Engine(page_size=4)

@@ -13,9 +13,9 @@ from baton.request import Handoff
 from baton.transfer import wire
 from baton.transfer.closing import Manifest, encode_commit, encode_manifest, pack
 from baton.transfer.coverage import Box
-from baton.transfer.exports import Exports
 from baton.transfer.fetcher import pull
 from baton.transfer.receiver import Receiver
+from baton.transfer.registry import ExportRegistry
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
@@ -46,7 +46,7 @@ class Pair:
     def __init__(self) -> None:
         self.source_engine, self.engine = Engine(page_size=16), Engine(page_size=4)
         token_bytes = self.source_engine.spec.kv_format.token_bytes // LAYERS
-        self.exports = Exports(self.source_engine, INCARNATION, frame_bytes=6 * token_bytes)
+        self.exports = ExportRegistry(self.source_engine, INCARNATION, frame_bytes=6 * token_bytes)
         self.export, _ = ready(self.exports, self.source_engine, "t", TOKENS)
         self.handle = self.engine.reserve("decode", TOKENS)
         self.source = MemorySource(self.export, unchanged)

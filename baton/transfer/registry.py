@@ -34,7 +34,7 @@ REMEMBERED = 65_536
 REASON_LENGTH = 160
 
 
-class Exports:
+class ExportRegistry:
     """The exports of one worker, by transfer id."""
 
     def __init__(
