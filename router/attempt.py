@@ -5,8 +5,8 @@
 
 Events come from the prefill call and from the decode session, and each is handled at once, where it arrives: a token
 costs no turn of the attempt's task, which waits only for the end. However it ends (served, failed, cancelled, too
-late), `run` gives back all of it in one place: the prefill call and its ticket, the decode attempt, and the exported KV
-that nobody has fetched.
+late), `run` gives back all of it in one place: the prefill call and its assignment, the decode attempt, and the
+exported KV that nobody has fetched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the queue to a placement: a prefill worker's ticket, and pages reserved on a decode worker.
+"""From the queue to a placement: a prefill worker's assignment, and pages reserved on a decode worker.
 
     queue ── turn: some prefill worker has room ── reserve ── granted ── placement
       ▲                                               └─ refused by all: back to the head of the queue
@@ -27,7 +27,7 @@ from router.placement.scheduler import PlacementRequest, PlacementScheduler, Wai
 from router.request import Deliver
 from router.workers.failures import Breakers
 from router.workers.pool import Pool
-from router.workers.prefill import PrefillTicket
+from router.workers.prefill import PrefillAssignment
 from router.workers.reservation import Placement, Reserver
 
 
@@ -48,9 +48,9 @@ class Dispatcher:
             prefill_limit=config.prefill_limit,
             max_wait_s=config.line_wait_s,
         )
-        self._turns: dict[Waiter, asyncio.Future[tuple[PrefillTicket, Selection]]] = {}
+        self._turns: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, Selection]]] = {}
         """What those in the queue wait for."""
-        self._tenants: dict[PrefillTicket, str] = {}
+        self._tenants: dict[PrefillAssignment, str] = {}
         """Tenants of the requests at prefill workers."""
         self._breakers = Breakers(self._loop.time)
         self._changed = asyncio.Event()
@@ -107,15 +107,15 @@ class Dispatcher:
                 placement.isolation.release()
             self._on_news()
 
-    def release(self, ticket: PrefillTicket) -> None:
+    def release(self, assignment: PrefillAssignment) -> None:
         """The prefill worker is done with the request; idempotent."""
-        if self._free(ticket):
+        if self._free(assignment):
             self._pump()
 
-    def _free(self, ticket: PrefillTicket) -> bool:
-        if not ticket.release():
+    def _free(self, assignment: PrefillAssignment) -> bool:
+        if not assignment.release():
             return False
-        if (tenant := self._tenants.pop(ticket, None)) is not None:
+        if (tenant := self._tenants.pop(assignment, None)) is not None:
             self.scheduler.release_prefill(tenant)
         return True
 
@@ -131,17 +131,17 @@ class Dispatcher:
         try:
             while True:
                 try:
-                    ticket, selection = await self._turn(waiter)
+                    assignment, selection = await self._turn(waiter)
                 except _Hopeless:
                     await self._wait_for_larger_worker(waiter)
                 else:
-                    if (placement := await self._reserve(waiter, ticket, selection, deliver)) is not None:
+                    if (placement := await self._reserve(waiter, assignment, selection, deliver)) is not None:
                         return placement
         finally:
             del self._turns[waiter]
             self.scheduler.forget(waiter)
 
-    async def _turn(self, waiter: Waiter) -> tuple[PrefillTicket, Selection]:
+    async def _turn(self, waiter: Waiter) -> tuple[PrefillAssignment, Selection]:
         """Wait in the queue for a turn."""
         turn = self._turns[waiter]
         try:
@@ -155,12 +155,12 @@ class Dispatcher:
                 self._pump()
 
     async def _reserve(
-        self, waiter: Waiter, ticket: PrefillTicket, selection: Selection, deliver: Deliver
+        self, waiter: Waiter, assignment: PrefillAssignment, selection: Selection, deliver: Deliver
     ) -> Placement | None:
         """Use a turn; None when the waiter is back in the queue."""
         answer = None
         try:
-            answer = await self._reserver.reserve(waiter.request, ticket, selection, deliver, waiter.refusal.never)
+            answer = await self._reserver.reserve(waiter.request, assignment, selection, deliver, waiter.refusal.never)
             if isinstance(answer, Placement):
                 self.scheduler.grant(waiter, self._loop.time())
                 return answer
@@ -170,9 +170,9 @@ class Dispatcher:
                 self._next_probe = self._loop.call_later(probe_s, self._probe)
             return None
         finally:
-            self._end_turn(waiter, None if isinstance(answer, Placement) else ticket)
+            self._end_turn(waiter, None if isinstance(answer, Placement) else assignment)
 
-    def _end_turn(self, waiter: Waiter, unused: PrefillTicket | None) -> None:
+    def _end_turn(self, waiter: Waiter, unused: PrefillAssignment | None) -> None:
         """A turn is over, whatever came of it."""
         self.scheduler.end(waiter)
         if unused is not None:
@@ -242,10 +242,10 @@ class Dispatcher:
         elif next_.selection is None:
             self._dismiss(waiter, _Hopeless())
         else:
-            ticket = self._reserver.open_ticket(next_.selection, next_.query)
+            assignment = self._reserver.assign(next_.selection, next_.query)
             self.scheduler.begin(waiter)
-            self._tenants[ticket] = waiter.request.tenant
-            turn.set_result((ticket, next_.selection))
+            self._tenants[assignment] = waiter.request.tenant
+            turn.set_result((assignment, next_.selection))
         return True
 
     def _watch_fleet(self) -> None:

@@ -142,12 +142,12 @@ class Isolation:
         deliver: Deliver,
         never: Mapping[str, str],
     ) -> Placement | Refusal:
-        ticket, answer = self._reserver.open_ticket(selection, query), None
+        assignment, answer = self._reserver.assign(selection, query), None
         try:
-            answer = await self._reserver.reserve(request, ticket, selection, deliver, never)
+            answer = await self._reserver.reserve(request, assignment, selection, deliver, never)
         finally:
             if not isinstance(answer, Placement):
-                ticket.release()
+                assignment.release()
         return answer
 
     async def _wait_change(self, seen: int, until: float) -> None:

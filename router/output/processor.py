@@ -7,7 +7,7 @@ costs its own max_tokens of memory and holds back nobody.
 
 The latency account has durations on the router's clock, but for decode's own, which are durations too.
 
-    arrival ──line── dispatch ──prefill── first token ──transfer── ──slot wait── ──decode── end
+    arrival ──queue── dispatch ──prefill── first token ──transfer── ──slot wait── ──decode── end
 
 The parts add up to the total exactly. Decode begins to fetch when prefill is dispatched, so only the part of the
 fetch that comes after prefill counts as transfer. Decode is the rest, so that no time is missing.
@@ -58,9 +58,9 @@ class Account:
     def timings(self, now: float) -> Timings:
         """The account of a request that ends now, in milliseconds."""
         total = 1e3 * (now - self.arrived)
-        line = 1e3 * ((now if self.dispatched is None else self.dispatched) - self.arrived)
+        queue = 1e3 * ((now if self.dispatched is None else self.dispatched) - self.arrived)
         until_first = 1e3 * ((now if self.first_token is None else self.first_token) - self.arrived)
-        prefill = until_first - line
+        prefill = until_first - queue
         left = total - until_first
         transfer = slot_wait = 0.0
         if self.decode is not None:
@@ -70,12 +70,12 @@ class Account:
         gaps = sum(count - 1 for _, _, count in self.tokens.values())
         spans = sum(last - first for first, last, _ in self.tokens.values())
         return Timings(
-            line=line,
+            line=queue,
             prefill=prefill,
             transfer=transfer,
             slot_wait=slot_wait,
             decode=decode,
-            total=line + prefill + transfer + slot_wait + decode,
+            total=queue + prefill + transfer + slot_wait + decode,
             first_token=until_first,
             mean_itl=1e3 * spans / gaps if gaps else 0.0,
         )

@@ -30,7 +30,7 @@ from router.placement.fleet import RECENT_S, DecodeView, PrefillView
 from router.placement.prefix_directory import BlockNamespace
 from router.request import Cause
 from router.workers.failures import WorkerLoss, WorkerLosses
-from router.workers.prefill import PrefillTicket
+from router.workers.prefill import PrefillAssignment
 from router.workers.session import DecodeSession, SessionEnd
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 2.0
@@ -91,8 +91,8 @@ class WorkerLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._losses = losses
         self._incarnation = ""
-        self._tickets: set[PrefillTicket] = set()
-        self._present: dict[PrefillTicket, str] = {}
+        self._assignments: set[PrefillAssignment] = set()
+        self._present: dict[PrefillAssignment, str] = {}
         """Requests that the worker computes, or whose KV is fetched from it."""
         self._shared = False
         """Whether requests of other routers without a token were there, by its latest status."""
@@ -152,35 +152,35 @@ class WorkerLink:
             self._sessions.cancel()
             self._sessions = None
 
-    def open_ticket(self, tokens: int, cached_tokens: int = 0) -> PrefillTicket:
+    def assign(self, tokens: int, cached_tokens: int = 0) -> PrefillAssignment:
         """Count a prompt of `tokens`, of which some are thought to be cached, as being prefilled here.
 
-        It counts until the ticket is closed. Raises Unavailable when the worker is lost.
+        It counts until the assignment is closed. Raises Unavailable when the worker is lost.
         """
         if self.status is None:
             raise Unavailable(f"prefill worker {self.address} is lost")
         self._dispatched += 1
         self._recent.add(tokens - cached_tokens, asyncio.get_running_loop().time())
-        ticket = PrefillTicket(self, self.status.identity, tokens, cached_tokens, self._lost)
-        self._tickets.add(ticket)
+        assignment = PrefillAssignment(self, self.status.identity, tokens, cached_tokens, self._lost)
+        self._assignments.add(assignment)
         self._observer.update_view(self)
-        return ticket
+        return assignment
 
-    def close_ticket(self, ticket: PrefillTicket) -> bool:
+    def unassign(self, assignment: PrefillAssignment) -> bool:
         """Count a prompt no longer; False if it did not count."""
-        if ticket not in self._tickets:
+        if assignment not in self._assignments:
             return False
-        self._tickets.discard(ticket)
+        self._assignments.discard(assignment)
         self._observer.update_view(self)
         return True
 
-    def attach(self, ticket: PrefillTicket, request_id: str) -> None:
+    def attach(self, assignment: PrefillAssignment, request_id: str) -> None:
         """The request is there now, and is a suspect if the worker dies."""
-        self._present[ticket] = request_id
+        self._present[assignment] = request_id
 
-    def detach(self, ticket: PrefillTicket) -> None:
+    def detach(self, assignment: PrefillAssignment) -> None:
         """The request needs nothing more of the worker."""
-        self._present.pop(ticket, None)
+        self._present.pop(assignment, None)
 
     def subtract_room(self, tokens: int, slots: int) -> None:
         """A decode worker has given away room that its latest status can't know of."""
@@ -190,7 +190,7 @@ class WorkerLink:
 
     @property
     def consumer(self) -> str:
-        """Whom tickets for this decode worker are made out to; "" while it is lost."""
+        """Whom KV tickets for this decode worker are made out to; "" while it is lost."""
         return "" if self.status is None else self.status.identity.consumer
 
     @property
@@ -208,8 +208,8 @@ class WorkerLink:
             draining=self.status.draining,
             pending_tokens=self.status.load.pending_tokens,
             rate=self.status.load.tokens_per_second,
-            own_requests=len(self._tickets),
-            own_tokens=sum(ticket.tokens - ticket.cached_tokens for ticket in self._tickets),
+            own_requests=len(self._assignments),
+            own_tokens=sum(assignment.tokens - assignment.cached_tokens for assignment in self._assignments),
             dispatched=self._dispatched,
             recent_tokens=self._recent.value(asyncio.get_running_loop().time()),
             incarnation=self._incarnation,
@@ -309,16 +309,16 @@ class WorkerLink:
         cause = Cause.DRAIN if self.status.draining else Cause.LOST
         self._ending = reason, cause
         loss = self._loss(cause, len(set(self._present.values())))
-        for ticket in self._present:
-            ticket.loss = loss
+        for assignment in self._present:
+            assignment.loss = loss
         self._present.clear()
         error = Unavailable(f"{self.role.value} worker {self.name}: {reason}")
         self.status = None
         self._lost.set()
         self._lost = asyncio.Event()
         self.dismiss()
-        for ticket in list(self._tickets):
-            ticket.fail(error, cause)
+        for assignment in list(self._assignments):
+            assignment.fail(error, cause)
         self._observer.update_worker(self)
 
     def _loss(self, cause: Cause, suspects: int) -> WorkerLoss | None:
@@ -331,8 +331,8 @@ class WorkerLink:
         """This router's requests that are here and have had no token from the worker."""
         if self.role is WorkerRole.DECODE:
             return self.session.newcomers if self.session else 0
-        # A ticket is closed at the first token, and its request stays until the KV is fetched.
-        return len(self._tickets & self._present.keys())
+        # An assignment is closed at the first token, and its request stays until the KV is fetched.
+        return len(self._assignments & self._present.keys())
 
     def _on_session_end(self, suspects: int) -> SessionEnd:
         reason, cause = self._ending or ("", Cause.DRAIN if self.draining else Cause.LOST)

@@ -1,4 +1,4 @@
-"""One prompt at a prefill worker: its ticket there, the call, and the end of an export that nobody fetches."""
+"""One prompt at a prefill worker: its assignment there, the call, and the end of an export that nobody fetches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ LARGE_REQUEST = 16_384
 PrefillMessage = prefill_pb2.PrefillRequest
 
 
-class PrefillTicket:
+class PrefillAssignment:
     """A request's right to be computed at a prefill worker, where it counts until it is released."""
 
     def __init__(
@@ -72,14 +72,14 @@ class PrefillTicket:
         self.consumer = identity.consumer
         """Whom KV tickets for this worker are made out to."""
         self.lost = lost
-        """Set when this incarnation of the worker is lost, whether or not the ticket was released before."""
+        """Set when this incarnation of the worker is lost, whether or not the assignment was released before."""
         self.loss: WorkerLoss | None = None
         """The lost connection with this incarnation, if the request was there."""
         self._deliver: Deliver | None = None
         self._failed: Failed | None = None
 
     def attach(self, request_id: str, deliver: Deliver) -> None:
-        """The request goes to the worker, whose loss is delivered until the ticket is released."""
+        """The request goes to the worker, whose loss is delivered until the assignment is released."""
         self._deliver = deliver
         if self._failed is not None:
             deliver(self._failed)
@@ -106,7 +106,7 @@ class PrefillTicket:
 
     def release(self) -> bool:
         """Free the place for another prompt; False if it was free before."""
-        return self.link.close_ticket(self)
+        return self.link.unassign(self)
 
 
 def _host(address: str) -> str:
@@ -158,7 +158,7 @@ def prefill_message(
 
 
 async def call_prefill(
-    ticket: PrefillTicket,
+    assignment: PrefillAssignment,
     request: PrefillMessage,
     *,
     transfer_id: str,
@@ -173,7 +173,7 @@ async def call_prefill(
     `transfer_id` is empty when no decode follows. Workers send a message every second, so `silence_s` without one
     is a fault. `run` converts large reports.
     """
-    link = ticket.link
+    link = assignment.link
     request.transfer_id = transfer_id
     if source is not None:
         request.prefix_source.CopyFrom(prefix_source_to_proto(source))
@@ -193,7 +193,7 @@ async def call_prefill(
                     done = True
     except grpc.aio.AioRpcError as error:
         if not done:
-            deliver(await _judge_error(ticket, from_rpc_error(error)))
+            deliver(await _judge_error(assignment, from_rpc_error(error)))
         return
     except asyncio.CancelledError:
         task = asyncio.current_task()
@@ -209,18 +209,18 @@ async def call_prefill(
         deliver(Failed(Unavailable(f"prefill worker {link.name} ended without a token"), Blame.PREFILL))
 
 
-async def _judge_error(ticket: PrefillTicket, error: BatonError) -> Failed:
+async def _judge_error(assignment: PrefillAssignment, error: BatonError) -> Failed:
     """What a failed call means: the worker may be dead, full, or draining, and then nothing is wrong with it."""
     # A prompt that is too large for one worker's memory may find room at another.
     if isinstance(error, Overloaded) or (isinstance(error, InvalidRequest) and error.field == "prompt_token_ids"):
         return Failed(error, Blame.PREFILL, Cause.REFUSED)
     if isinstance(error, Unavailable):
         # Call and watch break at the same moment when a worker dies, and it is the watch that tells so.
-        if ticket.link.draining:
+        if assignment.link.draining:
             return Failed(error, Blame.PREFILL, Cause.DRAIN)
-        if await ticket.wait_for_loss(LOSS_GRACE_S):
-            return Failed(error, Blame.PREFILL, Cause.LOST, ticket.loss)
-        if ticket.link.draining:
+        if await assignment.wait_for_loss(LOSS_GRACE_S):
+            return Failed(error, Blame.PREFILL, Cause.LOST, assignment.loss)
+        if assignment.link.draining:
             return Failed(error, Blame.PREFILL, Cause.DRAIN)
     return Failed(error, Blame.PREFILL)
 
@@ -245,11 +245,11 @@ class Abandoner:
     def __init__(self) -> None:
         self._calls: set[asyncio.Task[None]] = set()
 
-    def abandon(self, ticket: PrefillTicket, transfer_id: str) -> None:
+    def abandon(self, assignment: PrefillAssignment, transfer_id: str) -> None:
         """End the export of an attempt, unless its worker is lost and holds nothing."""
-        if ticket.lost.is_set():
+        if assignment.lost.is_set():
             return
-        call = asyncio.create_task(_abandon(ticket, transfer_id), name=f"abandon {transfer_id}")
+        call = asyncio.create_task(_abandon(assignment, transfer_id), name=f"abandon {transfer_id}")
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
@@ -258,9 +258,9 @@ class Abandoner:
         await asyncio.gather(*self._calls, return_exceptions=True)
 
 
-async def _abandon(ticket: PrefillTicket, transfer_id: str) -> None:
-    request = prefill_pb2.AbandonRequest(transfer_id=transfer_id, incarnation=ticket.incarnation)
+async def _abandon(assignment: PrefillAssignment, transfer_id: str) -> None:
+    request = prefill_pb2.AbandonRequest(transfer_id=transfer_id, incarnation=assignment.incarnation)
     try:
-        await prefill_pb2_grpc.PrefillStub(ticket.link.channel).Abandon(request, timeout=_ABANDON_TIMEOUT_S)
+        await prefill_pb2_grpc.PrefillStub(assignment.link.channel).Abandon(request, timeout=_ABANDON_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
-        _logger.warning("transfer %s was not abandoned at %s: %s", transfer_id, ticket.link.name, error.code().name)
+        _logger.warning("transfer %s was not abandoned at %s: %s", transfer_id, assignment.link.name, error.code().name)

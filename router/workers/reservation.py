@@ -1,4 +1,4 @@
-"""What an attempt asks of workers and is given: a ticket at a prefill worker, and pages on a decode worker."""
+"""What an attempt asks of workers and is given: an assignment at a prefill worker, and pages on a decode worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.request import Deliver
 from router.workers.failures import AttemptHealth, Breakers
 from router.workers.link import WorkerLink
 from router.workers.pool import Pool
-from router.workers.prefill import PrefillTicket, complete_shards
+from router.workers.prefill import PrefillAssignment, complete_shards
 from router.workers.session import DecodeAttempt, Prefix
 
 _logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Placement:
     `pinned_tokens` are the leading ones that the decode worker has already, and `peer` is where prefill can fetch them.
     """
 
-    prefill: PrefillTicket
+    prefill: PrefillAssignment
     health: AttemptHealth
     decode: DecodeAttempt | None = None
     decode_name: str | None = None
@@ -72,7 +72,7 @@ class Placement:
 
 
 class Reserver:
-    """Opens tickets at prefill workers, and asks decode workers for pages."""
+    """Opens assignments at prefill workers, and asks decode workers for pages."""
 
     def __init__(self, pool: Pool, breakers: Breakers, timeout_s: float) -> None:
         self._pool = pool
@@ -84,23 +84,23 @@ class Reserver:
         """What to place, by what is known now."""
         return make_query(request, never, self._pool.fleet, self._pool.prefixes)
 
-    def open_ticket(self, selection: Selection, query: PlacementQuery) -> PrefillTicket:
-        """A ticket at the selected prefill worker."""
+    def assign(self, selection: Selection, query: PlacementQuery) -> PrefillAssignment:
+        """An assignment at the selected prefill worker."""
         cached = min(query.prefill_match.tokens(selection.prefill), query.tokens)
-        return self._pool.prefill_link(selection.prefill).open_ticket(query.tokens, cached)
+        return self._pool.prefill_link(selection.prefill).assign(query.tokens, cached)
 
     async def reserve(
         self,
         request: PlacementRequest,
-        ticket: PrefillTicket,
+        assignment: PrefillAssignment,
         selection: Selection,
         deliver: Deliver,
         never: Mapping[str, str],
     ) -> Placement | Refusal:
-        """Ask the decode workers in turn. The ticket stays the caller's until there is a placement."""
+        """Ask the decode workers in turn. The assignment stays the caller's until there is a placement."""
         if not request.query.decodes:
-            self._dispatch(request, ticket, selection)
-            return Placement(ticket, self._breakers.begin(selection.prefill, None))
+            self._dispatch(request, assignment, selection)
+            return Placement(assignment, self._breakers.begin(selection.prefill, None))
         names = (*selection.decode, *self._last_resort(request, selection, never))
         request.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(names))
         answers: dict[str, ReserveResult] = {}
@@ -118,9 +118,9 @@ class Reserver:
             if answer.granted:
                 link.subtract_room(request.context_tokens - answer.cached_tokens, len(request.choices))
                 health = self._breakers.begin(selection.prefill, name)
-                self._dispatch(request, ticket, selection)
-                peer = self._peer(ticket, link) if answer.cached_tokens else None
-                return Placement(ticket, health, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
+                self._dispatch(request, assignment, selection)
+                peer = self._peer(assignment, link) if answer.cached_tokens else None
+                return Placement(assignment, health, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
         request.life.enter(State.LINE, self._loop.time())
         return self._refusal(request, selection, answers, never)
 
@@ -161,15 +161,15 @@ class Reserver:
         closed.update(query.never, selection.decode)
         return [view.name for view in fleet.followers(prefill) if view.name in query.avoid and view.name not in closed]
 
-    def _dispatch(self, request: PlacementRequest, ticket: PrefillTicket, selection: Selection) -> None:
+    def _dispatch(self, request: PlacementRequest, assignment: PrefillAssignment, selection: Selection) -> None:
         """The prompt goes to its prefill worker at once."""
         writes = request.cache.writes
-        self._pool.prefixes.dispatch(selection.prefill, request.digests, ticket.cached_tokens, writes=writes)
+        self._pool.prefixes.dispatch(selection.prefill, request.digests, assignment.cached_tokens, writes=writes)
 
-    def _peer(self, ticket: PrefillTicket, decode: WorkerLink) -> Peer | None:
+    def _peer(self, assignment: PrefillAssignment, decode: WorkerLink) -> Peer | None:
         """The decode worker, if the prefill worker can fetch KV from it: in its own format and with our KV tickets."""
         status = decode.status
-        if status is None or decode.namespace != ticket.link.namespace or not self._pool.signs_for(status.identity):
+        if status is None or decode.namespace != assignment.link.namespace or not self._pool.signs_for(status.identity):
             return None
         return Peer(complete_shards(status.identity.shards, decode.address), status.identity.incarnation)
 

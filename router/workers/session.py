@@ -217,8 +217,8 @@ class DecodeSession:
         self._on_change = on_change
         self._stub = decode_pb2_grpc.DecodeStub(channel)
         self._worker = worker
-        # Holds a few messages for each attempt, and attempts are bounded by the tickets at prefill workers and by the
-        # pages of the decode worker; a worker that takes none of them falls silent as well, which ends the session.
+        # Holds a few messages for each attempt, and attempts are bounded by the assignments at prefill workers and by
+        # the pages of the decode worker; a worker that takes none of them falls silent as well, which ends the session.
         self._up: asyncio.Queue[decode_pb2.SessionUp] = asyncio.Queue()
         hello = decode_pb2.Hello(router_id=router_id, wire_version=WIRE_VERSION)
         self._up.put_nowait(decode_pb2.SessionUp(hello=hello))

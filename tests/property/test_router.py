@@ -1,7 +1,7 @@
 """The whole router in simulated time, between clients and a fleet that misbehaves in any order.
 
 Whatever happens: each client gets each token once, in order, and the right one; each request ends once, served or with
-a typed error, by its deadline; and once all have ended, no ticket, attempt, waiting entry or task is left.
+a typed error, by its deadline; and once all have ended, no assignment, attempt, waiting entry or task is left.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ GRANTED, FULL = ReserveResult(True, "", False), ReserveResult(False, "full", Fal
 NEVER = ReserveResult(False, "needs 9 pages, there are 4", True)
 
 
-class FakeTicket:
+class FakeAssignment:
     cached_tokens = 0
 
     def __init__(self, pool: FakePool, worker: str) -> None:
@@ -90,7 +90,7 @@ class FakePool:
         self._worker = ""
 
     @property
-    def tickets(self) -> int:
+    def assignments(self) -> int:
         return sum(self.seats.values())
 
     @property
@@ -134,8 +134,8 @@ class FakePool:
         self._worker = name
         return self
 
-    def open_ticket(self, tokens: int, cached_tokens: int = 0) -> FakeTicket:
-        return FakeTicket(self, self._worker)
+    def assign(self, tokens: int, cached_tokens: int = 0) -> FakeAssignment:
+        return FakeAssignment(self, self._worker)
 
     def attempt(self, request_id: str, number: int, deliver: object) -> FakeAttempt:
         self.order.append(f"{request_id} {self._worker}" if self._names else request_id)

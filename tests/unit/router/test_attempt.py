@@ -94,7 +94,7 @@ async def test_a_long_prompt_waits_for_its_tenants_threads_before_it_has_a_place
     output = OutputProcessor(request, loop.time)
     attempt = asyncio.create_task(Attempt(deps, RequestState(request, output), (0,), History()).run(0.0))
     await settle()
-    early = pool.tickets
+    early = pool.assignments
     go.set()
     await asyncio.gather(working, attempt)
     assert (early, output.output_ids(0)) == (0, [7])

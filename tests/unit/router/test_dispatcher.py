@@ -1,4 +1,4 @@
-"""From the line to a place, with workers that answer as the test says; no network."""
+"""From the queue to a place, with workers that answer as the test says; no network."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ async def test_a_full_fleet_is_asked_once_per_news_and_by_the_head_alone() -> No
     pool.answer_all(GRANTED)
     pool.news()
     await asyncio.gather(first.placed.wait(), second.placed.wait())
-    assert (pool.asked, pool.order[2:], pool.tickets) == (4, ["first", "second"], 2)
+    assert (pool.asked, pool.order[2:], pool.assignments) == (4, ["first", "second"], 2)
     await asyncio.gather(first.end(), second.end())
-    assert (pool.tickets, pool.closed) == (0, 2 + 2)
+    assert (pool.assignments, pool.closed) == (0, 2 + 2)
 
 
 async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lacks_pages() -> None:
@@ -60,7 +60,7 @@ async def test_requests_with_a_context_that_finds_room_go_on_behind_one_that_lac
     assert pool.order[4:] == ["large", "small3", "other"]
     for held in (large, other, *small):
         await held.end()
-    assert pool.tickets == 0
+    assert pool.assignments == 0
 
 
 async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_news() -> None:
@@ -138,9 +138,9 @@ async def test_cancelling_at_any_point_gives_all_back() -> None:
         cancelled.task.cancel()
         await asyncio.gather(cancelled.task, return_exceptions=True)
         await asyncio.wait_for(other.placed.wait(), 60)
-        assert pool.tickets == 1
+        assert pool.assignments == 1
         await other.end()
-        assert pool.tickets == 0
+        assert pool.assignments == 0
 
 
 async def test_cancelling_between_the_turn_and_its_use_gives_the_seat_back() -> None:
@@ -155,7 +155,7 @@ async def test_cancelling_between_the_turn_and_its_use_gives_the_seat_back() -> 
     waiting.task.cancel()
     await asyncio.wait_for(other.placed.wait(), 60)
     await asyncio.gather(running.end(), other.end())
-    assert pool.tickets == 0
+    assert pool.assignments == 0
 
 
 async def test_a_turn_passes_over_a_head_that_was_cancelled_and_has_yet_to_wake() -> None:
@@ -170,7 +170,7 @@ async def test_a_turn_passes_over_a_head_that_was_cancelled_and_has_yet_to_wake(
     d.release(running.place.prefill)
     await asyncio.wait_for(other.placed.wait(), 60)
     await asyncio.gather(running.end(), other.end())
-    assert pool.tickets == 0
+    assert pool.assignments == 0
 
 
 async def test_a_cancelled_probe_leaves_the_line_able_to_move() -> None:
@@ -184,7 +184,7 @@ async def test_a_cancelled_probe_leaves_the_line_able_to_move() -> None:
     pool.news()
     await asyncio.wait_for(second.placed.wait(), 60)
     await second.end()
-    assert pool.tickets == 0
+    assert pool.assignments == 0
 
 
 async def test_what_needs_no_decode_does_not_wait_for_it() -> None:
@@ -245,7 +245,7 @@ async def test_a_decode_worker_that_does_not_answer_is_a_refusal() -> None:
     held = Held(d, "r")
     await asyncio.wait_for(closed.wait(), 60)
     await settle()
-    assert pool.tickets == 0
+    assert pool.assignments == 0
     pool.news()
     await asyncio.wait_for(held.placed.wait(), 60)
     await held.end()
@@ -302,7 +302,7 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
     other = Held(d, "other", again=True)
     with pytest.raises(Unavailable, match=r"that could hold the request, after a wait of 0\.02 s: .* 9 pages"):
         await asyncio.wait_for(other.task, 60)
-    assert pool.tickets == 0
+    assert pool.assignments == 0
 
 
 async def test_a_lost_news_does_not_stop_the_line() -> None:
@@ -336,7 +336,7 @@ async def test_a_tenant_below_its_share_is_not_kept_waiting_by_one_that_has_all_
     d = dispatcher(pool, prefill_limit=2)
     flood = [Held(d, f"flood {i}", tenant="flood") for i in range(4)]
     await settle()
-    assert pool.tickets == 2
+    assert pool.assignments == 2
     other = [Held(d, f"other {i}", tenant="other") for i in range(3)]
     await asyncio.wait_for(other[0].placed.wait(), 30)
     await settle()
@@ -349,7 +349,7 @@ async def test_a_tenant_below_its_share_is_not_kept_waiting_by_one_that_has_all_
     for held in (other[0], other[1], flood[2], other[2], flood[3]):
         await asyncio.wait_for(held.placed.wait(), 30)
         await held.end()
-    assert pool.tickets == 0
+    assert pool.assignments == 0
 
 
 class RoomPool(FakePool):

@@ -49,7 +49,7 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
     await alone.end()
     await asyncio.wait_for(waiting.placed.wait(), 60)
     await asyncio.gather(waiting.end(), *(held.end() for held in before))
-    assert pool.tickets == 0
+    assert pool.assignments == 0
 
 
 async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others_go_on() -> None:
@@ -64,7 +64,7 @@ async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others
     assert alone.place is not None
     assert alone.place.isolation is None
     await asyncio.gather(running.end(), alone.end(), other.end())
-    assert pool.tickets == 0
+    assert pool.assignments == 0
 
 
 async def test_choices_of_one_request_share_a_turn_and_others_wait_until_it_is_over() -> None:
@@ -90,7 +90,7 @@ async def test_choices_of_one_request_share_a_turn_and_others_wait_until_it_is_o
     next_.place.isolation.release()
     await asyncio.wait_for(other.placed.wait(), 60)
     await asyncio.gather(next_.end(), other.end())
-    assert pool.tickets == 0
+    assert pool.assignments == 0
 
 
 async def test_who_is_no_longer_suspected_stops_waiting_to_run_alone() -> None:
@@ -133,7 +133,7 @@ async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails
     pool.by_name.clear()
     with pytest.raises(Unavailable, match=r"no decode worker is there after a wait of 0\.05 s"):
         await asyncio.wait_for(Held(d, "nowhere", again=True, alone=True).task, 60)
-    assert pool.tickets == 0
+    assert pool.assignments == 0
 
 
 async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> None:
@@ -161,8 +161,8 @@ async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: 
     query = PlacementQuery(8, alone=alone)
     request = PlacementRequest("r", 0, "", Lifecycle(State.LINE, 0.0), query, 8, 4, (0,), True)
     selection = Selection("p", ("d", "e"))
-    ticket = reserver.open_ticket(selection, query)
-    answer = await reserver.reserve(request, ticket, selection, lambda event: None, {})
+    assignment = reserver.assign(selection, query)
+    answer = await reserver.reserve(request, assignment, selection, lambda event: None, {})
     assert isinstance(answer, Placement) is alone
     assert pool.order == ["r d", "r e"][: 1 + alone]
 

@@ -72,7 +72,7 @@ def test_cached_prefixes_attract() -> None:
 
 
 def test_a_holder_is_preferred_by_no_more_than_the_time_that_it_saves() -> None:
-    """A hot one does not melt: when its line is longer than what its prefix saves, another takes the prompt."""
+    """A hot one does not melt: when its queue is longer than what its prefix saves, another takes the prompt."""
     cold, query = replace(P, name="cold", rate=100), PlacementQuery(100, prefill_match=hits({"hot": 80}))
     for pending, goes in ((79, "hot"), (81, "cold")):
         hot = replace(P, name="hot", pending_tokens=pending, rate=100)
