@@ -25,7 +25,7 @@ class State(enum.Enum):
     """Where an attempt is in its life, as one of its parts sees it."""
 
     LINE = "line"
-    """In the router's waiting line."""
+    """In the router's queue."""
     RESERVING = "reserving"
     """The router has asked decode workers for pages."""
     QUEUED = "queued"

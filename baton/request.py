@@ -222,7 +222,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The latency account in milliseconds: line + prefill + transfer + slot_wait + decode = total."""
+    """The latency account in milliseconds: line (the queue) + prefill + transfer + slot_wait + decode = total."""
 
     line: float
     prefill: float

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, EngineSpec, KvHandle
 from baton.errors import IncompleteTransfer, InvalidRequest
-from baton.kv.hashing import DIGEST_BYTES, block_digests, chain_root
+from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES, block_digests, chain_root
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import MAX_CACHE_SALT_BYTES, MAX_CHOICES, FirstToken, Handoff, SequenceState, check_token_ids
+from baton.request import MAX_CHOICES, FirstToken, Handoff, SequenceState, check_token_ids
 from baton.worker.messages import DecodeTimings
 from decode_svc.messages import AttemptKey, Reserve
 
@@ -77,10 +77,8 @@ def _check_digests(spec: EngineSpec, request: Reserve) -> None:
     if size > most * DIGEST_BYTES:
         problem = f"must name at most the {most} full blocks of the context"
         raise InvalidReservation("prefix_digests", problem, size // DIGEST_BYTES)
-    if len(request.cache_salt) > MAX_CACHE_SALT_BYTES:
-        raise InvalidReservation(
-            "cache_salt", f"must have at most {MAX_CACHE_SALT_BYTES} bytes", len(request.cache_salt)
-        )
+    if len(request.cache_salt) > MAX_SALT_BYTES:
+        raise InvalidReservation("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes", len(request.cache_salt))
 
 
 def context_ids(handoff: Handoff) -> abc.Sequence[int]:

@@ -10,6 +10,7 @@ import grpc
 
 from baton.engine.contract import EngineSpec
 from baton.errors import Cancelled, InvalidRequest
+from baton.kv.hashing import MAX_SALT_BYTES
 from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.request import MAX_CHOICES, SamplingParams, check_count, check_id, check_length
 from baton.rpc.convert import (
@@ -24,7 +25,6 @@ from baton.rpc.convert import (
 from prefill_svc.job import PrefillDone, PrefillTask
 from prefill_svc.worker import PrefillWorker
 
-MAX_SALT_BYTES = 64
 MAX_TENANT_BYTES = 64
 _LARGE_TOKENS = 16_384
 

@@ -12,7 +12,15 @@ from baton.client import Choice, Completion
 from baton.request import TokenInfo, Usage
 
 _SOURCES = {"pool": "pool", "host": "host memory", "redis": "Redis", "peer": "a decode worker"}
-_ACCOUNT = ("line", "prefill", "transfer", "slot_wait", "decode", "total")
+_ACCOUNT = {
+    "line": "queue",
+    "prefill": "prefill",
+    "transfer": "transfer",
+    "slot_wait": "slot wait",
+    "decode": "decode",
+    "total": "total",
+}
+"""Fields of the timings, and their titles."""
 
 
 def print_account(completion: Completion, console: Console | None = None) -> None:
@@ -20,8 +28,8 @@ def print_account(completion: Completion, console: Console | None = None) -> Non
     console = console or Console(stderr=True, highlight=False)
     if (timings := completion.timings_ms) is not None:
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in _ACCOUNT:
-            table.add_column(name.replace("_", " "), justify="right")
+        for title in _ACCOUNT.values():
+            table.add_column(title, justify="right")
         table.add_row(*(f"{getattr(timings, name):.1f} ms" for name in _ACCOUNT))
         console.print(table)
         console.print(f"first token {timings.first_token:.1f} ms, ITL {timings.mean_itl:.2f} ms", style="dim")

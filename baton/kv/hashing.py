@@ -22,6 +22,9 @@ from collections.abc import Sequence
 
 DIGEST_BYTES = 32
 
+MAX_SALT_BYTES = 64
+"""Limit of the salt of a chain in a message to a worker; `tenant_salt` and `request_salt` make 32 bytes."""
+
 NAME_BYTES = 8
 """Leading bytes of a digest by which routers and workers name a block."""
 

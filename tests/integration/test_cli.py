@@ -117,7 +117,7 @@ def answers(target: str, tmp_path: Path) -> None:
     greedy = ("--max-tokens=16", "--temperature=0")
     first = generate(target, PROMPT, *greedy)
     assert (first.returncode, first.stdout.strip() != "") == (0, True), first.stderr
-    assert re.search(r"line +prefill +transfer +slot wait +decode +total", first.stderr)
+    assert re.search(r"queue +prefill +transfer +slot wait +decode +total", first.stderr)
     answer = json.loads(generate(target, PROMPT, *greedy, "--json", "--logprobs=2").stdout)
     assert answer["text"].rstrip("\n") == first.stdout.rstrip("\n")
     assert answer["usage"]["completion_tokens"] == len(answer["token_ids"]) == len(answer["logprobs"])

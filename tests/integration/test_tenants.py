@@ -1,4 +1,4 @@
-"""Tenants of one router: fair places in the line, caches of their own, and keys that come and go."""
+"""Tenants of one router: fair places in the queue, caches of their own, and keys that come and go."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ async def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
 
 
 async def test_refusals_keep_their_class(router: Router) -> None:
-    router.error = Overloaded("the line holds 64 of 64", retry_after=1.5)
+    router.error = Overloaded("the queue holds 64 of 64", retry_after=1.5)
     async with served(router) as listener:
         async with AsyncClient(listener.address, model="other") as client:
             with pytest.raises(Overloaded, match="64 of 64") as caught:

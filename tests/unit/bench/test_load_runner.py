@@ -132,7 +132,7 @@ class Refusing:
         self._retry_after = retry_after
 
     async def send(self, job: Job, outcome: Outcome) -> None:
-        raise RequestFailed("Overloaded", "the line is full", Ending.REFUSED, self._retry_after)
+        raise RequestFailed("Overloaded", "the queue is full", Ending.REFUSED, self._retry_after)
 
     async def vocab_size(self) -> int | None:
         return None

@@ -269,10 +269,10 @@ async def test_a_prompt_that_fails_does_not_stop_the_others_and_sets_the_status(
     router = Picky()
     result = await warm(router, file)
     assert result.exit_code == 75
-    assert result.stderr == "prompt 2: error: RESOURCE_EXHAUSTED: the line is full\n"
+    assert result.stderr == "prompt 2: error: RESOURCE_EXHAUSTED: the queue is full\n"
     assert result.stdout.splitlines()[-1] == "3 prompts, 1 failed: 6 tokens, 2 computed, 4 cached"
     answers = json.loads((await warm(Picky(), file, "--json")).stdout)
-    assert [answer["error"] for answer in answers] == [None, "RESOURCE_EXHAUSTED: the line is full", None]
+    assert [answer["error"] for answer in answers] == [None, "RESOURCE_EXHAUSTED: the queue is full", None]
     file.write_text('{"text": "refuse"}\n{"text": "bad"}\n')
     assert (await warm(Picky(), file)).exit_code == 1
 
@@ -282,7 +282,7 @@ class Picky(Router):
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         if request.text == "refuse":
-            raise Overloaded("the line is full")
+            raise Overloaded("the queue is full")
         if request.text == "bad":
             raise InvalidRequest("text", "is bad")
         async for answer in super().Generate(request, context):

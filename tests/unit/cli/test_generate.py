@@ -105,13 +105,13 @@ async def test_the_other_forms_of_a_prompt(tmp_path: Path) -> None:
 
 async def test_a_refusal_is_shown_with_its_status() -> None:
     router = Router()
-    router.error = Overloaded("the line holds 64 of 64")
+    router.error = Overloaded("the queue holds 64 of 64")
     result = await generate(router, "hello")
     assert result.exit_code == 75
-    assert result.stderr == "error: RESOURCE_EXHAUSTED: the line holds 64 of 64\n"
-    router.error = Overloaded("the line holds 64 of 64", retry_after=5)
+    assert result.stderr == "error: RESOURCE_EXHAUSTED: the queue holds 64 of 64\n"
+    router.error = Overloaded("the queue holds 64 of 64", retry_after=5)
     result = await generate(router, "hello")
-    assert result.stderr == "error: RESOURCE_EXHAUSTED: the line holds 64 of 64 (try again in 5 s)\n"
+    assert result.stderr == "error: RESOURCE_EXHAUSTED: the queue holds 64 of 64 (try again in 5 s)\n"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ async def stream_to_end(stub: Any) -> None:
     [
         errors.InvalidRequest("top_p", "must be in (0, 1]", 2.0),
         errors.NotFound("no model 'x'"),
-        errors.Overloaded("the line is full", retry_after=0.25),
+        errors.Overloaded("the queue is full", retry_after=0.25),
         errors.OutOfPages(9, 1, 4),
         errors.DeadlineExceeded("too late"),
         errors.Cancelled("the caller left"),
