@@ -164,7 +164,7 @@ class EngineCore:
         self._read(0 if self._kv.must_read_first else ahead)
         with ExitStack() as pins:
             batch = pins.enter_context(self._kv.pin_batch())
-            wait = self._launch(self._kv.plan_step(batch)) if batch else PlanResult
+            wait = self._launch(batch) if batch else PlanResult
             step = LaunchedStep(batch, wait, pins.pop_all(), self._read_up_to)
         self._inflight.add(step)
         if not ahead:
@@ -226,9 +226,9 @@ class EngineCore:
     def _copy(self, copy: PageCopy) -> None:
         self.memory.copy_page(copy.source, copy.target, copy.tokens)
 
-    def _launch(self, plan: ForwardPlan) -> Callable[[], PlanResult]:
+    def _launch(self, batch: Sequence[RunningSequence]) -> Callable[[], PlanResult]:
         try:
-            return self.executor.launch(plan)
+            return self.executor.launch(self._kv.plan_step(batch))
         except BaseException:
             self._kv.forget_plans()
             raise

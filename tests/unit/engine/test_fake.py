@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine import kv_manager
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine, decode, encode, expected_tokens
 from baton.errors import EngineError
@@ -53,6 +54,18 @@ def test_time_is_spent_through_the_delay() -> None:
     step(engine)
     assert spent == [1.0, 1.0, 1.0, 0.5]
     engine.free(handle)
+
+
+def test_a_plan_that_can_not_be_made_is_made_whole_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    running = [start(engine, owner, state([5, 7])) for owner in ("a/1", "b/1")]
+    with monkeypatch.context() as patch:
+        made = iter([kv_manager.Step(0, 0)])
+        patch.setattr(kv_manager, "Step", lambda slot, position: next(made))  # the second one fails
+        with pytest.raises(StopIteration):
+            engine.step()
+    found = step(engine)
+    assert [[*outputs, found[handle]] for handle, outputs in running] == [[20, 81], [20, 81]]
 
 
 Fault = Callable[[PartData], PartData]
