@@ -12,13 +12,17 @@ from baton.cli.certs import issue, make_all
 from baton.rpc.tls import Tls
 
 SECRET = "a secret of the tests"
-_TEMPORARY = tempfile.TemporaryDirectory(prefix="baton-certificates-")
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="baton-certificates-")
 
 
 @functools.cache
 def fleet(name: str = "ours") -> Path:
     """The directory of a fleet's CA, certificates and keys; nobody writes there."""
-    directory = Path(_TEMPORARY.name, name)
+    directory = Path(_folder().name, name)
     make_all(directory)
     for name in ("decode-1", "decode-2"):
         issue(directory, "decode", name)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 from tests.effort import PROFILE
@@ -18,3 +21,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.load_profile(PROFILE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """pytest deletes its own folders of earlier runs, so also those that a killed process has left there."""
+    folder = str(tmp_path_factory.mktemp("t", numbered=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
