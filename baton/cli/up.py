@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import grpc
 from click.core import ParameterSource
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -36,7 +37,7 @@ from baton import bundled, cores
 from baton.cli.options import DEFAULT_GRPC, Seconds
 from baton.cli.secure import SecureFleet, worker_names
 from baton.config import is_loopback, parse_address
-from baton.config.options import Size, click_option, flag_of
+from baton.config.options import SettingsCommand, Size, click_option, flag_of
 from baton.config.roles import ROLES, check_variables, load
 from baton.errors import BatonError, ConfigError, ModelError, Unavailable
 from baton.process import STOP_S, Signals, signals
@@ -73,6 +74,9 @@ _NEEDED = ("drain_s", "log_level")
 """Those of them that `up` uses itself."""
 
 _NAME_WIDTH = len("prefill-0")
+
+_DEATH_S = 0.5
+"""Time in which the end of a process is known whose connection broke."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,8 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
 
 
 @click.command(
+    cls=SettingsCommand,
+    secrets=[name for name, field in _FIELDS.items() if field.metadata["secret"]],
     params=[
         *(click_option(_FIELDS[name]) for name in _OFFERED if name != "drain_s"),
         click_option(_FIELDS["drain_s"], help="Seconds that running requests get to finish after Ctrl-C."),
@@ -128,7 +134,7 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
             "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.",
         ),
         click_option(_FIELDS["insecure"], help="Let other machines reach --grpc without --secure."),
-    ]
+    ],
 )
 @click.option("--prefill", type=click.IntRange(1, 64), default=1, show_default=True, help="Prefill workers.")
 @click.option("--decode", type=click.IntRange(1, 64), default=1, show_default=True, help="Decode workers.")
@@ -355,7 +361,12 @@ async def _start(
             found = [f"--{role}={','.join(listeners[name]['control'] for name in names[role])}" for role in names]
             router = await routers.start("router", [*command("router", "router"), *found], environ)
             where = parse_listeners(await routers.ready(router))
-            await _wait_until_serving(where["grpc"], secure.admin() if secure else None)
+            try:
+                await _wait_until_serving(where["grpc"], secure.admin() if secure else None)
+            except Unavailable as error:
+                # If the router died, its connection broke first. How it ended says more.
+                await asyncio.wait([routers.death], timeout=_DEATH_S)
+                raise Unavailable(routers.death.result() if routers.death.done() else str(error)) from None
     except TimeoutError:
         raise Unavailable(f"not ready after {options.start_timeout:g} s (--start-timeout)") from None
     for role in names:
@@ -382,6 +393,11 @@ def _environment(options: UpOptions, redis: str) -> dict[str, str]:
 async def _wait_until_serving(address: str, tls: Tls | None) -> None:
     async with control_channel(address, tls) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        async for response in watch:
-            if response.status == health_pb2.HealthCheckResponse.SERVING:
-                return
+        try:
+            async for response in watch:
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            how = "its health check ended"
+        except grpc.aio.AioRpcError as error:
+            how = error.code().name
+    raise Unavailable(f"the router at {address} does not serve: {how}")

@@ -5,15 +5,16 @@
         chunk_size: int = option(0, help="Tokens in a chunk.", minimum=0)             --chunk-size, BATON_CHUNK_SIZE
         kv_memory: int = option(0, help="Memory for KV; 0: automatic.", unit="bytes")
 
-A flag overrides the variable, which overrides the default. A secret has no flag, because everybody can see command
-lines. The same click types check flags, variables and settings made in code.
+A flag overrides the variable, which overrides the default; a variable that is empty counts as not set. A flag may be
+given once. A secret has no flag, because everybody can see command lines. The same click types check flags, variables
+and settings made in code.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,8 +74,33 @@ class _Names(click.ParamType[tuple[str, ...]]):
     name = "TEXT,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        parts = value if isinstance(value, tuple) else value.split(",")
+        parts = value.split(",") if isinstance(value, str) else value
+        if not (isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)):
+            self.fail(f"must be texts, got {preview(value)}", param, ctx)
         return tuple(part.strip() for part in parts if part.strip())
+
+
+class SettingsCommand(click.Command):
+    """A command that refuses a flag that is given twice, and flags of `secrets`, which are names of settings."""
+
+    def __init__(self, *args: Any, secrets: Collection[str] = (), **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self._secrets = {flag_of(name): variable_of(name) for name in secrets}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click.Command."""
+        try:
+            _, _, given = self.make_parser(ctx).parse_args(list(args))
+        except click.NoSuchOption as error:
+            if error.option_name not in self._secrets:
+                raise
+            # click would show the flag that is spelled most like it.
+            problem = f"there is no flag {error.option_name}, because everybody can see command lines"
+            raise click.UsageError(f"{problem}: set {self._secrets[error.option_name]}", ctx) from None
+        for param in given:
+            if isinstance(param, click.Option) and not param.multiple and given.count(param) > 1:
+                raise click.UsageError(f"{param.opts[0]} is given {given.count(param)} times", ctx)
+        return super().parse_args(ctx, args)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

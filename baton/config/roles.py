@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from baton.config.decode import DecodeConfig
-from baton.config.options import STYLE, Settings, click_option, usage_errors, variable_of
+from baton.config.options import STYLE, Settings, SettingsCommand, click_option, usage_errors, variable_of
 from baton.config.prefill import PrefillConfig
 from baton.config.router import RouterConfig
 
@@ -43,8 +43,9 @@ def command(settings: type[S], name: str, run: Callable[[S], Any]) -> click.Comm
 
     secrets = {field.name: field.metadata["help"] for field in fields(settings) if field.metadata["secret"]}
     lines = [f"{variable_of(each)}: {text}" for each, text in secrets.items()]
-    return click.Command(
+    return SettingsCommand(
         name,
+        secrets=secrets,
         params=[click_option(field) for field in fields(settings) if field.name not in secrets],
         callback=start,
         help=(settings.__doc__ or "").partition("\n")[0],

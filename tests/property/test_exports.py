@@ -26,8 +26,7 @@ from baton.errors import (
     TransferError,
     Unavailable,
 )
-from baton.transfer import registry
-from baton.transfer import wire
+from baton.transfer import registry, wire
 from baton.transfer.export import Export
 from baton.transfer.receiver import Receiver
 from baton.transfer.registry import ExportRegistry

@@ -3,7 +3,7 @@
 stub_up.py up …              `baton up`, its services being this script
 stub_up.py service ROLE …    a stub; the variable STUB_<ROLE> says how it behaves:
     "" serves until SIGTERM · "die" says why and ends with status 3 · "mute" never listens, and ignores SIGTERM
-    · "busy" drains after SIGTERM, until SIGUSR1 or a second SIGTERM
+    · "busy" drains after SIGTERM, until SIGUSR1 or a second SIGTERM · "absent" says that it listens, and does not
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def service(role: str) -> None:
     if way == "mute":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pause()
-    asyncio.run(serve(role, busy=way == "busy"))
+    asyncio.run(serve(role, busy=way == "busy", absent=way == "absent"))
 
 
-async def serve(role: str, *, busy: bool) -> None:
+async def serve(role: str, *, busy: bool, absent: bool) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def drain() -> None:
@@ -51,8 +51,8 @@ async def serve(role: str, *, busy: bool) -> None:
         stop.set()
 
     loop.add_signal_handler(signal.SIGTERM, *([drain] if busy else [end, "SIGTERM"]))
-    if role != "router":
-        print("listening control=127.0.0.1:1 kv=127.0.0.1:2 ops=127.0.0.1:3", flush=True)
+    if role != "router" or absent:
+        print("listening grpc=127.0.0.1:1 control=127.0.0.1:1 kv=127.0.0.1:2 ops=127.0.0.1:3", flush=True)
         await stop.wait()
         return
     from baton.rpc.server import listen

@@ -176,6 +176,13 @@ def test_a_child_that_does_not_start_is_named_with_its_last_words(ups: list[Up])
     assert up.log.count("the checkpoint is damaged") == 2
 
 
+def test_a_router_that_listens_and_does_not_serve_is_named(ups: list[Up]) -> None:
+    up = start(ups, router="absent")
+    assert up.end() == 1
+    assert up.log.splitlines()[-1] == "error: the router at 127.0.0.1:1 does not serve: UNAVAILABLE"
+    assert "Traceback" not in up.log
+
+
 def test_a_child_that_never_listens_runs_into_the_limit(ups: list[Up]) -> None:
     up = start(ups, "--start-timeout=1.5", prefill="mute")
     assert up.end() == 1

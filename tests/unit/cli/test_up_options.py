@@ -22,7 +22,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[up.UpOptions]:
 
 
 def invoke(*flags: str, **environ: str) -> Result:
-    return CliRunner().invoke(up.up, ["--grpc=127.0.0.1:0", "--redis=none", *flags], env=environ)
+    usual = {"--grpc": "127.0.0.1:0", "--redis": "none"}
+    given = {flag.partition("=")[0] for flag in flags}
+    unsaid = [f"{flag}={value}" for flag, value in usual.items() if flag not in given]
+    return CliRunner().invoke(up.up, [*unsaid, *flags], env=environ)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,8 @@ def invoke(*flags: str, **environ: str) -> Result:
         (["--redis-memory=0"], {}, ["--redis-memory", "at least 16MiB, got 0 bytes"]),
         (["--device=tpu"], {}, ["--device", "tpu"]),
         (["--bogus=1"], {}, ["--bogus"]),
+        (["--fleet-secret=hush"], {}, ["--fleet-secret", "set BATON_FLEET_SECRET"]),
+        (["--slots=1", "--slots=2"], {}, ["--slots is given 2 times"]),
         ([], {"BATON_NONSENSE": "1"}, ["BATON_NONSENSE: unknown variable"]),
         ([], {"BATON_CPUS": "60000"}, ["BATON_CPUS", "core 60000 is not available"]),
         # Those that only a service has.

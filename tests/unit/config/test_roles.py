@@ -25,6 +25,9 @@ def test_defaults_flags_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--model=m", "--host-kv-memory", "1.5GiB", "--slots=7", "--stall-s", "2.5", "--kv-advertise=h:1"]
     expected = DecodeConfig(model="m", host_kv_memory=3 << 29, slots=7, stall_s=2.5, kv_advertise="h:1")
     assert load(DecodeConfig, flags) == expected
+    monkeypatch.setenv("BATON_SLOTS", "")
+    monkeypatch.setenv("BATON_LOG_LEVEL", "")
+    assert load(DecodeConfig, []) == DecodeConfig(), "an empty variable counts as not set"
     monkeypatch.setenv("BATON_SLOTS", "9")
     monkeypatch.setenv("BATON_CONVERT_KV", "yes")
     monkeypatch.setenv("BATON_FLEET_SECRET", "s")
@@ -57,7 +60,9 @@ def test_one_environment_serves_all_roles(role: str, monkeypatch: pytest.MonkeyP
         ("prefill", ["--control=nohost"], {}, ["--control", "HOST:PORT", "'nohost'"]),
         ("prefill", ["--kv-advertise=h:70000"], {}, ["--kv-advertise", "'h:70000'"]),
         ("prefill", ["--redis=http://u:hush@h"], {}, ["--redis", "http://h"]),
-        ("prefill", ["--fleet-secret", "hush"], {}, ["--fleet-secret"]),
+        ("prefill", ["--fleet-secret", "hush"], {}, ["--fleet-secret", "set BATON_FLEET_SECRET"]),
+        ("prefill", ["--fleet-secret=hush"], {}, ["--fleet-secret", "set BATON_FLEET_SECRET"]),
+        ("prefill", ["--model=a", "--insecure", "--model", "b"], {}, ["--model is given 2 times"]),
         ("prefill", ["--model"], {}, ["--model", "requires"]),
         ("prefill", ["stray"], {}, ["stray"]),
         ("prefill", [], {"BATON_CPUS": "one"}, ["BATON_CPUS", "'one'"]),
@@ -87,6 +92,8 @@ def test_what_is_wrong_is_named(role: str, flags: list[str], variables: dict[str
         (lambda: PrefillConfig(kv_memory=-1), "kv_memory: must be a size .*'-1'"),
         (lambda: RouterConfig(prefill=("p:1",), decode=("d:1",), grpc="here"), "grpc: .*'here'"),
         (lambda: RouterConfig(prefill=("p:1",)), "decode: names no worker"),
+        (lambda: RouterConfig(prefill=["p:1"]), r"prefill: must be of type tuple, got \['p:1'\]"),
+        (lambda: RouterConfig(prefill=(1,)), r"prefill: must be texts, got \(1,\)"),
     ],
 )
 def test_settings_that_code_makes_are_checked_too(settings: Callable[[], object], words: str) -> None:
