@@ -103,21 +103,6 @@ async def test_eviction_between_look_up_and_fetch_shortens_the_hit(server: Serve
     assert faults("evicted") == before + 1
 
 
-async def test_a_killed_server_is_a_miss_and_its_successor_is_used(server: Server, cache: RedisPrefixCache) -> None:
-    await fill(cache)
-    server.kill()
-    before = faults("connection")
-    assert await hits(cache) == (0, 0)
-    assert faults("connection") == before + 1
-    server.start()
-    async with asyncio.timeout(60):
-        while not cache.put(DIGESTS[0], BLOCKS[0]):
-            CLOCK.pause_over()
-            await cache.lookup(DIGESTS)
-    await cache.flush()
-    assert await hits(cache) == (1, 1)
-
-
 async def test_who_only_writes_notices_that_the_server_is_back(server: Server, cache: RedisPrefixCache) -> None:
     server.kill()
     await cache.check()
