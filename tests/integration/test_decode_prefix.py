@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,9 +12,8 @@ from baton.engine.contract import KvHandle
 from baton.errors import EngineError
 from baton.kv.prefix import Payload
 from baton.kv.prefix.redis import RedisPrefixCache
-from baton.pb import decode_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from baton.pb import decode_pb2
 from baton.request import SamplingParams, SequenceState
-from baton.rpc.channel import control_channel
 from baton.telemetry import metrics
 from tests.decode_rig import WAIT_S, rig
 from tests.decoding import digests, greedy
@@ -90,29 +88,6 @@ async def test_a_fault_with_one_choice_leaves_no_output_of_the_others() -> None:
         await all_.until_free()
 
 
-async def test_a_policy_without_reading_pins_nothing() -> None:
-    async with rig() as all_:
-        router = await all_.router()
-        await turn(all_, router, "a", PROMPT, greedy(4))
-        write = inference_pb2.CACHE_POLICY_WRITE
-        assert not (await router.reserve("b", len(PROMPT), 4, cache=write, **names(all_, PROMPT))).cached_tokens
-        await router.cancel("b")
-        await all_.until_free()
-
-
-async def test_watchers_are_told_which_blocks_are_held() -> None:
-    async with rig() as all_:
-        router = await all_.router()
-        await turn(all_, router, "a", PROMPT, greedy(4))
-        wanted = {digest[:8] for digest in digests(all_.engine, PROMPT)}
-        async with asyncio.timeout(WAIT_S), control_channel(all_.app.addresses.control) as channel:
-            async for status in worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()):
-                stored = status.prefixes.stored
-                assert status.prefixes.reset
-                assert {stored[start : start + 8] for start in range(0, len(stored), 8)} == wanted
-                break
-
-
 @pytest.mark.parametrize("page_size", [4, 16, 256])
 async def test_answers_are_written_back_and_prompts_are_not(tmp_path: Path, page_size: int) -> None:
     """Also where they end within a page."""
@@ -157,28 +132,3 @@ async def test_a_drain_waits_until_blocks_are_stored(tmp_path: Path, monkeypatch
             await asyncio.wait_for(draining, WAIT_S)
             with server.client() as client:
                 assert client.dbsize() == 4
-
-
-async def test_a_reservation_takes_the_pages_of_a_write_back(tmp_path: Path) -> None:
-    with running("valkey", tmp_path) as server:
-        settings = {"redis": server.url, "fleet_secret": "secret"}
-        async with rig(settings, pages=32, max_model_len=128) as all_:
-            router = await all_.router()
-            service, engine = all_.app.service, all_.engine
-            entered, gate = asyncio.Event(), asyncio.Event()
-
-            async def held_back(handle: KvHandle, *args: Any, **more: Any) -> None:
-                entered.set()
-                await gate.wait()
-
-            service.worker._blocks.write_back = held_back  # type: ignore[method-assign]
-            await turn(all_, router, "a", PROMPT, greedy(60))
-            await asyncio.wait_for(entered.wait(), WAIT_S)
-            (entry,) = [each for each in (await service.ledger()).entries if each.kind == "write_back"]
-            assert (entry.owner, entry.pages) == ("a/0/write_back", 24)
-            assert engine.stats().used == 24
-            assert (await router.reserve("b", 100, 20)).granted
-            assert "a/0/write_back" not in engine.audit()
-            gate.set()
-            await router.cancel("b")
-            await all_.until_free()

@@ -15,20 +15,6 @@ from tests.decode_rig import key, rig
 from tests.decoding import alone, greedy
 
 
-async def test_once_a_second_decode_lists_what_it_holds_for_the_session() -> None:
-    async with rig() as all_:
-        router, other = await all_.router(), await all_.router()
-        assert (await router.reserve("r", 10, 10)).granted
-        assert (await other.reserve("s", 10, 10)).granted
-        await router.until(lambda: bool(router.beats))
-        await other.until(lambda: bool(other.beats))
-        assert (router.beats[-1], other.beats[-1]) == ({"r"}, {"s"})
-        await router.cancel("r")
-        count = len(router.beats)
-        await router.until(lambda: len(router.beats) > count)
-        assert router.beats[-1] == set()
-
-
 async def test_what_a_router_does_not_list_is_ended_and_the_rest_goes_on() -> None:
     async with rig() as all_:
         router, other = await all_.router(beats=False), await all_.router()
@@ -44,20 +30,6 @@ async def test_what_a_router_does_not_list_is_ended_and_the_rest_goes_on() -> No
         await router.until_finished(("kept", 0))
         assert router.tokens["kept", 0] == alone([1, 2, 3], greedy(9))
         assert not router.failures
-
-
-async def test_a_router_that_falls_silent_loses_its_session_and_all_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decode_svc.servicer.SILENCE_S == 5.0
-    monkeypatch.setattr(decode_svc.servicer, "SILENCE_S", 1.5)
-    async with rig() as all_:
-        silent, talking = await all_.router(beats=False), await all_.router()
-        assert (await silent.reserve("r", 10, 10)).granted
-        assert (await talking.reserve("s", 10, 10)).granted
-        assert await silent.call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "nothing was heard from the router for 1.5 s" in await silent.call.details()
-        assert {each.key.request_id for each in all_.app.service.worker.attempts} == {"s"}
-        await talking.until(lambda: len(talking.beats) > 1)
-        assert talking.beats[-1] == {"s"}
 
 
 async def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,23 +144,6 @@ async def test_a_start_without_a_reservation_is_answered() -> None:
         assert router.failures["r"].kind == Failure.KIND_TRANSFER
 
 
-async def test_a_failed_step_fails_its_batch_and_the_worker_goes_on() -> None:
-    async with rig() as all_:
-        router = await all_.router()
-        all_.engine.gate.clear()
-        await router.request("r", [1, 2, 3], greedy(9))
-        await asyncio.to_thread(all_.engine.entered.acquire)
-        all_.engine.fail_next = "out of memory"
-        all_.engine.gate.set()
-        await router.until(lambda: "r" in router.failures)
-        assert router.failures["r"].kind == Failure.KIND_ENGINE
-        assert "out of memory" in router.failures["r"].message
-        router.failures.clear()
-        await router.request("next", [1, 2, 3], greedy(9))
-        await router.until_finished(("next", 0))
-        assert not all_.app.failed.done()
-
-
 async def test_a_worker_whose_pages_dont_add_up_fails_all_and_takes_no_more() -> None:
     async with rig() as all_:
         router = await all_.router()
