@@ -59,30 +59,6 @@ async def test_max_tokens_default_is_what_the_models_length_leaves(tmp_path: Pat
         assert answer.usage.completion_tokens == MAX_MODEL_LEN - 3
 
 
-async def test_token_two_before_token_one_and_duplicates(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        gate = asyncio.Event()
-
-        async def late(_: prefill_pb2.PrefillRequest) -> None:
-            await gate.wait()
-
-        async def shuffled(down: DownStream, start: decode_pb2.Start, _: prefill_pb2.PrefillRequest) -> None:
-            for index in (2, 1, 2, 1):
-                down.send(start.key, 0, index, [letter(index)])
-            down.send(start.key, 0, 1, [letter(1), letter(2), letter(3)])
-            down.send(start.key, 0, 3, [letter(3), letter(4)], LENGTH)
-
-        b.prefill[0].script, b.decode[0].script = late, shuffled
-        call = b.call(max_tokens=5)
-        await b.decode[0].log.until(lambda: len(b.decode[0].starts) == 1)
-        await b.prefill[0].log.until(lambda: len(b.prefill[0].requests) == 1)
-        # The KV overtakes the first token: decode speaks while the prefill call has yet to.
-        b.prefill[0].handoffs.prefilled[b.decode[0].starts[0].source.transfer_id].set_result(b.prefill[0].requests[0])
-        b.prefill[0].handoffs.prefilled.clear()
-        asyncio.get_running_loop().call_later(0.05, gate.set)
-        assert (await whole(call)).text() == "abcde"
-
-
 async def test_four_choices_from_one_prefill(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         answer = await b.answer(max_tokens=5, n=4)
@@ -131,26 +107,6 @@ async def test_stop_string_across_tokens_ends_one_choice_of_two(tmp_path: Path) 
         assert answer.last(1).finish_reason == LENGTH
         # Four tokens of choice 0 were read, and those after the stop string were not.
         assert answer.usage.completion_tokens == 4 + 6
-
-
-async def test_stop_token_is_named_and_its_text_left_out(tmp_path: Path) -> None:
-    async def stops(down: DownStream, start: decode_pb2.Start, _: prefill_pb2.PrefillRequest) -> None:
-        down.send(start.key, 0, 1, [letter(1), letter(2)], STOP)
-
-    async with bench(tmp_path) as b:
-        b.decode[0].script = stops
-        answer = await b.answer(max_tokens=9, stop_token_ids=[letter(2)])
-        assert (answer.text(), answer.tokens()) == ("ab", [letter(0), letter(1), letter(2)])
-        assert answer.last().stop_token_id == letter(2)
-        kept = await b.answer(max_tokens=9, stop_token_ids=[letter(2)], include_stop_in_output=True)
-        assert kept.text() == "abc"
-
-
-async def test_slow_client_holds_back_nobody(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        slow = b.call(max_tokens=60)
-        assert (await b.answer(max_tokens=60)).text() == text(0, 60)
-        assert (await whole(slow)).text() == text(0, 60)
 
 
 async def test_chat_tokenize_detokenize_and_model(tmp_path: Path) -> None:

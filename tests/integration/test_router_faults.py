@@ -26,7 +26,6 @@ from tests.integration.router_stubs import (
     continue_by_hand,
     granted,
     letter,
-    never_ending,
     text,
 )
 
@@ -154,49 +153,6 @@ async def test_a_status_that_can_not_be_handled_costs_its_watch_and_another_foll
         assert (await b.answer(max_tokens=3)).text() == text(0, 3)
 
 
-async def test_a_fault_may_overtake_the_first_token(tmp_path: Path) -> None:
-    async def answers_only_the_replay(asked: prefill_pb2.PrefillRequest) -> None:
-        if not asked.attempt:
-            await asyncio.get_running_loop().create_future()
-
-    async with bench(tmp_path) as b:
-        b.prefill[0].script = answers_only_the_replay
-        answering = asyncio.create_task(b.answer(max_tokens=4))
-        await b.prefill[0].log.until(lambda: bool(b.prefill[0].requests))
-        await b.decode[0].log.until(lambda: bool(b.decode[0].starts))
-        b.decode[0].sessions[0].fail(b.decode[0].starts[0].key, Kind.KIND_ENGINE)
-        assert (await answering).text() == text(0, 4)
-        await b.prefill[0].log.until(lambda: b.prefill[0].cancelled == 1)
-        assert [(asked.attempt, list(asked.output_token_ids)) for asked in b.prefill[0].requests] == [(0, []), (1, [])]
-        # Decode ended the first attempt itself.
-        assert not b.decode[0].cancels
-
-
-async def test_choices_are_replayed_one_by_one(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        begun = asyncio.Event()
-
-        async def uneven(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
-            if start.key.attempt:
-                await continue_by_hand(down, start, asked)
-                return
-            down.send(start.key, 1, 1, [letter(2), letter(3)])
-            down.send(start.key, 2, 1, [letter(2 + i) for i in range(1, 5)], LENGTH)
-            # Before the first tokens, which prefill sends, a fault would leave nothing to go on from.
-            await begun.wait()
-            down.fail(start.key, Kind.KIND_ENGINE)
-
-        b.decode[0].script = uneven
-        call = b.call(max_tokens=5, n=3)
-        first = await call.read()
-        begun.set()
-        answer = Answer([first, *(await whole(call)).events])
-        assert [answer.text(choice) for choice in range(3)] == [text(choice, 5) for choice in range(3)]
-        replays = [(list(r.choice_indexes), len(r.output_token_ids)) for r in b.prefill[0].requests[1:]]
-        assert sorted(replays) == [([0], 1), ([1], 3)]
-        assert sorted(r.key.attempt for r in b.decode[0].reserves) == [0, 1, 2]
-
-
 async def test_last_token_of_a_replay_needs_no_decode(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
@@ -241,23 +197,6 @@ async def test_attempts_are_bounded_and_the_last_fault_is_told(tmp_path: Path) -
         await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 3)
 
 
-async def test_lost_session_fails_over(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2) as b:
-        for stub in b.decode:
-            stub.script = never_ending
-        call = b.call(max_tokens=4)
-        assert (await call.read()).choices[0].text == "a"
-        first = next(stub for stub in b.decode if stub.reserves)
-        # The first token may be quicker than the message.
-        await first.log.until(lambda: bool(first.starts))
-        other = next(stub for stub in b.decode if stub is not first)
-        other.script = continue_by_hand
-        first.sessions[-1].end()
-        assert (await whole(call)).text() == "bcd"
-        # The worker itself is alive, so it gets a new session.
-        await first.log.until(lambda: len(first.hellos) == 2)
-
-
 async def test_session_lost_before_the_answer_leaves_the_next_workers_attempt_alone(tmp_path: Path) -> None:
     async with bench(tmp_path, decode=2) as b:
         lost: list[StubDecode] = []
@@ -288,84 +227,3 @@ async def test_a_late_answer_is_not_taken_for_that_of_the_next_reservation(tmp_p
         b.decode[0].answer = late
         assert (await b.answer(max_tokens=3)).text() == "abc"
         assert (len(b.decode[0].reserves), len(b.decode[0].cancels)) == (2, 1)
-
-
-async def test_lost_watch_is_a_lost_worker(tmp_path: Path) -> None:
-    async with bench(tmp_path, prefill=2) as b:
-        blocked = asyncio.Event()
-
-        async def block(_: prefill_pb2.PrefillRequest) -> None:
-            blocked.set()
-            await asyncio.get_running_loop().create_future()
-
-        b.prefill[0].script = b.prefill[1].script = block
-        call = b.call(max_tokens=4)
-        await asyncio.wait_for(blocked.wait(), 60)
-        first, other = sorted(b.prefill, key=lambda stub: -len(stub.requests))
-        other.script = lambda request: asyncio.sleep(0)  # type: ignore[assignment,return-value]
-        first.status.close()
-        assert (await whole(call)).text() == "abcd"
-        await first.log.until(lambda: first.cancelled == 1)
-
-
-@pytest.mark.parametrize("while_", ["prefilling", "decoding", "waiting"])
-async def test_cancel_reaches_both(tmp_path: Path, while_: str) -> None:
-    async with bench(tmp_path) as b:
-        b.decode[0].script = never_ending
-        if while_ == "prefilling":
-
-            async def block(_: prefill_pb2.PrefillRequest) -> None:
-                await asyncio.get_running_loop().create_future()
-
-            b.prefill[0].script = block
-        if while_ == "waiting":
-            b.decode[0].answer = lambda reserve: decode_pb2.ReserveResult(key=reserve.key, reason="full")
-        call = b.call(max_tokens=4)
-        if while_ == "prefilling":
-            await b.prefill[0].log.until(lambda: len(b.prefill[0].requests) == 1)
-            await b.decode[0].log.until(lambda: len(b.decode[0].starts) == 1)
-        elif while_ == "decoding":
-            await call.read()
-        else:
-            await b.decode[0].log.until(lambda: len(b.decode[0].reserves) == 1)
-        call.cancel()
-        if while_ != "waiting":
-            await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 1)
-        if while_ == "prefilling":
-            await b.prefill[0].log.until(lambda: b.prefill[0].cancelled == 1)
-        # Nothing of it is left: the one prefill seat is free, and the next request is served.
-        b.prefill[0].script = lambda request: asyncio.sleep(0)  # type: ignore[assignment,return-value]
-        b.decode[0].script, b.decode[0].answer = continue_by_hand, granted
-        assert (await b.answer(max_tokens=3)).text() == "abc"
-        await until(b.app, lambda: all(view.own_requests == 0 for view in b.app.pool.fleet.decode.values()))
-        assert all(view.own_requests == 0 for view in b.app.pool.fleet.prefill.values())
-
-
-async def test_deadline_ends_all(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        b.decode[0].script = never_ending
-        error = await refused(b.call(timeout=0.3, max_tokens=4))
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 1)
-        assert 0 < b.decode[0].starts[0].deadline_ms <= 300
-
-
-async def test_drain_lets_running_requests_finish(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        gate = asyncio.Event()
-
-        async def gated(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
-            await gate.wait()
-            await continue_by_hand(down, start, asked)
-
-        b.decode[0].script = gated
-        call = b.call(max_tokens=3)
-        first = await call.read()
-        draining = asyncio.create_task(b.app.drain())
-        await asyncio.sleep(0)
-        error = await refused(b.call(max_tokens=3))
-        assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the router is draining")
-        assert not draining.done()
-        gate.set()
-        assert first.choices[0].text + (await whole(call)).text() == "abc"
-        await asyncio.wait_for(draining, 60)

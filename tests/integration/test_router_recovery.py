@@ -16,11 +16,9 @@ from prometheus_client import REGISTRY
 import router.workers.failures
 import router.workers.session
 from baton import AsyncClient
-from baton.errors import Overloaded
 from baton.kv.hashing import tenant_salt
 from baton.pb import decode_pb2, kv_pb2, prefill_pb2
 from baton.rpc.channel import control_channel
-from router.retries import MOST_ATTEMPTS
 from tests.integration.router_bench import Bench, bench, refused, request, until, whole
 from tests.integration.router_stubs import (
     LENGTH,
@@ -30,7 +28,6 @@ from tests.integration.router_stubs import (
     continue_by_hand,
     letter,
     never_ending,
-    text,
 )
 
 Kind = decode_pb2.AttemptFailure
@@ -85,18 +82,6 @@ async def test_heartbeats_list_what_lives_and_nothing_else(tmp_path: Path) -> No
         assert list(down.ups[-1].live) == []
 
 
-async def test_what_decode_no_longer_lists_is_replayed(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2, max_attempts=2) as b:
-        call, first, other = await running(b, max_tokens=4)
-        first.sessions[-1].beat(first.starts[0].key)
-        first.sessions[-1].beat()
-        first.sessions[-1].beat()
-        assert (await whole(call)).text() == "bcd"
-        assert len(other.starts) == 1
-        # Decode is known to hold nothing of it, so it is not told to end it.
-        assert first.cancels == []
-
-
 async def test_what_decode_does_not_list_once_may_have_ended_by_its_first_token(tmp_path: Path) -> None:
     async with bench(tmp_path, decode=2, max_attempts=1) as b:
         call, first, other = await running(b, max_tokens=4)
@@ -129,17 +114,6 @@ async def test_a_finished_attempt_that_decode_no_longer_lists_is_not_lost(tmp_pa
         gate.set()
         assert (await whole(call)).text() == "abc"
         assert len(b.prefill[0].requests) == 1
-
-
-async def test_a_silent_session_is_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.workers.session, "SILENCE_S", 1.6)
-    async with bench(tmp_path, decode=2, max_attempts=1) as b:
-        call, first, other = await running(b, max_tokens=4)
-        first.sessions[-1].speaks = False
-        assert (await whole(call)).text() == "bcd"
-        # The one that answers heartbeats keeps its session, and the silent one gets another.
-        await first.log.until(lambda: len(first.hellos) == 2)
-        assert len(other.hellos) == 1
 
 
 async def test_a_worker_that_answers_and_makes_no_progress_is_lost_until_it_does(tmp_path: Path) -> None:
@@ -184,19 +158,6 @@ async def test_a_loss_is_warned_of_by_name(tmp_path: Path, caplog: pytest.LogCap
     assert moved.endswith(f"goes on elsewhere: lost connection to decode worker {name}: ended its watch")
 
 
-async def test_a_stalled_prefill_worker_is_lost_too(tmp_path: Path) -> None:
-    async with bench(tmp_path, prefill=2, max_attempts=1) as b:
-
-        async def stall(_: prefill_pb2.PrefillRequest) -> None:
-            next(stub for stub in b.prefill if stub.requests).status.set_stalled(True)
-            for stub in b.prefill:
-                stub.script = lambda request: asyncio.sleep(0)  # type: ignore[assignment,return-value]
-            await asyncio.get_running_loop().create_future()
-
-        b.prefill[0].script = b.prefill[1].script = stall
-        assert (await b.answer(max_tokens=4)).text() == "abcd"
-
-
 async def test_a_silent_prefill_call_fails(tmp_path: Path) -> None:
     async with bench(tmp_path, prefill=2, prefill_silence_s=0.2) as b:
 
@@ -208,48 +169,6 @@ async def test_a_silent_prefill_call_fails(tmp_path: Path) -> None:
         b.prefill[0].script = b.prefill[1].script = block
         assert (await b.answer(max_tokens=4)).text() == "abcd"
         assert [len(stub.requests) for stub in b.prefill] == [1, 1]
-
-
-@pytest.mark.parametrize("kind", [Kind.KIND_PREEMPTED, Kind.KIND_DRAINING])
-async def test_what_is_nobodys_fault_is_not_counted_while_it_brings_tokens(tmp_path: Path, kind: int) -> None:
-    async with bench(tmp_path, max_attempts=1) as b:
-        b.decode[0].script = fails(kind, MOST_ATTEMPTS + 4)
-        answer = await b.answer(max_tokens=3 * MOST_ATTEMPTS)
-        assert answer.text() == text(0, 3 * MOST_ATTEMPTS)
-        assert len(b.prefill[0].requests) == MOST_ATTEMPTS + 5
-
-
-async def test_a_full_prefill_worker_is_asked_again_when_it_says(tmp_path: Path) -> None:
-    async with bench(tmp_path, max_attempts=1) as b:
-
-        async def full(_: prefill_pb2.PrefillRequest) -> None:
-            if len(b.prefill[0].requests) < 4:
-                raise Overloaded("4 requests wait", 0.05)
-
-        b.prefill[0].script = full
-        assert (await b.answer(max_tokens=3)).text() == "abc"
-        assert len(b.prefill[0].requests) == 4
-
-
-async def test_streams_finish_though_sessions_of_workers_that_live_break_again_and_again(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2, max_attempts=1) as b:
-        broken: list[DownStream] = []
-
-        async def script(down: DownStream, start: decode_pb2.Start, asked: prefill_pb2.PrefillRequest) -> None:
-            if len(broken) >= 6:
-                await continue_by_hand(down, start, asked)
-                return
-            index = len(asked.output_token_ids) + 1
-            down.send(start.key, 0, index, [letter(index)])
-            if down not in broken:
-                broken.append(down)
-                down.end()
-
-        for stub in b.decode:
-            stub.script = script
-        answers = await asyncio.gather(*(b.answer(max_tokens=30, timeout=60) for _ in range(8)))
-        assert [answer.text() for answer in answers] == [text(0, 30)] * 8
-        assert len(broken) == 6
 
 
 async def test_a_cut_pair_is_avoided_by_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,12 +187,6 @@ async def test_a_cut_pair_is_avoided_by_everybody(tmp_path: Path, monkeypatch: p
         for _ in range(4):
             assert (await b.answer(max_tokens=3)).text() == "abc"
         assert sorted(len(stub.starts) for stub in b.decode) == [1, 4]
-
-
-async def test_a_pair_without_an_alternative_is_still_tried(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        b.decode[0].script = fails(Kind.KIND_SOURCE_UNREACHABLE, 2, tokens=0)
-        assert (await b.answer(max_tokens=3)).text() == "abc"
 
 
 @pytest.mark.parametrize(("tokens", "finishes", "abandoned"), [(0, False, True), (1, False, False), (0, True, False)])

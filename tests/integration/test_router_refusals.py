@@ -12,16 +12,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.kv.format import KvFormat
-from baton.pb import decode_pb2, inference_pb2, prefill_pb2
+from baton.pb import inference_pb2, prefill_pb2
 from baton.transfer.tickets import TicketSigner
-from baton.worker.status import WIRE_VERSION, WorkerLoad, WorkerRole
+from baton.worker.status import WIRE_VERSION, WorkerRole
 from tests.certificates import fleet
 from tests.integration.router_bench import bench, refused, until
 from tests.integration.router_stubs import (
     KV,
     StubDecode,
     StubPrefill,
-    granted,
     renamed,
 )
 
@@ -46,55 +45,6 @@ async def test_full_line_refuses_at_once_with_a_delay(tmp_path: Path) -> None:
         for call in (running, *waiting):
             call.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-
-
-async def test_prefill_limit_holds_requests_in_the_line(tmp_path: Path) -> None:
-    async with bench(tmp_path, prefill_limit=2) as b:
-        gate = asyncio.Event()
-
-        async def block(_: prefill_pb2.PrefillRequest) -> None:
-            await gate.wait()
-
-        b.prefill[0].script = block
-        calls = [asyncio.create_task(b.answer(max_tokens=2)) for _ in range(5)]
-        await b.prefill[0].log.until(lambda: len(b.prefill[0].requests) == 2)
-        assert len(b.decode[0].reserves) == 2
-        gate.set()
-        assert [(await call).text() for call in calls] == ["ab"] * 5
-
-
-async def test_refused_reservation_waits_for_news(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        b.decode[0].answer = lambda reserve: decode_pb2.ReserveResult(key=reserve.key, reason="full")
-        calls = [asyncio.create_task(b.answer(max_tokens=2)) for _ in range(3)]
-        await b.decode[0].log.until(lambda: len(b.decode[0].reserves) >= 1)
-        assert b.prefill[0].requests == []
-        b.decode[0].answer = granted
-        b.decode[0].load = WorkerLoad(pages_total=65, page_size=16, slots_total=8)
-        b.decode[0].status.notify()
-        assert [(await call).text() for call in calls] == ["ab"] * 3
-
-
-async def test_refused_reservation_goes_to_another_worker(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2) as b:
-        for stub in b.decode:
-            stub.answer = lambda reserve: decode_pb2.ReserveResult(key=reserve.key, reason="full")
-        b.decode[1].answer = granted
-        assert (await b.answer(max_tokens=3)).text() == "abc"
-        assert len(b.decode[1].starts) == 1
-
-
-async def test_a_request_that_never_fits_is_refused_with_numbers(tmp_path: Path) -> None:
-    def never(reserve: decode_pb2.Reserve) -> decode_pb2.ReserveResult:
-        return decode_pb2.ReserveResult(key=reserve.key, reason="needs 9 pages, there are 4", never=True)
-
-    async with bench(tmp_path) as b:
-        b.decode[0].answer = never
-        error = await refused(b.call(max_tokens=40))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "needs 9 pages, there are 4" in (error.details() or "")
-        b.decode[0].answer = granted
-        assert (await b.answer(max_tokens=2)).text() == "ab"
 
 
 MISMATCHES = {

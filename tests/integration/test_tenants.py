@@ -17,7 +17,6 @@ import pytest
 from baton import keys
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.kv.hashing import tenant_salt
 from baton.pb import inference_pb2, prefill_pb2
 from baton.tokenizer import Tokenizer
 from router.app import run
@@ -91,16 +90,6 @@ async def filled(clients: Clients, b: Bench, tenant: str, prompt: str, share: in
     assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert f"{share} requests wait, {share} may" in (refusal.details() or "")
     return list(waiting)
-
-
-async def test_each_tenants_cache_has_a_salt_of_its_own(tmp_path: Path) -> None:
-    clients = Clients(tmp_path)
-    async with bench(tmp_path, api_keys=str(clients.file), **SETTINGS) as b:
-        for tenant in ("flood", "other"):
-            await whole(clients.call(b, tenant, "hi"))
-        salts = [each.cache_salt for each in b.prefill[0].requests]
-    assert salts == [tenant_salt(SECRET, "flood"), tenant_salt(SECRET, "other")]
-    assert salts[0] != salts[1]
 
 
 async def test_a_key_that_is_added_or_removed_counts_at_once(tmp_path: Path) -> None:

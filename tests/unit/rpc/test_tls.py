@@ -17,12 +17,11 @@ from baton import errors
 from baton.cli.certs import issue
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
-from baton.rpc.channel import METADATA_MAX_BYTES, control_channel, kv_channel
+from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.tls import Tls
 from tests.certificates import copied, fleet, settings, tls
 from tests.fake_router import Router, served
 
-INFERENCE = "baton.v1.Inference"
 WAIT_S = 60.0
 
 
@@ -201,16 +200,6 @@ async def test_new_files_that_are_no_good_change_nothing(
         assert mine.generation == 1
     assert re.search(words, caplog.text)
     assert len(router.callers) == 4
-
-
-async def test_metadata_over_the_limit_is_refused() -> None:
-    router = Router()
-    async with served(router) as listener:
-        await ask(control_channel(listener.address), metadata=[("x", "y" * 8000)])
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(control_channel(listener.address), metadata=[("x", "y" * METADATA_MAX_BYTES)])
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert len(router.callers) == 1
 
 
 async def test_calls_over_the_limit_wait_until_their_deadline_or_their_turn() -> None:
