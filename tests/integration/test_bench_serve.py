@@ -20,9 +20,7 @@ from baton.bench.load.lengths import lengths
 from baton.bench.load.outcome import RequestFailed
 from baton.bench.load.session import Load, LoadSettings, measured
 from baton.bench.load.targets import Place
-from baton.bench.traces import Arrival
 from baton.bundled import path as bundled_path
-from baton.cli.main import main
 from baton.errors import InvalidRequest
 from tests import openai_server as behaviour
 from tests.fake_router import Router, served
@@ -156,22 +154,6 @@ async def test_each_failure_is_counted_by_its_kind(wrong: behaviour.Stream | int
     assert words in found["failures"][kind]["example"]
 
 
-async def test_a_server_that_hangs_ends_at_the_timeout() -> None:
-    async with openai_server(FIRST, behaviour.hangs) as server:
-        found = await one(settings(server.url, requests=2, timeout_s=0.5))
-        assert found["failures"]["timeout"] == {"count": 1, "example": "not ended within 0.5 s, after 1 tokens"}
-        assert found["requests"]["finished"] == 1
-
-
-async def test_a_server_that_dies_fails_what_is_open_and_what_comes_after() -> None:
-    async with openai_server(FIRST, behaviour.hangs) as server:
-        running = asyncio.create_task(one(settings(server.url, requests=20)))
-        await server.has_open(1)
-    found = await running
-    assert found["requests"]["sent"] == 20
-    assert found["failures"]["connection"]["count"] + found["failures"]["connection lost"]["count"] >= 10
-
-
 async def test_a_slow_start_is_waited_for_and_no_start_is_an_error() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -193,15 +175,6 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
         found = await one(wanted)
         assert found["requests"]["sent"] == found["failures"]["timeout"]["count"] == server.most_open > 5
         assert found["seconds"] < 5
-
-
-async def test_a_trace_is_replayed() -> None:
-    trace = [Arrival(0.0, 6, 3, ()), Arrival(0.1, 520, 2, (5,)), Arrival(0.2, 530, 4, (5,))]
-    async with openai_server(FIRST) as server:
-        found = await one(settings(server.url, loads=[Load(trace="t")], requests=None, arrivals=trace))
-    assert [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies[1:]] == [(6, 3), (520, 2), (530, 4)]
-    assert server.bodies[2]["prompt"][:512] == server.bodies[3]["prompt"][:512]
-    assert found["output_tokens"] == 9
 
 
 async def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
@@ -243,17 +216,6 @@ async def test_the_key_of_the_environment_is_for_baton_alone(monkeypatch: pytest
         status, _, err = await command("serve", server.url, "--concurrency=1", "--requests=1")
     assert status == 0, err
     assert not any("authorization" in headers for headers in server.headers)
-
-
-async def test_a_picture_from_several_reports(tmp_path: Path) -> None:
-    async with openai_server(FIRST) as server:
-        for concurrency in (1, 2):
-            found = await one(settings(server.url, loads=[Load(concurrency=concurrency)]))
-            (tmp_path / f"{concurrency}.json").write_text(json.dumps(found))
-    files = [f"some={tmp_path / '1.json'}", f"some={tmp_path / '2.json'}"]
-    done = CliRunner().invoke(main, ["bench", "plot", *files, f"--to={tmp_path / 'a.svg'}"])
-    assert done.exit_code == 0, done.output
-    assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
 @pytest.mark.parametrize(

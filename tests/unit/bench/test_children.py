@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench import children
 from baton.bench.children import Child, ChildFailed, child, pinned
 from bench.peers.places import RUNNERS
 from bench.peers.runner import runner
-from tests.checkpoints import make_checkpoint
 
 STUB = f"""
 import os, sys
@@ -61,15 +59,6 @@ def test_a_runner_that_ends_is_told_with_its_last_words(stub: Child) -> None:
             stub.ask("die")
 
 
-def test_a_runner_that_does_not_answer_is_ended(stub: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "ANSWER_S", 0.2)
-    with pytest.raises(ChildFailed, match=r"stub has not answered within 0\.2 s"):
-        stub.ask("hang")
-    monkeypatch.undo()
-    with pytest.raises(ChildFailed, match="stub ended"):
-        stub.ask("decode", batch=1, context=1, steps=1)
-
-
 def test_a_child_tells_where_it_listens_and_all_that_it_says_then() -> None:
     code = "import os; print('listening a=h:1 b=h:2'); print(input(), os.sched_getaffinity(0)); print('end')"
     core = min(os.sched_getaffinity(0))
@@ -84,14 +73,3 @@ def test_a_child_tells_where_it_listens_and_all_that_it_says_then() -> None:
             process.listening()
         with pytest.raises(ChildFailed, match="it ended with status 1: a reason"):
             process.finish()
-
-
-def test_batons_runner_measures_its_engine(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint("qwen2", tmp_path)
-    command = [sys.executable, str(RUNNERS / "run_baton.py"), str(checkpoint), "--threads=1", "--small"]
-    with runner("baton", command) as baton:
-        assert baton.ask("prefill", tokens=64)["seconds"] > 0
-        assert baton.ask("decode", batch=2, context=16, steps=3)["seconds"] > 0
-        state = baton.ask("probe")
-        assert min(state.values()) > 0
-        assert {"sum_bytes_per_s", "packed_bytes_per_s", "flops_256_per_s"} < set(state)

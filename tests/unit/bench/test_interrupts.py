@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from collections.abc import Generator
 from typing import Any
@@ -48,17 +47,6 @@ def test_what_fails_because_of_the_signal_is_no_failure() -> None:
     assert last_report(reports()) == {"rows": 1, "interrupted": True}
 
 
-def test_a_signal_that_a_finalizer_swallows_ends_it_at_the_next_report() -> None:
-    def reports() -> Reports:
-        yield {"rows": 1}
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        yield {"rows": 2}
-        yield {"rows": 3}
-
-    assert last_report(reports()) == {"rows": 2, "interrupted": True}
-
-
 def test_other_failures_are_raised() -> None:
     def reports() -> Reports:
         yield {"rows": 1}
@@ -66,14 +54,6 @@ def test_other_failures_are_raised() -> None:
 
     with pytest.raises(RuntimeError):
         last_report(reports())
-
-
-def test_nothing_is_complete_at_first() -> None:
-    def reports() -> Reports:
-        signal.raise_signal(signal.SIGINT)
-        yield {"rows": 1}
-
-    assert last_report(reports()) is None
 
 
 def test_the_second_signal_is_the_systems() -> None:

@@ -24,11 +24,6 @@ def test_poisson_arrivals_have_exponential_gaps_of_the_rate() -> None:
     assert sum(gap > 1 / 50 for gap in gaps) / len(gaps) == pytest.approx(0.3679, abs=0.012)
 
 
-def test_the_seed_decides_the_arrivals() -> None:
-    first, again, other = (list(itertools.islice(poisson(3.0, random.Random(seed)), 50)) for seed in ("a", "a", "b"))
-    assert first == again != other
-
-
 def test_a_trace_begins_at_once_in_order_and_at_the_speed_asked_for() -> None:
     trace = [Arrival(30.0, 5, 1, ()), Arrival(10.0, 7, 2, ()), Arrival(20.0, 9, 3, ())]
     assert [(each.at_s, each.input_tokens) for each in replayed(trace, 4.0)] == [(0.0, 7), (2.5, 9), (5.0, 5)]

@@ -199,14 +199,3 @@ def test_pictures_are_of_the_kind_that_their_names_end_in(tmp_path: Path) -> Non
             draw(reports, tmp_path / "a.txt")
     with pytest.raises(PlotError, match="no load in common"):
         latency_against_load([{**reports[0], "workload": {"concurrency": 4}}, reports[1]], tmp_path / "b.png")
-
-
-def test_lines_of_a_picture_are_the_numbers_of_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-
-    seen: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, file: seen.append(self))
-    latency_against_load(sweep("one", 4.0, 1.0, 2.0), tmp_path / "a.png")
-    p50 = seen[0].axes[0].get_lines()[0]
-    assert list(p50.get_xdata()) == [1.0, 2.0, 4.0]
-    assert list(p50.get_ydata()) == pytest.approx([100.0, 200.0, 400.0])

