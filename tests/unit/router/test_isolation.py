@@ -67,32 +67,6 @@ async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others
     assert pool.assignments == 0
 
 
-async def test_choices_of_one_request_share_a_turn_and_others_wait_until_it_is_over() -> None:
-    pool = FakePool(d=GRANTED)
-    d = dispatcher(pool)
-    choices = [Held(d, f"choice{i}", again=True, alone=True, request="r") for i in range(3)]
-    next_ = Held(d, "next", again=True, alone=True)
-    await asyncio.wait_for(asyncio.gather(*(held.placed.wait() for held in choices)), 60)
-    other = Held(d, "other")
-    await settle()
-    for held in choices:
-        assert held.place is not None
-        assert held.place.isolation is not None
-        assert not other.placed.is_set()
-        held.place.isolation.release()
-        await settle()
-    # Each has made progress, and goes on; the next one that must run alone waits until they have ended.
-    assert not next_.placed.is_set()
-    await asyncio.gather(*(held.end() for held in choices))
-    await asyncio.wait_for(next_.placed.wait(), 60)
-    assert next_.place is not None
-    assert next_.place.isolation is not None
-    next_.place.isolation.release()
-    await asyncio.wait_for(other.placed.wait(), 60)
-    await asyncio.gather(next_.end(), other.end())
-    assert pool.assignments == 0
-
-
 async def test_who_is_no_longer_suspected_stops_waiting_to_run_alone() -> None:
     pool = FakePool(d=GRANTED)
     d = dispatcher(pool)

@@ -9,9 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from baton.errors import (
-    InvalidRequest,
     NotFound,
-    StaleIncarnation,
     TransferError,
     Unavailable,
 )
@@ -73,26 +71,6 @@ def nothing() -> None:
     """An end that nobody watches."""
 
 
-async def test_an_ended_id_can_not_be_opened_again(exports: ExportRegistry, engine: Engine) -> None:
-    ready(exports, engine, "t", TOKENS)
-    exports.release("t", INCARNATION)
-    exports.release("never opened", INCARNATION)
-    handle = prefilled(engine, TOKENS)
-    for transfer_id in ("t", "never opened"):
-        with pytest.raises(TransferError, match="was released"):
-            exports.open(transfer_id, handle, TOKENS, on_closed=nothing)
-        with pytest.raises(NotFound, match="was released"):
-            await exports.find(transfer_id, INCARNATION)
-
-
-async def test_an_open_id_can_not_be_opened_twice(exports: ExportRegistry, engine: Engine) -> None:
-    ready(exports, engine, "t", TOKENS)
-    with pytest.raises(InvalidRequest, match="exported already"):
-        ready(exports, engine, "t", TOKENS)
-    with pytest.raises(InvalidRequest, match="tokens"):
-        exports.open("u", prefilled(engine, TOKENS), 17, on_closed=nothing)
-
-
 async def test_the_lease_ends_an_export_without_fetches(exports: ExportRegistry, engine: Engine, clock: Clock) -> None:
     before = count(LEASES_EXPIRED)
     uncommitted = exports.open("u", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
@@ -117,38 +95,6 @@ async def test_a_stream_that_takes_nothing_has_no_lease(exports: ExportRegistry,
         with pytest.raises(TransferError, match="lease"):
             async for _ in frames:
                 pass
-
-
-async def test_an_unknown_id_waits_briefly_an_announced_one_longer(
-    exports: ExportRegistry, engine: Engine, clock: Clock
-) -> None:
-    exports.announce("late")
-    names = ("late", "late", "refused", "unknown")
-    *late, refused, unknown = [asyncio.create_task(exports.find(name, INCARNATION)) for name in names]
-    await clock.advance(0)
-    await clock.advance(1.9)
-    exports.announce("refused")
-    await clock.advance(0.2)
-    assert unknown.done()
-    with pytest.raises(NotFound, match=r"not opened within 2\.0 s"):
-        await unknown
-    await clock.advance(100)
-    assert not any(task.done() for task in [*late, refused])
-    exports.withdraw("refused", "was refused: no pages")
-    with pytest.raises(NotFound, match="no pages"):
-        await refused
-    export, ends = ready(exports, engine, "late", TOKENS)
-    exports.withdraw("late", "too late")
-    assert [await task for task in late] == [export, export]
-    assert ends == []
-    assert exports._waiters == {}
-
-
-async def test_another_incarnation_is_refused_at_once(exports: ExportRegistry, engine: Engine) -> None:
-    ready(exports, engine, "t", TOKENS)
-    for refused in (exports.find("t", "second"), exports.find("unknown", "second")):
-        with pytest.raises(StaleIncarnation, match="'second'"):
-            await refused
 
 
 async def test_what_is_remembered_of_ended_exports_is_bounded(exports: ExportRegistry, engine: Engine) -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate, count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kv.prefix.host import TIER, HostPrefixCache
+from baton.kv.prefix.host import HostPrefixCache
 
 SIZE = 64
 
@@ -30,21 +30,7 @@ def write(cache: HostPrefixCache, digests: Sequence[bytes], upto: int | None = N
     return [cache.put(digest, payload(digest)) for digest in wanted[:upto]]
 
 
-async def held(cache: HostPrefixCache, digests: Sequence[bytes]) -> int:
-    return len([digest for digest in digests if digest in cache])
-
-
 LONG = chain(*"abcdefgh")
-OTHER = chain(*"zyxw")
-
-
-async def test_a_chain_loses_its_end_first() -> None:
-    cache = HostPrefixCache(8 * SIZE)
-    write(cache, LONG)
-    write(cache, OTHER[:3])
-    assert (await cache.lookup(LONG)).runs == ((TIER, 5),)
-    assert (await cache.lookup(OTHER)).runs == ((TIER, 3),)
-    assert [(tier.blocks, tier.bytes) for tier in await cache.stats()] == [(8, 8 * SIZE)]
 
 
 async def test_a_block_larger_than_the_bound_is_not_kept() -> None:

@@ -132,16 +132,6 @@ async def test_a_fetch_longer_than_host_memory_leaves_its_beginning_there(store:
     assert (await cache.lookup(DIGESTS)).runs == (("host", 3), (TIER, 7))
 
 
-async def test_blocks_that_go_between_look_up_and_fetch_shorten_the_hit(store: Store) -> None:
-    cache = tiered(store)
-    request(cache, DIGESTS[:3])
-    await only_stored(store, *range(10))
-    assert (await cache.lookup(DIGESTS)).runs == (("host", 3), (TIER, 7))
-    await cache.clear(shared=False)
-    del store.blocks[DIGESTS[6]]
-    assert await cache.fetch(DIGESTS) == [BLOCKS[digest] for digest in DIGESTS[:6]]
-
-
 async def test_nothing_is_served_past_a_block_that_is_gone(store: Store) -> None:
     cache = tiered(store, writes="never")
     await only_stored(store, *range(7))

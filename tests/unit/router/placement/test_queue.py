@@ -6,10 +6,8 @@ from collections.abc import Hashable
 from typing import TypeVar
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from baton.errors import DeadlineExceeded, Overloaded
+from baton.errors import Overloaded
 from router.placement.queue import RequestQueue
 
 T = TypeVar("T", bound=Hashable)
@@ -30,36 +28,6 @@ def drain(queue: RequestQueue[str], now: float = 0.0) -> list[str]:
     return popped
 
 
-def test_one_tenant_is_served_in_order() -> None:
-    queue: RequestQueue[str] = RequestQueue(10)
-    for entry in "abc":
-        queue.push(entry, tenant="", now=0)
-    assert (next(queue.candidates(0)), len(queue)) == ("a", 3)
-    assert drain(queue) == ["a", "b", "c"]
-
-
-def test_tenants_take_turns() -> None:
-    queue: RequestQueue[str] = RequestQueue(100)
-    for i in range(5):
-        queue.push(f"flood{i}", tenant="flood", now=0)
-    for i in range(2):
-        queue.push(f"calm{i}", tenant="calm", now=0)
-    assert drain(queue) == ["flood0", "calm0", "flood1", "calm1", "flood2", "flood3", "flood4"]
-
-
-def test_a_full_queue_refuses_at_once_but_a_flood_takes_no_other_tenants_share() -> None:
-    queue: RequestQueue[str] = RequestQueue(4)
-    for i in range(4):
-        queue.push(f"flood{i}", tenant="flood", now=0)
-    with pytest.raises(Overloaded, match="4 requests wait, 4 may") as refusal:
-        queue.push("flood4", tenant="flood", now=0)
-    assert refusal.value.retry_after is not None
-    for i in range(2):
-        queue.push(f"calm{i}", tenant="calm", now=0)
-    with pytest.raises(Overloaded, match="2 requests wait, 2 may"):
-        queue.push("calm2", tenant="calm", now=0)
-
-
 def test_retry_delay_follows_the_pace() -> None:
     queue: RequestQueue[int] = RequestQueue(1000)
     for i in range(100):
@@ -68,46 +36,6 @@ def test_retry_delay_follows_the_pace() -> None:
         pop(queue, 0.5 * i)
         queue.record_departure(now=0.5 * i)
     assert queue.retry_after() == pytest.approx(25, rel=0.01)
-
-
-def test_what_is_too_late_is_refused_and_never_handed_out() -> None:
-    queue: RequestQueue[str] = RequestQueue(10)
-    with pytest.raises(DeadlineExceeded):
-        queue.push("late", tenant="", deadline=5, now=5)
-    queue.push("short", tenant="", deadline=6, now=5)
-    queue.push("long", tenant="", now=5)
-    assert pop(queue, 6) == "long"
-    assert len(queue) == 0
-
-
-def test_who_returns_is_first_and_not_bound_by_the_capacity() -> None:
-    queue: RequestQueue[str] = RequestQueue(1)
-    queue.push("b", tenant="b", now=0)
-    queue.push_first("first", tenant="b")
-    queue.push_first("a", tenant="a")
-    queue.push_first("second", tenant="b")
-    assert drain(queue) == ["first", "second", "a", "b"]
-
-
-def test_replays_of_one_tenant_delay_another_by_one_turn_each_time_at_most() -> None:
-    queue: RequestQueue[str] = RequestQueue(100)
-    order = []
-    for number in range(64):
-        queue.push_front(f"fork{number}", tenant="many")
-    for number in range(3):
-        queue.push(f"new{number}", tenant="other", now=0)
-    for number in range(6):
-        entry = pop(queue, 0)
-        assert entry is not None
-        order.append(entry.rstrip("0123456789"))
-        queue.push_front(f"again{number}", tenant="many")
-    assert sorted(map(len, "".join("o" if each == "new" else "m" for each in order).split("o"))) == [0, 1, 1, 1]
-
-
-def test_leaving_is_idempotent() -> None:
-    queue: RequestQueue[str] = RequestQueue(1)
-    queue.push("a", tenant="", now=0)
-    assert (queue.remove("a"), queue.remove("a"), len(queue)) == (True, False, 0)
 
 
 def test_a_queues_wait_is_its_pace_times_those_before() -> None:
@@ -171,21 +99,6 @@ def test_a_workers_hint_is_the_least_delay() -> None:
     with pytest.raises(Overloaded) as refusal:
         queue.check("")
     assert refusal.value.retry_after == 7.5
-
-
-@given(st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 6)), min_size=1, max_size=3, unique_by=lambda t: t[0]))
-def test_while_all_wait_nobody_gets_two_turns_more_than_another(floods: list[tuple[str, int]]) -> None:
-    queue: RequestQueue[tuple[str, int]] = RequestQueue(1000)
-    for tenant, count in floods:
-        for i in range(count):
-            queue.push((tenant, i), tenant=tenant, now=0)
-    turns = dict.fromkeys((tenant for tenant, _ in floods), 0)
-    left = dict(floods)
-    while (entry := pop(queue, 0)) is not None:
-        turns[entry[0]] += 1
-        left[entry[0]] -= 1
-        waiting = [turns[tenant] for tenant in turns if left[tenant]]
-        assert not waiting or max(waiting) - min(waiting) <= 1
 
 
 def test_who_has_least_at_workers_is_next() -> None:
