@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 
@@ -11,7 +10,6 @@ from baton.admin import ledger_from_proto
 from baton.errors import EngineError
 from baton.lifecycle import State
 from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2
-from baton.request import SamplingParams
 from baton.rpc.channel import control_channel
 from tests.decode_rig import WAIT_S, Rig, Router, rig
 from tests.decoding import alone, greedy
@@ -40,27 +38,8 @@ async def paused_pair(all_: Rig, router: Router) -> None:
             await router.reserve("barrier", 0, 1)
 
 
-async def test_generations_that_outgrow_the_pool_end_exactly() -> None:
-    dice, before = random.Random(3), {name: counted(name) for name in ("paused", "resumed", "preempted")}
-    async with rig({"reserve_tokens": 4}, pages=40, slots=6, max_model_len=160) as all_:
-        router = await all_.router()
-        expected = {}
-        for number in range(12):
-            prompt = [dice.randrange(1000) for _ in range(dice.randrange(1, 40))]
-            choices = dice.choice([1, 1, 2])
-            params = SamplingParams(max_tokens=dice.randrange(40, 110), seed=number, n=choices)
-            await router.request(f"r{number}", prompt, params, range(choices))
-            for choice in range(choices):
-                expected[f"r{number}", choice] = alone(prompt, params, choice)
-        await router.until_finished(*expected)
-        assert router.tokens == expected
-        await all_.until_free()
-    assert counted("paused") > before["paused"] + 2
-    assert counted("resumed") - before["resumed"] == counted("paused") - before["paused"]
-    assert counted("preempted") == before["preempted"]
-
-
 async def test_while_a_sequence_is_paused_nothing_is_granted_and_the_ledger_says_where_it_is() -> None:
+    before = counted("paused"), counted("resumed")
     async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
         router = await all_.router()
         await router.reserve("c", 1, 1)
@@ -85,6 +64,7 @@ async def test_while_a_sequence_is_paused_nothing_is_granted_and_the_ledger_says
         all_.engine.gate.set()
         await router.until_finished(("a", 0), ("b", 0))
         assert router.tokens["b", 0] == alone([1, 2, 3], greedy(60))
+    assert counted("paused") - before[0] == counted("resumed") - before[1] > 0
 
 
 async def test_a_full_host_pool_gives_the_youngest_back_to_its_router() -> None:
@@ -107,31 +87,6 @@ async def test_a_full_host_pool_gives_the_youngest_back_to_its_router() -> None:
         assert told == alone([1, 2, 3], greedy(60))[: len(told)]
         await all_.until_free()
     assert counted("preempted") == before + 1
-
-
-@pytest.mark.parametrize("how", ["cancel", "deadline", "session"])
-async def test_what_is_paused_gives_back_host_memory_at_once(how: str) -> None:
-    async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
-        router = await all_.router()
-        await paused_pair(all_, router)
-        # The engine thread is in the midst of a step all the time.
-        if how == "cancel":
-            await router.cancel("b")
-            assert not (await router.reserve("barrier", 0, 1)).granted
-        elif how == "session":
-            router.call.cancel()
-            await asyncio.wait_for(all_.app.service.worker.idle.wait(), WAIT_S)
-        else:
-            (paused,) = (each for each in all_.app.service.worker.attempts if each.key.request_id == "b")
-            paused.life.deadline = paused.life.request_deadline = 0.0
-            all_.app.service.worker.advance()
-            await router.until(lambda: "b" in router.failures)
-            assert "was paused at its deadline" in router.failures.pop("b").message
-        assert all_.engine.host_kv() == {}
-        all_.engine.gate.set()
-        if how != "session":
-            await router.until_finished(("a", 0))
-        await all_.until_free()
 
 
 async def test_an_idle_worker_whose_pages_dont_add_up_fails_with_the_ledger(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,22 +49,6 @@ async def test_a_step_is_one_message_with_all_of_a_routers_sequences() -> None:
             assert names == {output.key.request_id for each in outputs for output in each}
 
 
-async def test_a_choice_that_is_cancelled_leaves_the_others_alone() -> None:
-    params = SamplingParams(max_tokens=9, seed=11, n=3)
-    async with rig() as all_:
-        router = await all_.router()
-        all_.engine.gate.clear()
-        await router.request("r", range(5, 18), params, choices=range(3))
-        await asyncio.to_thread(all_.engine.entered.acquire)
-        await router.cancel("r", 1)
-        assert not (await router.reserve("barrier", 0, 1)).granted
-        all_.engine.gate.set()
-        await router.until_finished(("r", 0), ("r", 2))
-        assert router.tokens["r", 1] == alone(range(5, 18), params, 1)[:1]
-        assert router.tokens["r", 2] == alone(range(5, 18), params, 2)
-        await all_.until_free()
-
-
 async def test_a_half_closed_session_ends_with_success_and_frees_its_attempts() -> None:
     async with rig() as all_:
         router = await all_.router()
@@ -103,15 +87,6 @@ async def test_a_start_that_is_cancelled_in_the_same_breath_releases_the_export(
         service.worker.handle(session, Cancel(key))
         await asyncio.wait_for(exporter.exports.wait_closed(), 60)
         service.worker.close_session(session)
-
-
-async def test_a_reservation_that_is_not_started_runs_out() -> None:
-    async with rig({"start_timeout_s": 0.05}) as all_:
-        router = await all_.router()
-        assert (await router.reserve("r", 10, 10)).granted
-        await router.until(lambda: "r" in router.failures)
-        assert router.failures["r"].kind == Failure.KIND_TRANSFER
-        await all_.until_free()
 
 
 @pytest.mark.parametrize(

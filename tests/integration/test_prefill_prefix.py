@@ -151,15 +151,6 @@ async def test_a_request_uses_the_cache_as_it_says(valkey: Server, policy: Cache
         assert (await client.done(mine)).cached_tokens == (96 if policy.writes else 0)
 
 
-async def test_what_is_loaded_is_in_the_pages_from_then_on() -> None:
-    async with serving(**HOST) as client:
-        await client.done()
-        await flushed(client)
-        client.app.engine.drop_cached()
-        assert by_tier(await client.done()) == {"host": 96}
-        assert by_tier(await client.done()) == {"pool": 96}
-
-
 async def test_what_was_loaded_stays_though_its_job_is_aborted() -> None:
     gate = Gate()
     gate.open()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from baton.errors import Overloaded
 from baton.request import SamplingParams
@@ -233,26 +230,6 @@ def test_one_choice_may_need_all_pages_whatever_the_number_of_choices() -> None:
     assert worker.ask("aligned", list(range(2, 38)), 4, 2)
     worker.finish()
     assert worker.asked["aligned"].failed is None
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(0, 10**9))
-def test_any_mix_of_choices_ends_in_any_pool_on_any_number_of_slots(seed: int) -> None:
-    dice = random.Random(seed)
-    pages = dice.randint(6, 40)
-    worker = Worker(dice.choice([1, 2, 4, 9]), pages, dice.choice([0, 30, 1000]), dice.choice([1, 5, 20]))
-    coming = []
-    for number in range(dice.randint(2, 8)):
-        context = dice.randint(1, pages * PAGE - 3)
-        most = min(dice.choice([2, 6, 60]), pages * PAGE - context)
-        prompt = [dice.randrange(2, 900) for _ in range(context)]
-        params = SamplingParams(max_tokens=dice.randint(2, max(most, 2)), seed=7, n=dice.choice([1, 1, 2, 5, 64]))
-        coming.append((f"r{number}", Asked(prompt, params)))
-    for _ in range(dice.randint(0, 200)):
-        if coming and dice.random() < 0.5 and worker.try_again(*coming[0]):
-            coming.pop(0)
-        worker.turn()
-    worker.finish()
 
 
 def test_requests_with_many_choices_leave_half_of_the_pages_to_others() -> None:
