@@ -1,7 +1,7 @@
 """A circuit breaker: while something is broken, one call in a while tries it, and the others avoid it. Pure.
 
-closed ── failures in a row ─▶ open ── the pause is over ─▶ half-open: one call ── success ─▶ closed
-                                ▲                                          └────── failure ─▶ open, twice as long
+closed ── failures in a row ─▶ open ── the pause is over ─▶ half-open: one trial ── success ─▶ closed
+                                ▲                                           └────── failure ─▶ open, twice as long
 """
 
 from __future__ import annotations
@@ -11,8 +11,16 @@ import time
 from collections.abc import Callable
 
 
+class Permit:
+    """A call that a breaker has allowed; of an open breaker it is the trial."""
+
+    __slots__ = ()
+
+
 class Breaker:
     """Closed until `threshold` failures in a row; then it allows one call after each pause, which doubles on failure.
+
+    That call is the trial. No other is allowed until the trial has succeeded, failed or been released.
 
     Failures within `same_event_s` of each other count once. The pause lasts from `first_s` to `most_s` seconds; only a
     success that finds the breaker closed makes it short again.
@@ -33,7 +41,7 @@ class Breaker:
         self._last = -math.inf
         self._pause_s = 0.0
         self._until: float | None = None
-        self._trying = False
+        self._trial: Permit | None = None
 
     @property
     def closed(self) -> bool:
@@ -43,34 +51,38 @@ class Breaker:
     @property
     def due(self) -> bool:
         """Whether a call would be allowed now; does not use up the one call of a pause."""
-        return self._until is None or self._clock() >= self._until
+        return self._until is None or (self._trial is None and self._clock() >= self._until)
 
-    def allow(self) -> bool:
-        """Whether the caller may make a call now; while the breaker is open, one call in each pause, the trial."""
+    def request(self) -> Permit | None:
+        """Ask for permission to make a call now; None if it may not be made."""
         if not self.due:
-            return False
+            return None
+        permit = Permit()
         if not self.closed:
-            self._until, self._trying = self._clock() + self._pause_s, True
-        return True
+            self._trial = permit
+        return permit
 
-    def release(self) -> None:
-        """End a trial that has found out nothing; another may begin at once."""
-        if self._trying:
-            self._until, self._trying = self._clock(), False
+    def release(self, permit: Permit) -> None:
+        """End the call with this permit; if it was a trial that has found out nothing, another may begin at once."""
+        if permit is self._trial:
+            self._until, self._trial = self._clock(), None
 
     def record_success(self) -> None:
         """Record that a call succeeded."""
         if self.closed:
             self._pause_s = 0.0
-        self._until, self._trying, self._failures = None, False, 0
+        self._until, self._trial, self._failures = None, None, 0
 
-    def record_failure(self) -> None:
-        """Record that a call failed. Calls that were running when the breaker opened do not count."""
-        now = self._clock()
-        if now - self._last < self._same_s or not (self.closed or self._trying):
+    def record_failure(self, permit: Permit | None = None) -> None:
+        """Record that a call failed, with its permit if it had one.
+
+        While the breaker is not closed, only the trial counts: other calls were running when it opened.
+        """
+        now, is_trial = self._clock(), permit is not None and permit is self._trial
+        if not is_trial and (not self.closed or now - self._last < self._same_s):
             return
         self._last = now
         self._failures += 1
-        if self._trying or self._failures >= self._threshold:
+        if is_trial or self._failures >= self._threshold:
             self._pause_s = min(self._most_s, self._pause_s * 2 or self._first_s)
-            self._until, self._trying = now + self._pause_s, False
+            self._until, self._trial = now + self._pause_s, None

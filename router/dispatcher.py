@@ -138,6 +138,8 @@ class Dispatcher:
                     if (placement := await self._reserve(waiter, assignment, selection, deliver)) is not None:
                         return placement
         finally:
+            # No waiter may stay in the queue without a future for its turn, whatever was raised here.
+            self.scheduler.remove(waiter)
             del self._turns[waiter]
             self.scheduler.forget(waiter)
 

@@ -41,7 +41,11 @@ class DecodeConfig(WorkerConfig):
     fetch_timeout_s: float = option(
         600.0, help="Longest time in seconds from a request's start until all its KV has arrived.", minimum=0.01
     )
-    fetch_stall_s: float = option(30.0, help="Seconds without a frame after which a KV transfer fails.", minimum=0.01)
+    fetch_stall_s: float = option(
+        30.0,
+        help="Seconds without a frame after which a KV transfer fails. An open export sends one each second.",
+        minimum=0.01,
+    )
     drain_s: float = option(30.0, help="Seconds that running sequences get to finish in a drain.", minimum=0)
 
     @property

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 
-from baton.breaker import Breaker
+from baton.breaker import Breaker, Permit
 from router.placement.policy import Excluded
 
 Key = tuple[str, ...]
@@ -44,12 +44,13 @@ class AttemptHealth:
         self.decode: Key | None = None if decode is None else (decode,)
         self.pair: Key | None = None if decode is None else (prefill, decode)
         keys = [key for key in (self.prefill, self.decode, self.pair) if key is not None]
-        self._trials = {key for key in keys if breakers.start_trial(key)}
+        trials: dict[Key, Permit | None] = {key: breakers.start_trial(key) for key in keys}
+        self._trials: dict[Key, Permit] = {key: permit for key, permit in trials.items() if permit is not None}
 
     def record_success(self, key: Key | None) -> None:
         """What `key` names did its part."""
         if key is not None:
-            self._trials.discard(key)
+            self._trials.pop(key, None)
             self._breakers.record_success(key)
 
     def pass_trial(self, key: Key | None) -> None:
@@ -60,13 +61,12 @@ class AttemptHealth:
     def record_fault(self, key: Key | None) -> None:
         """What `key` names is at fault."""
         if key is not None:
-            self._trials.discard(key)
-            self._breakers.record_fault(key)
+            self._breakers.record_fault(key, self._trials.pop(key, None))
 
     def end(self) -> None:
         """The attempt is over; a trial that found out nothing is free for another."""
-        for key in self._trials:
-            self._breakers.release(key)
+        for key, permit in self._trials.items():
+            self._breakers.release(key, permit)
         self._trials.clear()
 
 
@@ -95,10 +95,10 @@ class Breakers:
         """An attempt is placed; it is the trial of each half-open breaker on its way."""
         return AttemptHealth(self, prefill, decode)
 
-    def start_trial(self, key: Key) -> bool:
-        """Whether the caller is now the trial of what `key` names."""
+    def start_trial(self, key: Key) -> Permit | None:
+        """The permit of the trial of what `key` names, if the caller is now the trial."""
         breaker = self._breakers.get(key)
-        return breaker is not None and not breaker.closed and breaker.allow()
+        return None if breaker is None or breaker.closed else breaker.request()
 
     def record_success(self, key: Key) -> None:
         """End the row of faults of what `key` names."""
@@ -109,18 +109,18 @@ class Breakers:
             del self._breakers[key]
         breaker.record_success()
 
-    def record_fault(self, key: Key) -> None:
-        """Count a fault of what `key` names."""
+    def record_fault(self, key: Key, trial: Permit | None = None) -> None:
+        """Count a fault of what `key` names; `trial` is the permit of a caller that is its trial."""
         if (breaker := self._breakers.get(key)) is None:
             threshold = WORKER_FAULTS if len(key) == 1 else PAIR_FAULTS
             breaker = Breaker(SHORTEST_S, LONGEST_S, self._clock, threshold=threshold, same_event_s=SAME_EVENT_S)
             self._breakers[key] = breaker
-        breaker.record_failure()
+        breaker.record_failure(trial)
 
-    def release(self, key: Key) -> None:
+    def release(self, key: Key, trial: Permit) -> None:
         """The trial of what `key` names has found out nothing."""
         if (breaker := self._breakers.get(key)) is not None:
-            breaker.release()
+            breaker.release(trial)
 
     def retain(self, workers: Container[str]) -> None:
         """Forget the breakers of workers that are gone: what comes back under their name starts anew."""

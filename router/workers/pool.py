@@ -1,4 +1,4 @@
-"""All workers of a router: found, watched, checked against each other, and preview to placement as a fleet.
+"""All workers of a router: found, watched, checked against each other, and shown to placement as a fleet.
 
 A target is "host:port", dialled as it is, or "dns:///name:port", which is looked up again and again and each of whose
 address records is a worker.

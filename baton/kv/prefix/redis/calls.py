@@ -14,6 +14,7 @@ from typing import Any
 
 from redis.exceptions import AskError
 
+from baton.breaker import Permit
 from baton.kv.prefix.redis.faults import count_fault, fault_label
 from baton.kv.prefix.redis.nodes import Command, Node
 from baton.kv.prefix.redis.topology import Topology
@@ -107,8 +108,8 @@ class RedisCalls:
     async def _ensure_ready(self) -> bool:
         """Whether the nodes are known; looks them up first, unless a look-up has just failed."""
         if not self._topology.ready and not self._closed:
-            if not self._is_refreshing() and self._topology.health.breaker.allow():
-                self._refreshing = asyncio.create_task(self._refresh(), name="prefix-cache-topology")
+            if not self._is_refreshing() and (permit := self._topology.health.breaker.request()) is not None:
+                self._refreshing = asyncio.create_task(self._refresh(permit), name="prefix-cache-topology")
             if self._refreshing is not None and not self._refreshing.done():
                 await asyncio.wait({self._refreshing})
         return self._topology.ready and not self._closed
@@ -121,13 +122,13 @@ class RedisCalls:
     def _is_refreshing(self) -> bool:
         return self._refreshing is not None and not self._refreshing.done()
 
-    async def _refresh(self) -> None:
+    async def _refresh(self, permit: Permit | None = None) -> None:
         self._refreshed_at = _now()
         try:
             async with asyncio.timeout(self._budget_s):
                 await self._topology.refresh()
         except Exception as error:  # any error while looking up the nodes is a miss
-            self._topology.health.record_failure(error)
+            self._topology.health.record_failure(error, permit)
         else:
             self._topology.health.record_success()
 

@@ -17,7 +17,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from baton.breaker import Breaker
+from baton.breaker import Breaker, Permit
 from baton.telemetry import metrics
 
 _REASONS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
@@ -67,12 +67,12 @@ class NodeHealth:
         """Whether the last call was answered."""
         return self.breaker.closed
 
-    def record_failure(self, error: Exception) -> None:
-        """Record that a call could not reach the server."""
+    def record_failure(self, error: Exception, permit: Permit | None = None) -> None:
+        """Record that a call could not reach the server; `permit` is the breaker's for this call, if it was asked."""
         self.last_error = str(error).partition(_ARGUMENTS)[0] or _WORDS.get(fault_label(error), fault_label(error))
         if self.breaker.closed:
             _log.warning("%s is out of reach, requests go on without it: %s", self.name, self.last_error)
-        self.breaker.record_failure()
+        self.breaker.record_failure(permit)
         count_fault(fault_label(error))
 
     def record_success(self) -> None:

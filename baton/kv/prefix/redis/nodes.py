@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from redis.asyncio import Redis
 from redis.exceptions import ClusterDownError, RedisError
 
+from baton.breaker import Permit
 from baton.kv.prefix.redis.faults import NodeHealth, count_fault
 
 Command: TypeAlias = tuple[Any, ...]
@@ -36,8 +37,16 @@ class Node:
         if budget_s <= 0:
             count_fault("timeout")  # earlier calls have used up the budget
             return None
-        if not self.health.breaker.allow():
+        permit = self.health.breaker.request()
+        if permit is None:
             return None
+        try:
+            return await self._run(lane, commands, budget_s, permit)
+        finally:
+            # A trial that was cancelled, or found its lane busy, says nothing of the node.
+            self.health.breaker.release(permit)
+
+    async def _run(self, lane: str, commands: Sequence[Command], budget_s: float, permit: Permit) -> list[Any] | None:
         until = asyncio.get_running_loop().time() + budget_s
         try:
             async with asyncio.timeout_at(until):
@@ -49,7 +58,7 @@ class Node:
             async with asyncio.timeout_at(until):
                 replies = await self._ask(commands)
         except Exception as error:  # any error of a broken connection is a miss
-            self.health.record_failure(error)
+            self.health.record_failure(error, permit)
             return None
         finally:
             self._lanes[lane].release()
