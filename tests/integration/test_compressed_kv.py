@@ -76,23 +76,6 @@ async def test_an_exporter_that_does_not_know_the_compression_refuses_it_by_name
         assert (ends, faults("encoding_refused")) == (["t"], before + 1)
 
 
-async def test_an_exporter_that_ignores_the_compression_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "_compression", lambda request, export: KvCompression.NONE)
-    async with running() as pair:
-        ready(pair.exports, pair.exporter, "t", TOKENS)
-        with pytest.raises(EncodingRefused, match="asked for with compression int8, and came as k float32, v float32"):
-            await pair.fetch(compression=INT8)
-        assert len(pair.servicer.requests) == 1
-
-
-async def test_compressed_kv_that_was_not_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "_compression", lambda request, export: INT8)
-    async with running() as pair:
-        ready(pair.exports, pair.exporter, "t", TOKENS)
-        with pytest.raises(EncodingRefused, match="asked for with compression none, and came as k int8"):
-            await pair.fetch()
-
-
 async def test_a_prefix_is_never_compressed() -> None:
     async with running() as pair:
         export = pair.exports.open("t", prefilled(pair.exporter, TOKENS), TOKENS, on_closed=lambda: None)

@@ -68,13 +68,6 @@ async def test_bad_settings_are_named(tmp_path: Path, setting: str, value: str) 
             pytest.fail("it has started")
 
 
-def test_bad_settings_end_the_process_with_two() -> None:
-    with start(*WORKERS, "--colour=red") as router:
-        _, log = router.communicate(timeout=60)
-    assert router.returncode == 2
-    assert "Error: No such option '--colour'" in log
-
-
 def test_neither_torch_nor_transformers_is_loaded() -> None:
     code = "import router.__main__, sys; print(sorted({'torch', 'transformers', 'numpy', 'redis'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

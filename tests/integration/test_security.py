@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.errors import Overloaded, PermissionDenied, TicketRefused
+from baton.errors import PermissionDenied, TicketRefused
 from baton.pb import admin_pb2, decode_pb2, inference_pb2, kv_pb2, prefill_pb2, worker_pb2
 from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.server import listen
@@ -27,11 +27,10 @@ from baton.transfer.source import GrpcSource
 from baton.transfer.tickets import LEEWAY_S, TicketSigner, TicketVerifier
 from baton.worker.listeners import KV_ROLES
 from tests import certificates
-from tests.integration.secure_fleet import MAX_STREAMS, SecureFleet, client_channel, secure_fleet
+from tests.integration.secure_fleet import SecureFleet, client_channel, secure_fleet
 from tests.unit.transfer.support import INCARNATION, WHOLE, Engine, contents, faults, handoff, prefilled, ready, whole
 
 TOKENS = 40
-PROMPT = [5, 7, 11]
 CONSUMER = principal_of("decode", "decode-1")
 Status = grpc.StatusCode
 
@@ -190,19 +189,6 @@ async def test_admin_calls_need_an_admins_key(fleet: SecureFleet) -> None:
         with pytest.raises(PermissionDenied, match=r"^baton\.v1\.Admin: needs an admin's API key$"):
             await client.ledger(timeout=60)
         assert (await operator.ledger(timeout=60)).role == "router"
-
-
-async def test_a_tenant_over_its_limit_is_refused_and_others_are_not(fleet: SecureFleet) -> None:
-    async with fleet.client("acme") as client, fleet.client("beta") as other:
-        streams = [client.generate(PROMPT, max_tokens=200, ignore_eos=True, timeout=60) for _ in range(MAX_STREAMS)]
-        for stream in streams:
-            await anext(stream)
-        with pytest.raises(Overloaded, match=r"^max_streams: 2 streams of tenant acme are open, 2 may be$") as refusal:
-            await client.complete(PROMPT, max_tokens=1, timeout=60)
-        assert refusal.value.retry_after
-        assert (await other.complete(PROMPT, max_tokens=1, timeout=60)).choices
-        for stream in streams:
-            await stream.aclose()
 
 
 async def test_client_certificates_can_be_required_besides_keys(tmp_path: Path) -> None:

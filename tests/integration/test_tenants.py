@@ -92,15 +92,6 @@ async def filled(clients: Clients, b: Bench, tenant: str, prompt: str, share: in
     return list(waiting)
 
 
-async def test_a_key_that_is_added_or_removed_counts_at_once(tmp_path: Path) -> None:
-    clients = Clients(tmp_path)
-    async with bench(tmp_path, api_keys=str(clients.file), **SETTINGS) as b:
-        clients.keys["new"] = keys.add(clients.file, tenant="new")
-        assert (await whole(clients.call(b, "new", "hi"))).text() == "a"
-        clients.file.write_text('{"keys": []}')
-        assert (await refused(clients.call(b, "new", "hi"))).code() is grpc.StatusCode.UNAUTHENTICATED
-
-
 @pytest.mark.parametrize("name", ["api_keys", "ticket_key"])
 async def test_a_file_that_can_not_be_used_ends_the_start_by_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / "file"

@@ -104,21 +104,6 @@ async def test_frames_move_while_prefill_runs(pair: Pair) -> None:
     pair.assert_equal()
 
 
-async def test_ranks_fetch_their_own_boxes(pair: Pair) -> None:
-    _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
-    boxes = [
-        Box(range(TOKENS), layers, range(head, head + 1))
-        for layers in (range(2), range(2, LAYERS))
-        for head in range(HEADS)
-    ]
-    got = await asyncio.gather(
-        *(pull([pair.source()], pair.engine, pair.handle, box, length=TOKENS, timeout_s=30) for box in boxes)
-    )
-    assert got == [handoff(TOKENS)] * len(boxes)
-    pair.assert_equal()
-    assert ends == []
-
-
 async def test_a_transfer_is_complete_when_every_shard_is() -> None:
     """One has the first layers, the other the rest; each is released, and what one lacks the other can't make up."""
     async with sharded(range(2), range(2, LAYERS)) as (first, second):
@@ -150,18 +135,6 @@ async def test_shards_that_are_not_those_of_the_exporter_are_refused(pair: Pair)
     halves = [pair.source(shard=Shard("", layers, range(HEADS))) for layers in (range(2), range(2, LAYERS))]
     with pytest.raises(IncompleteTransfer, match="the exporter has the shards"):
         await fetch(halves, pair.engine, pair.handle, tokens=TOKENS, timeout_s=30)
-
-
-@pytest.mark.parametrize("first", [0, 23, TOKENS])
-async def test_a_fetch_may_begin_anywhere(pair: Pair, first: int) -> None:
-    _, ends = ready(pair.exports, pair.exporter, "t", TOKENS)
-    received = TRANSFER_BYTES.labels("received")
-    before = count(received)
-    assert await pair.fetch(first=first) == handoff(TOKENS)
-    assert count(received) - before == (TOKENS - first) * pair.engine.spec.kv_format.token_bytes
-    if first < TOKENS:
-        pair.assert_equal(Box(range(first, TOKENS), range(LAYERS), range(HEADS)))
-    assert ends == ["t"]
 
 
 @pytest.mark.parametrize("tokens", [range(TOKENS), range(8, 24)])

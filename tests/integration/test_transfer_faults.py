@@ -19,7 +19,6 @@ from baton.rpc.channel import kv_channel
 from baton.transfer.source import GrpcSource
 from tests.integration.transfer_pair import TOKENS, Cable, Pair, flip, running
 from tests.unit.transfer.support import (
-    INCARNATION,
     Gate,
     advance_all,
     faults,
@@ -57,15 +56,6 @@ async def test_another_incarnation_is_told_apart(pair: Pair) -> None:
         await pair.fetch(incarnation="second")
     assert faults("stale_incarnation") == before + 1
     assert ends == []
-
-
-async def test_unknown_and_ended_transfers_are_refused(pair: Pair) -> None:
-    with pytest.raises(TransferError, match="unknown"):
-        await pair.fetch("u")
-    ready(pair.exports, pair.exporter, "t", TOKENS)
-    pair.exports.release("t", INCARNATION)
-    with pytest.raises(TransferError, match="was released"):
-        await pair.fetch()
 
 
 async def test_a_failing_exporter_ends_the_stream(pair: Pair) -> None:
@@ -125,14 +115,6 @@ async def test_a_cut_connection_is_noticed_at_both_ends(pair: Pair) -> None:
         with pytest.raises(SourceUnreachable):
             await fetching
         await asyncio.wait_for(pair.servicer.stopped.wait(), 60)
-
-
-async def test_nobody_there_is_unreachable(pair: Pair) -> None:
-    async with Cable(pair.address) as cable:
-        cable.cut()
-        async with kv_channel(cable.address) as pair.channel:
-            with pytest.raises(SourceUnreachable):
-                await pair.fetch()
 
 
 @pytest.mark.parametrize("opened", [False, True])

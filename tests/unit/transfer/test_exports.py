@@ -14,7 +14,6 @@ from baton.errors import (
     EngineError,
     IncompleteTransfer,
     InvalidRequest,
-    TransferError,
 )
 from baton.telemetry.metrics import EXPORTS_OPEN
 from baton.transfer import closing, wire
@@ -173,19 +172,6 @@ async def test_a_commit_needs_every_layer_and_happens_once(exports: ExportRegist
         export.commit(handoff(TOKENS))
 
 
-async def test_several_streams_over_one_export(exports: ExportRegistry, engine: Engine) -> None:
-    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
-    boxes = [Box(range(TOKENS), range(LAYERS), range(head, head + 1)) for head in range(HEADS)]
-    streams = [asyncio.create_task(collect(export, box)) for box in [*boxes, whole(TOKENS)]]
-    for end in (5, TOKENS):
-        await asyncio.to_thread(advance_all, export, end)
-        await asyncio.sleep(0)
-    export.commit(handoff(TOKENS))
-    ends = [parse(await stream)[-2:] for stream in streams]
-    assert all(manifest.runs == tuple((la, 0, TOKENS) for la in range(LAYERS)) for manifest, _ in ends)
-    assert len({commit.handoff for _, commit in ends}) == 1
-
-
 async def test_the_end_waits_for_a_read_in_flight_and_no_longer(exports: ExportRegistry, engine: Engine) -> None:
     gate = engine.before_read = Gate()
     export, ends = ready(exports, engine, "t", TOKENS)
@@ -201,21 +187,6 @@ async def test_the_end_waits_for_a_read_in_flight_and_no_longer(exports: ExportR
     gate.open()
     await wait_closed
     assert ends == ["t"]
-
-
-@pytest.mark.parametrize("final", [0, TOKENS])
-async def test_a_stream_that_waits_hears_of_the_failure(exports: ExportRegistry, engine: Engine, final: int) -> None:
-    """Whether it waits for tokens or, after its manifest, for the commit."""
-    export = exports.open("t", prefilled(engine, TOKENS), TOKENS, on_closed=nothing)
-    advance_all(export, final)
-    async with aclosing(export.frames(whole(TOKENS))) as frames:
-        for _ in range(final // 4 * LAYERS + bool(final)):
-            await anext(frames)
-        waiting = asyncio.ensure_future(anext(frames))
-        await asyncio.sleep(0)
-        export.fail(EngineError("out of luck"))
-        with pytest.raises(TransferError, match="out of luck"):
-            await waiting
 
 
 async def test_read_ahead_is_one_frame(exports: ExportRegistry, engine: Engine) -> None:
