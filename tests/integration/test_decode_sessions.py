@@ -7,11 +7,28 @@ import asyncio
 import grpc
 import pytest
 
-import decode_svc.servicer
 import decode_svc.worker
 from baton.pb import decode_pb2
 from decode_svc.messages import AttemptKey, Reserve
 from tests.decode_rig import key, rig
+from tests.decoding import alone, greedy
+
+
+async def test_what_a_router_does_not_list_is_ended_and_the_rest_goes_on() -> None:
+    async with rig() as all_:
+        router, other = await all_.router(beats=False), await all_.router()
+        all_.engine.gate.clear()
+        for name in ("kept", "forgotten"):
+            await router.request(name, [1, 2, 3], greedy(9))
+        assert (await router.reserve("unstarted", 10, 10)).granted
+        assert (await other.reserve("foreign", 10, 10)).granted
+        await router.say(heartbeat=decode_pb2.Heartbeat(live=[key("kept"), key("never heard of")]))
+        assert not (await router.reserve("barrier", 0, 1)).granted
+        assert {each.key.request_id for each in all_.app.service.worker.attempts} == {"kept", "foreign"}
+        all_.engine.gate.set()
+        await router.until_finished(("kept", 0))
+        assert router.tokens["kept", 0] == alone([1, 2, 3], greedy(9))
+        assert not router.failures
 
 
 async def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,31 @@ async def test_a_stream_that_takes_nothing_has_no_lease(exports: ExportRegistry,
                 pass
 
 
+async def test_an_unknown_id_waits_briefly_an_announced_one_longer(
+    exports: ExportRegistry, engine: Engine, clock: Clock
+) -> None:
+    exports.announce("late")
+    names = ("late", "late", "refused", "unknown")
+    *late, refused, unknown = [asyncio.create_task(exports.find(name, INCARNATION)) for name in names]
+    await clock.advance(0)
+    await clock.advance(1.9)
+    exports.announce("refused")
+    await clock.advance(0.2)
+    assert unknown.done()
+    with pytest.raises(NotFound, match=r"not opened within 2\.0 s"):
+        await unknown
+    await clock.advance(100)
+    assert not any(task.done() for task in [*late, refused])
+    exports.withdraw("refused", "was refused: no pages")
+    with pytest.raises(NotFound, match="no pages"):
+        await refused
+    export, ends = ready(exports, engine, "late", TOKENS)
+    exports.withdraw("late", "too late")
+    assert [await task for task in late] == [export, export]
+    assert ends == []
+    assert exports._waiters == {}
+
+
 async def test_what_is_remembered_of_ended_exports_is_bounded(exports: ExportRegistry, engine: Engine) -> None:
     handle = prefilled(engine, TOKENS)
     export = exports.open("failed", handle, TOKENS, on_closed=lambda: engine.free(handle))
