@@ -227,3 +227,18 @@ async def test_a_late_answer_is_not_taken_for_that_of_the_next_reservation(tmp_p
         b.decode[0].answer = late
         assert (await b.answer(max_tokens=3)).text() == "abc"
         assert (len(b.decode[0].reserves), len(b.decode[0].cancels)) == (2, 1)
+
+
+async def test_a_cancel_ends_the_prefill_call_and_the_reservation(tmp_path: Path) -> None:
+    async def block(_: prefill_pb2.PrefillRequest) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async with bench(tmp_path) as b:
+        b.prefill[0].script = block
+        call = b.call(max_tokens=4)
+        await b.prefill[0].log.until(lambda: len(b.prefill[0].requests) == 1)
+        await b.decode[0].log.until(lambda: len(b.decode[0].starts) == 1)
+        call.cancel()
+        await b.decode[0].log.until(lambda: len(b.decode[0].cancels) == 1)
+        await b.prefill[0].log.until(lambda: b.prefill[0].cancelled == 1)
+        await until(b.app, lambda: all(view.own_requests == 0 for view in b.app.pool.fleet.prefill.values()))
