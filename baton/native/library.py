@@ -1,0 +1,92 @@
+"""Load the native library, or say why it can't be used.
+
+The library is used only if it was compiled from the sources beside it: one that is older would compute something else
+than what a reader of the sources sees. Two variables are for tests: BATON_NATIVE_ISA runs the kernels of an older
+instruction set ("avx2"), BATON_NATIVE_LIBRARY names another file, such as one with a sanitizer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from baton.errors import ConfigError
+from baton.native.build import LIBRARY, source_hash
+
+ABI = 1
+"""BATON_NATIVE_ABI in src/abi.h."""
+
+REBUILD = "run `python -m baton.native.build`"
+
+
+class NativeUnavailable(Exception):
+    """The library can't be used; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What computes on the CPU: our own kernels if there is a `library`, else torch's operators, for `reason`."""
+
+    library: ctypes.CDLL | None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"native ({isa(self.library)})" if self.library else f"torch ({self.reason})"
+
+
+def select_kernels(wanted: str) -> Kernels:
+    """The kernels for a value of the setting `kernels`. Raises ConfigError if native ones are demanded but missing."""
+    if wanted == "torch":
+        return Kernels(None, "as configured")
+    try:
+        return Kernels(load())
+    except NativeUnavailable as error:
+        if wanted == "native":
+            raise ConfigError(f"kernels: native can't be used: {error}") from None
+        return Kernels(None, str(error))
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library; raises NativeUnavailable. Once loaded it stays the same until the process ends."""
+    return _open(Path(os.environ.get("BATON_NATIVE_LIBRARY", LIBRARY)), source_hash())
+
+
+def _open(path: Path, expected: str) -> ctypes.CDLL:
+    if not path.exists():
+        raise NativeUnavailable(f"{path} does not exist; with a C++17 compiler, {REBUILD}")
+    try:
+        library = ctypes.CDLL(str(path))
+        library.baton_native_source_hash.restype = ctypes.c_char_p
+        library.baton_native_isa.restype = library.baton_native_best_isa.restype = ctypes.c_char_p
+        library.baton_native_select_isa.argtypes = (ctypes.c_char_p,)
+        abi, built_from = library.baton_native_abi(), library.baton_native_source_hash().decode()
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailable(f"{path} can't be loaded: {error}; {REBUILD}") from None
+    if abi != ABI:
+        raise NativeUnavailable(f"{path} has ABI {abi}, not {ABI}; {REBUILD}")
+    if expected and built_from != expected:
+        raise NativeUnavailable(f"{path} is stale: it was built from other sources; {REBUILD}")
+    if chosen := os.environ.get("BATON_NATIVE_ISA"):
+        select_isa(library, chosen)
+    return library
+
+
+def isa(library: ctypes.CDLL) -> str:
+    """Name of the instruction set whose kernels run: scalar, avx2, avx512, avx512_bf16 or amx."""
+    return str(library.baton_native_isa().decode())
+
+
+def best_isa(library: ctypes.CDLL) -> str:
+    """Name of the best instruction set of this machine."""
+    return str(library.baton_native_best_isa().decode())
+
+
+def select_isa(library: ctypes.CDLL, name: str) -> None:
+    """Run the kernels of an instruction set, for tests; raises NativeUnavailable if unknown or not on this machine."""
+    if status := library.baton_native_select_isa(name.encode()):
+        problem = "is unknown" if status == 1 else f"is not there, the best one is {best_isa(library)}"
+        raise NativeUnavailable(f"BATON_NATIVE_ISA: instruction set {name!r} {problem}")
