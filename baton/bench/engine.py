@@ -85,6 +85,7 @@ def engine_for(plan: EnginePlan, config: EngineConfig) -> Engine:
             device=config.device,
             dtype=config.dtype,
             kv_dtype=config.kv_dtype,
+            kernels=config.kernels,
             page_size=config.page_size,
             threads=config.threads,
             max_model_len=plan.longest,

@@ -22,6 +22,7 @@ from baton.bench.probes import Probes
 from baton.bench.results import Provenance
 from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops
 from baton.engine.config import EngineConfig
+from baton.engine.factory import kernels_for
 from baton.kv.format import DTYPE_BYTES, KvFormat
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
@@ -52,6 +53,7 @@ def measure(config: EngineConfig, plan: EnginePlan, tell: Tell) -> Generator[dic
         "model": config.model,
         "device": str(device),
         "dtype": dtype,
+        "kernels": str(kernels_for(config.kernels, device)),
         "threads": torch.get_num_threads(),
         "page_size": engine.spec.page_size,
         "chunk_size": plan.chunk_size,

@@ -16,6 +16,7 @@ try:
     from baton.cli.cache import cache
     from baton.cli.certs import certs
     from baton.cli.demo import demo
+    from baton.cli.doctor import doctor
     from baton.cli.generate import generate
     from baton.cli.key import key
     from baton.cli.ledger import ledger
@@ -49,5 +50,5 @@ def main() -> None:
     """Serve large language models with prefill and decode on separate machines."""
 
 
-for _command in (up, generate, demo, ledger, cache, certs, key, bench):
+for _command in (up, generate, demo, doctor, ledger, cache, certs, key, bench):
     main.add_command(_command)

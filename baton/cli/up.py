@@ -57,6 +57,7 @@ _OFFERED = (
     "device",
     "dtype",
     "kv_dtype",
+    "kernels",
     "max_model_len",
     "kv_memory",
     "page_size",

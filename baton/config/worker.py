@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton import bundled, cores
 from baton.config.options import Settings, option
+from baton.native import KERNELS
 from baton.telemetry.logs import LEVELS
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class WorkerConfig(Settings):
     device: str = option("auto", help="Where the model runs.", choices=DEVICES)
     dtype: str = option("auto", help="Element type of weights and computation.", choices=DTYPES)
     kv_dtype: str = option("auto", help="Element type of the KV cache.", choices=DTYPES)
+    kernels: str = option(
+        "auto",
+        help="What computes on a CPU: Baton's own kernels, torch's, or own ones if they are built.",
+        choices=KERNELS,
+    )
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the model's.", minimum=0
     )
@@ -94,6 +100,7 @@ class WorkerConfig(Settings):
             device=self.device,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
+            kernels=self.kernels,
             max_model_len=self.max_model_len,
             page_size=self.page_size,
             kv_memory=self.kv_memory,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.kv.format import DTYPE_BYTES
+from baton.native import KERNELS
 
 CPU_PAGE_SIZE = 16
 CUDA_PAGE_SIZE = 256
@@ -20,17 +21,19 @@ class EngineConfig:
     """Settings of an engine. Raises ConfigError naming the field and the value seen.
 
     `model`: checkpoint directory or hub name. `device`: auto (CUDA if there), cpu, cuda, cuda:N. `dtype`:
-    auto (the checkpoint's) or a dtype's name. `kv_dtype`: auto (the same as `dtype`). `max_model_len`: tokens
-    of prompt and output together, 0 for the model's. `page_size`: tokens, 0 for 16 on CPU and 256 on CUDA.
-    `kv_memory`: bytes of the page pool, 0 for automatic. `slots`: places in the generation batch, 0 on a
-    prefill worker. `block_size`: tokens of a prefix block, one for the fleet. `threads`: of torch on CPU, 0
-    for torch's choice. `host_kv_memory`: bytes for the KV of paused sequences, 0 for none.
+    auto (the checkpoint's) or a dtype's name. `kv_dtype`: auto (the same as `dtype`). `kernels`: on CPU, native,
+    torch, or auto (native if they can be used). `max_model_len`: tokens of prompt and output together, 0 for the
+    model's. `page_size`: tokens, 0 for 16 on CPU and 256 on CUDA. `kv_memory`: bytes of the page pool, 0 for
+    automatic. `slots`: places in the generation batch, 0 on a prefill worker. `block_size`: tokens of a prefix
+    block, one for the fleet. `threads`: of torch on CPU, 0 for torch's choice. `host_kv_memory`: bytes for the KV
+    of paused sequences, 0 for none.
     """
 
     model: str
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"
+    kernels: str = "auto"
     max_model_len: int = 0
     page_size: int = 0
     kv_memory: int = 0
@@ -48,6 +51,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in ("auto", *DTYPE_BYTES):
                 raise ConfigError(f"{name}: must be auto, {', '.join(DTYPE_BYTES)}, got {value!r}")
+        if self.kernels not in KERNELS:
+            raise ConfigError(f"kernels: must be {', '.join(KERNELS)}, got {self.kernels!r}")
         for name in (
             "max_model_len",
             "page_size",

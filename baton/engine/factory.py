@@ -19,6 +19,7 @@ from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.dtypes import DTYPES, dtype_name
 from baton.model.load import LoadedModel, load_model
+from baton.native.library import Kernels, select_kernels
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     path = resolve(config.model)
     model_config = ModelConfig.from_pretrained(path)
     device = _device(config.device)
+    kernels = kernels_for(config.kernels, device)
     max_model_len = _max_model_len(config.max_model_len, model_config.max_position_embeddings)
     dtype = DTYPES[config.dtype] if config.dtype != "auto" else _auto_dtype(model_config.dtype, device)
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
@@ -69,10 +71,11 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     engine = EngineCore(spec, InProcessExecutor(ModelRunner(model, kv, spec)), config.host_kv_memory)
     memory = huge_pages.resident()
     _log.info(
-        "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "
+        "loaded %s on %s with kernels %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "
         "max_model_len %d, slots %d, threads %d, %d of %d MiB of memory in huge pages",
         path,
         device,
+        kernels,
         time.monotonic() - began,
         dtype_name(dtype),
         dtype_name(kv_dtype),
@@ -95,6 +98,15 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device: {name} is not there, torch sees {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def kernels_for(wanted: str, device: torch.device) -> Kernels:
+    """The kernels for a value of the setting `kernels`; raises ConfigError if native ones are demanded but missing."""
+    if device.type == "cpu":
+        return select_kernels(wanted)
+    if wanted == "native":
+        raise ConfigError(f"kernels: native ones run on a CPU, the device is {device}")
+    return Kernels(None, f"the device is {device}")
 
 
 def _auto_dtype(checkpoint: str | None, device: torch.device) -> torch.dtype:

@@ -51,11 +51,15 @@ def select_kernels(wanted: str) -> Kernels:
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library; raises NativeUnavailable. Once loaded it stays the same until the process ends."""
-    return _open(Path(os.environ.get("BATON_NATIVE_LIBRARY", LIBRARY)), source_hash())
+    """The library; raises NativeUnavailable, and ConfigError for BATON_NATIVE_ISA. It is loaded once in a process."""
+    library = open_library(Path(os.environ.get("BATON_NATIVE_LIBRARY", LIBRARY)), source_hash())
+    if chosen := os.environ.get("BATON_NATIVE_ISA"):
+        select_isa(library, chosen)
+    return library
 
 
-def _open(path: Path, expected: str) -> ctypes.CDLL:
+def open_library(path: Path, expected_hash: str) -> ctypes.CDLL:
+    """The library at `path`; raises NativeUnavailable if it is not one, or not of sources with this hash (if any)."""
     if not path.exists():
         raise NativeUnavailable(f"{path} does not exist; with a C++17 compiler, {REBUILD}")
     try:
@@ -68,10 +72,8 @@ def _open(path: Path, expected: str) -> ctypes.CDLL:
         raise NativeUnavailable(f"{path} can't be loaded: {error}; {REBUILD}") from None
     if abi != ABI:
         raise NativeUnavailable(f"{path} has ABI {abi}, not {ABI}; {REBUILD}")
-    if expected and built_from != expected:
+    if expected_hash and built_from != expected_hash:
         raise NativeUnavailable(f"{path} is stale: it was built from other sources; {REBUILD}")
-    if chosen := os.environ.get("BATON_NATIVE_ISA"):
-        select_isa(library, chosen)
     return library
 
 
@@ -86,7 +88,7 @@ def best_isa(library: ctypes.CDLL) -> str:
 
 
 def select_isa(library: ctypes.CDLL, name: str) -> None:
-    """Run the kernels of an instruction set, for tests; raises NativeUnavailable if unknown or not on this machine."""
+    """Run the kernels of an instruction set, for tests; raises ConfigError if it is unknown or not on this machine."""
     if status := library.baton_native_select_isa(name.encode()):
-        problem = "is unknown" if status == 1 else f"is not there, the best one is {best_isa(library)}"
-        raise NativeUnavailable(f"BATON_NATIVE_ISA: instruction set {name!r} {problem}")
+        problem = "an unknown instruction set" if status == 1 else f"beyond the best one here, {best_isa(library)}"
+        raise ConfigError(f"BATON_NATIVE_ISA: {name!r} is {problem}")

@@ -15,6 +15,7 @@ from baton.cli.failures import extra_installed
 from baton.cli.options import ReportFile
 from baton.cli.tables import output, size, table
 from baton.errors import BatonError, ConfigError
+from baton.native import KERNELS
 
 _PICTURES = (".png", ".svg")
 
@@ -43,6 +44,7 @@ class Counts(click.ParamType[tuple[int, ...]]):
     show_default=True,
     help="Element type of weights and KV.",
 )
+@click.option("--kernels", type=click.Choice(KERNELS), default="auto", show_default=True, help="Kernels on a CPU.")
 @click.option("--threads", type=click.IntRange(min=0), default=0, help="Threads of torch; 0: torch decides.")
 @click.option("--cpus", default="", help="Cores to use, such as 0-3,8; empty: all.")
 @click.option(
@@ -72,6 +74,7 @@ def engine(
     model: str,
     device: str,
     dtype: str,
+    kernels: str,
     threads: int,
     cpus: str,
     json_path: Path | None,
@@ -98,7 +101,7 @@ def engine(
             from baton.bench.interrupts import last_report
             from baton.engine.config import EngineConfig
 
-            config = EngineConfig(model, device=device, dtype=dtype, threads=threads)
+            config = EngineConfig(model, device=device, dtype=dtype, kernels=kernels, threads=threads)
             if cpus:
                 pin_compute_threads()
             with Console(stderr=True).status("") as status:

@@ -43,7 +43,15 @@ def test_booleans_with_and_without_value() -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_one_environment_serves_all_roles(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"PREFILL": "p:1", "DECODE": "d:1", "CHUNK_SIZE": "16", "SLOTS": "8", "LINE_CAPACITY": "5", "API_KEY": "k"}
+    own = {
+        "PREFILL": "p:1",
+        "DECODE": "d:1",
+        "CHUNK_SIZE": "16",
+        "SLOTS": "8",
+        "LINE_CAPACITY": "5",
+        "API_KEY": "k",
+        "KERNELS": "torch",
+    }
     for name, value in (own | {"LOG_LEVEL": "debug"}).items():
         monkeypatch.setenv(f"BATON_{name}", value)
     config: Any = load(ROLES[role], [])
@@ -57,6 +65,8 @@ def test_one_environment_serves_all_roles(role: str, monkeypatch: pytest.MonkeyP
         ("prefill", ["--kv-memory", "4 parsecs"], {}, ["--kv-memory", "'4 parsecs'"]),
         ("prefill", ["--lease-s", "nan"], {}, ["--lease-s", "'nan'"]),
         ("prefill", ["--device=tpu"], {}, ["--device", "'auto', 'cpu'", "'tpu'"]),
+        ("prefill", ["--kernels=cuda"], {}, ["--kernels", "'auto', 'native', 'torch'", "'cuda'"]),
+        ("decode", [], {"BATON_KERNELS": "onednn"}, ["BATON_KERNELS", "'auto', 'native', 'torch'", "'onednn'"]),
         ("prefill", ["--control=nohost"], {}, ["--control", "HOST:PORT", "'nohost'"]),
         ("prefill", ["--kv-advertise=h:70000"], {}, ["--kv-advertise", "'h:70000'"]),
         ("prefill", ["--redis=http://u:hush@h"], {}, ["--redis", "http://h"]),
@@ -116,8 +126,9 @@ def test_repr_shows_no_secret() -> None:
 
 
 def test_the_engine_gets_its_share_of_the_settings() -> None:
-    engine = WorkerConfig(model="/m", dtype="float32", kv_memory=123, page_size=32, threads=2).engine_config()
-    assert (engine.model, engine.dtype, engine.kv_memory) == ("/m", "float32", 123)
+    config = WorkerConfig(model="/m", dtype="float32", kernels="torch", kv_memory=123, page_size=32, threads=2)
+    engine = config.engine_config()
+    assert (engine.model, engine.dtype, engine.kernels, engine.kv_memory) == ("/m", "float32", "torch", 123)
     assert (engine.page_size, engine.threads, engine.slots) == (32, 2, 0)
 
 

@@ -20,6 +20,7 @@ from baton.errors import ConfigError
         ("device", "cuda:x"),
         ("dtype", "float64"),
         ("kv_dtype", "int8"),
+        ("kernels", "oneDNN"),
         ("max_model_len", -1),
         ("page_size", -16),
         ("kv_memory", -1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.factory import build
 from baton.errors import ConfigError, EngineError
+from baton.native import library
 from baton.request import SamplingParams
 from tests.checkpoints import lively_prompt, load_reference, make_checkpoint
 from tests.contract.engines import MIXED, generate, ignore, prefill, start, state, step
@@ -196,6 +198,33 @@ def test_an_attention_backend_that_can_not_be_loaded_fails_the_build(
     monkeypatch.setattr(model_runner, "select", fail)
     with pytest.raises(ImportError, match="undefined symbol"):
         engine_of(checkpoint)
+
+
+@pytest.fixture
+def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where no native kernels were compiled."""
+    monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(tmp_path / "none.so"))
+    library.load.cache_clear()
+    yield
+    library.load.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_the_log_tells_which_kernels_run_and_why(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", factory.__name__):
+        engine_of(checkpoint)
+        engine_of(checkpoint, kernels="torch")
+    assert "on cpu with kernels torch (" in caplog.messages[0]
+    assert "none.so does not exist" in caplog.messages[0]
+    assert "kernels torch (as configured)" in caplog.messages[1]
+
+
+@pytest.mark.usefixtures("no_library")
+def test_native_kernels_that_are_demanded_and_missing_end_the_start(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^kernels: native can't be used: .*none\.so does not exist"):
+        engine_of(checkpoint, kernels="native")
+    with pytest.raises(ConfigError, match=r"^kernels: native ones run on a CPU, the device is meta"):
+        factory.kernels_for("native", torch.device("meta"))
 
 
 def test_threads_are_set(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

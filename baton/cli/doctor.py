@@ -1,0 +1,48 @@
+"""`baton doctor`: what is installed on this machine, and with which kernels a worker computes on its CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from importlib.metadata import version
+
+import click
+
+from baton import cores
+from baton.bench.machine import machine
+from baton.config.options import click_option, usage_errors
+from baton.config.worker import WorkerConfig
+from baton.native.build import NoCompiler, find_compiler
+from baton.native.library import select_kernels
+
+_KERNELS = next(field for field in dataclasses.fields(WorkerConfig) if field.name == "kernels")
+
+
+@click.command(params=[click_option(_KERNELS)])
+def doctor(kernels: str) -> None:
+    """Show what is installed, and which kernels a worker runs on this machine's CPU; if torch's, why.
+
+    Fails if --kernels demands the native ones and they can't be used.
+    """
+    with usage_errors():
+        chosen = select_kernels(kernels)
+    found = machine()
+    rows = {
+        "baton": version("baton"),
+        "python": f"{found['python']} ({sys.executable})",
+        "torch": found["torch"] or "not installed; only workers need it: pip install 'baton[worker]'",
+        "processor": found["processor"],
+        "cores": f"{cores.usable()} of {found['cores']}",
+        "compiler": _compiler(),
+        "kernels": str(chosen),
+    }
+    for name, value in rows.items():
+        click.echo(f"{name:<10} {value}")
+
+
+def _compiler() -> str:
+    try:
+        return shlex.join(find_compiler())
+    except NoCompiler as error:
+        return f"{error}; only building the native kernels needs one"

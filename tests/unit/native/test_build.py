@@ -1,0 +1,226 @@
+"""The native library: how it is compiled, which instruction set it chooses, and when it is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.native import library as native
+from baton.native.build import SOURCES, BuildError, NoCompiler, build, find_compiler, source_hash
+from baton.native.library import NativeUnavailable, best_isa, isa, open_library, select_isa, select_kernels
+
+ROOT = Path(__file__).resolve().parents[3]
+UNITS = {
+    "isa_avx2.cpp": ("avx2", {"avx2", "fma", "f16c"}),
+    "isa_avx512.cpp": ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    "isa_avx512_bf16.cpp": ("avx512_bf16", {"avx512_bf16"}),
+    "isa_amx.cpp": ("amx", {"amx_tile", "amx_bf16"}),
+}
+"""Units of instruction sets, their names, and the flags in /proc/cpuinfo that they need beside those before."""
+
+
+def has_compiler() -> bool:
+    try:
+        find_compiler()
+    except NoCompiler:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++17 compiler")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """The sources without kernels, which compile within a second."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    for name in ("abi.cpp", "abi.h", "cpu.cpp", "cpu.h"):
+        shutil.copy(SOURCES / name, folder)
+    return folder
+
+
+@pytest.fixture
+def compiled(sources: Path, tmp_path: Path) -> Path:
+    """A library for this CPU's best instruction set, without kernels."""
+    for name in UNITS:
+        (sources / name).write_text("")
+    output = tmp_path / "compiled.so"
+    build(output, sources=sources)
+    return output
+
+
+@pytest.fixture
+def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has not loaded the library."""
+    native.load.cache_clear()
+    monkeypatch.delenv("BATON_NATIVE_ISA", raising=False)
+    yield
+    native.load.cache_clear()
+
+
+def run_without_compiler(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": str(tmp_path)}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True)
+
+
+@needs_compiler
+def test_a_library_of_the_same_sources_is_loaded(compiled: Path, sources: Path) -> None:
+    library = open_library(compiled, source_hash(sources))
+    assert isa(library) == best_isa(library)
+    assert [each.name for each in sources.parent.iterdir() if each.name.startswith(".")] == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", ["content", "name", "removed"])
+def test_a_library_of_other_sources_is_refused(compiled: Path, sources: Path, change: str) -> None:
+    header = sources / "cpu.h"
+    if change == "content":
+        header.write_text(header.read_text() + "\n")
+    elif change == "name":
+        header.rename(sources / "cpus.h")
+    else:
+        header.unlink()
+    with pytest.raises(NativeUnavailable, match=r"compiled\.so is stale.*python -m baton\.native\.build"):
+        open_library(compiled, source_hash(sources))
+    # As in an installation that has no sources.
+    open_library(compiled, source_hash(sources.parent))
+
+
+@needs_compiler
+def test_a_library_of_another_abi_is_refused(sources: Path, tmp_path: Path) -> None:
+    header = sources / "abi.h"
+    header.write_text(header.read_text().replace(f"BATON_NATIVE_ABI {native.ABI}", "BATON_NATIVE_ABI 999"))
+    build(tmp_path / "other.so", sources=sources)
+    with pytest.raises(NativeUnavailable, match=f"has ABI 999, not {native.ABI}"):
+        open_library(tmp_path / "other.so", source_hash(sources))
+
+
+def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NativeUnavailable, match=r"none\.so does not exist"):
+        open_library(tmp_path / "none.so", "")
+    (tmp_path / "text.so").write_text("text")
+    with pytest.raises(NativeUnavailable, match=r"text\.so can't be loaded"):
+        open_library(tmp_path / "text.so", "")
+
+
+@pytest.mark.usefixtures("not_loaded")
+def test_without_a_library_torch_computes_unless_native_is_demanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(tmp_path / "none.so"))
+    chosen = select_kernels("auto")
+    assert chosen.library is None
+    assert "none.so does not exist" in str(chosen)
+    assert str(select_kernels("torch")) == "torch (as configured)"
+    with pytest.raises(ConfigError, match=r"^kernels: native can't be used: .*none\.so does not exist"):
+        select_kernels("native")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("not_loaded")
+def test_with_a_library_native_kernels_run_unless_torch_is_demanded(
+    compiled: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(compiled))
+    expected = source_hash(sources)
+    monkeypatch.setattr(native, "source_hash", lambda: expected)
+    for wanted in ("auto", "native"):
+        chosen = select_kernels(wanted)
+        assert isinstance(chosen.library, ctypes.CDLL)
+        assert str(chosen) == f"native ({best_isa(chosen.library)})"
+    assert select_kernels("torch").library is None
+
+
+@needs_compiler
+@pytest.mark.usefixtures("not_loaded")
+def test_a_stale_library_is_not_used(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(compiled))
+    assert "is stale" in str(select_kernels("auto"))
+    with pytest.raises(ConfigError, match="is stale"):
+        select_kernels("native")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("not_loaded")
+def test_a_variable_chooses_an_older_instruction_set(
+    compiled: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(compiled))
+    expected = source_hash(sources)
+    monkeypatch.setattr(native, "source_hash", lambda: expected)
+    monkeypatch.setenv("BATON_NATIVE_ISA", "scalar")
+    assert str(select_kernels("auto")) == "native (scalar)"
+    native.load.cache_clear()
+    monkeypatch.setenv("BATON_NATIVE_ISA", "sse9")
+    with pytest.raises(ConfigError, match="BATON_NATIVE_ISA: 'sse9' is an unknown instruction set"):
+        select_kernels("auto")
+
+
+@needs_compiler
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs the flags that Linux shows")
+@pytest.mark.parametrize("units", range(len(UNITS) + 1))
+def test_the_best_instruction_set_is_that_of_cpu_and_library(sources: Path, tmp_path: Path, units: int) -> None:
+    for name in list(UNITS)[:units]:
+        (sources / name).write_text("")
+    output = tmp_path / "library.so"
+    build(output, sources=sources)
+    library = open_library(output, source_hash(sources))
+    cpu = next((line.split() for line in Path("/proc/cpuinfo").read_text().splitlines() if line[:5] == "flags"), [])
+    there = ["scalar"]
+    for name, needed in list(UNITS.values())[:units]:
+        if not needed <= set(cpu):
+            break
+        there.append(name)
+    assert best_isa(library) == there[-1]
+    for name in ("scalar", *(name for name, _ in UNITS.values())):
+        if name in there:
+            select_isa(library, name)
+            assert isa(library) == name
+        else:
+            with pytest.raises(ConfigError, match=f"BATON_NATIVE_ISA: '{name}' is beyond the best one here"):
+                select_isa(library, name)
+
+
+@needs_compiler
+def test_only_functions_of_the_interface_are_visible(compiled: Path) -> None:
+    shown = subprocess.run(["nm", "-D", "--defined-only", compiled], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in shown.splitlines()}
+    assert "baton_native_abi" in names
+    assert {name for name in names if not name.startswith("baton_")} == set()
+
+
+@needs_compiler
+def test_a_failed_build_says_why_and_leaves_the_library_alone(compiled: Path, sources: Path) -> None:
+    before = compiled.read_bytes()
+    (sources / "broken.cpp").write_text("int broken() { return nothing; }\n")
+    with pytest.raises(BuildError, match=r"broken\.cpp.*\n.*nothing"):
+        build(compiled, sources=sources)
+    assert compiled.read_bytes() == before
+
+
+def test_the_command_needs_a_compiler_unless_told_otherwise(tmp_path: Path) -> None:
+    command = ["-m", "baton.native.build", "--output", str(tmp_path / "library.so")]
+    failed = run_without_compiler(tmp_path, *command)
+    assert (failed.returncode, failed.stderr) == (1, "error: no C++17 compiler found (tried c++, g++, clang++)\n")
+    skipped = run_without_compiler(tmp_path, *command, "--if-compiler")
+    assert skipped.returncode == 0
+    assert skipped.stdout.startswith("native kernels are not built: no C++17 compiler found")
+    assert not (tmp_path / "library.so").exists()
+
+
+def test_installation_goes_on_without_a_compiler(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    folders = [f"--build-lib={tmp_path}/lib", f"--build-temp={tmp_path}/temp"]
+    done = run_without_compiler(tmp_path, "setup.py", "build_ext", *folders)
+    assert done.returncode == 0, done.stderr
+    assert "no C++17 compiler found" in done.stdout + done.stderr
+    assert list(tmp_path.rglob("*.so")) == []
