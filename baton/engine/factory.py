@@ -41,6 +41,7 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     model_config = ModelConfig.from_pretrained(path)
     device = _device(config.device)
     kernels = kernels_for(config.kernels, device)
+    _log.info("kernels: %s", kernels)
     max_model_len = _max_model_len(config.max_model_len, model_config.max_position_embeddings)
     dtype = DTYPES[config.dtype] if config.dtype != "auto" else _auto_dtype(model_config.dtype, device)
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
@@ -71,11 +72,10 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     engine = EngineCore(spec, InProcessExecutor(ModelRunner(model, kv, spec)), config.host_kv_memory)
     memory = huge_pages.resident()
     _log.info(
-        "loaded %s on %s with kernels %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "
+        "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "
         "max_model_len %d, slots %d, threads %d, %d of %d MiB of memory in huge pages",
         path,
         device,
-        kernels,
         time.monotonic() - began,
         dtype_name(dtype),
         dtype_name(kv_dtype),
