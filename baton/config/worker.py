@@ -32,7 +32,7 @@ class WorkerConfig(Settings):
     kv_dtype: str = option("auto", help="Element type of the KV cache.", choices=DTYPES)
     kernels: str = option(
         "auto",
-        help="What computes on a CPU: Baton's own kernels, torch's, or own ones if they are built.",
+        help="Kernels on a CPU: Baton's own, torch's, or auto: own ones if they can be used.",
         choices=KERNELS,
     )
     max_model_len: int = option(

@@ -140,7 +140,7 @@ def main() -> None:
         if not options.if_compiler:
             sys.exit(f"error: {error}")
         print(f"native kernels are not built: {error}")
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         sys.exit(f"error: {error}")
     else:
         print(f"built {options.output} in {time.monotonic() - began:.1f} s")
