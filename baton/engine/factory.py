@@ -19,6 +19,7 @@ from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.dtypes import DTYPES, dtype_name
 from baton.model.load import LoadedModel, load_model
+from baton.native.decoder import unsupported
 from baton.native.library import Kernels, select_kernels
 
 _log = logging.getLogger(__name__)
@@ -41,15 +42,16 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     model_config = ModelConfig.from_pretrained(path)
     device = _device(config.device)
     kernels = kernels_for(config.kernels, device)
-    _log.info("kernels: %s", kernels)
     max_model_len = _max_model_len(config.max_model_len, model_config.max_position_embeddings)
     dtype = DTYPES[config.dtype] if config.dtype != "auto" else _auto_dtype(model_config.dtype, device)
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
+    kernels = kernels.unless(unsupported(model_config, dtype, kv_dtype), config.kernels)
+    _log.info("kernels: %s", kernels)
     if config.threads:
         torch.set_num_threads(config.threads)
     _check_room(config.kv_memory, device)
     began = time.monotonic()
-    model = load_model(path, dtype=dtype, device=device)
+    model = load_model(path, dtype=dtype, device=device, native=kernels.library)
     if device.type == "cpu":
         # Before there is a pool, which gets its huge pages in the background.
         huge_pages.collapse()

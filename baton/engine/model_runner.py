@@ -31,8 +31,9 @@ from baton.model.attention import AttentionBatch, KvCache, select
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.load import LoadedModel
 from baton.model.sampler import SamplerBatch
-from baton.model.sampler_output import token_infos
+from baton.model.sampler_output import SamplerOutput, token_infos
 from baton.model.upload import upload
+from baton.native.decoder import NativeDecoder, StepOutput
 from baton.request import SequenceState, TokenInfo
 
 _LOGITS_AT_ONCE = 1 << 24
@@ -64,6 +65,7 @@ class ModelRunner:
         self._decoder = model.decoder
         self._device = model.device
         self._kv = kv
+        self._native = self._decoder if isinstance(self._decoder, NativeDecoder) else None
         # A backend that can't be loaded fails now, not in the first request.
         backend = select(model.device, model.dtype, kv.dtype, kv.page_size, kv.head_dim)
         # A sequence that has reached its length may be in one more step.
@@ -82,7 +84,7 @@ class ModelRunner:
         """See Runner."""
         return self._memory
 
-    def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _HiddenStates:
+    def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _HiddenStates | StepOutput:
         """See Runner. Raises EngineError for a mixture that it does not take."""
         if len(plan.chunks) + bool(plan.steps) != 1:
             chunks, steps = len(plan.chunks), len(plan.steps)
@@ -91,14 +93,16 @@ class ModelRunner:
             self._update(plan)
             if plan.chunks:
                 return self._forward_chunk(plan.chunks[0], on_layer)
-            return _HiddenStates(self._forward_step(plan.steps))
+            return self._forward_step(plan.steps)
 
-    def sample(self, plan: ForwardPlan, states: _HiddenStates) -> Callable[[], PlanResult]:
+    def sample(self, plan: ForwardPlan, states: _HiddenStates | StepOutput) -> Callable[[], PlanResult]:
         """See Runner. Raises NoToken where logits after a chunk are not finite."""
         with self._drained_on_error():
+            if isinstance(states, StepOutput):
+                return self._finish_step(plan.steps, self._choose(states))
             if plan.chunks:
                 return self._sample_chunk(plan.chunks[0], states)
-            return self._sample_step(plan.steps, states.hidden)
+            return self._finish_step(plan.steps, self._sampler.launch(self._decoder.logits(states.hidden)))
 
     def _update(self, plan: ForwardPlan) -> None:
         """Take what has changed since the last plan."""
@@ -146,8 +150,8 @@ class ModelRunner:
         infos = self._prompt_logprobs(hidden, chunk, finished) if reports else ()
         return _HiddenStates(hidden[-1:], infos)
 
-    def _forward_step(self, steps: Sequence[Step]) -> Tensor:
-        """Hidden states `[n, hidden]` of the rows' newest tokens."""
+    def _forward_step(self, steps: Sequence[Step]) -> _HiddenStates | StepOutput:
+        """Hidden states `[n, hidden]` of the rows' newest tokens; native kernels go on to logits or the largest."""
         contexts = [0] * len(self._rows)
         for step in steps:
             if step.slot not in self._slots:
@@ -155,21 +159,28 @@ class ModelRunner:
             contexts[self._slots[step.slot].row] = step.position + 1
         if not all(contexts):
             raise EngineError(f"a step must be one of all {len(contexts)} slots that are taken, got {len(steps)}")
+        if self._native is not None:
+            inputs, logits = self._inputs, not self._sampler.takes_largest
+            return self._native.step(inputs.ids, contexts, inputs.tables, self._kv, logits)
         width = (max(contexts) - 1) // self._spec.page_size + 1
         if self._graphs is not None and len(contexts) <= self._graphs.rows:
-            return self._graphs.run(len(contexts), width)
-        return self._run(contexts, width)
+            return _HiddenStates(self._graphs.run(len(contexts), width))
+        return _HiddenStates(self._run(contexts, width))
 
     def _run(self, contexts: Sequence[int], width: int) -> Tensor:
         """Hidden states of the first rows; `contexts` as in `StepInputs.batch`."""
         batch = self._inputs.batch(contexts, width)
         return self._decoder.forward(self._inputs.ids[: len(contexts)], batch.positions, batch, self._kv)
 
-    def _sample_step(self, steps: Sequence[Step], hidden: Tensor) -> Callable[[], PlanResult]:
+    def _choose(self, step: StepOutput) -> SamplerOutput:
+        if step.logits is not None:
+            return self._sampler.launch(step.logits)
+        return SamplerOutput(step.best, [step.best >= 0])
+
+    def _finish_step(self, steps: Sequence[Step], sampled: SamplerOutput) -> Callable[[], PlanResult]:
         slots = [self._slots[step.slot] for step in steps]
         rows = [slot.row for slot in slots]
         sampler = self._sampler
-        sampled = sampler.launch(self._decoder.logits(hidden))
         with torch.inference_mode():
             self._inputs.advance(sampled.tokens)
         sampler.advance()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -137,20 +137,20 @@ class GatedLinear(Module):
     def __init__(self, columns: int, rows: int, bias: bool, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
         one = partial(MergedColumnParallelLinear, columns, bias=bias, options=options, parallel=parallel)
-        self._gate, self._up = one(outputs={"gate": rows}), one(outputs={"up": rows})
+        self.gate, self.up = one(outputs={"gate": rows}), one(outputs={"up": rows})
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Full checkpoint shape of each part to load."""
-        return self._gate.parts() | self._up.parts()
+        return self.gate.parts() | self.up.parts()
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of one full checkpoint tensor."""
-        half = self._gate if part.startswith("gate.") else self._up
+        half = self.gate if part.startswith("gate.") else self.up
         half.load_shard(part, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, columns]` to `[tokens, this rank's rows]`."""
-        return self._up.storage.forward_mul(x, self._gate.storage.forward_silu(x))
+        return self.up.storage.forward_mul(x, self.gate.storage.forward_silu(x))
 
 
 class RowParallelLinear(Linear):
@@ -216,7 +216,7 @@ class ParallelLMHead(Linear):
 
     def __init__(self, vocab_size: int, hidden_size: int, options: TensorOptions, parallel: TensorParallel) -> None:
         share = math.ceil(vocab_size / parallel.size)
-        super().__init__(DenseStorage(share, hidden_size, False, TensorOptions(options.dtype, torch.device("meta"))))
+        super().__init__(DenseStorage(share, hidden_size, False, replace(options, device=torch.device("meta"))))
         self._shape = (vocab_size, hidden_size)
         self._parallel = parallel
         self._first = parallel.rank * share
@@ -295,11 +295,11 @@ class Rotary(Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         super().__init__()
-        self._frequencies = inverse_frequencies(rope, head_dim).to(device)
+        self.frequencies = inverse_frequencies(rope, head_dim).to(device)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines, and sines with the first half's negated: float32 `[tokens, 1, head_dim]`, for all layers."""
-        angles = (positions.float()[:, None] * self._frequencies)[:, None]
+        angles = (positions.float()[:, None] * self.frequencies)[:, None]
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 

@@ -24,10 +24,14 @@ quick at 1 to 1,024 rows, that for 1 slower at more than 128 (bench/results/engi
 
 @dataclass(frozen=True)
 class TensorOptions:
-    """Dtype and device that weights are kept in and computed with."""
+    """Dtype and device that weights are kept in and computed with.
+
+    `repacked`: all linears are laid out anew once they are loaded (baton.native), so they may be views of files.
+    """
 
     dtype: torch.dtype
     device: torch.device
+    repacked: bool = False
 
     def empty(self, *shape: int) -> nn.Parameter:
         """An uninitialised weight."""
@@ -83,6 +87,7 @@ class DenseStorage(Module):
         super().__init__()
         self.weight = options.empty(rows, columns)
         self.bias = options.empty(rows) if bias else None
+        self._repacked = options.repacked
 
     def load(self, name: str, row: int, tensor: Tensor) -> None:
         """Fill the rows of a tensor of `tensors` from `row` on, casting to the storage's dtype.
@@ -92,7 +97,8 @@ class DenseStorage(Module):
         target = {"weight": self.weight, "bias": self.bias}[name]
         if target is None:
             raise ModelError("this linear has no bias to load")
-        if target is self.weight and packs(target) and tensor.is_contiguous() and _alike(tensor, target):
+        replaced = self._repacked or packs(self.weight)
+        if target is self.weight and replaced and tensor.is_contiguous() and _alike(tensor, target):
             self.weight = nn.Parameter(tensor, requires_grad=False)
         else:
             target[row : row + len(tensor)].copy_(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from baton.model.fingerprint import model_fingerprint, weights_digest
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
 from baton.model.weights import load_weights
+from baton.native.decoder import NativeDecoder
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class LoadedModel:
 
     path: Path
     config: ModelConfig
-    decoder: Decoder
+    decoder: Decoder | NativeDecoder
     fingerprint: str
     dtype: torch.dtype
     device: torch.device
@@ -48,23 +50,36 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     parallel: TensorParallel | None = None,
+    native: CDLL | None = None,
 ) -> LoadedModel:
     """Load a checkpoint directory or hub name, computing in `dtype` on `device`.
+
+    `native`: the library whose kernels compute; `baton.native.decoder.unsupported` tells for which models.
 
     Raises ModelError naming what is wrong with the checkpoint.
     """
     path = resolve(name)
     config = ModelConfig.from_pretrained(path)
     parallel = parallel or TensorParallel()
-    options = TensorOptions(dtype, torch.device(device))
-    decoder = Decoder(config, options, parallel)
-    load_weights(decoder, path)
+    options = TensorOptions(dtype, torch.device(device), repacked=native is not None)
+    decoder = _load(config, options, parallel, path, native)
     return LoadedModel(
         path=path,
         config=config,
-        decoder=decoder.eval(),
+        decoder=decoder,
         fingerprint=model_fingerprint(config, weights_digest(path), dtype_name(dtype)),
         dtype=dtype,
         device=options.device,
         parallel=parallel,
     )
+
+
+def _load(
+    config: ModelConfig, options: TensorOptions, parallel: TensorParallel, path: Path, native: CDLL | None
+) -> Decoder | NativeDecoder:
+    decoder = Decoder(config, options, parallel).eval()
+    load_weights(decoder, path)
+    if native is not None:
+        return NativeDecoder(decoder, native, torch.get_num_threads())
+    decoder.process_weights_after_loading()
+    return decoder

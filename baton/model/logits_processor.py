@@ -71,6 +71,11 @@ class LogitsProcessor:
         """Whether some token of some row can't be chosen."""
         return bool(self.denied) or self.bans is not None
 
+    @property
+    def changes(self) -> bool:
+        """Whether `apply` changes anything by itself."""
+        return self.forbids or self.bias is not None
+
     def apply(self, logits: Tensor, mask: Tensor | None) -> None:
         """Change float32 `[B, vocab]` in place; `mask` is the call's own, bool `[B, vocab]`, true where allowed."""
         for row, denied in self.denied:

@@ -139,6 +139,13 @@ class SamplerBatch:
         """Whether some row's next token depends on which tokens came before, so that `count` must know them all."""
         return any(row.penalties is not None for row in self._rows)
 
+    @property
+    def takes_largest(self) -> bool:
+        """Whether each row's next token is that of its largest logit, and nothing else is asked about logits."""
+        metadata = self._metadata = self._metadata or self._build()
+        changed = metadata.processor.changes or metadata.penalized
+        return not (changed or metadata.reported or len(metadata.drawn))
+
     def sample(self, logits: Tensor, mask: Tensor | None = None) -> list[TokenInfo | NoToken]:
         """The next token of each row, waiting for the device; call `accept` with the tokens that were taken."""
         return self.launch(logits, mask).read()

@@ -75,7 +75,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 @torch.inference_mode()
 def load_weights(decoder: Decoder, directory: Path) -> None:
-    """Fill every weight of `decoder` from the checkpoint in `directory`.
+    """Fill every weight of `decoder` from the checkpoint in `directory`; they are then to be processed, or repacked.
 
     Raises ModelError, before anything is read, unless the checkpoint holds exactly what the model needs.
     """
@@ -92,7 +92,6 @@ def load_weights(decoder: Decoder, directory: Path) -> None:
     _refuse_unknown(decoder, {head.name, *(tensor.name for tensor in tensors)}, checkpoint)
     for tensor in tensors:
         tensor.load(checkpoint.read(tensor.name))
-    decoder.process_weights_after_loading()
 
 
 def _refuse_unknown(decoder: Decoder, known: set[str], checkpoint: Checkpoint) -> None:

@@ -33,6 +33,14 @@ class Kernels:
     library: ctypes.CDLL | None
     reason: str = ""
 
+    def unless(self, reason: str, wanted: str) -> Kernels:
+        """These, or torch's operators if there is a `reason` against own ones; ConfigError if they are `wanted`."""
+        if not reason or self.library is None:
+            return self
+        if wanted == "native":
+            raise ConfigError(f"kernels: native can't be used: {reason}")
+        return Kernels(None, reason)
+
     def __str__(self) -> str:
         return f"native ({isa(self.library)})" if self.library else f"torch ({self.reason})"
 

@@ -1,4 +1,5 @@
-"""Rigs of the engine contract: the fake engine, and the torch engine over a tiny random checkpoint."""
+"""Rigs of the engine contract: the fake engine, and the engine over a tiny random checkpoint, with torch's operators
+and with native kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 from baton.engine.core import EngineCore
 from baton.engine.fake import FakeEngine
 from tests.contract.engines import Rig
+from tests.kernels import KERNELS
 
 SIZES = {"page_size": 16, "pages": 64, "slots": 6, "host_kv_memory": 1 << 22, "max_model_len": 512}
 
@@ -28,8 +30,8 @@ def make_fake(**sizes: Any) -> EngineCore:
     return FakeEngine(**{**SIZES, **sizes})
 
 
-def make_torch(checkpoint: Path, steps_ahead: int = 0, **sizes: Any) -> EngineCore:
-    """A torch engine on CPU of the contract's usual sizes; one thread, as its matrices are tiny."""
+def make_torch(checkpoint: Path, steps_ahead: int = 0, kernels: str = "torch", **sizes: Any) -> EngineCore:
+    """An engine over a model on CPU of the contract's usual sizes; one thread, as its matrices are tiny."""
     from baton.engine.config import EngineConfig
     from baton.engine.factory import build
     from baton.kv.format import DTYPE_BYTES
@@ -39,17 +41,20 @@ def make_torch(checkpoint: Path, steps_ahead: int = 0, **sizes: Any) -> EngineCo
     model = ModelConfig.from_pretrained(checkpoint)
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[chosen["kv_dtype"]]
     kv_memory = token_bytes * chosen["page_size"] * chosen.pop("pages")
-    return build(EngineConfig(str(checkpoint), device="cpu", threads=1, kv_memory=kv_memory, **chosen), steps_ahead)
+    config = EngineConfig(str(checkpoint), device="cpu", threads=1, kernels=kernels, kv_memory=kv_memory, **chosen)
+    return build(config, steps_ahead)
 
 
-@pytest.fixture(params=["fake", "torch"])
+@pytest.fixture(params=["fake", *KERNELS])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """Each engine in turn; afterwards all that it made audit clean, and hold nothing once closed."""
     if request.param == "fake":
         made = Rig("fake", make_fake, vocab=1000, exact=True)
     else:
         path: Path = request.getfixturevalue("checkpoint")
-        made = Rig("torch", lambda **sizes: make_torch(path, **sizes), vocab=256, exact=False)
+        # Not every element type of the KV has native kernels.
+        kernels = "auto" if request.param == "native" else request.param
+        made = Rig(request.param, lambda **sizes: make_torch(path, kernels=kernels, **sizes), vocab=256, exact=False)
     yield made
     for engine in made.made:
         engine.audit()

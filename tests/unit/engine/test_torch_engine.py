@@ -142,7 +142,7 @@ def test_log_probabilities_equal_transformers(checkpoint: Path, monkeypatch: pyt
 
 
 def test_what_the_model_raises_becomes_an_engine_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(checkpoint)
+    engine = engine_of(checkpoint, kernels="torch")
     handle, outputs = start(engine, "a/1", state(list(range(10))))
 
     def fail(*_args: Any) -> None:
@@ -167,7 +167,7 @@ def test_what_the_model_raises_becomes_an_engine_error(checkpoint: Path, monkeyp
 def test_a_step_that_failed_between_layers_runs_again(
     checkpoint: Path, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(checkpoint)
+    engine = engine_of(checkpoint, kernels="torch")
     wanted = [state(list(range(20 + 25 * i)), params) for i, params in enumerate(MIXED[:3])]
     expected = [generate(engine_of(checkpoint), one, 8) for one in wanted]
     running = [start(engine, f"a/{i}", one) for i, one in enumerate(wanted[:2])]
@@ -197,7 +197,7 @@ def test_an_attention_backend_that_can_not_be_loaded_fails_the_build(
 
     monkeypatch.setattr(model_runner, "select", fail)
     with pytest.raises(ImportError, match="undefined symbol"):
-        engine_of(checkpoint)
+        engine_of(checkpoint, kernels="torch")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.model.attention import AttentionBatch
+from baton.model.decoder import Decoder
 from baton.model.load import LoadedModel, load_model
 from baton.model.padding import RowPadding
 from tests.checkpoints import (
@@ -23,6 +25,7 @@ from tests.checkpoints import (
     make_checkpoint,
     prompt_ids,
 )
+from tests.kernels import KERNELS, library_of
 from tests.unit.model.runner import Sequence, chunked_logits, forward, greedy_ids
 
 LENGTH = 100
@@ -42,16 +45,26 @@ class Pair:
         return logits
 
 
+@pytest.fixture(scope="module", params=KERNELS)
+def native(request: pytest.FixtureRequest) -> CDLL | None:
+    """The native library, or None for torch's operators."""
+    return library_of(request.param)
+
+
 @pytest.fixture(scope="module", params=[(f, tied) for f in FAMILIES for tied in (False, True)], ids=str)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, native: CDLL | None) -> Pair:
     family, tied = request.param
     directory = make_checkpoint(family, tmp_path_factory.mktemp(family), tied=tied)
-    return Pair(load_model(directory, dtype=torch.float32), load_reference(directory))
+    return Pair(load_model(directory, dtype=torch.float32, native=native), load_reference(directory))
 
 
 @pytest.fixture(params=[(), (48, 48)], ids=["as it is", "padded"])
 def padding(request: pytest.FixtureRequest, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of up to 32 rows as they are, or with the rows that some kernels make worth it."""
+    if not isinstance(pair.ours.decoder, Decoder):
+        if request.param:
+            pytest.skip("native kernels need no padding")
+        return
     monkeypatch.setattr(pair.ours.decoder, "_padding", RowPadding(request.param))
 
 
@@ -107,8 +120,8 @@ def test_mixed_batch_equals_alone(pair: Pair, page_size: int) -> None:
         torch.testing.assert_close(row, alone, rtol=0, atol=1e-4)
 
 
-def test_bfloat16_stays_close(pair: Pair) -> None:
-    model = load_model(pair.ours.path, dtype=torch.bfloat16)
+def test_bfloat16_stays_close(pair: Pair, native: CDLL | None) -> None:
+    model = load_model(pair.ours.path, dtype=torch.bfloat16, native=native)
     ids = prompt_ids(LENGTH)
     found = chunked_logits(model, ids, 64, 16)
     expected = pair.expected(ids)
@@ -141,18 +154,18 @@ def test_rope_scaling_matters(tmp_path: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_variants(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+def test_variants(family: str, overrides: dict[str, Any], tmp_path: Path, native: CDLL | None) -> None:
     make_checkpoint(family, tmp_path, **overrides)
-    both = Pair(load_model(tmp_path, dtype=torch.float32), load_reference(tmp_path))
+    both = Pair(load_model(tmp_path, dtype=torch.float32, native=native), load_reference(tmp_path))
     ids = prompt_ids(LENGTH)
     torch.testing.assert_close(chunked_logits(both.ours, ids, 32, 16), both.expected(ids), rtol=0, atol=1e-4)
 
 
-def test_a_layer_callback_sees_final_pages_and_may_abort(tmp_path: Path) -> None:
+def test_a_layer_callback_sees_final_pages_and_may_abort(tmp_path: Path, native: CDLL | None) -> None:
     class Stop(Exception):
         pass
 
-    model = load_model(make_checkpoint("qwen2", tmp_path), dtype=torch.float32)
+    model = load_model(make_checkpoint("qwen2", tmp_path), dtype=torch.float32, native=native)
     kv, ids = model.new_kv_cache(8, 16), prompt_ids(20)
     seen: list[tuple[int, Tensor]] = []
 

@@ -215,6 +215,7 @@ def load(path):
     weights = sum(parameter.nbytes for parameter in decoder.parameters())
     layer = sum(parameter.nbytes for parameter in decoder.layers[0].parameters())
     load_weights(decoder, path)
+    decoder.process_weights_after_loading()
     return decoder, weights, layer
 
 warm = load(Path(sys.argv[1]))

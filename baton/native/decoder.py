@@ -1,0 +1,224 @@
+"""The decoder over native kernels: the face of `baton.model.decoder.Decoder`, one call for a forward pass.
+
+The residual stream is float32, whatever the dtype of weights, and so are the hidden states that go in and out. A step
+of a batch is one call, with its head; a chunk is a call a layer, so that the caller is told of each layer and may end
+the pass there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import byref
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from baton.errors import EngineError
+from baton.kv.format import KEYS, VALUES
+from baton.model.attention import AttentionBatch, KvCache
+from baton.model.config import ModelConfig
+from baton.model.decoder import Decoder, DecoderLayer
+from baton.model.layers import Linear, RMSNorm
+from baton.native import abi
+from baton.native.packed import PACKED_DTYPES, TYPES, PackedWeight
+
+_LARGEST_HEAD = 256
+
+
+def unsupported(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """Why there are no kernels for a model, or "" if there are."""
+    for name, seen in (("dtype", dtype), ("kv_dtype", kv_dtype)):
+        if seen not in PACKED_DTYPES:
+            return f"{name} is {str(seen).removeprefix('torch.')}, native kernels have float32 and bfloat16"
+    if config.head_dim > _LARGEST_HEAD:
+        return f"head_dim is {config.head_dim}, native kernels have up to {_LARGEST_HEAD}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """A step's results. `best`: int64 `[n]`, the first of each row's largest logits, -1 where one is not finite.
+
+    `logits`: float32 `[n, vocab]`, if they were asked for.
+    """
+
+    best: Tensor
+    logits: Tensor | None
+
+
+class NativeDecoder:
+    """See the module's text. It takes the weights out of `decoder`, whose tensors are loaded but not processed."""
+
+    def __init__(self, decoder: Decoder, library: ctypes.CDLL, threads: int) -> None:
+        """`threads`: those that compute, the caller's included; started now."""
+        abi.declare(library)
+        self.config = decoder.config
+        self._options = decoder.options
+        self._library = library
+        self._threads = threads
+        self._kept: list[Tensor] = []
+        self._model = self._describe(decoder)
+        self._kv: tuple[weakref.ref[KvCache], abi.Kv, object] | None = None
+        room = library.baton_native_room_new()
+        weakref.finalize(self, library.baton_native_room_free, room)
+        self._room = room
+        library.baton_native_start(threads)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: KvCache,
+        on_layer: Callable[[int], None] | None = None,
+        rows: int | None = None,
+    ) -> Tensor:
+        """See `Decoder.forward`; `positions` are those of the batch. The result is float32."""
+        layers, tokens = self.config.num_layers, batch.num_tokens
+        hidden = torch.empty(tokens, self.config.hidden_size)
+        call = abi.Call(self._threads, token_ids.contiguous().data_ptr(), 0, layers, tokens, hidden.data_ptr())
+        call.tail = tokens if rows is None else rows
+        seen = self._batch(batch.query_lens, batch.context_lens, batch.page_tables)
+        for first, last in [(0, layers)] if on_layer is None else [(index, index + 1) for index in range(layers)]:
+            call.first, call.last = first, last
+            self._check(
+                self._library.baton_native_forward(
+                    byref(self._model), byref(self._cache(kv)), byref(seen), byref(call), self._room
+                )
+            )
+            call.token_ids = None
+            if on_layer is not None:
+                on_layer(first)
+        return hidden if rows is None else hidden[tokens - rows :]
+
+    __call__ = forward
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and output projection: float32 `[n, hidden]` to float32 `[n, vocab_size]`."""
+        hidden = hidden.float().contiguous()
+        logits = torch.empty(len(hidden), self.config.vocab_size)
+        if len(hidden):
+            call = abi.Call(self._threads, hidden=hidden.data_ptr(), logits=logits.data_ptr())
+            self._check(self._library.baton_native_head(byref(self._model), len(hidden), byref(call), self._room))
+        return logits
+
+    def step(
+        self, token_ids: Tensor, context_lens: Sequence[int], page_tables: Tensor, kv: KvCache, logits: bool
+    ) -> StepOutput:
+        """One new token for each sequence: `token_ids` int64 `[n]`, `page_tables` int32 `[n, width]`, or longer."""
+        count = len(context_lens)
+        hidden = torch.empty(count, self.config.hidden_size)
+        best = torch.empty(count, dtype=torch.int64)
+        found = torch.empty(count, self.config.vocab_size) if logits else None
+        call = abi.Call(self._threads, token_ids.data_ptr(), 0, self.config.num_layers, count, hidden.data_ptr())
+        call.logits, call.best = None if found is None else found.data_ptr(), best.data_ptr()
+        seen = self._batch([1] * count, context_lens, page_tables)
+        self._check(
+            self._library.baton_native_forward(
+                byref(self._model), byref(self._cache(kv)), byref(seen), byref(call), self._room
+            )
+        )
+        return StepOutput(best, found)
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise EngineError(f"native kernels: {self._library.baton_native_error().decode()}")
+
+    @staticmethod
+    def _batch(query_lens: Sequence[int], context_lens: Sequence[int], tables: Tensor) -> abi.Batch:
+        count = len(query_lens)
+        if tables.stride(1) != 1 and tables.shape[1] > 1:
+            raise EngineError(f"page tables have strides {tables.stride()}")
+        array = ctypes.c_int32 * count
+        return abi.Batch(
+            count,
+            array(*query_lens),
+            array(*context_lens),
+            tables.data_ptr(),
+            tables.shape[1],
+            tables.stride(0),
+        )
+
+    def _cache(self, kv: KvCache) -> abi.Kv:
+        """The description of `kv`, made once."""
+        if self._kv is None or self._kv[0]() is not kv:
+            layers, array = kv.num_layers, ctypes.c_void_p * kv.num_layers
+            pages = [array(*(kv.pages(part, layer).data_ptr() for layer in range(layers))) for part in (KEYS, VALUES)]
+            keys, values = (ctypes.cast(each, ctypes.c_void_p) for each in pages)
+            self._kv = (weakref.ref(kv), abi.Kv(keys, values, kv.num_pages, kv.page_size, TYPES[kv.dtype]), pages)
+        return self._kv[1]
+
+    def _describe(self, decoder: Decoder) -> abi.Model:
+        config = decoder.config
+        layers = (abi.Layer * config.num_layers)()
+        for index, layer in enumerate(decoder.layers):
+            layers[index] = self._layer(cast(DecoderLayer, layer), config.layers[index].window)
+        self._layers = layers
+        tied = decoder.head.storage.weight is decoder.embedding.weight
+        head = self._pack(decoder.head)
+        embedding = head
+        if not tied:
+            packed = PackedWeight.pack(self._library, decoder.embedding.weight.detach(), self._threads)
+            embedding = self._keep(packed.memory)
+        decoder.embedding.weight = self._options.empty(0)
+        return abi.Model(
+            config.num_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            config.vocab_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            TYPES[decoder.options.dtype],
+            config.rms_norm_eps,
+            ctypes.cast(layers, ctypes.c_void_p),
+            embedding,
+            head,
+            self._norm(decoder.norm),
+            self._keep(decoder.rotary.frequencies),
+        )
+
+    def _layer(self, layer: DecoderLayer, window: int | None) -> abi.Layer:
+        attention, mlp = layer.attention, layer.mlp
+        linears = {
+            "qkv": attention.qkv,
+            "o": attention.o,
+            "gate": mlp.gate_up.gate,
+            "up": mlp.gate_up.up,
+            "down": mlp.down,
+        }
+        biases = {f"{name}_bias": self._bias(linear) for name, linear in linears.items()}
+        return abi.Layer(
+            attention_norm=self._norm(layer.attention_norm),
+            q_norm=self._norm(attention.q_norm),
+            k_norm=self._norm(attention.k_norm),
+            mlp_norm=self._norm(layer.mlp_norm),
+            window=window or 0,
+            **biases,
+            **{name: self._pack(linear) for name, linear in linears.items()},
+        )
+
+    def _pack(self, linear: Linear) -> int:
+        storage = linear.storage
+        packed = PackedWeight.pack(self._library, storage.weight.detach().contiguous(), self._threads)
+        # Nothing else holds the loaded one, so that weights are in memory once.
+        storage.weight = self._options.empty(0)
+        return self._keep(packed.memory)
+
+    def _bias(self, linear: Linear) -> int | None:
+        bias = linear.storage.bias
+        return None if bias is None else self._keep(bias.detach().float().contiguous())
+
+    def _norm(self, norm: RMSNorm | None) -> int | None:
+        if norm is None:
+            return None
+        return self._keep((norm.weight.detach() / math.sqrt(len(norm.weight))).contiguous())
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,129 @@
+// Rows of float32 times a panel of 32 columns, summed in registers. Include after a `Vec`.
+#pragma once
+
+#include "kernels.h"
+
+namespace baton {
+namespace {
+
+using F = Vec::F;
+constexpr int kLanes = Vec::kLanes;
+
+// Bytes ahead of a weight that is read: memory answers late, and hardware prefetchers stop at pages.
+constexpr int kAhead = 12288;
+
+struct Float32Panel {
+  using T = float;
+  static constexpr int kStep = 1;         // inputs a step
+  static constexpr int kColumn = 1;       // elements from column to column
+  static constexpr bool kPrefetch = true;
+
+  template <int M, int N>
+  static inline __attribute__((always_inline)) void step(F (&sums)[M][N], const float* x, int64_t stride,
+                                                         const float* w) {
+    F weights[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) weights[n] = Vec::load(w + n * kLanes);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      F value = Vec::set(x[m * stride]);
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) sums[m][n] = Vec::fma(value, weights[n], sums[m][n]);
+    }
+  }
+};
+
+// The same for what lies in the caches already.
+struct CachedPanel : Float32Panel {
+  static constexpr bool kPrefetch = false;
+};
+
+struct Bf16Panel {
+  using T = Bf16;
+  static constexpr int kStep = 2;
+  static constexpr int kColumn = 2;
+  static constexpr bool kPrefetch = true;
+
+  template <int M, int N>
+  static inline __attribute__((always_inline)) void step(F (&sums)[M][N], const float* x, int64_t stride,
+                                                         const Bf16* w) {
+    F first[N], second[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) Vec::load_pairs(w + n * kLanes * 2, first[n], second[n]);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      F value = Vec::set(x[m * stride]);
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) sums[m][n] = Vec::fma(value, first[n], sums[m][n]);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      F value = Vec::set(x[m * stride + 1]);
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) sums[m][n] = Vec::fma(value, second[n], sums[m][n]);
+    }
+  }
+};
+
+// M rows times N vectors of columns over `inputs`, a multiple of kStep; w_stride: elements from step to step.
+template <class Panel, int M, int N>
+inline void tile(const float* x, int64_t x_stride, const typename Panel::T* w, int64_t w_stride, int64_t inputs,
+                 float* out, int64_t out_stride, bool add) {
+  F sums[M][N];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) sums[m][n] = add ? Vec::load(out + m * out_stride + n * kLanes) : Vec::zero();
+  for (int64_t k = 0; k < inputs; k += Panel::kStep, w += w_stride) {
+    if (Panel::kPrefetch)
+#pragma GCC unroll 16
+      for (int line = 0; line < N * kLanes * Panel::kColumn * int(sizeof(*w)); line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + line);
+    Panel::template step<M, N>(sums, x + k, x_stride, w);
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) Vec::store(out + m * out_stride + n * kLanes, sums[m][n]);
+}
+
+template <class Panel, int N, int M = 1>
+inline void tile_of(int rows, const float* x, int64_t x_stride, const typename Panel::T* w, int64_t w_stride,
+                    int64_t inputs, float* out, int64_t out_stride, bool add) {
+  if constexpr (M < Vec::kRows && M * N < Vec::kSums)
+    if (rows > M) return tile_of<Panel, N, M + 1>(rows, x, x_stride, w, w_stride, inputs, out, out_stride, add);
+  tile<Panel, M, N>(x, x_stride, w, w_stride, inputs, out, out_stride, add);
+}
+
+// out[r][0..32) = (add ? out : 0) + x[r] w, for any number of rows. Each output is one chain over the inputs.
+template <class Panel>
+inline void multiply(const float* x, int64_t x_stride, int rows, const typename Panel::T* w, int64_t w_stride,
+                     int64_t inputs, float* out, int64_t out_stride, bool add) {
+  constexpr int kWide = kPanel / kLanes, kNarrow = kWide < 2 ? kWide : 2;
+  if (rows * kWide <= Vec::kSums && rows <= Vec::kRows)
+    return tile_of<Panel, kWide>(rows, x, x_stride, w, w_stride, inputs, out, out_stride, add);
+  // Tiles of like heights: one that is low leaves multipliers idle.
+  const int tiles = (rows + Vec::kRows - 1) / Vec::kRows;
+  // As many inputs at a time as leave weights and rows in the first cache from tile to tile.
+  const int64_t block = tiles > 1 || kNarrow < kWide ? 256 : inputs;
+  for (int64_t k = 0; k < inputs; k += block) {
+    const int64_t count = inputs - k < block ? inputs - k : block;
+    for (int column = 0; column < kPanel; column += kNarrow * kLanes) {
+      const auto* weights = w + k / Panel::kStep * w_stride + column * Panel::kColumn;
+      for (int i = 0; i < tiles; ++i) {
+        const int begin = rows * i / tiles, end = rows * (i + 1) / tiles;
+        tile_of<Panel, kNarrow>(end - begin, x + begin * x_stride + k, x_stride, weights, w_stride, count,
+                                out + begin * out_stride + column, out_stride, add || k > 0);
+      }
+    }
+  }
+}
+
+template <class Panel>
+void product(const void* rows, int64_t stride, int count, const void* panel, int64_t inputs, float* out) {
+  multiply<Panel>(static_cast<const float*>(rows), stride, count, static_cast<const typename Panel::T*>(panel),
+                  kPanel * Panel::kColumn, inputs, out, kPanel, false);
+}
+
+}  // namespace
+}  // namespace baton

@@ -1,0 +1,57 @@
+// One linear of float32 rows.
+
+#include <cstring>
+
+#include "model.h"
+#include "pool.h"
+#include "room.h"
+
+namespace baton {
+namespace {
+
+struct Linear {
+  const float* x;
+  int64_t count, columns;
+  const void* packed;
+  Type type;
+  int64_t rows;
+  const float* bias;
+  float* out;
+  const Kernels& k;
+  Buffer buffer{};
+  char* room = nullptr;
+  int64_t stride = padded(columns, kInputs), element = k.rows == kFloat32 ? 4 : 2;
+
+  static void work(void* context, Region& region, int) {
+    const Linear& l = *static_cast<const Linear*>(context);
+    if (l.k.begin_thread) l.k.begin_thread();
+    const int64_t panels = (l.rows + kPanel - 1) / kPanel, blocks = (l.count + kRowBlock - 1) / kRowBlock;
+    alignas(64) float sums[kRowBlock * kPanel];
+    for (int64_t unit; (unit = region.take()) < panels * blocks;) {
+      const int64_t panel = unit / blocks, row = unit % blocks * kRowBlock;
+      const int count = int(l.count - row < kRowBlock ? l.count - row : kRowBlock);
+      const char* weight = static_cast<const char*>(l.packed) + panel * kPanel * l.stride * (l.type == kFloat32 ? 4 : 2);
+      l.k.product(l.room + row * l.stride * l.element, l.stride, count, weight, l.stride, sums);
+      const int columns = l.rows - panel * kPanel < kPanel ? int(l.rows - panel * kPanel) : kPanel;
+      l.k.store(sums, l.bias ? l.bias + panel * kPanel : nullptr, count, columns, l.out + row * l.rows + panel * kPanel,
+                l.rows);
+    }
+    if (l.k.end_thread) l.k.end_thread();
+  }
+};
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+void baton_native_linear(const float* x, int64_t count, int64_t columns, const void* packed, int64_t type, int64_t rows,
+                         const float* bias, float* out, int64_t threads) {
+  Linear linear{x, count, columns, packed, Type(type), rows, bias, out, kernels(Type(type))};
+  linear.room = linear.buffer.reserve_of<char>((count + kRowTile) * linear.stride * linear.element);
+  for (int64_t r = 0; r < count; ++r) {
+    char* to = linear.room + r * linear.stride * linear.element;
+    linear.k.copy(x + r * columns, columns, to);
+  }
+  Pool::shared().run(int(threads), Linear::work, &linear);
+}

@@ -1,0 +1,92 @@
+// The structs that callers fill (baton/native/abi.py has the same), and the functions that compute with them.
+#pragma once
+
+#include <cstdint>
+
+#include "abi.h"
+
+// Weights are packed (kernels.h), biases and norms float32; a pointer may be null where the model has no such weight.
+struct BatonLayer {
+  const float *attention_norm, *q_norm, *k_norm, *mlp_norm;
+  const void *qkv, *o, *gate, *up, *down;
+  const float *qkv_bias, *o_bias, *gate_bias, *up_bias, *down_bias;
+  int64_t window;  // positions that a token sees, its own included; 0: all
+};
+
+struct BatonModel {
+  int64_t layers, hidden, inner, vocab, heads, kv_heads, head_dim;
+  int64_t type;  // of weights: 0 float32, 1 bfloat16
+  double eps;
+  const BatonLayer* layer;
+  const void* embedding;  // packed, as is `head`; the same where they are tied
+  const void* head;
+  const float* norm;
+  const float* frequencies;  // [head_dim / 2], radians a position
+};
+
+// Pages of all layers: keys[layer] and values[layer] are [pages][page_size][kv_heads][head_dim].
+struct BatonKv {
+  void* const* keys;
+  void* const* values;
+  int64_t pages, page_size;
+  int64_t type;
+};
+
+// New tokens, sequence by sequence; a sequence's new tokens are the last of its context.
+struct BatonBatch {
+  int64_t sequences;
+  const int32_t* query_lens;
+  const int32_t* context_lens;
+  const int32_t* tables;  // [sequences][stride], of which `width` entries may be read
+  int64_t width, stride;
+};
+
+// What one call computes: layers [first, last) of `hidden`, with the embedding before and the head after them if asked.
+struct BatonCall {
+  int64_t threads;
+  const int64_t* token_ids;  // or null: `hidden` holds the states before layer `first`
+  int64_t first, last;
+  int64_t tail;     // tokens at the end for which the last layer is computed whole; for others only keys and values
+  float* hidden;    // [tokens][hidden]
+  float* logits;    // [tokens][vocab], or null
+  int64_t* best;    // [tokens]: the first of the largest logits, -1 where logits are not finite; or null
+};
+
+// Room for intermediate results, which grows with the largest call; for one call at a time.
+struct BatonRoom;
+
+BATON_API BatonRoom* baton_native_room_new();
+BATON_API void baton_native_room_free(BatonRoom* room);
+
+// 0, or an error that `baton_native_error` describes; then nothing was read or written.
+BATON_API int baton_native_forward(const BatonModel* model, const BatonKv* kv, const BatonBatch* batch,
+                                   const BatonCall* call, BatonRoom* room);
+
+// One layer's rotary embeddings, append and attention alone, for tests: `qkv` [tokens][heads + 2 * kv_heads][head_dim]
+// is changed, `out` is [tokens][heads][head_dim].
+BATON_API int baton_native_attend(const BatonModel* model, const BatonKv* kv, const BatonBatch* batch, int64_t layer,
+                                  int64_t threads, float* qkv, float* out, BatonRoom* room);
+
+// Final norm and head of `count` rows of hidden states; `call` names threads, hidden, logits and best.
+BATON_API int baton_native_head(const BatonModel* model, int64_t count, const BatonCall* call, BatonRoom* room);
+
+// The last error of this thread.
+BATON_API const char* baton_native_error();
+
+// Elements of a packed weight of `rows` outputs and `columns` inputs.
+BATON_API int64_t baton_native_packed_size(int64_t rows, int64_t columns);
+
+// Put `count` rows [count][columns] of 0 float32, 1 bfloat16 or 2 float16 into rows from `row` on of a packed weight,
+// which was zeroed before.
+BATON_API void baton_native_pack(const void* from, int64_t from_type, int64_t count, int64_t columns, int64_t row,
+                                 void* packed, int64_t packed_type);
+
+// out[count][rows] = x[count][columns] w^T (+ bias), for tests and for what is not in `baton_native_forward`.
+BATON_API void baton_native_linear(const float* x, int64_t count, int64_t columns, const void* packed, int64_t type,
+                                   int64_t rows, const float* bias, float* out, int64_t threads);
+
+// Start the threads for calls of so many.
+BATON_API void baton_native_start(int64_t threads);
+
+// Pin the calling thread to cores[0] and the others to the next ones.
+BATON_API void baton_native_pin(const int32_t* cores, int64_t count);

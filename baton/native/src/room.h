@@ -1,0 +1,50 @@
+// Room for the intermediate results of a call.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "kernels.h"
+
+namespace baton {
+
+// Zeroed memory that grows, on boundaries of cache lines. What it held is lost when it grows.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { std::free(data_); }
+
+  void* reserve(int64_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = padded(bytes, 4096);
+      data_ = std::aligned_alloc(4096, size_);
+      if (!data_) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+      std::memset(data_, 0, size_);
+    }
+    return data_;
+  }
+  template <class T = float>
+  T* reserve_of(int64_t count) {
+    return static_cast<T*>(reserve(count * int64_t(sizeof(T))));
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+}  // namespace baton
+
+struct BatonRoom {
+  baton::Buffer normed, qkv, attended, inner;  // of all rows
+  baton::Buffer angles, units, partials, best;
+  baton::Buffer threads;  // scratch of each
+};

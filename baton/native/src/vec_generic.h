@@ -1,0 +1,65 @@
+// Vectors of four floats in the compiler's own notation: for any CPU.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace baton {
+namespace {
+
+struct Vec {
+  typedef float F __attribute__((vector_size(16)));
+  typedef int32_t I __attribute__((vector_size(16)));
+  static constexpr int kLanes = 4, kRows = 6, kSums = 12;
+
+  static F zero() { return F{}; }
+  static F set(float value) { return F{value, value, value, value}; }
+  static F load(const float* from) {
+    F value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+  }
+  static void store(float* to, F value) { std::memcpy(to, &value, sizeof value); }
+  static F fma(F a, F b, F c) { return a * b + c; }
+  // The second one if either is NaN.
+  static F max(F a, F b) { return a > b ? a : b; }
+  static F min(F a, F b) { return a < b ? a : b; }
+  static F round(F x) {
+    const F magic = set(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to a whole number
+    F moved = x + magic;
+    return moved - magic;
+  }
+  // 2^n for a whole n from -127 (which gives 0) to 127.
+  static F power(F n) {
+    I bits = (__builtin_convertvector(n, I) + 127) << 23;
+    return (F)bits;
+  }
+  static F load(const Bf16* from) {
+    I bits{};
+    for (int lane = 0; lane < kLanes; ++lane) bits[lane] = int32_t(uint32_t(from[lane]) << 16);
+    return (F)bits;
+  }
+  static void store(Bf16* to, F value) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      float one = value[lane];
+      uint32_t bits;
+      std::memcpy(&bits, &one, sizeof bits);
+      to[lane] = one == one ? Bf16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) : Bf16(0x7FC0);
+    }
+  }
+  static void load_pairs(const Bf16* from, F& first, F& second) {
+    I bits;
+    std::memcpy(&bits, from, sizeof bits);
+    first = (F)(bits << 16);
+    second = (F)(bits & int32_t(0xFFFF0000));
+  }
+  static void transpose(F* rows) {
+    F copy[4] = {rows[0], rows[1], rows[2], rows[3]};
+    for (int i = 0; i < 4; ++i) rows[i] = F{copy[0][i], copy[1][i], copy[2][i], copy[3][i]};
+  }
+};
+
+}  // namespace
+}  // namespace baton

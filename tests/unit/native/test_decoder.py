@@ -1,0 +1,148 @@
+"""The decoder over native kernels: what its bits depend on, what it refuses, what is not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from baton.engine.config import EngineConfig
+from baton.engine.factory import build
+from baton.errors import ConfigError, EngineError
+from baton.kv.format import KEYS
+from baton.model.attention import KvCache
+from baton.model.load import LoadedModel, load_model
+from baton.native.decoder import NativeDecoder
+from tests.checkpoints import make_checkpoint, prompt_ids
+from tests.kernels import LIBRARY, needs_native
+from tests.unit.model.runner import Sequence, chunked_logits, forward
+
+pytestmark = needs_native
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> LoadedModel:
+    return load_model(checkpoint, dtype=torch.float32, native=LIBRARY)
+
+
+def decoder_of(model: LoadedModel) -> NativeDecoder:
+    assert isinstance(model.decoder, NativeDecoder)
+    return model.decoder
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_bfloat16_is_as_near_to_float32_as_torch_s(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(family, tmp_path)
+    ids = prompt_ids(100)
+    exact = chunked_logits(load_model(path, dtype=torch.float32), ids, 100, 16)
+    torch_s, ours = (
+        chunked_logits(load_model(path, dtype=torch.bfloat16, native=native), ids, 64, 16) for native in (None, LIBRARY)
+    )
+    assert (ours - exact).norm() < 1.1 * (torch_s - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_do_not_depend_on_chunks(checkpoint: Path, dtype: torch.dtype) -> None:
+    model = load_model(checkpoint, dtype=dtype, native=LIBRARY)
+    ids = prompt_ids(90)
+    whole = chunked_logits(model, ids, 90, 16)
+    for chunk, page_size in ((1, 16), (7, 5), (64, 256)):
+        found = chunked_logits(model, ids, chunk, page_size)
+        if torch.equal(found, whole):
+            continue
+        # AMX sums in another order than the dot products that few rows take.
+        assert dtype == torch.bfloat16
+        assert torch.nn.functional.cosine_similarity(found, whole).min() > 0.98
+
+
+def test_a_step_chooses_the_largest_logits_first(model: LoadedModel) -> None:
+    kv = model.new_kv_cache(20, 16)
+    sequence = Sequence(kv, 60)
+    forward(model, kv, [(sequence, prompt_ids(40))])
+    output = decoder_of(model).step(torch.tensor([3]), [41], sequence.table[None], kv, logits=True)
+    assert output.logits is not None
+    assert output.best.tolist() == output.logits.argmax(-1).tolist()
+    without = decoder_of(model).step(torch.tensor([3]), [41], sequence.table[None], kv, logits=False)
+    assert without.logits is None
+    assert without.best.tolist() == output.best.tolist()
+
+
+def test_a_row_that_is_not_finite_spoils_no_other(model: LoadedModel) -> None:
+    kv = model.new_kv_cache(20, 16)
+    sequences = [Sequence(kv, 60, first_page=5 * index) for index in range(2)]
+    for sequence in sequences:
+        forward(model, kv, [(sequence, prompt_ids(40))])
+    kv.parts[KEYS][0, sequences[0].table[1]] = float("nan")
+    tables = torch.stack([sequence.table for sequence in sequences])
+    output = decoder_of(model).step(torch.tensor([3, 3]), [41, 41], tables, kv, logits=True)
+    assert output.logits is not None
+    assert output.best[0] == -1
+    assert output.best[1] == output.logits[1].argmax() >= 0
+
+
+def untouched(kv: KvCache) -> bool:
+    return all(bool((part == 7).all()) for part in kv.parts.values())
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_what_would_be_outside_is_refused_before_anything_is_written(model: LoadedModel, data: st.DataObject) -> None:
+    """Token ids, lengths and tables of any values: either all are inside, or an error and untouched pages."""
+    kv = model.new_kv_cache(6, 4)
+    for part in kv.parts.values():
+        part.fill_(7)
+    numbers = st.one_of(st.integers(-3, 9), st.sampled_from([-(2**31), 2**31 - 1]))
+    count, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+
+    def some(values: st.SearchStrategy[Any], length: int) -> list[Any]:
+        drawn: list[Any] = data.draw(st.lists(values, min_size=length, max_size=length))
+        return drawn
+
+    tables = torch.tensor([some(numbers, width) for _ in range(count)], dtype=torch.int32)
+    contexts = some(numbers, count)
+    ids = some(st.one_of(st.integers(-2, 300), st.just(2**62)), count)
+    inside = all(
+        1 <= context <= 4 * width
+        and 0 <= token < model.config.vocab_size
+        and all(0 <= int(page) < 6 for page in table[: -(-context // 4)])
+        for table, context, token in zip(tables, contexts, ids, strict=True)
+    )
+    if inside:
+        decoder_of(model).step(torch.tensor(ids), contexts, tables, kv, logits=False)
+        assert not untouched(kv)
+        return
+    with pytest.raises(EngineError, match="native kernels: "):
+        decoder_of(model).step(torch.tensor(ids), contexts, tables, kv, logits=False)
+    assert untouched(kv)
+
+
+def test_threads_give_the_same_bits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Tensor] = []
+    for threads in (1, 2, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(
+            chunked_logits(load_model(checkpoint, dtype=torch.float32, native=LIBRARY), prompt_ids(70), 32, 16)
+        )
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("fields", [{"kv_dtype": "float16"}, {"dtype": "float16"}], ids=str)
+def test_models_without_kernels_get_torch_s(checkpoint: Path, fields: dict[str, Any]) -> None:
+    given = {"device": "cpu", "slots": 1, "kv_memory": 8 << 20, "threads": 1, **fields}
+    engine: Any = build(EngineConfig(str(checkpoint), **given))
+    assert not isinstance(engine.executor.runner._decoder, NativeDecoder)
+    with pytest.raises(ConfigError, match=r"native can't be used: .*dtype is float16"):
+        build(EngineConfig(str(checkpoint), kernels="native", **given))

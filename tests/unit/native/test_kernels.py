@@ -1,0 +1,141 @@
+"""Native products against float64 and attention under its contract, for each instruction set of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from baton.kv.format import KEYS, VALUES
+from baton.model.attention import AttentionBatch, KvCache
+from baton.native import abi
+from baton.native.library import isa
+from baton.native.packed import TYPES, PackedWeight
+from tests.unit.model.attention_contract import Case, block_cases, cases, check, decode_cases, in_dtypes, sharp_cases
+
+CPU = torch.device("cpu")
+ANY = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DOTS = ("avx512_bf16", "amx")
+"""Instruction sets whose products round rows to bfloat16."""
+
+
+class NativeAttention:
+    """The append and attention of a native forward pass, alone, as a backend; angles are 0: nothing is rotated."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL, threads: int = 1, weights: torch.dtype = torch.float32) -> None:
+        self._library, self._threads, self._weights = library, threads, weights
+        self._new: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
+        """Attend with some queries, which appends."""
+        self._new[layer] = k, v
+        self.attend(kv, layer, torch.zeros(len(k), kv.kv_heads, kv.head_dim), batch, None)
+
+    def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
+        """See AttentionBackend."""
+        qkv = torch.cat((q, *self._new[layer]), dim=1).float().contiguous()
+        out = torch.empty(q.shape)
+        layers = (abi.Layer * kv.num_layers)(*[abi.Layer(window=window or 0)] * kv.num_layers)
+        frequencies = torch.zeros(kv.head_dim // 2)
+        model = abi.Model(
+            kv.num_layers, 1, 1, 1, q.shape[1], kv.kv_heads, kv.head_dim, TYPES[self._weights], 1e-6,
+            ctypes.cast(layers, ctypes.c_void_p), None, None, None, frequencies.data_ptr(),
+        )  # fmt: skip
+        keys, values = (pointers([each.data_ptr() for each in kv.parts[part]]) for part in (KEYS, VALUES))
+        described = abi.Kv(
+            ctypes.cast(keys, ctypes.c_void_p), ctypes.cast(values, ctypes.c_void_p), kv.num_pages, kv.page_size,
+            TYPES[kv.dtype],
+        )  # fmt: skip
+        room = self._library.baton_native_room_new()
+        status = self._library.baton_native_attend(
+            model, described, batch_of(batch), layer, self._threads, qkv.data_ptr(), out.data_ptr(), room
+        )
+        self._library.baton_native_room_free(room)
+        assert status == 0, self._library.baton_native_error()
+        return out.to(q.dtype)
+
+
+def pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+def batch_of(batch: AttentionBatch) -> abi.Batch:
+    lens = [(ctypes.c_int32 * len(each))(*each) for each in (batch.query_lens, batch.context_lens)]
+    tables = batch.page_tables
+    return abi.Batch(len(batch.query_lens), *lens, tables.data_ptr(), tables.shape[1], tables.stride(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@ANY
+@given(
+    count=st.integers(1, 70),
+    rows=st.integers(1, 100),
+    columns=st.integers(1, 600),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_products_equal_float64(
+    library: ctypes.CDLL, dtype: torch.dtype, count: int, rows: int, columns: int, threads: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    weight, x, bias = torch.randn(rows, columns).to(dtype), torch.randn(count, columns), torch.randn(rows)
+    packed = PackedWeight.pack(library, weight, threads)
+    found = packed.multiply(x, bias, threads)
+    exact = x.to(dtype) if isa(library) in DOTS and dtype == torch.bfloat16 else x
+    expected = exact.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6 * columns**0.5 + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_s_product_does_not_depend_on_the_others(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    if isa(library) == "amx" and dtype == torch.bfloat16:
+        pytest.skip("tiles sum in another order than dot products, which few rows take")
+    packed = PackedWeight.pack(library, torch.randn(100, 700).to(dtype))
+    x = torch.randn(300, 700)
+    whole = packed.multiply(x, threads=2)
+    for count in (1, 2, 3, 4, 5, 6, 7, 8, 13, 32, 64, 129):
+        assert torch.equal(packed.multiply(x[:count].contiguous()), whole[:count])
+
+
+@pytest.mark.parametrize("case", [*cases()[::3], *decode_cases(), *block_cases()[::3], *sharp_cases()], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attention_keeps_its_contract(library: ctypes.CDLL, case: Case, threads: int) -> None:
+    check(NativeAttention(library, threads), case, CPU, tolerance=2e-5 if case.sharpness == 1 else 2e-4)
+
+
+@pytest.mark.parametrize("case", in_dtypes(decode_cases()[::4], torch.bfloat16, torch.bfloat16), ids=str)
+def test_attention_over_bfloat16_pages(library: ctypes.CDLL, case: Case) -> None:
+    check(NativeAttention(library, 2, torch.bfloat16), case, CPU, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 9, 1500])
+def test_attention_of_a_token_does_not_depend_on_the_others(library: ctypes.CDLL, window: int | None) -> None:
+    """A chunk, its tokens one by one, and the parts of a long context by several threads: the same bits."""
+    torch.manual_seed(0)
+    length, query, heads, kv_heads, size = 2600, 150, 6, 2, 32
+    kv = cache_of(length, kv_heads, size)
+    table = torch.randperm(kv.num_pages).int()[None]
+    backend = NativeAttention(library)
+    k, v = torch.randn(2, length, kv_heads, size).unbind()
+    backend.append(kv, 0, k, v, AttentionBatch.build([length], [length], table, kv.page_size))
+    q = torch.randn(query, heads, size)
+    backend._new[0] = k[-query:], v[-query:]
+    chunk = backend.attend(kv, 0, q, AttentionBatch.build([query], [length], table, kv.page_size), window)
+    for token in (0, 1, 77, query - 1):
+        context = length - query + 1 + token
+        alone = NativeAttention(library, threads=3)
+        alone._new[0] = k[context - 1 : context], v[context - 1 : context]
+        batch = AttentionBatch.build([1], [context], table, kv.page_size)
+        assert torch.equal(alone.attend(kv, 0, q[token : token + 1], batch, window)[0], chunk[token])
+
+
+def cache_of(tokens: int, kv_heads: int, size: int, page_size: int = 16) -> KvCache:
+    shape = (1, -(-tokens // page_size), page_size, kv_heads, size)
+    return KvCache({KEYS: torch.zeros(shape), VALUES: torch.zeros(shape)})
