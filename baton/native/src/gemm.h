@@ -12,6 +12,9 @@ constexpr int kLanes = Vec::kLanes;
 // Bytes ahead of a weight that is read: memory answers late, and hardware prefetchers stop at pages.
 constexpr int kAhead = 12288;
 
+// Inputs of a block of many rows, and how many rows make it worth to unpack its weights once for all of them.
+constexpr int kInputBlock = 256, kUnpackedRows = 2 * Vec::kRows;
+
 struct Float32Panel {
   using T = float;
   static constexpr int kStep = 1;         // inputs a step
@@ -47,27 +50,32 @@ struct Bf16Panel {
   template <int M, int N>
   static inline __attribute__((always_inline)) void step(F (&sums)[M][N], const float* x, int64_t stride,
                                                          const Bf16* w) {
-    F first[N], second[N];
+    F weights[N];
 #pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) Vec::load_pairs(w + n * kLanes * 2, first[n], second[n]);
+    for (int n = 0; n < N; ++n) weights[n] = Vec::load_first(w + n * kLanes * 2);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       F value = Vec::set(x[m * stride]);
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) sums[m][n] = Vec::fma(value, first[n], sums[m][n]);
+      for (int n = 0; n < N; ++n) sums[m][n] = Vec::fma(value, weights[n], sums[m][n]);
     }
+    // Both halves of all pairs at once would need more registers than AVX2 has: make the compiler load them again.
+    asm("" : "+r"(w));
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) weights[n] = Vec::load_second(w + n * kLanes * 2);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       F value = Vec::set(x[m * stride + 1]);
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) sums[m][n] = Vec::fma(value, second[n], sums[m][n]);
+      for (int n = 0; n < N; ++n) sums[m][n] = Vec::fma(value, weights[n], sums[m][n]);
     }
   }
 };
 
-// M rows times N vectors of columns over `inputs`, a multiple of kStep; w_stride: elements from step to step.
+// M rows times N vectors of columns over `inputs`, a multiple of kStep; w_stride: elements from step to step. Not
+// inlined, so that what callers keep takes none of its registers.
 template <class Panel, int M, int N>
-inline void tile(const float* x, int64_t x_stride, const typename Panel::T* w, int64_t w_stride, int64_t inputs,
+__attribute__((noinline)) void tile(const float* x, int64_t x_stride, const typename Panel::T* w, int64_t w_stride, int64_t inputs,
                  float* out, int64_t out_stride, bool add) {
   F sums[M][N];
 #pragma GCC unroll 16
@@ -95,21 +103,49 @@ inline void tile_of(int rows, const float* x, int64_t x_stride, const typename P
   tile<Panel, M, N>(x, x_stride, w, w_stride, inputs, out, out_stride, add);
 }
 
+// Columns of a panel of pairs as float32: out[input][N vectors].
+template <int N>
+inline void unpack(const Bf16* w, int64_t w_stride, int64_t inputs, float* out) {
+  for (int64_t k = 0; k < inputs; k += 2, w += w_stride, out += 2 * N * kLanes) {
+    for (int line = 0; line < N * kLanes * 4; line += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + line);
+    for (int n = 0; n < N; ++n) {
+      Vec::store(out + n * kLanes, Vec::load_first(w + n * kLanes * 2));
+      Vec::store(out + (N + n) * kLanes, Vec::load_second(w + n * kLanes * 2));
+    }
+  }
+}
+
 // out[r][0..32) = (add ? out : 0) + x[r] w, for any number of rows. Each output is one chain over the inputs.
 template <class Panel>
 inline void multiply(const float* x, int64_t x_stride, int rows, const typename Panel::T* w, int64_t w_stride,
                      int64_t inputs, float* out, int64_t out_stride, bool add) {
   constexpr int kWide = kPanel / kLanes, kNarrow = kWide < 2 ? kWide : 2;
-  if (rows * kWide <= Vec::kSums && rows <= Vec::kRows)
+  // Pairs need registers for both halves of the weights.
+  constexpr int kSpare = (Panel::kColumn - 1) * kWide;
+  if (rows * kWide + kSpare <= Vec::kSums && rows <= Vec::kRows)
     return tile_of<Panel, kWide>(rows, x, x_stride, w, w_stride, inputs, out, out_stride, add);
   // Tiles of like heights: one that is low leaves multipliers idle.
-  const int tiles = (rows + Vec::kRows - 1) / Vec::kRows;
+  const bool unpacks = Panel::kColumn == 2 && rows >= kUnpackedRows;
+  const int height = unpacks ? Vec::kRows : Vec::kRows - (Panel::kColumn - 1), tiles = (rows + height - 1) / height;
   // As many inputs at a time as leave weights and rows in the first cache from tile to tile.
-  const int64_t block = tiles > 1 || kNarrow < kWide ? 256 : inputs;
+  const int64_t block = tiles > 1 || kNarrow < kWide ? kInputBlock : inputs;
   for (int64_t k = 0; k < inputs; k += block) {
     const int64_t count = inputs - k < block ? inputs - k : block;
     for (int column = 0; column < kPanel; column += kNarrow * kLanes) {
       const auto* weights = w + k / Panel::kStep * w_stride + column * Panel::kColumn;
+      if constexpr (Panel::kColumn == 2) {
+        if (unpacks) {
+          alignas(64) float unpacked[kInputBlock * kNarrow * kLanes];
+          unpack<kNarrow>(weights, w_stride, count, unpacked);
+          for (int i = 0; i < tiles; ++i) {
+            const int begin = rows * i / tiles, end = rows * (i + 1) / tiles;
+            tile_of<CachedPanel, kNarrow>(end - begin, x + begin * x_stride + k, x_stride, unpacked, kNarrow * kLanes,
+                                          count, out + begin * out_stride + column, out_stride, add || k > 0);
+          }
+          continue;
+        }
+      }
       for (int i = 0; i < tiles; ++i) {
         const int begin = rows * i / tiles, end = rows * (i + 1) / tiles;
         tile_of<Panel, kNarrow>(end - begin, x + begin * x_stride + k, x_stride, weights, w_stride, count,

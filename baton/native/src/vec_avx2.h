@@ -39,10 +39,13 @@ struct Vec {
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0xD8);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
   }
-  static void load_pairs(const Bf16* from, F& first, F& second) {
+  // The first and the second of each pair.
+  static F load_first(const Bf16* from) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), 16));
+  }
+  static F load_second(const Bf16* from) {
     __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    first = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-    second = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(int(0xFFFF0000))));
+    return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(int(0xFFFF0000))));
   }
   static void transpose(F* r) {
     F a[8], b[8];

@@ -40,10 +40,12 @@ struct Vec {
     rounded = _mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC00000)), 16);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(rounded));
   }
-  static void load_pairs(const Bf16* from, F& first, F& second) {
-    __m512i bits = _mm512_loadu_si512(from);
-    first = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-    second = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int(0xFFFF0000))));
+  // The first and the second of each pair.
+  static F load_first(const Bf16* from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(from), 16));
+  }
+  static F load_second(const Bf16* from) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi32(int(0xFFFF0000))));
   }
   static void transpose(F* r) {
     F a[16], b[16];

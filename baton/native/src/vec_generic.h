@@ -49,11 +49,13 @@ struct Vec {
       to[lane] = one == one ? Bf16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) : Bf16(0x7FC0);
     }
   }
-  static void load_pairs(const Bf16* from, F& first, F& second) {
+  // The first and the second of each pair.
+  static F load_first(const Bf16* from) { return (F)(load_bits(from) << 16); }
+  static F load_second(const Bf16* from) { return (F)(load_bits(from) & int32_t(0xFFFF0000)); }
+  static I load_bits(const Bf16* from) {
     I bits;
     std::memcpy(&bits, from, sizeof bits);
-    first = (F)(bits << 16);
-    second = (F)(bits & int32_t(0xFFFF0000));
+    return bits;
   }
   static void transpose(F* rows) {
     F copy[4] = {rows[0], rows[1], rows[2], rows[3]};
