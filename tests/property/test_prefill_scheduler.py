@@ -59,7 +59,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
     def admit(self, tokens: int) -> None:
         waiting = self.scheduler.waiting
         try:
-            work = self.scheduler.admit(tokens, self.now)
+            work = self.scheduler.admit(tokens)
         except InvalidRequest:
             assert tokens >= LONGEST or -(-tokens // PAGE) > PAGES
         except Overloaded:
