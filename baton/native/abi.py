@@ -77,7 +77,7 @@ def declare(library: ctypes.CDLL) -> None:
         "packed_size": (c_int64, (c_int64, c_int64)),
         "pack": (None, (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64)),
         "linear": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
-        "start": (None, (c_int64,)),
+        "start": (c_int, (c_int64,)),
         "pin": (None, (POINTER(c_int32), c_int64)),
     }
     for name, (result, arguments) in signatures.items():

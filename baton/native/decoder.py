@@ -64,10 +64,12 @@ class NativeDecoder:
         self._kept: list[Tensor] = []
         self._model = self._describe(decoder)
         self._kv: tuple[weakref.ref[KvCache], abi.Kv, object] | None = None
-        room = library.baton_native_room_new()
-        weakref.finalize(self, library.baton_native_room_free, room)
-        self._room = room
-        library.baton_native_start(threads)
+        self._room = library.baton_native_room_new()
+        if not self._room:
+            raise EngineError("native kernels: no memory")
+        # Not at exit, when another thread may still compute with it.
+        weakref.finalize(self, library.baton_native_room_free, self._room).atexit = False
+        self._check(library.baton_native_start(threads))
 
     def forward(
         self,
@@ -80,8 +82,8 @@ class NativeDecoder:
     ) -> Tensor:
         """See `Decoder.forward`; `positions` are those of the batch. The result is float32."""
         layers, tokens = self.config.num_layers, batch.num_tokens
-        hidden = torch.empty(tokens, self.config.hidden_size)
-        call = abi.Call(self._threads, token_ids.contiguous().data_ptr(), 0, layers, tokens, hidden.data_ptr())
+        hidden = _empty(tokens, self.config.hidden_size)
+        call = abi.Call(self._threads, _ids(token_ids, tokens), 0, layers, tokens, hidden.data_ptr())
         call.tail = tokens if rows is None else rows
         seen = self._batch(batch.query_lens, batch.context_lens, batch.page_tables)
         for first, last in [(0, layers)] if on_layer is None else [(index, index + 1) for index in range(layers)]:
@@ -101,7 +103,7 @@ class NativeDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection: float32 `[n, hidden]` to float32 `[n, vocab_size]`."""
         hidden = hidden.float().contiguous()
-        logits = torch.empty(len(hidden), self.config.vocab_size)
+        logits = _empty(len(hidden), self.config.vocab_size)
         if len(hidden):
             call = abi.Call(self._threads, hidden=hidden.data_ptr(), logits=logits.data_ptr())
             self._check(self._library.baton_native_head(byref(self._model), len(hidden), byref(call), self._room))
@@ -112,10 +114,10 @@ class NativeDecoder:
     ) -> StepOutput:
         """One new token for each sequence: `token_ids` int64 `[n]`, `page_tables` int32 `[n, width]`, or longer."""
         count = len(context_lens)
-        hidden = torch.empty(count, self.config.hidden_size)
-        best = torch.empty(count, dtype=torch.int64)
-        found = torch.empty(count, self.config.vocab_size) if logits else None
-        call = abi.Call(self._threads, token_ids.data_ptr(), 0, self.config.num_layers, count, hidden.data_ptr())
+        hidden = _empty(count, self.config.hidden_size)
+        best = torch.empty(count, dtype=torch.int64, device="cpu")
+        found = _empty(count, self.config.vocab_size) if logits else None
+        call = abi.Call(self._threads, _ids(token_ids, count), 0, self.config.num_layers, count, hidden.data_ptr())
         call.logits, call.best = None if found is None else found.data_ptr(), best.data_ptr()
         seen = self._batch([1] * count, context_lens, page_tables)
         self._check(
@@ -132,8 +134,9 @@ class NativeDecoder:
     @staticmethod
     def _batch(query_lens: Sequence[int], context_lens: Sequence[int], tables: Tensor) -> abi.Batch:
         count = len(query_lens)
-        if tables.stride(1) != 1 and tables.shape[1] > 1:
-            raise EngineError(f"page tables have strides {tables.stride()}")
+        if tables.dtype != torch.int32 or len(tables) < count or (tables.shape[1] > 1 and tables.stride(1) != 1):
+            shape = f"{tables.dtype} {list(tables.shape)} with strides {tables.stride()}"
+            raise EngineError(f"page tables must be int32 [{count}, pages], each row contiguous, got {shape}")
         array = ctypes.c_int32 * count
         return abi.Batch(
             count,
@@ -222,3 +225,16 @@ class NativeDecoder:
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def _empty(*shape: int) -> Tensor:
+    """Float32 memory on the CPU, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def _ids(token_ids: Tensor, count: int) -> int:
+    """The address of `count` token ids."""
+    if token_ids.dtype != torch.int64 or len(token_ids) < count or not token_ids.is_contiguous():
+        shape = f"{token_ids.dtype} {list(token_ids.shape)}"
+        raise EngineError(f"token ids must be contiguous int64 [{count}], got {shape}")
+    return token_ids.data_ptr()

@@ -14,6 +14,10 @@
 namespace baton {
 namespace {
 
+bool check_threads(int64_t threads) {
+  return (threads >= 1 && threads <= 1024) || (fail("%lld threads", static_cast<long long>(threads)), false);
+}
+
 constexpr int64_t kPart = 1024;     // keys of a part; parts are merged in order, by one thread or by many
 constexpr int kQueryRows = 96;      // most rows (tokens times query group) of a unit, or a token's
 constexpr int64_t kRowGroup = 512;  // rows whose activations stay in the caches while all panels pass
@@ -332,7 +336,7 @@ struct Attend {
 
 int run(const BatonModel& model, const BatonKv* kv, const BatonBatch* batch, const BatonCall& call, int64_t tokens,
         BatonRoom& room) {
-  if (call.threads < 1 || call.threads > 1024) return fail("%lld threads", static_cast<long long>(call.threads));
+  if (!check_threads(call.threads)) return 1;
   try {
     Forward forward{model, kv, batch, call, kernels(Type(model.type)), room, tokens};
     forward.reserve();
@@ -389,6 +393,14 @@ int baton_native_attend(const BatonModel* model, const BatonKv* kv, const BatonB
   return 0;
 }
 
-void baton_native_start(int64_t threads) { Pool::shared().start(int(threads)); }
+int baton_native_start(int64_t threads) {
+  if (!check_threads(threads)) return 1;
+  try {
+    Pool::shared().start(int(threads));
+  } catch (const std::exception& error) {
+    return fail("%lld threads can't be started: %s", static_cast<long long>(threads), error.what());
+  }
+  return 0;
+}
 
 void baton_native_pin(const int32_t* cores, int64_t count) { Pool::shared().pin(cores, int(count)); }

@@ -85,8 +85,8 @@ BATON_API void baton_native_pack(const void* from, int64_t from_type, int64_t co
 BATON_API void baton_native_linear(const float* x, int64_t count, int64_t columns, const void* packed, int64_t type,
                                    int64_t rows, const float* bias, float* out, int64_t threads);
 
-// Start the threads for calls of so many.
-BATON_API void baton_native_start(int64_t threads);
+// Start the threads for calls of so many; 0, or an error that `baton_native_error` describes.
+BATON_API int baton_native_start(int64_t threads);
 
 // Pin the calling thread to cores[0] and the others to the next ones.
 BATON_API void baton_native_pin(const int32_t* cores, int64_t count);

@@ -49,7 +49,11 @@ void Region::barrier() {
 
 Pool& Pool::shared() {
   // Never destroyed: threads of the interpreter may be computing when the process exits.
-  static Pool* pool = new Pool;
+  static Pool* pool = [] {
+    // A forked child has none of the threads, so it needs a pool of its own.
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+    return new Pool;
+  }();
   return *pool;
 }
 

@@ -238,7 +238,7 @@ def test_a_replay_finds_prompt_and_outputs() -> None:
     [
         ({"prefix_digests": b"x" * 33}, "prefix_digests: must have a multiple of 32 bytes, got 33"),
         ({"prefix_digests": b"x" * 96}, "prefix_digests: must name at most the 2 full blocks of the context, got 3"),
-        ({"cache_salt": b"x" * 257}, "cache_salt: must have at most 256 bytes, got 257"),
+        ({"cache_salt": b"x" * 65}, "cache_salt: must have at most 64 bytes, got 65"),
     ],
 )
 def test_malformed_names_are_refused_by_name(change: dict[str, Any], words: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +18,7 @@ from baton.model.attention import AttentionBatch, KvCache
 from baton.native import abi
 from baton.native.library import isa
 from baton.native.packed import TYPES, PackedWeight
+from tests.kernels import needs_native
 from tests.unit.model.attention_contract import Case, block_cases, cases, check, decode_cases, in_dtypes, sharp_cases
 
 CPU = torch.device("cpu")
@@ -139,3 +142,28 @@ def test_attention_of_a_token_does_not_depend_on_the_others(library: ctypes.CDLL
 def cache_of(tokens: int, kv_heads: int, size: int, page_size: int = 16) -> KvCache:
     shape = (1, -(-tokens // page_size), page_size, kv_heads, size)
     return KvCache({KEYS: torch.zeros(shape), VALUES: torch.zeros(shape)})
+
+
+@needs_native
+def test_a_forked_child_computes_with_threads_of_its_own() -> None:
+    code = """
+import os, torch
+from baton.native import abi
+from baton.native.library import load
+from baton.native.packed import PackedWeight
+library = load()
+abi.declare(library)
+weight, x = PackedWeight.pack(library, torch.randn(256, 64)), torch.randn(64, 64)
+expected = weight.multiply(x, threads=2)
+if child := os.fork():
+    assert torch.equal(weight.multiply(x, threads=2), expected)
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    os._exit(0 if torch.equal(weight.multiply(x, threads=2), expected) else 1)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_threads_that_cannot_be_started_are_an_error(library: ctypes.CDLL) -> None:
+    assert library.baton_native_start(5_000) == 1
+    assert b"5000 threads" in library.baton_native_error()
