@@ -1,7 +1,7 @@
 """Load the native library, or say why it can't be used.
 
 The library is used only if it was compiled from the sources beside it: one that is older would compute something else
-than what a reader of the sources sees. Two variables are for tests: BATON_NATIVE_ISA runs the kernels of an older
+than what a reader of the sources sees. Two variables are for tests: BATON_NATIVE_ISA runs the kernels of another
 instruction set ("avx2"), BATON_NATIVE_LIBRARY names another file, such as one with a sanitizer.
 """
 
@@ -20,6 +20,12 @@ ABI = 1
 """BATON_NATIVE_ABI in src/abi.h."""
 
 REBUILD = "run `python -m baton.native.build`"
+
+ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
+"""Instruction sets in the order of `Isa` in src/cpu.h."""
+
+PROVEN = "avx2"
+"""The newest instruction set whose kernels have run. Newer ones are compiled, but nothing has executed them yet."""
 
 
 class NativeUnavailable(Exception):
@@ -50,11 +56,15 @@ def select_kernels(wanted: str) -> Kernels:
     if wanted == "torch":
         return Kernels(None, "as configured")
     try:
-        return Kernels(load())
+        library = load()
     except NativeUnavailable as error:
         if wanted == "native":
             raise ConfigError(f"kernels: native can't be used: {error}") from None
         return Kernels(None, str(error))
+    if wanted == "auto" and best_isa(library) != PROVEN:
+        # Torch has kernels for newer CPUs that are faster at prefill, and for older ones that beat scalar code.
+        return Kernels(None, f"this CPU has {best_isa(library)}; --kernels native runs own ones, made for {PROVEN}")
+    return Kernels(library)
 
 
 @cache
@@ -63,6 +73,8 @@ def load() -> ctypes.CDLL:
     library = open_library(Path(os.environ.get("BATON_NATIVE_LIBRARY", LIBRARY)), source_hash())
     if chosen := os.environ.get("BATON_NATIVE_ISA"):
         select_isa(library, chosen)
+    elif ISAS.index(best_isa(library)) > ISAS.index(PROVEN):
+        select_isa(library, PROVEN)
     return library
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from ctypes import CDLL
 
 import pytest
 
 from baton.native import abi
-from baton.native.library import best_isa, select_isa
+from baton.native.library import ISAS, PROVEN, best_isa, isa, select_isa
 from tests.kernels import LIBRARY
-
-ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 def _here() -> tuple[str, ...]:
-    return ISAS[: ISAS.index(best_isa(LIBRARY)) + 1] if LIBRARY else ()
+    """Those up to the newest one that has run, or that BATON_NATIVE_ISA names."""
+    if not LIBRARY:
+        return ()
+    newest = min(best_isa(LIBRARY), os.environ.get("BATON_NATIVE_ISA", PROVEN), key=ISAS.index)
+    return ISAS[: ISAS.index(newest) + 1]
 
 
 @pytest.fixture(params=_here())
@@ -23,6 +26,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[CDLL]:
     """The native library, running the kernels of one instruction set."""
     assert LIBRARY is not None
     abi.declare(LIBRARY)
+    before = isa(LIBRARY)
     select_isa(LIBRARY, request.param)
     yield LIBRARY
-    select_isa(LIBRARY, best_isa(LIBRARY))
+    select_isa(LIBRARY, before)

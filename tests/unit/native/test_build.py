@@ -133,10 +133,14 @@ def test_with_a_library_native_kernels_run_unless_torch_is_demanded(
     monkeypatch.setenv("BATON_NATIVE_LIBRARY", str(compiled))
     expected = source_hash(sources)
     monkeypatch.setattr(native, "source_hash", lambda: expected)
-    for wanted in ("auto", "native"):
-        chosen = select_kernels(wanted)
-        assert isinstance(chosen.library, ctypes.CDLL)
-        assert str(chosen) == f"native ({best_isa(chosen.library)})"
+    chosen = select_kernels("native")
+    assert isinstance(chosen.library, ctypes.CDLL)
+    best = best_isa(chosen.library)
+    assert str(chosen) == f"native ({min(best, native.PROVEN, key=native.ISAS.index)})"
+    for newest in native.ISAS:
+        monkeypatch.setattr(native, "PROVEN", newest)
+        default = str(select_kernels("auto"))
+        assert default.startswith("native (" if newest == best else f"torch (this CPU has {best}; "), newest
     assert select_kernels("torch").library is None
 
 
@@ -158,11 +162,11 @@ def test_a_variable_chooses_an_older_instruction_set(
     expected = source_hash(sources)
     monkeypatch.setattr(native, "source_hash", lambda: expected)
     monkeypatch.setenv("BATON_NATIVE_ISA", "scalar")
-    assert str(select_kernels("auto")) == "native (scalar)"
+    assert str(select_kernels("native")) == "native (scalar)"
     native.load.cache_clear()
     monkeypatch.setenv("BATON_NATIVE_ISA", "sse9")
     with pytest.raises(ConfigError, match="BATON_NATIVE_ISA: 'sse9' is an unknown instruction set"):
-        select_kernels("auto")
+        select_kernels("native")
 
 
 @needs_compiler
