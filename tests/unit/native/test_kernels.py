@@ -161,7 +161,7 @@ if child := os.fork():
 else:
     os._exit(0 if torch.equal(weight.multiply(x, threads=2), expected) else 1)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_threads_that_cannot_be_started_are_an_error(library: ctypes.CDLL) -> None:
