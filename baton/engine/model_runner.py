@@ -29,6 +29,7 @@ from baton.engine.torch_memory import TorchMemory
 from baton.errors import EngineError, NoToken
 from baton.model.attention import AttentionBatch, KvCache, select
 from baton.model.attention.flash_backend import FlashAttention
+from baton.model.gumbel import lowest_noise
 from baton.model.load import LoadedModel
 from baton.model.sampler import SamplerBatch
 from baton.model.sampler_output import SamplerOutput, token_infos
@@ -242,4 +243,5 @@ class ModelRunner:
             raise
 
     def _new_sampler(self) -> SamplerBatch:
-        return SamplerBatch(self._spec.vocab_size, self._spec.eos_token_ids, self._device)
+        lowest = self._native.lowest_noise if self._native is not None else lowest_noise
+        return SamplerBatch(self._spec.vocab_size, self._spec.eos_token_ids, self._device, lowest)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from baton import cores
 from baton.errors import ConfigError
+from baton.native.library import NativeUnavailable, load
 
 _log = logging.getLogger(__name__)
 
@@ -65,10 +66,10 @@ def _check_threads(threads: int) -> None:
 
 
 def pin_compute_threads() -> None:
-    """Give each thread of this thread's OpenMP team a core of its own; for a worker that was given its cores.
+    """Give each thread that computes a core of its own: torch's OpenMP team of this thread, and native kernels' pool.
 
-    Others stay free, since workers beside them would crowd the same first core. To be called once, by the thread that
-    computes; its team is told apart by the name that Linux threads inherit.
+    For a worker that was given its cores. Others stay free, since workers beside them would crowd the same first core.
+    To be called once, by the thread that computes; its team is told apart by the name that Linux threads inherit.
     """
     import torch
 
@@ -79,3 +80,5 @@ def pin_compute_threads() -> None:
     team = [int(task.parent.name) for task in tasks.glob("*/comm") if task.read_text().strip() == _COMPUTE]
     for thread, core in zip(sorted(team, key=lambda thread: thread != caller), places, strict=False):
         os.sched_setaffinity(thread, {core})
+    with contextlib.suppress(NativeUnavailable):
+        load().baton_native_pin((ctypes.c_int32 * len(places))(*places), len(places))

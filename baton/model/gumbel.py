@@ -13,6 +13,7 @@ logarithms are taken once a tile, and then for the tokens of the few tiles that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,11 +62,12 @@ class Draws:
 class GumbelArgmax:
     """The argmax of logit + noise over the whole vocabulary; what bounds the scores of a tile is computed once."""
 
-    def __init__(self, tiles: LogitTiles, draws: Draws) -> None:
+    def __init__(self, tiles: LogitTiles, draws: Draws, lowest: LowestNoise) -> None:
+        """`lowest` is `lowest_noise`, or what computes the same."""
         self._tiles = tiles
         self._draws = draws
         self._maxima = draws.scale(tiles.maxima[draws.rows])
-        self._bound = self._bounds() if self._maxima.device.type == "cpu" else None
+        self._bound = self._bounds(lowest) if self._maxima.device.type == "cpu" else None
 
     def argmax(self, index: Tensor, floor: Tensor) -> Tensor:
         """Draw a token for each of `index`, places in the draws, int64 `[Q]`: token ids, int64 `[Q]`.
@@ -98,24 +100,14 @@ class GumbelArgmax:
         best, lane = scores.max(-1)
         return best, first + lane
 
-    def _bounds(self) -> Tensor:
+    def _bounds(self, lowest: LowestNoise) -> Tensor:
         """No score of a tile is larger: float64 `[R, n]`, -inf where no token can win."""
         rows, tiles = (self._maxima >= -SPAN).nonzero(as_tuple=True)
         width = self._tiles.width
-        starts = (tiles * width).clamp_(max=self._tiles.vocab - width).to(torch.int32)
-        keys = self._draws.keys[rows]
-        starts = starts.mul_(_GOLDEN).add_(keys[:, 0])[:, None]
-        lanes = torch.arange(width, dtype=torch.int32).mul_(_GOLDEN)
-        lowest = torch.empty_like(rows, dtype=torch.int32)
-        count = _CACHED // width
-        bits, spare = torch.empty(2, min(count, len(rows)), width, dtype=torch.int32)
-        for part in range(0, len(rows), count):
-            chosen = slice(part, part + count)
-            size = len(lowest[chosen])
-            mixed = torch.add(starts[chosen], lanes, out=bits[:size])
-            torch.amin(_hash(mixed, keys[chosen, 1:], spare[:size]), -1, out=lowest[chosen])
+        first = (tiles * width).clamp_(max=self._tiles.vocab - width).to(torch.int32)
         bound = torch.full_like(self._maxima, -torch.inf, dtype=torch.float64)
-        bound[rows, tiles] = self._maxima[rows, tiles] + _noise(lowest) + _SLACK
+        noise = _noise(lowest(first, self._draws.keys[rows], width))
+        bound[rows, tiles] = self._maxima[rows, tiles] + noise + _SLACK
         return bound
 
     def _dense(self, draws: Draws, floor: Tensor) -> Tensor:
@@ -127,6 +119,28 @@ class GumbelArgmax:
         score = scaled - uniform.neg_().log1p_().neg_().log_()
         near = score >= score.amax(-1, keepdim=True) - MARGIN
         return (scaled + _noise(bits)).masked_fill_(~near, -torch.inf).argmax(-1)
+
+
+def lowest_noise(first: Tensor, keys: Tensor, width: int) -> Tensor:
+    """The smallest z of each tile, int32 `[P]`: the one with the most noise.
+
+    `first`: int32 `[P]`, the first token id of each tile of `width` tokens. `keys`: int32 `[P, 2]`, as in `Draws`.
+    """
+    starts = (first * _GOLDEN).add_(keys[:, 0])[:, None]
+    lanes = torch.arange(width, dtype=torch.int32).mul_(_GOLDEN)
+    lowest = torch.empty_like(first)
+    count = _CACHED // width
+    bits, spare = torch.empty(2, min(count, len(first)), width, dtype=torch.int32)
+    for part in range(0, len(first), count):
+        chosen = slice(part, part + count)
+        size = len(lowest[chosen])
+        mixed = torch.add(starts[chosen], lanes, out=bits[:size])
+        torch.amin(_hash(mixed, keys[chosen, 1:], spare[:size]), -1, out=lowest[chosen])
+    return lowest
+
+
+LowestNoise = Callable[[Tensor, Tensor, int], Tensor]
+"""`lowest_noise`, or what computes the same."""
 
 
 def scores_of(scaled: Tensor, token_ids: Tensor, keys: Tensor) -> Tensor:

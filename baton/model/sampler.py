@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from baton.errors import NoToken
-from baton.model.gumbel import Draws, GumbelArgmax, scores_of
+from baton.model.gumbel import Draws, GumbelArgmax, LowestNoise, lowest_noise, scores_of
 from baton.model.logit_tiles import LogitTiles
 from baton.model.logits_processor import LogitsProcessor, RowProcessor, row_processor
 from baton.model.noise import noise_key
@@ -110,7 +110,15 @@ class _SamplingMetadata:
 class SamplerBatch:
     """The sampling state of a batch: rows are added at the end, and the last one fills the place of one removed."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+        lowest: LowestNoise = lowest_noise,
+    ) -> None:
+        """`lowest` is `baton.model.gumbel.lowest_noise`, or what computes the same."""
+        self._lowest = lowest
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._device = device
@@ -213,10 +221,10 @@ class SamplerBatch:
             free = draws.take(metadata.free)
             everything = torch.full_like(free.top, -math.inf)
             index = torch.arange(len(free.rows), device=tokens.device)
-            tokens[free.rows] = GumbelArgmax(tiles, free).argmax(index, everything)
+            tokens[free.rows] = GumbelArgmax(tiles, free, self._lowest).argmax(index, everything)
         if len(metadata.limited):
             limited = draws.take(metadata.limited)
-            tokens[limited.rows] = draw_limited(tiles, limited, metadata.limits)
+            tokens[limited.rows] = draw_limited(tiles, limited, metadata.limits, self._lowest)
         return tokens
 
     def _build(self) -> _SamplingMetadata:
@@ -259,7 +267,7 @@ class SamplerBatch:
         return upload(values, dtype, self._device)
 
 
-def draw_limited(tiles: LogitTiles, draws: Draws, limits: _Limits) -> Tensor:
+def draw_limited(tiles: LogitTiles, draws: Draws, limits: _Limits, lowest: LowestNoise) -> Tensor:
     """The token ids drawn from what `limits` keep, int64 `[R]`.
 
     top_p counts the mass of what min_p and top_k keep, and keeps a token if the mass of the likelier ones is
@@ -288,17 +296,19 @@ def draw_limited(tiles: LogitTiles, draws: Draws, limits: _Limits) -> Tensor:
         # Equal logits just beyond the window would be kept too.
         wide = (values[:, -1:] >= threshold)[:, 0].nonzero()[:, 0]
         if len(wide):
-            tokens[wide] = draw_wide(tiles, draws.take(wide), floor[wide], limits.top_p[wide], mass[wide])
+            tokens[wide] = draw_wide(tiles, draws.take(wide), floor[wide], limits.top_p[wide], mass[wide], lowest)
     return tokens
 
 
-def draw_wide(tiles: LogitTiles, draws: Draws, floor: Tensor, top_p: Tensor, mass: Tensor) -> Tensor:
+def draw_wide(
+    tiles: LogitTiles, draws: Draws, floor: Tensor, top_p: Tensor, mass: Tensor, lowest: LowestNoise
+) -> Tensor:
     """As `draw_limited`, for rows that keep more tokens than the window, or may do so.
 
     `floor` (float32 `[R, 1]`): the least scaled logit that min_p and top_k keep; `mass` (float64 `[R, 1]`): `top_p` of
     what they keep. Both are infinite without a top_p.
     """
-    search = GumbelArgmax(tiles, draws)
+    search = GumbelArgmax(tiles, draws, lowest)
     tokens = torch.empty_like(draws.rows)
     waiting = torch.arange(len(tokens), device=tokens.device)
     inside = torch.zeros_like(floor)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import NoToken
+from baton.model.logit_tiles import LogitTiles
 from baton.model.upload import download, upload
 from baton.request import TokenInfo
 
@@ -75,7 +76,10 @@ class Logprobs:
         chosen = torch.cat([logits.gather(1, tokens[:, None]) - norms, norms], 1)
         # Who asks for alternatives must not make others pay for the search.
         asked = sum(top > 0 for top in tops)
-        values, ids = logits[:asked].topk(min(max(tops), logits.shape[1]), dim=-1)
+        values, ids = logits[:0].topk(0)
+        if asked:
+            rows, count = torch.arange(asked, device=logits.device), min(max(tops), logits.shape[1])
+            values, ids = LogitTiles(logits[:asked]).top(rows, count)
         return cls(download(chosen), download(values - norms[:asked]), download(ids), tops)
 
     def infos(self, token_ids: Sequence[int]) -> list[TokenInfo]:

@@ -56,7 +56,6 @@ class NativeDecoder:
 
     def __init__(self, decoder: Decoder, library: ctypes.CDLL, threads: int) -> None:
         """`threads`: those that compute, the caller's included; started now."""
-        abi.declare(library)
         self.config = decoder.config
         self._options = decoder.options
         self._library = library
@@ -126,6 +125,14 @@ class NativeDecoder:
             )
         )
         return StepOutput(best, found)
+
+    def lowest_noise(self, first: Tensor, keys: Tensor, width: int) -> Tensor:
+        """See `baton.model.gumbel.lowest_noise`."""
+        first, keys, lowest = first.contiguous(), keys.contiguous(), torch.empty_like(first)
+        self._library.baton_native_lowest_noise(
+            first.data_ptr(), keys.data_ptr(), len(first), width, lowest.data_ptr(), self._threads
+        )
+        return lowest
 
     def _check(self, status: int) -> None:
         if status:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.native import abi
 from baton.native.build import LIBRARY, source_hash
 
 ABI = 1
@@ -71,6 +72,7 @@ def select_kernels(wanted: str) -> Kernels:
 def load() -> ctypes.CDLL:
     """The library; raises NativeUnavailable, and ConfigError for BATON_NATIVE_ISA. It is loaded once in a process."""
     library = open_library(Path(os.environ.get("BATON_NATIVE_LIBRARY", LIBRARY)), source_hash())
+    abi.declare(library)
     if chosen := os.environ.get("BATON_NATIVE_ISA"):
         select_isa(library, chosen)
     elif ISAS.index(best_isa(library)) > ISAS.index(PROVEN):

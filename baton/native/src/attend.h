@@ -6,6 +6,7 @@
 #pragma once
 
 #include "rows.h"
+#include "sample.h"
 
 namespace baton {
 namespace {
@@ -182,6 +183,7 @@ Kernels table_of(void (*multiply_rows)(const void*, int64_t, int, const void*, i
   table.append = append;
   table.attend = attend;
   table.merge = merge;
+  table.lowest_noise = lowest_noise;
   table.finish = finish<Row>;
   return table;
 }

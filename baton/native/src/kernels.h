@@ -91,6 +91,8 @@ struct Kernels {
   void (*append)(const Append& token);
   void (*attend)(const Attention& query, const AttentionRoom& room, Partial result);
   void (*merge)(Partial into, Partial from, int rows, int head_dim);
+  // The smallest 31 bits of noise of `count` tokens from `first` on.
+  int32_t (*lowest_noise)(uint32_t first, int count, uint32_t key, uint32_t second);
   void (*finish)(Partial result, int tokens, int group, int head_dim, void* out, int64_t stride);
 };
 

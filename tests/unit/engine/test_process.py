@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from tests.kernels import needs_native
+
 FAULTS = """
 import resource, sys
 if sys.argv[1] == "prepared":
@@ -60,6 +62,20 @@ end.set()
 """
 
 
+NATIVE = """
+import os, threading
+from baton.engine.process import pin_compute_threads, prepare
+from baton.native.library import load
+prepare(",".join(map(str, sorted(os.sched_getaffinity(0)))))
+import torch
+count, before = len(os.sched_getaffinity(0)), set(os.listdir("/proc/self/task"))
+load().baton_native_start(count)
+pool = set(os.listdir("/proc/self/task")) - before
+pin_compute_threads()
+print(sorted(sorted(os.sched_getaffinity(int(task))) for task in pool))
+"""
+
+
 def run(program: str, argument: str) -> subprocess.CompletedProcess[str]:
     # Whoever prepared this very process, in another test, has set them.
     ours = {"OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT"}
@@ -70,6 +86,11 @@ def run(program: str, argument: str) -> subprocess.CompletedProcess[str]:
 def test_pinned_to_a_core() -> None:
     core = max(os.sched_getaffinity(0))
     assert run(CORES, str(core)).stdout.strip() == f"[{core}] 1"
+
+
+@needs_native
+def test_threads_of_native_kernels_have_cores_beside_the_callers() -> None:
+    assert run(NATIVE, "").stdout.strip() == str([[core] for core in sorted(os.sched_getaffinity(0))[1:]])
 
 
 def test_each_compute_thread_has_a_core() -> None:

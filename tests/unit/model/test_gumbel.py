@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.model import gumbel as noise
-from baton.model.gumbel import Draws, GumbelArgmax, _bits, scores_of
+from baton.model.gumbel import Draws, GumbelArgmax, _bits, lowest_noise, scores_of
 from baton.model.logit_tiles import WIDTH, LogitTiles
 from baton.model.noise import noise_key
 from tests.unit.model.plain_noise import bits, fmix32, gumbel
@@ -32,7 +32,7 @@ def race(logits: Tensor, keys: Tensor, temperature: float = 1.0) -> tuple[Gumbel
     tiles, rows = LogitTiles(logits), len(logits)
     heat = torch.full((rows, 1), temperature)
     draws = Draws(torch.arange(rows), logits.amax(-1, keepdim=True), heat, keys)
-    return GumbelArgmax(tiles, draws), draws.scale(logits)
+    return GumbelArgmax(tiles, draws, lowest_noise), draws.scale(logits)
 
 
 def test_the_finalizer_is_murmurs() -> None:

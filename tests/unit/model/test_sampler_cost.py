@@ -105,7 +105,8 @@ def test_a_row_costs_its_mates_nothing(one: SamplingParams, others: SamplingPara
     assert ordered <= VOCAB // 4
     without = a_step(mates)
     together = a_step([(0, one), *mates])
-    assert together[0] - without[0] <= touched + VOCAB
+    # Alternatives are looked up for all rows that report some, as many as its mates want.
+    assert together[0] - without[0] <= touched + 2 * VOCAB
     assert together[1] - without[1] <= ordered + VOCAB // 4
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton.kv.format import KEYS, VALUES
 from baton.model.attention import AttentionBatch, KvCache
+from baton.model.gumbel import lowest_noise
 from baton.native import abi
 from baton.native.library import isa
 from baton.native.packed import TYPES, PackedWeight
@@ -142,6 +143,18 @@ def test_attention_of_a_token_does_not_depend_on_the_others(library: ctypes.CDLL
 def cache_of(tokens: int, kv_heads: int, size: int, page_size: int = 16) -> KvCache:
     shape = (1, -(-tokens // page_size), page_size, kv_heads, size)
     return KvCache({KEYS: torch.zeros(shape), VALUES: torch.zeros(shape)})
+
+
+@pytest.mark.parametrize("width", [1, 5, 128])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_lowest_noise_of_tiles_is_torchs(library: ctypes.CDLL, width: int, threads: int) -> None:
+    """More tiles than a unit of work has, so that both threads take some."""
+    drawn = torch.Generator().manual_seed(width)
+    first = torch.randint(0, 2**31 - width, (600,), generator=drawn, dtype=torch.int32)
+    keys = torch.randint(-(2**31), 2**31, (600, 2), generator=drawn).to(torch.int32)
+    lowest = torch.full_like(first, -1)
+    library.baton_native_lowest_noise(first.data_ptr(), keys.data_ptr(), 600, width, lowest.data_ptr(), threads)
+    assert torch.equal(lowest, lowest_noise(first, keys, width))
 
 
 @needs_native
