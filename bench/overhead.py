@@ -10,19 +10,22 @@ layers and operators of CHECKPOINT, and tensors of next to nothing, so that arit
                          size. An upper bound of what dispatch adds to a step.
     outside_forward_ms   from the end of a forward pass to the begin of the next: logits and sampling at that width,
                          tokens read back, the loop's turn, messages made and serialised.
+    outside_native_ms    with native kernels: from the end of a step's native call to the begin of the next one's.
 
-The two follow each other, so a step's overhead is their sum. CPU only: elsewhere a forward pass is over later than its
-call. Writes bench/results/overhead.json.
+The first two follow each other, so a step's overhead is their sum; with native kernels it is the third. CPU only:
+elsewhere a forward pass is over later than its call. Writes bench/results/overhead.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
+from baton.native.library import NativeUnavailable, load
 from baton.request import CachePolicy, FirstToken, Handoff, SamplingParams, TokenInfo
 from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
@@ -87,14 +91,44 @@ class Passes:
 
         runner.forward = timed  # type: ignore[method-assign]
 
-    def summary(self) -> dict[str, float]:
-        """Medians in milliseconds, without those that warm up."""
+    def summary(self, native: Sequence[tuple[float, float]]) -> dict[str, float]:
+        """Medians in milliseconds, without those that warm up; `native`: when native calls began and ended."""
         steady = self.times[_WARM_STEPS:]
-        between = [later[0] - earlier[1] for earlier, later in pairwise(steady)]
-        return {
+        found = {
             "dispatch_ms": 1e3 * statistics.median(self.cpu_s[_WARM_STEPS:]),
-            "outside_forward_ms": 1e3 * statistics.median(between),
+            "outside_forward_ms": _between_ms(steady),
         }
+        if calls := [call for call in native if any(began <= call[0] < ended for began, ended in steady)]:
+            found["outside_native_ms"] = _between_ms(calls)
+        return found
+
+
+def _between_ms(spans: Sequence[tuple[float, float]]) -> float:
+    return 1e3 * statistics.median(later[0] - earlier[1] for earlier, later in pairwise(spans))
+
+
+@contextlib.contextmanager
+def native_calls() -> Iterator[list[tuple[float, float]]]:
+    """When native forward passes begin and end in the meantime; none where the library is not built."""
+    calls: list[tuple[float, float]] = []
+    try:
+        library = load()
+    except NativeUnavailable:
+        yield calls
+        return
+    forward = library.baton_native_forward
+
+    def timed(*arguments: Any) -> int:
+        began = time.perf_counter()
+        status: int = forward(*arguments)
+        calls.append((began, time.perf_counter()))
+        return status
+
+    library.baton_native_forward = timed
+    try:
+        yield calls
+    finally:
+        library.baton_native_forward = forward
 
 
 def write_tiny(model: Path, directory: Path) -> Path:
@@ -110,7 +144,7 @@ def write_tiny(model: Path, directory: Path) -> Path:
     return directory
 
 
-async def measure(config: DecodeConfig, batch: int, context: int, steps: int) -> dict[str, float]:
+async def measure(config: DecodeConfig, batch: int, context: int, steps: int) -> Passes:
     """Run a batch to its end."""
     thread = EngineThread()
     engine = await thread.run(build, config.engine_config())
@@ -146,11 +180,11 @@ async def measure(config: DecodeConfig, batch: int, context: int, steps: int) ->
         await cache.close()
         await thread.close()
         engine.close()
-    return passes.summary()
+    return passes
 
 
 def overhead(model: Path, batch: int, context: int, steps: int, dtype: str = "auto") -> dict[str, float]:
-    """`dispatch_ms` and `outside_forward_ms` of the checkpoint at `model`, medians over `steps` steps of `batch`."""
+    """What the module's text lists, of the checkpoint at `model`: medians over `steps` steps of `batch`."""
     longest = context + _WARM_STEPS + steps + batch + 1
     with tempfile.TemporaryDirectory(prefix="baton-tiny-") as folder:
         config = DecodeConfig(
@@ -164,7 +198,8 @@ def overhead(model: Path, batch: int, context: int, steps: int, dtype: str = "au
             kv_memory=256 << 20,
             reserve_tokens=longest,
         )
-        return asyncio.run(measure(config, batch, context, steps))
+        with native_calls() as calls:
+            return asyncio.run(measure(config, batch, context, steps)).summary(calls)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
     python -m bench.peers.install           # environments, checkpoint and GGUF, outside the project
     python -m bench.peers [--only products,decode,prefill,fleet,interference] [--rounds 3] [--quick]
+                          [--peers vllm,llama,transformers]
 
 Each part is written to bench/results/peers.json as soon as it is measured, beside what the file has of other parts, and
 the bars to peers.md. Takes 15 to 20 minutes a round on two quiet cores; `--quick` a few, and writes peers-quick.*.
@@ -15,7 +16,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from baton.bench.children import ChildFailed, pinned
@@ -38,7 +39,7 @@ def tell(text: str) -> None:
 
 
 @contextlib.contextmanager
-def engines(places: Places, peers: tuple[str, ...]) -> Iterator[dict[str, Asked]]:
+def engines(places: Places, peers: Sequence[str]) -> Iterator[dict[str, Asked]]:
     """A runner of each peer, all loaded; one that does not start fails whenever it is asked."""
     with contextlib.ExitStack() as stack:
         started: dict[str, Asked] = {}
@@ -61,7 +62,7 @@ def measure(arguments: argparse.Namespace, places: Places) -> Iterator[tuple[str
     compared = [part for part in ("decode", "prefill") if part in arguments.only]
     cases: dict[str, Callable[[bool], Any]] = {"decode": rates.decode_cases, "prefill": rates.prefill_cases}
     if compared:
-        with engines(places, rates.PEERS) as running:
+        with engines(places, arguments.peers) as running:
             for part in compared:
                 yield part, rates.measure(running, part, cases[part](arguments.quick), rounds, shape, tell)
     if "fleet" in arguments.only:
@@ -74,12 +75,16 @@ def measure(arguments: argparse.Namespace, places: Places) -> Iterator[tuple[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between them")
+    parser.add_argument("--peers", default=",".join(rates.PEERS[1:]), help="that decode and prefill are compared with")
     parser.add_argument("--rounds", type=int, default=3, help="of each part; medians, least and most are told")
     parser.add_argument("--quick", action="store_true", help="see that it runs: numbers mean nothing")
     arguments = parser.parse_args()
     arguments.only = arguments.only.split(",")
     if unknown := set(arguments.only) - set(PARTS):
         parser.error(f"--only: unknown part {min(unknown)!r}")
+    arguments.peers = ["baton", *filter(None, arguments.peers.split(","))]
+    if unknown := set(arguments.peers) - set(rates.PEERS):
+        parser.error(f"--peers: unknown peer {min(unknown)!r}")
     # Servers have processes that outlive a parent which is killed: SIGTERM, as `timeout` sends it, must end them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     name = "peers-quick" if arguments.quick else "peers"

@@ -24,6 +24,7 @@ from baton.errors import ConfigError
 from baton.model.config import ModelConfig
 from bench.overhead import overhead
 from tests.checkpoints import make_checkpoint
+from tests.kernels import LIBRARY
 
 SMALL = {"buffer_bytes": 1 << 20, "square": 64}
 PLAN = EnginePlan((16, 40), (1, 4), (20,), steps=3, rounds=1, chunk_size=16)
@@ -153,3 +154,4 @@ def test_the_overhead_of_a_step_is_that_of_a_checkpoint_of_no_size(checkpoint: P
     found = overhead(checkpoint, batch=2, context=20, steps=3)
     assert found["dispatch_ms"] > 0
     assert found["outside_forward_ms"] > 0
+    assert ("outside_native_ms" in found) == (LIBRARY is not None)
