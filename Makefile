@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NATIVE := baton/native/_baton_native.so
 
-.PHONY: demo test check native sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-peers clean
+.PHONY: demo test check native emulate sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-peers clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
@@ -46,6 +46,17 @@ bench-gpu: $(INSTALLED) ## MFU and MBU on a CUDA device, beside transformers; wr
 
 native: $(INSTALLED) ## compile the native kernels again
 	$(BIN)/python -m baton.native.build
+
+EMULATED := build/emulate/_baton_native.so
+
+# Units for AVX-512 share their float32 kernels, so parity in float32 needs one of them.
+emulate: $(INSTALLED) ## tests of the native kernels for AVX-512 and AMX on a CPU with AVX2; needs g++ and libsimde-dev
+	$(BIN)/python -m baton.native.build --emulate tests/emulation --output $(EMULATED)
+	BATON_NATIVE_LIBRARY=$(EMULATED) $(BIN)/python -m pytest -p no:xdist tests/unit/native/test_kernels.py
+	for isa in avx512 avx512_bf16 amx; do BATON_NATIVE_LIBRARY=$(EMULATED) BATON_NATIVE_ISA=$$isa \
+		$(BIN)/python -m pytest -p no:xdist tests/unit/native/test_decoder.py || exit; done
+	BATON_NATIVE_LIBRARY=$(EMULATED) BATON_NATIVE_ISA=avx512 $(BIN)/python -m pytest -p no:xdist \
+		tests/unit/model/test_parity.py -k native
 
 # Unit tests of the kernels, without those of the build, which start compilers.
 SANITIZED := env BATON_KERNELS=native ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:xdist \

@@ -32,7 +32,7 @@ class WorkerConfig(Settings):
     kv_dtype: str = option("auto", help="Element type of the KV cache.", choices=DTYPES)
     kernels: str = option(
         "auto",
-        help="Kernels on a CPU: Baton's own, torch's, or auto: own ones on CPUs without AVX-512.",
+        help="Kernels on a CPU: Baton's own, torch's, or auto: own ones on CPUs with AVX2.",
         choices=KERNELS,
     )
     max_model_len: int = option(

@@ -22,7 +22,7 @@ class EngineConfig:
 
     `model`: checkpoint directory or hub name. `device`: auto (CUDA if there), cpu, cuda, cuda:N. `dtype`:
     auto (the checkpoint's) or a dtype's name. `kv_dtype`: auto (the same as `dtype`). `kernels`: on CPU, native,
-    torch, or auto (native on CPUs without AVX-512). `max_model_len`: tokens of prompt and output together, 0 for the
+    torch, or auto (native on CPUs with AVX2). `max_model_len`: tokens of prompt and output together, 0 for the
     model's. `page_size`: tokens, 0 for 16 on CPU and 256 on CUDA. `kv_memory`: bytes of the page pool, 0 for
     automatic. `slots`: places in the generation batch, 0 on a prefill worker. `block_size`: tokens of a prefix
     block, one for the fleet. `threads`: of torch on CPU, 0 for torch's choice. `host_kv_memory`: bytes for the KV

@@ -6,4 +6,4 @@ library    loads the library if it fits the sources and the CPU, and says why if
 """
 
 KERNELS = ("auto", "native", "torch")
-"""Values of the setting `kernels`; auto: native on CPUs with AVX2 and nothing newer, if they work, else torch."""
+"""Values of the setting `kernels`; auto: native on CPUs with AVX2 or newer, if the library is there, else torch."""

@@ -3,6 +3,7 @@
     python -m baton.native.build                                compile the library in place
     python -m baton.native.build --if-compiler                  the same, but nothing without a compiler
     python -m baton.native.build --sanitize address,undefined --output build/asan/_baton_native.so
+    python -m baton.native.build --emulate tests/emulation --output build/emulate/_baton_native.so
 
 The library runs on every CPU of its architecture: the unit of each instruction set has flags of its own, and the
 library chooses at run time (src/cpu.h). The compiler is that of $CXX, else c++, g++ or clang++.
@@ -72,14 +73,18 @@ def find_compiler() -> list[str]:
     raise NoCompiler(f"no C++17 compiler found (tried {names})")
 
 
-def build(output: Path = LIBRARY, *, sources: Path = SOURCES, sanitize: str = "") -> None:
+def build(output: Path = LIBRARY, *, sources: Path = SOURCES, sanitize: str = "", emulate: Path | None = None) -> None:
     """Compile all units at once, and replace `output` by the library.
 
-    `sanitize` is a value of the compiler's -fsanitize=. Raises BuildError.
+    `sanitize` is a value of the compiler's -fsanitize=. `emulate` is a folder of headers that emulate AVX-512 and AMX:
+    the library then runs all units on a CPU with AVX2, slowly, for tests. Raises BuildError.
     """
     compiler = find_compiler()
     flags = [*_FLAGS, *_sanitizer_flags(sanitize)]
     isas = _usable_isas(compiler, sources)
+    if emulate is not None:
+        flags.append("-DBATON_EMULATE")
+        isas = {name: _AVX2 if own == _AVX2 else (*_AVX2, "-Wno-psabi", f"-I{emulate}") for name, own in _UNITS.items()}
     defines = [f'-DBATON_NATIVE_SOURCE_HASH="{source_hash(sources)}"', f"-DBATON_NEWEST_ISA={len(isas)}"]
     units = [path for path in sorted(sources.glob("*.cpp")) if path.name not in _UNITS or path.name in isas]
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -131,11 +136,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m baton.native.build", description="Compile the native kernels.")
     parser.add_argument("--output", type=Path, default=LIBRARY, help="The library (default: %(default)s).")
     parser.add_argument("--sanitize", default="", help="Sanitizers, such as address,undefined or thread.")
+    parser.add_argument("--emulate", type=Path, help="Headers that emulate newer instruction sets, for tests.")
     parser.add_argument("--if-compiler", action="store_true", help="Do nothing if there is no C++17 compiler.")
     options = parser.parse_args()
     began = time.monotonic()
     try:
-        build(options.output.resolve(), sanitize=options.sanitize)
+        build(options.output.resolve(), sanitize=options.sanitize, emulate=options.emulate)
     except NoCompiler as error:
         if not options.if_compiler:
             sys.exit(f"error: {error}")

@@ -1,8 +1,9 @@
 """Load the native library, or say why it can't be used.
 
 The library is used only if it was compiled from the sources beside it: one that is older would compute something else
-than what a reader of the sources sees. Two variables are for tests: BATON_NATIVE_ISA runs the kernels of another
-instruction set ("avx2"), BATON_NATIVE_LIBRARY names another file, such as one with a sanitizer.
+than what a reader of the sources sees. It runs the kernels of the newest instruction set that the CPU has.
+BATON_NATIVE_ISA chooses an older one ("avx2"), for tests and if one computes wrongly; BATON_NATIVE_LIBRARY names
+another file, such as one with a sanitizer.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ REBUILD = "run `python -m baton.native.build`"
 
 ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 """Instruction sets in the order of `Isa` in src/cpu.h."""
-
-PROVEN = "avx2"
-"""The newest instruction set whose kernels have run. Newer ones are compiled, but nothing has executed them yet."""
 
 
 class NativeUnavailable(Exception):
@@ -62,9 +60,9 @@ def select_kernels(wanted: str) -> Kernels:
         if wanted == "native":
             raise ConfigError(f"kernels: native can't be used: {error}") from None
         return Kernels(None, str(error))
-    if wanted == "auto" and best_isa(library) != PROVEN:
-        # Torch has kernels for newer CPUs that are faster at prefill, and for older ones that beat scalar code.
-        return Kernels(None, f"this CPU has {best_isa(library)}; --kernels native runs own ones, made for {PROVEN}")
+    if wanted == "auto" and best_isa(library) == "scalar":
+        # Code for any CPU, which torch's kernels beat.
+        return Kernels(None, "this CPU has no AVX2; --kernels native runs own ones, without vector instructions")
     return Kernels(library)
 
 
@@ -75,8 +73,6 @@ def load() -> ctypes.CDLL:
     abi.declare(library)
     if chosen := os.environ.get("BATON_NATIVE_ISA"):
         select_isa(library, chosen)
-    elif ISAS.index(best_isa(library)) > ISAS.index(PROVEN):
-        select_isa(library, PROVEN)
     return library
 
 
@@ -110,7 +106,7 @@ def best_isa(library: ctypes.CDLL) -> str:
 
 
 def select_isa(library: ctypes.CDLL, name: str) -> None:
-    """Run the kernels of an instruction set, for tests; raises ConfigError if it is unknown or not on this machine."""
+    """Run the kernels of an instruction set; raises ConfigError if it is unknown or not on this machine."""
     if status := library.baton_native_select_isa(name.encode()):
         problem = "an unknown instruction set" if status == 1 else f"beyond the best one here, {best_isa(library)}"
         raise ConfigError(f"BATON_NATIVE_ISA: {name!r} is {problem}")

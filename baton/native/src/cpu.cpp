@@ -17,7 +17,12 @@ namespace {
 
 constexpr const char* kNames[kIsas] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx"};
 
-#if defined(__x86_64__)
+#if defined(BATON_EMULATE)
+
+// For tests: what the CPU lacks is emulated (tests/emulation).
+Isa detect() { return Isa::kAmx; }
+
+#elif defined(__x86_64__)
 
 bool has_amx() {
 #if defined(__linux__)

@@ -8,15 +8,17 @@ namespace {
 
 constexpr int kFewRows = 4;  // up to so many, dot products read weights as fast as memory gives them
 
-void begin_thread() {
-  struct {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  } config;
-  for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = kRowTile;
-  _tile_loadconfig(&config);
-}
+// Eight tiles of 16 rows of 64 bytes, as LDTILECFG reads it. A constant: GCC before 12.4 and 13.3 believes that the
+// instruction reads 8 bytes only, and leaves out what a function writes into the others (https://gcc.gnu.org/PR114098).
+struct TileConfig {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {kRowTile, kRowTile, kRowTile, kRowTile, kRowTile, kRowTile, kRowTile, kRowTile};
+};
+static_assert(sizeof(TileConfig) == 64, "LDTILECFG reads 64 bytes");
+alignas(64) constexpr TileConfig kTileConfig;
+
+void begin_thread() { _tile_loadconfig(&kTileConfig); }
 
 void end_thread() { _tile_release(); }
 
