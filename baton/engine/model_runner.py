@@ -34,7 +34,7 @@ from baton.model.load import LoadedModel
 from baton.model.sampler import SamplerBatch
 from baton.model.sampler_output import SamplerOutput, token_infos
 from baton.model.upload import upload
-from baton.native.decoder import NativeDecoder, StepOutput
+from baton.native.decoder import NativeDecoder, NativeStepOutput
 from baton.request import SequenceState, TokenInfo
 
 _LOGITS_AT_ONCE = 1 << 24
@@ -85,7 +85,7 @@ class ModelRunner:
         """See Runner."""
         return self._memory
 
-    def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _HiddenStates | StepOutput:
+    def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _HiddenStates | NativeStepOutput:
         """See Runner. Raises EngineError for a mixture that it does not take."""
         if len(plan.chunks) + bool(plan.steps) != 1:
             chunks, steps = len(plan.chunks), len(plan.steps)
@@ -96,10 +96,10 @@ class ModelRunner:
                 return self._forward_chunk(plan.chunks[0], on_layer)
             return self._forward_step(plan.steps)
 
-    def sample(self, plan: ForwardPlan, states: _HiddenStates | StepOutput) -> Callable[[], PlanResult]:
+    def sample(self, plan: ForwardPlan, states: _HiddenStates | NativeStepOutput) -> Callable[[], PlanResult]:
         """See Runner. Raises NoToken where logits after a chunk are not finite."""
         with self._drained_on_error():
-            if isinstance(states, StepOutput):
+            if isinstance(states, NativeStepOutput):
                 return self._finish_step(plan.steps, self._choose(states))
             if plan.chunks:
                 return self._sample_chunk(plan.chunks[0], states)
@@ -151,7 +151,7 @@ class ModelRunner:
         infos = self._prompt_logprobs(hidden, chunk, finished) if reports else ()
         return _HiddenStates(hidden[-1:], infos)
 
-    def _forward_step(self, steps: Sequence[Step]) -> _HiddenStates | StepOutput:
+    def _forward_step(self, steps: Sequence[Step]) -> _HiddenStates | NativeStepOutput:
         """Hidden states `[n, hidden]` of the rows' newest tokens; native kernels go on to logits or the largest."""
         contexts = [0] * len(self._rows)
         for step in steps:
@@ -173,7 +173,7 @@ class ModelRunner:
         batch = self._inputs.batch(contexts, width)
         return self._decoder.forward(self._inputs.ids[: len(contexts)], batch.positions, batch, self._kv)
 
-    def _choose(self, step: StepOutput) -> SamplerOutput:
+    def _choose(self, step: NativeStepOutput) -> SamplerOutput:
         if step.logits is not None:
             return self._sampler.launch(step.logits)
         return SamplerOutput(step.best, [step.best >= 0])

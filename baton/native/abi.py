@@ -1,4 +1,4 @@
-"""The structs and functions of src/model.h, for ctypes."""
+"""The structs and functions of src/model.h, for ctypes; fields and their units are explained there."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def _fields(pointers: str = "", integers: str = "") -> list[tuple[str, Any]]:
     return [(name, c_void_p) for name in pointers.split()] + [(name, c_int64) for name in integers.split()]
 
 
-class Layer(ctypes.Structure):
-    """BatonLayer."""
+class BatonLayer(ctypes.Structure):
+    """Weights and window of one layer."""
 
     _fields_ = _fields(
         "attention_norm q_norm k_norm mlp_norm qkv o gate up down qkv_bias o_bias gate_bias up_bias down_bias", "window"
     )
 
 
-class Model(ctypes.Structure):
-    """BatonModel."""
+class BatonModel(ctypes.Structure):
+    """Shape and weights."""
 
     _fields_ = [
         *_fields(integers="layers hidden inner vocab heads kv_heads head_dim type"),
@@ -32,14 +32,14 @@ class Model(ctypes.Structure):
     ]
 
 
-class Kv(ctypes.Structure):
-    """BatonKv."""
+class BatonKv(ctypes.Structure):
+    """Pages of all layers."""
 
     _fields_ = _fields("keys values", "pages page_size type")
 
 
-class Batch(ctypes.Structure):
-    """BatonBatch."""
+class BatonBatch(ctypes.Structure):
+    """New tokens and page tables of sequences."""
 
     _fields_ = [
         ("sequences", c_int64),
@@ -51,8 +51,8 @@ class Batch(ctypes.Structure):
     ]
 
 
-class Call(ctypes.Structure):
-    """BatonCall."""
+class BatonCall(ctypes.Structure):
+    """What one call computes, and where results go."""
 
     _fields_ = [
         ("threads", c_int64),
@@ -67,12 +67,21 @@ def declare(library: ctypes.CDLL) -> None:
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "room_new": (c_void_p, ()),
         "room_free": (None, (c_void_p,)),
-        "forward": (c_int, (POINTER(Model), POINTER(Kv), POINTER(Batch), POINTER(Call), c_void_p)),
+        "forward": (c_int, (POINTER(BatonModel), POINTER(BatonKv), POINTER(BatonBatch), POINTER(BatonCall), c_void_p)),
         "attend": (
             c_int,
-            (POINTER(Model), POINTER(Kv), POINTER(Batch), c_int64, c_int64, c_void_p, c_void_p, c_void_p),
+            (
+                POINTER(BatonModel),
+                POINTER(BatonKv),
+                POINTER(BatonBatch),
+                c_int64,
+                c_int64,
+                c_void_p,
+                c_void_p,
+                c_void_p,
+            ),
         ),
-        "head": (c_int, (POINTER(Model), c_int64, POINTER(Call), c_void_p)),
+        "head": (c_int, (POINTER(BatonModel), c_int64, POINTER(BatonCall), c_void_p)),
         "error": (c_char_p, ()),
         "packed_size": (c_int64, (c_int64, c_int64)),
         "pack": (None, (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64)),

@@ -41,7 +41,7 @@ def unsupported(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) 
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
+class NativeStepOutput:
     """A step's results. `best`: int64 `[n]`, the first of each row's largest logits, -1 where one is not finite.
 
     `logits`: float32 `[n, vocab]`, if they were asked for.
@@ -62,7 +62,7 @@ class NativeDecoder:
         self._threads = threads
         self._kept: list[Tensor] = []
         self._model = self._describe(decoder)
-        self._kv: tuple[weakref.ref[KvCache], abi.Kv, object] | None = None
+        self._kv: tuple[weakref.ref[KvCache], abi.BatonKv, object] | None = None
         self._room = library.baton_native_room_new()
         if not self._room:
             raise EngineError("native kernels: no memory")
@@ -82,7 +82,7 @@ class NativeDecoder:
         """See `Decoder.forward`; `positions` are those of the batch. The result is float32."""
         layers, tokens = self.config.num_layers, batch.num_tokens
         hidden = _empty(tokens, self.config.hidden_size)
-        call = abi.Call(self._threads, _ids(token_ids, tokens), 0, layers, tokens, hidden.data_ptr())
+        call = abi.BatonCall(self._threads, _ids(token_ids, tokens), 0, layers, tokens, hidden.data_ptr())
         call.tail = tokens if rows is None else rows
         seen = self._batch(batch.query_lens, batch.context_lens, batch.page_tables)
         for first, last in [(0, layers)] if on_layer is None else [(index, index + 1) for index in range(layers)]:
@@ -104,19 +104,19 @@ class NativeDecoder:
         hidden = hidden.float().contiguous()
         logits = _empty(len(hidden), self.config.vocab_size)
         if len(hidden):
-            call = abi.Call(self._threads, hidden=hidden.data_ptr(), logits=logits.data_ptr())
+            call = abi.BatonCall(self._threads, hidden=hidden.data_ptr(), logits=logits.data_ptr())
             self._check(self._library.baton_native_head(byref(self._model), len(hidden), byref(call), self._room))
         return logits
 
     def step(
         self, token_ids: Tensor, context_lens: Sequence[int], page_tables: Tensor, kv: KvCache, logits: bool
-    ) -> StepOutput:
+    ) -> NativeStepOutput:
         """One new token for each sequence: `token_ids` int64 `[n]`, `page_tables` int32 `[n, width]`, or longer."""
         count = len(context_lens)
         hidden = _empty(count, self.config.hidden_size)
         best = torch.empty(count, dtype=torch.int64, device="cpu")
         found = _empty(count, self.config.vocab_size) if logits else None
-        call = abi.Call(self._threads, _ids(token_ids, count), 0, self.config.num_layers, count, hidden.data_ptr())
+        call = abi.BatonCall(self._threads, _ids(token_ids, count), 0, self.config.num_layers, count, hidden.data_ptr())
         call.logits, call.best = None if found is None else found.data_ptr(), best.data_ptr()
         seen = self._batch([1] * count, context_lens, page_tables)
         self._check(
@@ -124,7 +124,7 @@ class NativeDecoder:
                 byref(self._model), byref(self._cache(kv)), byref(seen), byref(call), self._room
             )
         )
-        return StepOutput(best, found)
+        return NativeStepOutput(best, found)
 
     def lowest_noise(self, first: Tensor, keys: Tensor, width: int) -> Tensor:
         """See `baton.model.gumbel.lowest_noise`."""
@@ -139,13 +139,13 @@ class NativeDecoder:
             raise EngineError(f"native kernels: {self._library.baton_native_error().decode()}")
 
     @staticmethod
-    def _batch(query_lens: Sequence[int], context_lens: Sequence[int], tables: Tensor) -> abi.Batch:
+    def _batch(query_lens: Sequence[int], context_lens: Sequence[int], tables: Tensor) -> abi.BatonBatch:
         count = len(query_lens)
         if tables.dtype != torch.int32 or len(tables) < count or (tables.shape[1] > 1 and tables.stride(1) != 1):
             shape = f"{tables.dtype} {list(tables.shape)} with strides {tables.stride()}"
             raise EngineError(f"page tables must be int32 [{count}, pages], each row contiguous, got {shape}")
         array = ctypes.c_int32 * count
-        return abi.Batch(
+        return abi.BatonBatch(
             count,
             array(*query_lens),
             array(*context_lens),
@@ -154,18 +154,18 @@ class NativeDecoder:
             tables.stride(0),
         )
 
-    def _cache(self, kv: KvCache) -> abi.Kv:
+    def _cache(self, kv: KvCache) -> abi.BatonKv:
         """The description of `kv`, made once."""
         if self._kv is None or self._kv[0]() is not kv:
             layers, array = kv.num_layers, ctypes.c_void_p * kv.num_layers
             pages = [array(*(kv.pages(part, layer).data_ptr() for layer in range(layers))) for part in (KEYS, VALUES)]
             keys, values = (ctypes.cast(each, ctypes.c_void_p) for each in pages)
-            self._kv = (weakref.ref(kv), abi.Kv(keys, values, kv.num_pages, kv.page_size, TYPES[kv.dtype]), pages)
+            self._kv = (weakref.ref(kv), abi.BatonKv(keys, values, kv.num_pages, kv.page_size, TYPES[kv.dtype]), pages)
         return self._kv[1]
 
-    def _describe(self, decoder: Decoder) -> abi.Model:
+    def _describe(self, decoder: Decoder) -> abi.BatonModel:
         config = decoder.config
-        layers = (abi.Layer * config.num_layers)()
+        layers = (abi.BatonLayer * config.num_layers)()
         for index, layer in enumerate(decoder.layers):
             layers[index] = self._layer(cast(DecoderLayer, layer), config.layers[index].window)
         self._layers = layers
@@ -176,7 +176,7 @@ class NativeDecoder:
             packed = PackedWeight.pack(self._library, decoder.embedding.weight.detach(), self._threads)
             embedding = self._keep(packed.memory)
         decoder.embedding.weight = self._options.empty(0)
-        return abi.Model(
+        return abi.BatonModel(
             config.num_layers,
             config.hidden_size,
             config.intermediate_size,
@@ -193,7 +193,7 @@ class NativeDecoder:
             self._keep(decoder.rotary.frequencies),
         )
 
-    def _layer(self, layer: DecoderLayer, window: int | None) -> abi.Layer:
+    def _layer(self, layer: DecoderLayer, window: int | None) -> abi.BatonLayer:
         attention, mlp = layer.attention, layer.mlp
         linears = {
             "qkv": attention.qkv,
@@ -203,7 +203,7 @@ class NativeDecoder:
             "down": mlp.down,
         }
         biases = {f"{name}_bias": self._bias(linear) for name, linear in linears.items()}
-        return abi.Layer(
+        return abi.BatonLayer(
             attention_norm=self._norm(layer.attention_norm),
             q_norm=self._norm(attention.q_norm),
             k_norm=self._norm(attention.k_norm),

@@ -41,6 +41,8 @@ def make_torch(checkpoint: Path, steps_ahead: int = 0, kernels: str = "torch", *
     model = ModelConfig.from_pretrained(checkpoint)
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[chosen["kv_dtype"]]
     kv_memory = token_bytes * chosen["page_size"] * chosen.pop("pages")
+    if chosen["kv_dtype"] == "float16":
+        kernels = "torch"  # There are no native ones for it.
     config = EngineConfig(str(checkpoint), device="cpu", threads=1, kernels=kernels, kv_memory=kv_memory, **chosen)
     return build(config, steps_ahead)
 
@@ -52,9 +54,8 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         made = Rig("fake", make_fake, vocab=1000, exact=True)
     else:
         path: Path = request.getfixturevalue("checkpoint")
-        # Not every element type of the KV has native kernels.
-        kernels = "auto" if request.param == "native" else request.param
-        made = Rig(request.param, lambda **sizes: make_torch(path, kernels=kernels, **sizes), vocab=256, exact=False)
+        kernels = request.param
+        made = Rig(kernels, lambda **sizes: make_torch(path, kernels=kernels, **sizes), vocab=256, exact=False)
     yield made
     for engine in made.made:
         engine.audit()

@@ -46,14 +46,14 @@ class NativeAttention:
         """See AttentionBackend."""
         qkv = torch.cat((q, *self._new[layer]), dim=1).float().contiguous()
         out = torch.empty(q.shape)
-        layers = (abi.Layer * kv.num_layers)(*[abi.Layer(window=window or 0)] * kv.num_layers)
+        layers = (abi.BatonLayer * kv.num_layers)(*[abi.BatonLayer(window=window or 0)] * kv.num_layers)
         frequencies = torch.zeros(kv.head_dim // 2)
-        model = abi.Model(
+        model = abi.BatonModel(
             kv.num_layers, 1, 1, 1, q.shape[1], kv.kv_heads, kv.head_dim, TYPES[self._weights], 1e-6,
             ctypes.cast(layers, ctypes.c_void_p), None, None, None, frequencies.data_ptr(),
         )  # fmt: skip
         keys, values = (pointers([each.data_ptr() for each in kv.parts[part]]) for part in (KEYS, VALUES))
-        described = abi.Kv(
+        described = abi.BatonKv(
             ctypes.cast(keys, ctypes.c_void_p), ctypes.cast(values, ctypes.c_void_p), kv.num_pages, kv.page_size,
             TYPES[kv.dtype],
         )  # fmt: skip
@@ -70,10 +70,10 @@ def pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-def batch_of(batch: AttentionBatch) -> abi.Batch:
+def batch_of(batch: AttentionBatch) -> abi.BatonBatch:
     lens = [(ctypes.c_int32 * len(each))(*each) for each in (batch.query_lens, batch.context_lens)]
     tables = batch.page_tables
-    return abi.Batch(len(batch.query_lens), *lens, tables.data_ptr(), tables.shape[1], tables.stride(0))
+    return abi.BatonBatch(len(batch.query_lens), *lens, tables.data_ptr(), tables.shape[1], tables.stride(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
