@@ -32,6 +32,8 @@ _CHAIN = b"baton prefix chain 1"
 _SALT = b"baton tenant salt 1"
 _REQUEST_SALT = b"baton request salt 1"
 _ID_BYTES = 4
+_PIECE = 16_384
+"""Token ids converted in one call, which keeps the interpreter's lock."""
 
 
 def chain_root(fingerprint: str, kv_format: str, salt: bytes = b"") -> bytes:
@@ -40,16 +42,20 @@ def chain_root(fingerprint: str, kv_format: str, salt: bytes = b"") -> bytes:
 
 
 def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """One 32-byte digest for each full block of `block_size` tokens; ids must be in [0, 2**32)."""
-    full = len(token_ids) // block_size
-    ids = array("I", token_ids[: full * block_size])
-    if sys.byteorder == "big":
-        ids.byteswap()
-    data, stride = ids.tobytes(), block_size * _ID_BYTES
-    digests, parent, sha256 = [], root, hashlib.sha256
-    for start in range(0, len(data), stride):
-        parent = sha256(parent + data[start : start + stride]).digest()
-        digests.append(parent)
+    """One 32-byte digest for each full block of `block_size` tokens; ids must be in [0, 2**32).
+
+    On a thread it lets other threads run between pieces.
+    """
+    full, piece = len(token_ids) // block_size, max(1, _PIECE // block_size) * block_size
+    digests, parent, sha256, stride = [], root, hashlib.sha256, block_size * _ID_BYTES
+    for begin in range(0, full * block_size, piece):
+        ids = array("I", token_ids[begin : min(begin + piece, full * block_size)])
+        if sys.byteorder == "big":
+            ids.byteswap()
+        data = ids.tobytes()
+        for start in range(0, len(data), stride):
+            parent = sha256(parent + data[start : start + stride]).digest()
+            digests.append(parent)
     return digests
 
 

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidRequest
@@ -117,17 +118,20 @@ def token_ids_from_proto(name: str, ids: Sequence[int], vocab_size: int) -> list
     On a thread it lets other threads run between pieces.
     """
     found: list[int] = []
-    for start in range(0, len(ids), _PIECE):
-        piece = ids[start : start + _PIECE]
-        check_token_ids(name, piece, vocab_size, start)
+    for piece in _pieces(ids):
+        check_token_ids(name, piece, vocab_size, len(found))
         found.extend(piece)
     return found
 
 
 def add_token_ids(field: RepeatedScalarFieldContainer[int], ids: Sequence[int]) -> None:
     """Append to a repeated field. On a thread it lets other threads run between pieces."""
-    for start in range(0, len(ids), _PIECE):
-        field.extend(ids[start : start + _PIECE])
+    for piece in _pieces(ids):
+        field.extend(piece)
+
+
+def _pieces(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (ids[start : start + _PIECE] for start in range(0, len(ids), _PIECE))
 
 
 def token_to_proto(token: TokenInfo) -> inference_pb2.TokenInfo:
@@ -209,14 +213,15 @@ def first_token_from_proto(message: kv_pb2.FirstToken) -> FirstToken:
 
 def handoff_to_proto(handoff: Handoff) -> kv_pb2.Handoff:
     """The message of a handoff."""
-    return kv_pb2.Handoff(
+    message = kv_pb2.Handoff(
         request_id=handoff.request_id,
         attempt=handoff.attempt,
-        prompt_token_ids=handoff.prompt_ids,
-        output_token_ids=handoff.output_ids,
         sampling=sampling_to_proto(handoff.params),
         first_tokens=[first_token_to_proto(first) for first in handoff.first_tokens],
     )
+    add_token_ids(message.prompt_token_ids, handoff.prompt_ids)
+    add_token_ids(message.output_token_ids, handoff.output_ids)
+    return message
 
 
 def handoff_from_proto(message: kv_pb2.Handoff) -> Handoff:
@@ -224,8 +229,8 @@ def handoff_from_proto(message: kv_pb2.Handoff) -> Handoff:
     return Handoff(
         request_id=message.request_id,
         attempt=message.attempt,
-        prompt_ids=tuple(message.prompt_token_ids),
-        output_ids=tuple(message.output_token_ids),
+        prompt_ids=tuple(chain.from_iterable(_pieces(message.prompt_token_ids))),
+        output_ids=tuple(chain.from_iterable(_pieces(message.output_token_ids))),
         params=sampling_from_proto(message.sampling),
         first_tokens=tuple(first_token_from_proto(first) for first in message.first_tokens),
     )

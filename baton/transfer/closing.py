@@ -19,7 +19,7 @@ from baton.pb import kv_pb2
 from baton.request import Handoff
 from baton.rpc.convert import handoff_from_proto, handoff_to_proto, shard_from_proto, shard_to_proto
 
-HANDOFF_VERSION = 2
+HANDOFF_VERSION = 3
 
 TokenRun = tuple[int, int, int]
 """(layer, first token, end of tokens): consecutive tokens of one layer."""

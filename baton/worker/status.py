@@ -24,7 +24,7 @@ from baton.kv.format import KvFormat, Shard
 if TYPE_CHECKING:
     from baton.worker.prefix_changes import PrefixChangeFeed
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Version of the messages between Baton's processes. Routers and workers of different versions refuse each other."""
 
 MAX_INTERVAL_S = 1.0

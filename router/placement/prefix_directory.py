@@ -97,6 +97,10 @@ EXPECTED_S = 30.0
 MOST_BLOCKS = 2**20
 """Each takes about 200 bytes for each worker that holds it."""
 
+MOST_EXPECTED = 4096
+"""Blocks of one prompt that are expected at a time. Of longer ones the worker's reports tell the rest, in messages of
+no more names, so that no call holds up the event loop for longer than some milliseconds."""
+
 _COARSEST = 8
 _MOST_LEVELS = 8
 """Lengths of prefixes that are told apart; holders of less than so many others count as holding nothing."""
@@ -165,10 +169,15 @@ class PrefixIndex:
         self._bound()
 
     def expect(self, worker: str, digests: Sequence[bytes], now: float, first: int = 0) -> None:
-        """A worker was sent a prompt of these blocks, and will soon hold those from `first` on as well."""
+        """A worker was sent a prompt of these blocks, and will soon hold those from `first` on as well.
+
+        Only the next MOST_EXPECTED of them count.
+        """
         self._expire(now)
         blocks, until, mask = self._by_worker.setdefault(worker, {}), now + EXPECTED_S, self._mask
-        names = [digest[:NAME_BYTES] for digest in islice(digests, first, None) if not digest[0] & mask]
+        names = [
+            digest[:NAME_BYTES] for digest in islice(digests, first, first + MOST_EXPECTED) if not digest[0] & mask
+        ]
         expected = [name for name in names if blocks.get(name, now) is not None]
         for name in expected:
             self._store(worker, blocks, name, until)
