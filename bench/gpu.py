@@ -189,7 +189,6 @@ def random_model(config: ModelConfig, device: torch.device) -> LoadedModel:
         else:
             weight.normal_(0.0, 0.02, generator=made)
         tensor.load(weight)
-    decoder.process_weights_after_loading()
     return LoadedModel(Path("random"), config, decoder.eval(), "random", torch.bfloat16, device, parallel)
 
 

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.bench.roofline import ModelShape
-from baton.model.linear import packs
 
 BUFFER_BYTES = 1 << 29
 """Read by each probe of the bandwidth: so much that it is not the caches' (of which a host's machines share some)."""
@@ -65,9 +64,9 @@ class Probes:
     def state(self) -> dict[str, float]:
         """What the machine gives now, of every kind and at best, in bytes and operations a second.
 
-        `sum` and `packed` are bytes of summing, and of a linear of one row in the engine's layout; `flops_256` is the
-        best product of 256 rows. A processor's cores may have a matrix unit each at one time and share one at another,
-        which moves `packed` and `flops_256` and leaves `sum` as it is.
+        `sum` and `packed` are bytes of summing, and of a linear of one row, packed for oneDNN where it has kernels;
+        `flops_256` is the best product of 256 rows. A processor's cores may have a matrix unit each at one time and
+        share one at another, which moves `packed` and `flops_256` and leaves `sum` as it is.
         """
         reads = {name: self._rate(each) for name, each in self._reads.items()}
         products = [(rows, self._rate(each)) for rows, each in self._products]
@@ -120,8 +119,13 @@ def _product(rows: int, columns: int, outputs: int, dtype: torch.dtype, device: 
 def _linear(weight: Tensor, rows: int) -> Callable[[], Tensor]:
     """The product of `[rows, columns]` with a weight `[outputs, columns]`, packed for oneDNN where that is faster."""
     x = torch.ones(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    if weight.dtype != torch.bfloat16 or not packs(weight):
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or not _packs():
         return lambda: F.linear(x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     pointwise: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
     return lambda: pointwise(x, packed, None, "none", [], "")
+
+
+def _packs() -> bool:
+    """Whether oneDNN has bfloat16 kernels for this CPU."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -17,14 +17,14 @@ from functools import partial
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, select
 from baton.model.config import ModelConfig
 from baton.model.families import AttentionKind, MlpKind
 from baton.model.layers import (
-    GatedLinear,
-    Linear,
+    MergedColumnParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,
     RMSNorm,
@@ -33,13 +33,12 @@ from baton.model.layers import (
     TensorParallel,
     VocabParallelEmbedding,
 )
-from baton.model.linear import Module, PackedStorage, TensorOptions
-from baton.model.padding import RowPadding, cut_to, pad_to
+from baton.model.linear import TensorOptions
 
 OnLayer = Callable[[int], None]
 """Called with a layer's index once its K and V are in the pages; what it raises ends the pass."""
 
-Loadable = GatedLinear | ParallelLMHead | QKVParallelLinear | RMSNorm | RowParallelLinear | VocabParallelEmbedding
+Loadable = MergedColumnParallelLinear | ParallelLMHead | RMSNorm | RowParallelLinear | VocabParallelEmbedding
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,7 @@ class ForwardContext:
     backend: AttentionBackend
 
 
-def _normalize(norm: RMSNorm, x: Tensor, context: ForwardContext) -> Tensor:
-    """Normalize the tokens of `x` `[T or more, hidden]`, but not its padding: small operations stay on one thread."""
-    return pad_to(norm(cut_to(x, context.batch.num_tokens)), len(x))
-
-
-class GroupedAttention(Module):
+class GroupedAttention(nn.Module):
     """Self-attention of one layer: projections, optional QK norm, rotary embedding, paged attention.
 
     Query heads in groups share a KV head (Ainslie et al. 2023, arXiv:2305.13245).
@@ -104,9 +98,8 @@ class GroupedAttention(Module):
         self._names = config.family.names
 
     def append(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Put K and V of `x` `[T or more, hidden]` into their pages; returns the queries `[T, heads, head_dim]`."""
-        tokens = context.batch.num_tokens
-        heads = cut_to(self.qkv(x), tokens).view(tokens, -1, self._head_dim)
+        """Put K and V of `x` `[T, hidden]` into their pages; returns the queries `[T, heads, head_dim]`."""
+        heads = self.qkv(x).view(len(x), -1, self._head_dim)
         qk, v = heads.split_with_sizes((self._heads + self._kv_heads, self._kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self._heads]), self.k_norm(qk[:, self._heads :])), dim=1)
@@ -114,10 +107,10 @@ class GroupedAttention(Module):
         context.backend.append(context.kv, self._index, k, v, context.batch)
         return q
 
-    def attend(self, q: Tensor, residual: Tensor, context: ForwardContext) -> Tensor:
-        """Attend with the queries, project, and add to `residual` `[T or more, hidden]`."""
+    def attend(self, q: Tensor, context: ForwardContext) -> Tensor:
+        """Attend with the queries and project, to `[T, hidden]`."""
         attended = context.backend.attend(context.kv, self._index, q, context.batch, self._window)
-        output: Tensor = self.o(pad_to(attended.flatten(1), len(residual)), residual)
+        output: Tensor = self.o(attended.flatten(1))
         return output
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
@@ -130,23 +123,27 @@ class GroupedAttention(Module):
         yield from _tensors(self.o, prefix + names.o)
 
 
-class GatedMlp(Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+class GatedMlp(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig, options: TensorOptions, parallel: TensorParallel) -> None:
         super().__init__()
-        self.gate_up = GatedLinear(config.hidden_size, config.intermediate_size, config.mlp_bias, options, parallel)
-        self.down = RowParallelLinear(config.intermediate_size, config.hidden_size, config.mlp_bias, options, parallel)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        # Two weights and not one, because native kernels take each as the checkpoint has it, without a copy.
+        self.gate = MergedColumnParallelLinear(hidden, {"gate": inner}, bias, options, parallel)
+        self.up = MergedColumnParallelLinear(hidden, {"up": inner}, bias, options, parallel)
+        self.down = RowParallelLinear(inner, hidden, bias, options, parallel)
         self._names = config.family.names
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The MLP of `x` `[rows, hidden]`, added to `residual` of the same shape."""
-        output: Tensor = self.down(self.gate_up(x), residual)
+    def forward(self, x: Tensor) -> Tensor:
+        """`[T, hidden]` to the same."""
+        output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return output
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         """The tensors to load; `prefix` begins the layer's names."""
-        yield from _tensors(self.gate_up, gate=prefix + self._names.gate, up=prefix + self._names.up)
+        yield from _tensors(self.gate, gate=prefix + self._names.gate)
+        yield from _tensors(self.up, up=prefix + self._names.up)
         yield from _tensors(self.down, prefix + self._names.down)
 
 
@@ -154,7 +151,7 @@ ATTENTIONS: Mapping[AttentionKind, type[GroupedAttention]] = {AttentionKind.GROU
 MLPS: Mapping[MlpKind, type[GatedMlp]] = {MlpKind.GATED: GatedMlp}
 
 
-class DecoderLayer(Module):
+class DecoderLayer(nn.Module):
     """One block: attention, then an MLP, each on a normalised input and added to it."""
 
     def __init__(self, config: ModelConfig, index: int, options: TensorOptions, parallel: TensorParallel) -> None:
@@ -168,21 +165,20 @@ class DecoderLayer(Module):
         self.mlp = MLPS[layer.mlp](config, options, parallel)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """`[rows, hidden]` to the same; the first T rows are the batch's tokens, the others padding."""
-        return self._attend(x, self.attention.append(_normalize(self.attention_norm, x, context), context), context)
+        """`[T, hidden]` to the same."""
+        return self._attend(x, self.attention.append(self.attention_norm(x), context), context)
 
     def forward_last(self, x: Tensor, context: ForwardContext, rows: int) -> Tensor:
         """As `forward`, for the last `rows` tokens of one sequence; for its other tokens only K and V are computed."""
-        q = self.attention.append(_normalize(self.attention_norm, x, context), context)
+        q = self.attention.append(self.attention_norm(x), context)
         if rows == 0:
             return x[:0]
-        tokens = context.batch.num_tokens
-        last = slice(tokens - rows, tokens)
+        last = slice(len(x) - rows, None)
         return self._attend(x[last], q[last], replace(context, batch=context.batch.last(rows)))
 
     def _attend(self, x: Tensor, q: Tensor, context: ForwardContext) -> Tensor:
-        x = self.attention.attend(q, x, context)
-        output: Tensor = self.mlp(_normalize(self.mlp_norm, x, context), x)
+        x = x + self.attention.attend(q, context)
+        output: Tensor = x + self.mlp(self.mlp_norm(x))
         return output
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
@@ -193,7 +189,7 @@ class DecoderLayer(Module):
         yield from self.mlp.checkpoint_tensors(self._prefix)
 
 
-class Decoder(Module):
+class Decoder(nn.Module):
     """The whole model. Built with uninitialised weights; `baton.model.weights` fills it."""
 
     def __init__(self, config: ModelConfig, options: TensorOptions, parallel: TensorParallel) -> None:
@@ -208,7 +204,6 @@ class Decoder(Module):
         self.rotary = Rotary(config.rope, config.head_dim, options.device)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, options)
         self.head = ParallelLMHead(config.vocab_size, config.hidden_size, options, parallel)
-        self._padding = RowPadding()
 
     @torch.inference_mode()
     def forward(
@@ -248,7 +243,6 @@ class Decoder(Module):
         """Hidden states `[T, hidden]` through this worker's layers; `on_layer` and `rows` as in `forward`."""
         backend = select(hidden.device, hidden.dtype, kv.dtype, kv.page_size, kv.head_dim)
         context = ForwardContext(self.rotary.angles(positions), batch, kv, backend)
-        hidden = self._padding.pad(hidden)
         for index, layer in enumerate(self.layers):
             if rows is not None and index == len(self.layers) - 1:
                 hidden = cast(DecoderLayer, layer).forward_last(hidden, context, rows)
@@ -256,19 +250,13 @@ class Decoder(Module):
                 hidden = layer(hidden, context)
             if on_layer is not None:
                 on_layer(index)
-        return hidden[: batch.num_tokens]
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection of chosen rows: `[n, hidden]` to float32 `[n, vocab_size]`."""
-        logits: Tensor = self.head(self._padding.pad(self.norm(hidden)), len(hidden))
+        logits: Tensor = self.head(self.norm(hidden))
         return logits
-
-    def process_weights_after_loading(self) -> None:
-        """All is loaded: each linear takes the storage to compute with, and drops the loaded one."""
-        for linear in [module for module in self.modules() if isinstance(module, Linear)]:
-            linear.process_weights_after_loading()
-        self._padding = RowPadding.measured([each for each in self.layers.modules() if isinstance(each, PackedStorage)])
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """All tensors to load, in the order of computation, except the output projection (`head_tensor`)."""

@@ -5,8 +5,7 @@ piece by piece while loading (`load_shard`). The linear's `storage` (`baton.mode
 weight, how they lie in memory, and how they are multiplied.
 
 Modules are built with uninitialised weights. `parts()` says what must be loaded: the full shape of each part, "weight"
-or, where several linears are merged, "q.weight". After loading `process_weights_after_loading()` lets each linear
-replace its storage by the one to compute with.
+or, where several linears are merged, "q.weight".
 Numerics follow transformers' modelling code, norms in float32, but for one thing: rotary embeddings are applied
 in float32 too, where transformers rounds cosines and sines to the compute dtype first.
 """
@@ -16,16 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton.errors import ModelError
 from baton.model.config import RopeConfig
-from baton.model.linear import DenseStorage, Module, Storage, TensorOptions
+from baton.model.linear import DenseStorage, TensorOptions
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -58,22 +56,12 @@ class TensorParallel:
         return tensor.narrow(dim, self.rank * width, width)
 
 
-class Linear(Module):
+class Linear(nn.Module):
     """A linear over one storage."""
 
     def __init__(self, storage: DenseStorage) -> None:
         super().__init__()
-        self.storage: Storage = storage
-
-    def process_weights_after_loading(self) -> None:
-        """All is loaded: take the storage to compute with."""
-        self.storage = self.storage.process_weights_after_loading()
-
-    @property
-    def _loading(self) -> DenseStorage:
-        if not isinstance(self.storage, DenseStorage):
-            raise ModelError("this linear was loaded already")
-        return self.storage
+        self.storage = storage
 
 
 class MergedColumnParallelLinear(Linear):
@@ -91,7 +79,7 @@ class MergedColumnParallelLinear(Linear):
         self._parts = {
             f"{name}.{tensor.name}": (tensor, start)
             for (name, rows), start in zip(outputs.items(), accumulate(widths, initial=0), strict=False)
-            for tensor in self._loading.tensors(rows, columns, bias)
+            for tensor in self.storage.tensors(rows, columns, bias)
         }
 
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -101,7 +89,7 @@ class MergedColumnParallelLinear(Linear):
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of one full checkpoint tensor."""
         its, row = self._parts[part]
-        self._loading.load(its.name, row, self._parallel.narrow(tensor, its.row_dim))
+        self.storage.load(its.name, row, self._parallel.narrow(tensor, its.row_dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, columns]` to `[tokens, sum of this rank's rows]`."""
@@ -128,39 +116,14 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         super().__init__(columns, outputs, bias, options, parallel)
 
 
-class GatedLinear(Module):
-    """SwiGLU's inner half, silu(gate(x)) * up(x) (Shazeer 2020, arXiv:2002.05202); rows are split over the ranks.
-
-    Two weights and not one: each of the two products then ends in what follows it, with no pass of its own.
-    """
-
-    def __init__(self, columns: int, rows: int, bias: bool, options: TensorOptions, parallel: TensorParallel) -> None:
-        super().__init__()
-        one = partial(MergedColumnParallelLinear, columns, bias=bias, options=options, parallel=parallel)
-        self.gate, self.up = one(outputs={"gate": rows}), one(outputs={"up": rows})
-
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        """Full checkpoint shape of each part to load."""
-        return self.gate.parts() | self.up.parts()
-
-    def load_shard(self, part: str, tensor: Tensor) -> None:
-        """Keep this rank's rows of one full checkpoint tensor."""
-        half = self.gate if part.startswith("gate.") else self.up
-        half.load_shard(part, tensor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, columns]` to `[tokens, this rank's rows]`."""
-        return self.up.storage.forward_mul(x, self.gate.storage.forward_silu(x))
-
-
 class RowParallelLinear(Linear):
     """A linear whose input columns are split over the ranks; the ranks' partial results are summed."""
 
     def __init__(self, columns: int, rows: int, bias: bool, options: TensorOptions, parallel: TensorParallel) -> None:
-        # One rank alone adds the bias and the residual, or the sum would hold them once a rank.
+        # One rank alone adds the bias, or the sum would hold it once a rank.
         self._adds = parallel.rank == 0
         super().__init__(DenseStorage(rows, parallel.share("columns", columns), bias and self._adds, options))
-        self._parts = {tensor.name: tensor for tensor in self._loading.tensors(rows, columns, bias)}
+        self._parts = {tensor.name: tensor for tensor in self.storage.tensors(rows, columns, bias)}
         self._parallel = parallel
 
     def parts(self) -> dict[str, tuple[int, ...]]:
@@ -170,15 +133,14 @@ class RowParallelLinear(Linear):
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's columns of one full checkpoint tensor."""
         if part != "bias" or self._adds:
-            self._loading.load(part, 0, self._parallel.narrow(tensor, self._parts[part].column_dim))
+            self.storage.load(part, 0, self._parallel.narrow(tensor, self._parts[part].column_dim))
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`[tokens, this rank's columns]` to `residual` plus `[tokens, rows]`, summed over the ranks."""
-        storage = self.storage
-        return self._parallel.all_reduce(storage.forward_add(x, residual) if self._adds else storage(x))
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, this rank's columns]` to `[tokens, rows]`, summed over the ranks."""
+        return self._parallel.all_reduce(self.storage(x))
 
 
-class VocabParallelEmbedding(Module):
+class VocabParallelEmbedding(nn.Module):
     """Token embeddings whose vocabulary rows are split over the ranks; the last share may have rows to spare."""
 
     def __init__(self, vocab_size: int, hidden_size: int, options: TensorOptions, parallel: TensorParallel) -> None:
@@ -211,7 +173,7 @@ class VocabParallelEmbedding(Module):
 class ParallelLMHead(Linear):
     """The output projection, split over the vocabulary like the embedding, and gathered.
 
-    Its memory is taken by `load_shard`, since a tied one has the embedding's until weights are processed.
+    Its memory is taken by `load_shard`, since a tied one has the embedding's.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, options: TensorOptions, parallel: TensorParallel) -> None:
@@ -228,32 +190,29 @@ class ParallelLMHead(Linear):
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Keep this rank's rows of the full projection."""
-        storage = self._loading
+        storage = self.storage
         storage.weight = TensorOptions(storage.weight.dtype, self._device).empty(*storage.weight.shape)
         storage.load(part, 0, tensor[self._first : self._first + storage.weight.shape[0]])
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Take the embedding's weight instead of a loaded one."""
-        self._loading.weight = embedding.weight
+        self.storage.weight = embedding.weight
 
-    def forward(self, hidden: Tensor, rows: int) -> Tensor:
-        """Logits of the first `rows` of `hidden` `[n, hidden]`: float32 `[rows, vocab_size]`, on every rank."""
-        return self._parallel.all_gather(self.storage(hidden)[:rows])[:, : self._shape[0]].float()
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[n, hidden]` to logits, float32 `[n, vocab_size]`, on every rank."""
+        return self._parallel.all_gather(self.storage(hidden))[:, : self._shape[0]].float()
 
 
-class RMSNorm(Module):
+class RMSNorm(nn.Module):
     """Root mean square normalisation over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-    All of it is float32, the weight too; the result is rounded once. With n elements, x / sqrt(mean(x^2) + eps) is
-    sqrt(n) x / hypot(|x|, sqrt(n eps)), which takes one operation less; the weight holds the factor sqrt(n).
+    All of it is float32, the weight too; the result is rounded once.
     """
 
     def __init__(self, size: int, eps: float, options: TensorOptions) -> None:
         super().__init__()
-        wide = TensorOptions(torch.float32, options.device)
-        self.weight = wide.empty(size)
-        self._size = size
-        self._floor = torch.tensor(math.sqrt(size * eps), device=options.device)
+        self.weight = TensorOptions(torch.float32, options.device).empty(size)
+        self._eps = eps
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Shape of the part to load."""
@@ -261,13 +220,11 @@ class RMSNorm(Module):
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
         """Every rank keeps the whole."""
-        self.weight.copy_(tensor).mul_(math.sqrt(self._size))
+        self.weight.copy_(tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., size]` to the same shape and dtype."""
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, 2, -1, True).hypot_(self._floor)
-        return (wide * self.weight).div_(norm).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -290,7 +247,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return (1 - blend) * slowed + blend * frequencies
 
 
-class Rotary(Module):
+class Rotary(nn.Module):
     """Rotary embeddings in the half-split layout of Hugging Face checkpoints."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:

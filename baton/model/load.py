@@ -81,5 +81,4 @@ def _load(
     load_weights(decoder, path)
     if native is not None:
         return NativeDecoder(decoder, native, torch.get_num_threads())
-    decoder.process_weights_after_loading()
     return decoder

@@ -1,8 +1,8 @@
 """Filling a decoder from safetensors files.
 
-Files are memory-mapped. A whole weight that will be laid out for the processor stays a view of its file until then;
-every other tensor is copied straight into its place and dtype. So loading never holds more than the final weights and
-one tensor. The checkpoint must hold exactly what the model needs: a tensor that is missing, misshapen or unknown is an
+Files are memory-mapped. A whole weight that native kernels will lay out anew stays a view of its file until then; every
+other tensor is copied straight into its place and dtype. So loading never holds more than the final weights and one
+tensor. The checkpoint must hold exactly what the model needs: a tensor that is missing, misshapen or unknown is an
 error that names it, because a model that ran without a bias it came with would be silently wrong.
 """
 
@@ -75,7 +75,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 @torch.inference_mode()
 def load_weights(decoder: Decoder, directory: Path) -> None:
-    """Fill every weight of `decoder` from the checkpoint in `directory`; they are then to be processed, or repacked.
+    """Fill every weight of `decoder` from the checkpoint in `directory`; repacked ones are views of it.
 
     Raises ModelError, before anything is read, unless the checkpoint holds exactly what the model needs.
     """

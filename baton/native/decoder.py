@@ -8,7 +8,6 @@ the pass there.
 from __future__ import annotations
 
 import ctypes
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref
@@ -52,7 +51,7 @@ class NativeStepOutput:
 
 
 class NativeDecoder:
-    """See the module's text. It takes the weights out of `decoder`, whose tensors are loaded but not processed."""
+    """See the module's text. It takes the weights out of `decoder`, whose tensors are loaded."""
 
     def __init__(self, decoder: Decoder, library: ctypes.CDLL, threads: int) -> None:
         """`threads`: those that compute, the caller's included; started now."""
@@ -198,8 +197,8 @@ class NativeDecoder:
         linears = {
             "qkv": attention.qkv,
             "o": attention.o,
-            "gate": mlp.gate_up.gate,
-            "up": mlp.gate_up.up,
+            "gate": mlp.gate,
+            "up": mlp.up,
             "down": mlp.down,
         }
         biases = {f"{name}_bias": self._bias(linear) for name, linear in linears.items()}
@@ -227,7 +226,7 @@ class NativeDecoder:
     def _norm(self, norm: RMSNorm | None) -> int | None:
         if norm is None:
             return None
-        return self._keep((norm.weight.detach() / math.sqrt(len(norm.weight))).contiguous())
+        return self._keep(norm.weight.detach())
 
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)

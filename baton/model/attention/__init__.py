@@ -6,8 +6,7 @@ sequence's pages, itself included. A chunk and a decode batch are the same two c
 
     AttentionBatch   the lengths and page tables of one forward, and what is derived from them once
     KvCache          the pool, and the only code that knows how pages lie in memory
-    AttentionBackend the contract; `select` picks one: flash-attn on CUDA, torch anywhere, and the
-                     reference (a loop) in tests
+    AttentionBackend the contract; `select` picks one: flash-attn on CUDA, torch anywhere
 
 Backends reach K and V through `KvCache` only. A cache whose pages live in host memory, or whose parts carry
 scales, is another source of pages behind the same calls.
@@ -15,9 +14,8 @@ scales, is another source of pages behind the same calls.
 
 from __future__ import annotations
 
+from baton.model.attention.backend import AttentionBackend, select
 from baton.model.attention.batch import AttentionBatch
-from baton.model.attention.contract import AttentionBackend
 from baton.model.attention.kv_cache import KvCache
-from baton.model.attention.select import select
 
 __all__ = ["AttentionBackend", "AttentionBatch", "KvCache", "select"]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +24,6 @@ class AttentionBatch:
     context_lens: tuple[int, ...]
     page_tables: Tensor
     page_size: int
-    _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -75,14 +71,9 @@ class AttentionBatch:
         return max(self.query_lens) == 1
 
     @cached_property
-    def query_starts(self) -> tuple[int, ...]:
-        """Index of each sequence's first new token among all new tokens, then their total: B + 1 entries."""
-        return (0, *accumulate(self.query_lens))
-
-    @cached_property
     def cu_query_lens(self) -> Tensor:
-        """`query_starts` as int32 `[B + 1]`."""
-        return torch.tensor(self.query_starts, dtype=torch.int32).to(self.device)
+        """Running total of query lengths from 0, int32 `[B + 1]`."""
+        return torch.tensor((0, *accumulate(self.query_lens)), dtype=torch.int32).to(self.device)
 
     @cached_property
     def cu_context_lens(self) -> Tensor:
@@ -99,9 +90,8 @@ class AttentionBatch:
     @cached_property
     def positions(self) -> Tensor:
         """Each new token's position in its sequence, int64 `[T]`."""
-        queries = torch.tensor(self.query_lens)
-        first = torch.tensor(self.context_lens) - queries - torch.tensor(self.query_starts[:-1])
-        return (torch.arange(self.num_tokens) + torch.repeat_interleave(first, queries)).to(self.device)
+        lengths = zip(self.query_lens, self.context_lens, strict=True)
+        return torch.cat([torch.arange(context - query, context) for query, context in lengths]).to(self.device)
 
     @cached_property
     def slots(self) -> Tensor:
@@ -112,14 +102,3 @@ class AttentionBatch:
         sequences = torch.repeat_interleave(torch.arange(len(self.query_lens)), torch.tensor(self.query_lens))
         pages = self.page_tables[sequences.to(self.device), self.positions // self.page_size].long()
         return pages * self.page_size + self.positions % self.page_size
-
-    def slots_of(self, sequences: Tensor, positions: Tensor) -> Tensor:
-        """The slots of `positions` (int64 `[n, S]`) of the sequences (int64 `[n]`): int64 `[n, S]`."""
-        pages = self.page_tables[sequences[:, None], positions // self.page_size].long()
-        return pages * self.page_size + positions % self.page_size
-
-    def derive(self, key: Any, make: Callable[[], T]) -> T:
-        """A backend's own derived value: made at first use, then kept for this forward's other layers."""
-        if key not in self._derived:
-            self._derived[key] = make()
-        return cast(T, self._derived[key])

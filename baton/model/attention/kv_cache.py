@@ -85,14 +85,6 @@ class KvCache:
         target = self._slots[part][layer]
         target.index_copy_(0, slots, values.to(target.dtype))
 
-    def gather(self, part: str, layer: int, slots: Tensor, out: Tensor) -> None:
-        """Copy what lies at `slots` (int32 or int64 `[n]`) into `out` `[n, kv_heads, ...]`, in its dtype."""
-        source = self._slots[part][layer]
-        if out.dtype == source.dtype:
-            torch.index_select(source, 0, slots, out=out)
-        else:
-            out.copy_(source.index_select(0, slots))
-
     def pages(self, part: str, layer: int) -> Tensor:
-        """One layer's pages `[pages, page_size, kv_heads, ...]`, for kernels that follow page tables."""
+        """One layer's pages `[pages, page_size, kv_heads, ...]`, a view."""
         return self.parts[part][layer]

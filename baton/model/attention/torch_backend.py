@@ -1,59 +1,60 @@
-"""Attention on torch's own operators, on any device.
+"""Attention on torch's own operators, on any device: the reference for other backends, and the fallback.
 
-Sequences with one new token are computed together, in groups of like length (`torch_decode`); chunks a
-sequence at a time, in blocks of queries (`torch_prefill`). K and V are copied out of the pages into a workspace
-(`gathered`), and never repeated: the query group of each KV head becomes rows of one matmul.
-
-What is copied is exactly a sequence's tokens, and padding repeats its own keys, so no sequence ever reads what is not
-its own: a NaN left in a freed page can't reach another request.
+One sequence after the other, its K and V are copied out of their pages and multiplied by torch's
+`scaled_dot_product_attention`. Exactly the tokens that its queries see are copied, so no sequence ever reads what is
+not its own: a NaN left in a freed page can't reach another request.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kv.format import KEYS, VALUES
-from baton.model.attention import torch_decode, torch_prefill
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
-from baton.model.attention.workspace import Workspace
+
+_MASK_ELEMENTS = 1 << 22
+"""Queries times keys computed together: bounds the memory of a chunk's mask."""
 
 
 class TorchAttention:
-    """See the module's text."""
+    """See the module's text and `baton.model.attention.backend`."""
 
     name = "torch"
 
-    def __init__(self) -> None:
-        self._workspace = Workspace()
-
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         """See AttentionBackend."""
-        slots = batch.slots
-        kv.write(KEYS, layer, slots, k)
-        kv.write(VALUES, layer, slots, v)
+        kv.write(KEYS, layer, batch.slots, k)
+        kv.write(VALUES, layer, batch.slots, v)
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
         """See AttentionBackend."""
-        if window is not None and window >= max(batch.context_lens):
-            window = None
-        groups, chunks = batch.derive((self.name, window), lambda: self._plan(kv, q, batch, window))
-        if not chunks and len(groups) == 1 and groups[0].in_order:
-            return groups[0].attend(layer, q, kv.kv_heads)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in groups:
-            out.index_copy_(0, group.tokens, group.attend(layer, q.index_select(0, group.tokens), kv.kv_heads))
-        for chunk in chunks:
-            chunk.attend(kv, layer, q[chunk.tokens], out[chunk.tokens])
-        return out
+        sequences = zip(q.split(batch.query_lens), batch.page_tables, batch.context_lens, strict=True)
+        return torch.cat([_attend(kv, layer, *sequence, window) for sequence in sequences])
 
-    def _plan(
-        self, kv: KvCache, q: Tensor, batch: AttentionBatch, window: int | None
-    ) -> tuple[list[torch_decode.DecodeGroup], list[torch_prefill.PrefillChunk]]:
-        chunks = [
-            torch_prefill.plan(kv, q, batch, sequence, window, self._workspace)
-            for sequence, query in enumerate(batch.query_lens)
-            if query > 1
-        ]
-        return torch_decode.plan(kv, q, batch, window, self._workspace), chunks
+
+def _attend(kv: KvCache, layer: int, q: Tensor, table: Tensor, context: int, window: int | None) -> Tensor:
+    """The last tokens of one sequence, `q` `[tokens, heads, head_dim]`, over their part of its `context` tokens."""
+    found, end = [], context - len(q)
+    for block in q.split(max(1, _MASK_ELEMENTS // context)):
+        begin, end = end, end + len(block)
+        first = 0 if window is None else max(0, begin - window + 1)
+        k, v = (_read(kv.pages(part, layer), table, first, end).to(q.dtype) for part in (KEYS, VALUES))
+        mask = None
+        if len(block) > 1:
+            distance = torch.arange(begin, end)[:, None] - torch.arange(first, end)
+            mask = ((distance >= 0) & (distance < (window or context))).to(q.device)
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (block, k, v))
+        attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+        found.append(attended[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def _read(pages: Tensor, table: Tensor, first: int, end: int) -> Tensor:
+    """The tokens from `first` to `end` of the sequence with that page table: `[tokens, kv_heads, head_dim]`."""
+    size = pages.shape[1]
+    skipped = first // size
+    tokens = pages[table[skipped : -(-end // size)]].flatten(0, 1)
+    return tokens[first - skipped * size : end - skipped * size]

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.model.attention import AttentionBatch
-from baton.model.decoder import Decoder
 from baton.model.load import LoadedModel, load_model
-from baton.model.padding import RowPadding
 from tests.checkpoints import (
     FAMILIES,
     VOCAB_SIZE,
@@ -58,16 +56,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(load_model(directory, dtype=torch.float32, native=native), load_reference(directory))
 
 
-@pytest.fixture(params=[(), (48, 48)], ids=["as it is", "padded"])
-def padding(request: pytest.FixtureRequest, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of up to 32 rows as they are, or with the rows that some kernels make worth it."""
-    if not isinstance(pair.ours.decoder, Decoder):
-        if request.param:
-            pytest.skip("native kernels need no padding")
-        return
-    monkeypatch.setattr(pair.ours.decoder, "_padding", RowPadding(request.param))
-
-
 @pytest.mark.parametrize("page_size", [16, 256])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64, LENGTH])
 def test_logits(pair: Pair, chunk: int, page_size: int) -> None:
@@ -78,14 +66,12 @@ def test_logits(pair: Pair, chunk: int, page_size: int) -> None:
     torch.testing.assert_close(found, pair.expected(ids), rtol=0, atol=1e-4)
 
 
-@pytest.mark.usefixtures("padding")
 @pytest.mark.parametrize(("chunk", "page_size"), [(7, 16), (LENGTH, 256)])
 def test_greedy_equals_generate(pair: Pair, chunk: int, page_size: int) -> None:
     prompt, reference = lively_prompt(pair.theirs, 40)
     assert greedy_ids(pair.ours, prompt, 64, chunk, page_size) == reference.token_ids
 
 
-@pytest.mark.usefixtures("padding")
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_the_last_rows_alone(pair: Pair, rows: int) -> None:
     """A chunk of which only the last tokens' hidden states are wanted yields those, and leaves the same KV."""
@@ -102,7 +88,6 @@ def test_the_last_rows_alone(pair: Pair, rows: int) -> None:
         torch.testing.assert_close(pools[1].parts[name], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.usefixtures("padding")
 @pytest.mark.parametrize("page_size", [16, 256])
 def test_mixed_batch_equals_alone(pair: Pair, page_size: int) -> None:
     """Prompts of any length in one forward, then steps and chunks in one forward, as if each were alone."""

@@ -18,7 +18,7 @@ from baton.model.checkpoint import INDEX_NAME, SINGLE_NAME, resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
-from baton.model.linear import DenseStorage, PackedStorage, TensorOptions
+from baton.model.linear import DenseStorage, TensorOptions
 from baton.model.load import load_model
 from tests.checkpoints import load_reference, make_checkpoint, prompt_ids
 from tests.unit.model.runner import Sequence, chunked_logits, forward
@@ -41,18 +41,14 @@ def checkpoint(tmp_path: Path) -> Path:
     return make_checkpoint("llama", tmp_path / "whole")
 
 
-def test_what_is_packed_is_read_from_the_file_and_not_copied_before() -> None:
-    given, options = torch.randn(8, 16), TensorOptions(torch.float32, torch.device("cpu"))
-    packs = torch.backends.mkldnn.is_available()
-    storage = DenseStorage(8, 16, True, options)
-    storage.load("weight", 0, given)
-    assert isinstance(storage.process_weights_after_loading(), PackedStorage) is packs
-    assert (storage.weight.data_ptr() == given.data_ptr()) is packs
-    for other in (given.to(torch.bfloat16), torch.randn(16, 8).T, given[:4]):
+@pytest.mark.parametrize("repacked", [False, True])
+def test_what_is_repacked_is_read_from_the_file_and_not_copied_before(repacked: bool) -> None:
+    given, options = torch.randn(8, 16), TensorOptions(torch.float32, torch.device("cpu"), repacked)
+    for tensor in (given, given.to(torch.bfloat16), torch.randn(16, 8).T, given[:4]):
         storage = DenseStorage(8, 16, True, options)
-        storage.load("weight", 0, other)
-        assert torch.equal(storage.weight[: len(other)], other.to(torch.float32))
-        assert storage.weight.data_ptr() != other.data_ptr()
+        storage.load("weight", 0, tensor)
+        assert torch.equal(storage.weight[: len(tensor)], tensor.to(torch.float32))
+        assert (storage.weight.data_ptr() == tensor.data_ptr()) is (repacked and tensor is given)
 
 
 def test_sharded_equals_single(checkpoint: Path, tmp_path: Path) -> None:
@@ -215,7 +211,6 @@ def load(path):
     weights = sum(parameter.nbytes for parameter in decoder.parameters())
     layer = sum(parameter.nbytes for parameter in decoder.layers[0].parameters())
     load_weights(decoder, path)
-    decoder.process_weights_after_loading()
     return decoder, weights, layer
 
 warm = load(Path(sys.argv[1]))

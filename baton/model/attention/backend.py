@@ -1,13 +1,17 @@
-"""The contract of attention backends."""
+"""The contract of attention backends, and which of them serves which cache."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+import baton.model.attention.flash_backend as flash_backend
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
+from baton.model.attention.torch_backend import TorchAttention
 
 
 class AttentionBackend(Protocol):
@@ -28,3 +32,17 @@ class AttentionBackend(Protocol):
         A token sees positions up to its own; with `window` W only the latest W of them, its own included.
         """
         ...
+
+
+@cache
+def select(
+    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, head_dim: int
+) -> AttentionBackend:
+    """The fastest backend for queries of `dtype` over such a cache on `device`; the answer is kept."""
+    if (
+        flash_backend.available()
+        and flash_backend.runs_on(device)
+        and flash_backend.supports(dtype, kv_dtype, page_size, head_dim)
+    ):
+        return flash_backend.FlashAttention(flash_backend.FlashKernels.load())
+    return TorchAttention()
