@@ -58,8 +58,9 @@ emulate: $(INSTALLED) ## tests of the native kernels for AVX-512 and AMX on a CP
 	BATON_NATIVE_LIBRARY=$(EMULATED) BATON_NATIVE_ISA=avx512 $(BIN)/python -m pytest -p no:xdist \
 		tests/unit/model/test_parity.py -k native
 
-# Unit tests of the kernels, without those of the build, which start compilers.
-SANITIZED := env BATON_KERNELS=native ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:xdist \
+# Unit tests of the kernels, without those of the build, which start compilers. Memory of ctypes arrays is from malloc, so
+# that each has an end.
+SANITIZED := env BATON_KERNELS=native ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python -m pytest -p no:xdist \
 	tests/unit/native --ignore tests/unit/native/test_build.py
 
 sanitize: sanitize-address sanitize-thread ## unit tests of the native kernels under ASan and UBSan, then under TSan; needs g++

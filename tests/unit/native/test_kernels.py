@@ -140,6 +140,24 @@ def test_attention_of_a_token_does_not_depend_on_the_others(library: ctypes.CDLL
         assert torch.equal(alone.attend(kv, 0, q[token : token + 1], batch, window)[0], chunk[token])
 
 
+@pytest.mark.parametrize("query", [1, 20])
+def test_keys_before_the_window_are_not_read(library: ctypes.CDLL, query: int) -> None:
+    """Their pages may hold anything by then."""
+    torch.manual_seed(0)
+    length, window = 200, 9
+    kv = cache_of(length, 2, 32)
+    batch = AttentionBatch.build([length], [length], torch.arange(kv.num_pages).int()[None], kv.page_size)
+    backend = NativeAttention(library)
+    k, v = torch.randn(2, length, 2, 32).unbind()
+    backend.append(kv, 0, k, v, batch)
+    backend._new[0] = k[-query:], v[-query:]
+    q, new = torch.randn(query, 4, 32), batch.last(query)
+    expected = backend.attend(kv, 0, q, new, window)
+    for part in kv.parts.values():
+        part.flatten(1, 2)[:, : length - query - window + 1] = float("nan")
+    assert torch.equal(backend.attend(kv, 0, q, new, window), expected)
+
+
 def cache_of(tokens: int, kv_heads: int, size: int, page_size: int = 16) -> KvCache:
     shape = (1, -(-tokens // page_size), page_size, kv_heads, size)
     return KvCache({KEYS: torch.zeros(shape), VALUES: torch.zeros(shape)})
