@@ -61,14 +61,27 @@ _OWN: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
-    "mistral": {"num_key_value_heads": 1, "sliding_window": 24},
+    "mistral": {
+        "num_key_value_heads": 1,
+        "sliding_window": 24,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
     "qwen2": {
         "num_key_value_heads": 4,
         "use_sliding_window": True,
         "sliding_window": 20,
         "max_window_layers": 1,
     },
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 32},
+    "qwen3": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
 }
 
 _MODELS = {

@@ -18,24 +18,10 @@ from typing import Any
 
 from baton.errors import ModelError
 from baton.model.families import FAMILIES, AttentionKind, Bias, Family, MlpKind, Window
-
-ROPE_KINDS = ("default", "linear", "llama3")
-"""Supported RoPE variants, named as transformers names them."""
+from baton.model.rope import ROPE_KINDS, RopeConfig, yarn_attention_factor
 
 _ACTIVATIONS = ("silu", "swish")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding. The last four fields are 0 where `kind` does not use them."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 0.0
-    high_freq_factor: float = 0.0
-    original_max_position: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +37,7 @@ class LayerConfig:
 class ModelConfig:
     """A decoder-only transformer in numbers.
 
+    `max_position_embeddings` counts positions after RoPE's scaling.
     `eos_token_ids` prefers generation_config.json, as `generate` does. `dtype` is the
     checkpoint's own ("bfloat16"), None where it does not say.
     """
@@ -114,6 +101,7 @@ class ModelConfig:
         if num_heads % num_kv_heads:
             raise ModelError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
         eos = (generation or {}).get("eos_token_id")
+        rope = _rope(fields)
         return cls(
             architecture=family.architecture,
             vocab_size=fields.positive("vocab_size"),
@@ -124,8 +112,8 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=_head_dim(fields, num_heads),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=_rope(fields),
-            max_position_embeddings=fields.positive("max_position_embeddings"),
+            rope=rope,
+            max_position_embeddings=rope.max_position(fields.positive("max_position_embeddings")),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             qkv_bias=_bias(family.qkv_bias, fields, "attention_bias"),
             o_bias=_bias(family.o_bias, fields, "attention_bias"),
@@ -236,7 +224,9 @@ def _rope(fields: _Fields) -> RopeConfig:
     inner = _Fields(raw, "rope_parameters.")
     kind = raw.get("rope_type") or raw.get("type") or "default"
     if kind not in ROPE_KINDS:
-        raise ModelError(f"unsupported rope_type {kind!r}; supported: {', '.join(ROPE_KINDS)}")
+        # Its angles at every position change with the length of the whole sequence.
+        why = ", which no cached KV can follow" if kind == "dynamic" else ""
+        raise ModelError(f"unsupported rope_type {kind!r}{why}; supported: {', '.join(ROPE_KINDS)}")
     for name, source in (("partial_rotary_factor", raw), ("partial_rotary_factor", fields)):
         value = source.get(name)
         if value is not None and value != 1:
@@ -244,17 +234,34 @@ def _rope(fields: _Fields) -> RopeConfig:
     theta = inner.number("rope_theta", fields.number("rope_theta", 10_000.0))
     if kind == "default":
         return RopeConfig(theta)
-    factor = inner.number("factor")
     if kind == "linear":
-        return RopeConfig(theta, kind, factor)
-    outer_length = fields.get("original_max_position_embeddings")
-    length = (fields if outer_length is not None else inner).positive(
-        "original_max_position_embeddings", fields.positive("max_position_embeddings")
-    )
+        return RopeConfig(theta, kind, inner.number("factor"))
+    length, positions = fields.get("original_max_position_embeddings"), fields.positive("max_position_embeddings")
+    length = (fields if length is not None else inner).positive("original_max_position_embeddings", positions)
+    if kind == "yarn":
+        return _yarn(raw, inner, theta, length, positions)
     low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
     if high <= low:
         raise ModelError(f"rope_parameters.high_freq_factor {high} must exceed low_freq_factor {low}")
-    return RopeConfig(theta, kind, factor, low, high, length)
+    return RopeConfig(theta, kind, inner.number("factor"), low, high, length)
+
+
+def _yarn(raw: dict[str, Any], inner: _Fields, theta: float, length: int, positions: int) -> RopeConfig:
+    factor = inner.number("factor", positions / length)
+    fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
+    if fast <= slow:
+        raise ModelError(f"rope_parameters.beta_fast {fast} must exceed beta_slow {slow}")
+    scales = [inner.number(name) if raw.get(name) else 0.0 for name in ("mscale", "mscale_all_dim")]
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=length,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=raw.get("truncate") is None or inner.flag("truncate"),
+        attention_factor=inner.number("attention_factor", yarn_attention_factor(factor, *scales)),
+    )
 
 
 def _one_rope(raw: Any) -> dict[str, Any]:

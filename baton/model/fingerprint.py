@@ -25,7 +25,7 @@ from baton.errors import ModelError
 from baton.model.checkpoint import weight_files
 from baton.model.config import ModelConfig
 
-_VERSION = 1
+_VERSION = 2
 _NOT_HASHED = ("eos_token_ids", "bos_token_id", "dtype", "layers")
 """Fields of ModelConfig that change no K and no V, and the layers, of which the windows are hashed: the kinds of their
 parts follow from the architecture's name."""

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.errors import ModelError
-from baton.model.config import RopeConfig
 from baton.model.linear import DenseStorage, TensorOptions
+from baton.model.rope import RopeConfig
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -227,37 +227,22 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """RoPE's angle per position, float32 `[head_dim / 2]` (Su et al. 2021, arXiv:2104.09864).
-
-    "linear" divides positions by the factor (Chen et al. 2023, arXiv:2306.15595). "llama3" leaves wavelengths
-    shorter than original length / high_freq_factor alone, divides those longer than original length /
-    low_freq_factor by the factor, and blends in between (Llama 3.1's reference code).
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "default":
-        return frequencies
-    slowed = frequencies / rope.factor
-    if rope.kind == "linear":
-        return slowed
-    turns = rope.original_max_position * frequencies / (2 * math.pi)
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = blend.clamp(0.0, 1.0)
-    return (1 - blend) * slowed + blend * frequencies
-
-
 class Rotary(nn.Module):
     """Rotary embeddings in the half-split layout of Hugging Face checkpoints."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         super().__init__()
-        self.frequencies = inverse_frequencies(rope, head_dim).to(device)
+        frequencies = rope.inverse_frequencies(head_dim)
+        self.frequencies = torch.tensor(frequencies, dtype=torch.float64, device=device)
+        self.attention_factor = rope.attention_factor
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines, and sines with the first half's negated: float32 `[tokens, 1, head_dim]`, for all layers."""
-        angles = (positions.float()[:, None] * self.frequencies)[:, None]
-        cos, sin = angles.cos(), angles.sin()
+        """Cosines, and sines with the first half's negated: float32 `[tokens, 1, head_dim]`, for all layers.
+
+        Computed in float64: the error is below 1e-6 up to position 100 million.
+        """
+        angles = (positions.double()[:, None] * self.frequencies)[:, None]
+        cos, sin = ((wave * self.attention_factor).float() for wave in (angles.cos(), angles.sin()))
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     @staticmethod

@@ -29,6 +29,7 @@ class BatonModel(ctypes.Structure):
         *_fields(integers="layers hidden inner vocab heads kv_heads head_dim type"),
         ("eps", c_double),
         *_fields("layer embedding head norm frequencies"),
+        ("rotary_factor", c_double),
     ]
 
 

@@ -190,6 +190,7 @@ class NativeDecoder:
             head,
             self._norm(decoder.norm),
             self._keep(decoder.rotary.frequencies),
+            decoder.rotary.attention_factor,
         )
 
     def _layer(self, layer: DecoderLayer, window: int | None) -> abi.BatonLayer:

@@ -21,7 +21,8 @@ struct BatonModel {
   const void* embedding;  // packed, as is `head`; the same where they are tied
   const void* head;
   const float* norm;
-  const float* frequencies;  // [head_dim / 2], radians a position
+  const double* frequencies;  // [head_dim / 2], radians a position
+  double rotary_factor;       // of cosines and sines
 };
 
 // Pages of all layers: keys[layer] and values[layer] are [pages][page_size][kv_heads][head_dim].
@@ -52,7 +53,7 @@ struct BatonCall {
   int64_t* best;    // [tokens]: the first of the largest logits, -1 where logits are not finite; or null
 };
 
-// Room for intermediate results, which grows with the largest call; for one call at a time.
+// Room for intermediate results, which grows with the largest call; for one model, and one call at a time.
 struct BatonRoom;
 
 BATON_API BatonRoom* baton_native_room_new();

@@ -1,10 +1,11 @@
-// Room for the intermediate results of a call.
+// Room for the intermediate results of the calls of one model.
 #pragma once
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <vector>
 
 #include "kernels.h"
 
@@ -47,4 +48,5 @@ struct BatonRoom {
   baton::Buffer normed, qkv, attended, inner;  // of all rows
   baton::Buffer angles, units, partials, best;
   baton::Buffer threads;  // scratch of each
+  std::vector<int32_t> angles_of;  // query and context lengths that `angles` are for
 };

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from baton.errors import ModelError
-from baton.model.config import ModelConfig, RopeConfig
+from baton.model.config import ModelConfig
+from baton.model.rope import RopeConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -176,8 +177,10 @@ def test_model_type_stands_in_for_a_missing_architecture() -> None:
         ({"hidden_size": 66}, "hidden_size 66 is no multiple of num_attention_heads 4"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; supported: silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'; supported: default, linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'; supported: default"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic', which no cached KV can follow; supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'; supported: default, linear, yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1}}, "beta_fast 1.0 must exceed beta_slow 1.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate must be true or false, not 1"),
         ({"rope_scaling": {"type": "linear"}}, "config.json lacks rope_parameters.factor"),
         ({"rope_scaling": "linear"}, "rope_parameters must be an object, not 'linear'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor
 
 from baton.errors import ModelError
-from baton.model.config import RopeConfig
 from baton.model.layers import (
     MergedColumnParallelLinear,
     RMSNorm,
     RowParallelLinear,
     TensorParallel,
-    inverse_frequencies,
 )
 from baton.model.linear import DenseStorage, TensorOptions, WeightTensor
 from baton.model.load import load_model
@@ -140,19 +137,6 @@ def test_a_weight_of_several_tensors_is_split_over_ranks(monkeypatch: pytest.Mon
     torch.testing.assert_close(torch.cat(q, 1), product("q.", x))
     torch.testing.assert_close(torch.cat(k, 1), product("k.", x))
     torch.testing.assert_close(row[0](x[:, :4]) + row[1](x[:, 4:]), product("", x))
-
-
-def test_llama3_frequencies_by_hand() -> None:
-    """Short wavelengths stay, long ones are slowed by the factor, those between are blended."""
-    rope = RopeConfig(10_000.0, "llama3", 4.0, 1.0, 4.0, 32)
-    plain = inverse_frequencies(RopeConfig(10_000.0), 16)
-    found = inverse_frequencies(rope, 16)
-    wavelengths = 2 * math.pi / plain
-    assert found[0] == plain[0]
-    assert wavelengths[0] < 32 / 4 < wavelengths[1] < 32
-    blend = (32 / wavelengths[1] - 1) / (4 - 1)
-    torch.testing.assert_close(found[1], (1 - blend) * plain[1] / 4 + blend * plain[1])
-    torch.testing.assert_close(found[2:], plain[2:] / 4)
 
 
 @pytest.mark.parametrize("size", [64, 896, 7])

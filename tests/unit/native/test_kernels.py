@@ -47,10 +47,10 @@ class NativeAttention:
         qkv = torch.cat((q, *self._new[layer]), dim=1).float().contiguous()
         out = torch.empty(q.shape)
         layers = (abi.BatonLayer * kv.num_layers)(*[abi.BatonLayer(window=window or 0)] * kv.num_layers)
-        frequencies = torch.zeros(kv.head_dim // 2)
+        frequencies = torch.zeros(kv.head_dim // 2, dtype=torch.float64)
         model = abi.BatonModel(
             kv.num_layers, 1, 1, 1, q.shape[1], kv.kv_heads, kv.head_dim, TYPES[self._weights], 1e-6,
-            ctypes.cast(layers, ctypes.c_void_p), None, None, None, frequencies.data_ptr(),
+            ctypes.cast(layers, ctypes.c_void_p), None, None, None, frequencies.data_ptr(), 1.0,
         )  # fmt: skip
         keys, values = (pointers([each.data_ptr() for each in kv.parts[part]]) for part in (KEYS, VALUES))
         described = abi.BatonKv(
