@@ -39,7 +39,7 @@ from baton.request import TokenInfo
 from baton.worker.faults import FaultCounter
 from baton.worker.progress import Progress
 from decode_svc.messages import FailureKind
-from decode_svc.scheduler import Scheduler, StepOutput
+from decode_svc.scheduler import DecodeScheduler, StepOutput
 from decode_svc.sequence import Sequence
 
 _log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class DecodeLoop:
         self._emit = emit
         self._clock = clock
         self._reclaim = reclaim
-        self._scheduler = Scheduler(engine.spec)
+        self._scheduler = DecodeScheduler(engine.spec)
         self._unread: deque[_UnreadStep] = deque()
         self._read_at = 0.0
         self._inbox: queue.SimpleQueue[_Add | _Drop | _Wake | _Stop] = queue.SimpleQueue()

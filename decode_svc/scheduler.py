@@ -50,7 +50,7 @@ class StepOutput:
     digests: abc.Sequence[bytes] = ()
 
 
-class Scheduler:
+class DecodeScheduler:
     """Gives `spec.slots` slots to sequences, in the order in which they became ready."""
 
     def __init__(self, spec: EngineSpec) -> None:

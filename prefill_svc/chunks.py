@@ -17,7 +17,7 @@ from baton.telemetry import metrics
 from baton.worker.progress import Progress
 from baton.worker.thread import EngineThread
 from prefill_svc.job import PrefillJob
-from prefill_svc.scheduler import Prompt, Scheduler
+from prefill_svc.scheduler import PrefillScheduler, Prompt
 
 
 class ChunkRunner:
@@ -27,7 +27,7 @@ class ChunkRunner:
         self,
         engine: Engine,
         thread: EngineThread,
-        scheduler: Scheduler,
+        scheduler: PrefillScheduler,
         progress: Progress,
         jobs: Mapping[Prompt, PrefillJob],
     ) -> None:

@@ -103,7 +103,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Scheduler:
+class PrefillScheduler:
     """All prompts of one worker from admission to end; the caller passes times, all from one clock."""
 
     spec: EngineSpec

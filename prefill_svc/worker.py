@@ -42,7 +42,7 @@ from prefill_svc.chunks import ChunkRunner
 from prefill_svc.job import PrefillDone, PrefillJob, PrefillTask, count_by_tier, make_result, overdue_error
 from prefill_svc.ledger import entries
 from prefill_svc.prefix import PrefixBackends, PrefixLoader
-from prefill_svc.scheduler import Prompt, Scheduler
+from prefill_svc.scheduler import PrefillScheduler, Prompt
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class PrefillWorker:
         self._exports = exports
         self._backends = backends
         self._changed = changed
-        self._scheduler = Scheduler(engine.spec, config.chunk_size, config.max_waiting)
+        self._scheduler = PrefillScheduler(engine.spec, config.chunk_size, config.max_waiting)
         self._prefix = PrefixLoader(engine, backends, lambda: self._scheduler.rate.value)
         self._open_jobs: dict[Prompt, PrefillJob] = {}
         """Jobs whose callers wait for the answer."""

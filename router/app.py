@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class App:
+class RouterApp:
     """A running router; addresses are "host:port" as bound."""
 
     address: str
@@ -68,7 +68,7 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[App]:
+async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[RouterApp]:
     """Start a router; it is healthy once a prefill and a decode worker that match are there.
 
     With `shared`, other processes may listen on the same port.
@@ -122,7 +122,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ap
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.callback(failed.cancel)
         stack.push_async_callback(_stop, pipeline, door)
-        yield App(listener.address, ops.address, pool, door, health, config.drain_s, failed)
+        yield RouterApp(listener.address, ops.address, pool, door, health, config.drain_s, failed)
 
 
 def _length_limit(config: RouterConfig, pool: Pool, longest: int) -> Callable[[], int]:

@@ -16,7 +16,7 @@ from baton.config.router import RouterConfig
 from baton.pb import inference_pb2, inference_pb2_grpc
 from baton.rpc.channel import control_channel
 from baton.worker.status import WorkerRole
-from router.app import App, run
+from router.app import RouterApp, run
 from tests.integration.router_stubs import Handoffs, StubDecode, StubPrefill, checkpoint, identity
 
 
@@ -24,7 +24,7 @@ from tests.integration.router_stubs import Handoffs, StubDecode, StubPrefill, ch
 class Bench:
     """A router, its stubs, and a client."""
 
-    app: App
+    app: RouterApp
     prefill: list[StubPrefill]
     decode: list[StubDecode]
     client: inference_pb2_grpc.InferenceStub
@@ -79,7 +79,7 @@ async def refused(call: grpc.aio.UnaryStreamCall) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def until(app: App, true: Callable[[], bool]) -> None:
+async def until(app: RouterApp, true: Callable[[], bool]) -> None:
     news = asyncio.Event()
     app.pool.subscribe(news.set)
     async with asyncio.timeout(60):

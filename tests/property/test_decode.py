@@ -56,6 +56,8 @@ CHOICES = st.sampled_from([1, 1, 1, 2, 2, 3, 5, 64])
 PICK = st.integers(0, 99)
 PATIENCE = st.sampled_from([None, None, 3.0, 30.0])
 
+_alone = functools.cache(alone)
+
 
 class DecodeWorkerMachine(RuleBasedStateMachine):
     """Drives the service and its engine loop."""
@@ -332,7 +334,8 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
     def the_youngest_is_paused(self) -> None:
         for owner, batch in self.engine.paused:
             # Requests are numbered in the order of their reservations.
-            assert _number(owner) == max(map(_number, batch))
+            numbers = {each: int(each.removeprefix("r").partition("/")[0]) for each in (owner, *batch)}
+            assert numbers[owner] == max(numbers.values())
         self.engine.paused.clear()
 
     @invariant()
@@ -388,15 +391,6 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
         turning.set_result(None)
         self.loop.run_until_complete(self.service.close(turning))
         self.loop.finish()
-
-
-@functools.cache
-def _alone(prompt: tuple[int, ...], params: SamplingParams, choice: int) -> list[int]:
-    return alone(prompt, params, choice)
-
-
-def _number(owner: str) -> int:
-    return int(owner.removeprefix("r").partition("/")[0])
 
 
 class OneSlotMachine(DecodeWorkerMachine):

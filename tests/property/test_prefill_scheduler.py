@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, Overloaded
 from baton.kv.format import KvFormat, KvPart
-from prefill_svc.scheduler import AGEING, PATIENCE_S, PREPARED_AHEAD, Prompt, Scheduler, Stage
+from prefill_svc.scheduler import AGEING, PATIENCE_S, PREPARED_AHEAD, PrefillScheduler, Prompt, Stage
 from tests.effort import machine_test
 
 PAGE, PAGES, LONGEST, WAITING = 16, 64, 1200, 6
@@ -47,7 +47,7 @@ class PrefillSchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         kv_format = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=16)
         spec = EngineSpec("m", kv_format, 1000, LONGEST, frozenset(), PAGE, PAGES, 0)
-        self.scheduler = Scheduler(spec, 100, WAITING)
+        self.scheduler = PrefillScheduler(spec, 100, WAITING)
         self.now, self.free = 0.0, PAGES
         self.prompts: dict[Prompt, Known] = {}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
 from baton.request import FinishReason, SamplingParams, SequenceState, TokenInfo
-from decode_svc.scheduler import Scheduler
+from decode_svc.scheduler import DecodeScheduler
 from decode_svc.sequence import Sequence
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)),), layers=3, block_size=16)
@@ -30,7 +30,7 @@ def sequence(
     return Sequence(number, Handle(capacity=capacity), state, [first], fetch_ms=7.0, ready_at=ready_at, age=(0, age))
 
 
-def paused(scheduler: Scheduler, count: int) -> list[int]:
+def paused(scheduler: DecodeScheduler, count: int) -> list[int]:
     """Pause so many, as the loop does."""
     found = []
     for _ in range(count):
@@ -49,7 +49,7 @@ def infos(*tokens: int) -> list[TokenInfo]:
 
 
 def test_slots_go_to_those_that_were_ready_first() -> None:
-    scheduler = Scheduler(SPEC)
+    scheduler = DecodeScheduler(SPEC)
     scheduler.add([sequence(5), sequence(2)])
     scheduler.add([sequence(9)])
     assert ids(scheduler.admit(0.0)) == [5, 2]
@@ -58,7 +58,7 @@ def test_slots_go_to_those_that_were_ready_first() -> None:
 
 
 def test_a_slot_is_free_for_the_next_as_soon_as_a_sequence_ends() -> None:
-    scheduler = Scheduler(SPEC)
+    scheduler = DecodeScheduler(SPEC)
     last = sequence(1, max_tokens=2)
     scheduler.add([last, sequence(2), sequence(3)])
     scheduler.admit(0.0)
@@ -69,7 +69,7 @@ def test_a_slot_is_free_for_the_next_as_soon_as_a_sequence_ends() -> None:
 
 
 def test_tokens_after_the_one_that_ends_a_sequence_are_left_out() -> None:
-    scheduler = Scheduler(SPEC)
+    scheduler = DecodeScheduler(SPEC)
     one = sequence(1, max_tokens=9)
     scheduler.add([one])
     scheduler.admit(0.0)
@@ -81,7 +81,7 @@ def test_tokens_after_the_one_that_ends_a_sequence_are_left_out() -> None:
 
 
 def test_a_sequence_ends_at_the_models_length_whatever_it_may_generate() -> None:
-    scheduler = Scheduler(replace(SPEC, max_model_len=6))
+    scheduler = DecodeScheduler(replace(SPEC, max_model_len=6))
     one = sequence(1, max_tokens=50)
     scheduler.add([one])
     scheduler.admit(0.0)
@@ -93,7 +93,7 @@ def test_a_sequence_ends_at_the_models_length_whatever_it_may_generate() -> None
 
 
 def test_timings_come_once_and_are_durations() -> None:
-    scheduler = Scheduler(SPEC)
+    scheduler = DecodeScheduler(SPEC)
     one = sequence(1, ready_at=100.0)
     scheduler.add([one])
     scheduler.admit(100.25)
@@ -108,7 +108,7 @@ def test_timings_come_once_and_are_durations() -> None:
 
 
 def test_dropping_takes_a_sequence_out_wherever_it_is_and_only_once() -> None:
-    scheduler = Scheduler(SPEC)
+    scheduler = DecodeScheduler(SPEC)
     running = sequence(1)
     scheduler.add([running, sequence(2), sequence(3)])
     scheduler.admit(0.0)
@@ -119,7 +119,7 @@ def test_dropping_takes_a_sequence_out_wherever_it_is_and_only_once() -> None:
 
 
 def test_no_tokens_are_nothing_to_tell() -> None:
-    scheduler = Scheduler(SPEC)
+    scheduler = DecodeScheduler(SPEC)
     one = sequence(1)
     scheduler.add([one])
     scheduler.admit(0.0)
@@ -131,7 +131,7 @@ LONG = replace(SPEC, max_model_len=1000, slots=3)
 
 
 def test_those_without_room_for_the_next_token_are_told_oldest_first() -> None:
-    scheduler = Scheduler(LONG)
+    scheduler = DecodeScheduler(LONG)
     full = {number: sequence(number, age=age, capacity=3) for number, age in ((1, 7), (2, 5), (3, 5))}
     scheduler.add(full.values())
     scheduler.admit(0.0)
@@ -141,7 +141,7 @@ def test_those_without_room_for_the_next_token_are_told_oldest_first() -> None:
 
 
 def test_the_youngest_by_reservation_is_paused_first_and_the_oldest_comes_back_first() -> None:
-    scheduler = Scheduler(LONG)
+    scheduler = DecodeScheduler(LONG)
     scheduler.add([sequence(1, age=7), sequence(2, age=5), sequence(3, age=6)])
     scheduler.admit(0.0)
     assert paused(scheduler, 3) == [1, 3, 2]
@@ -155,7 +155,7 @@ def test_the_youngest_by_reservation_is_paused_first_and_the_oldest_comes_back_f
 
 
 def test_a_paused_sequence_comes_back_before_one_that_waits_but_only_into_a_slot() -> None:
-    scheduler = Scheduler(replace(LONG, slots=1))
+    scheduler = DecodeScheduler(replace(LONG, slots=1))
     old, waiting = sequence(1, age=1), sequence(2, age=2)
     scheduler.add([old])
     scheduler.admit(0.0)
@@ -173,7 +173,7 @@ def test_a_paused_sequence_comes_back_before_one_that_waits_but_only_into_a_slot
 
 def test_room_is_what_the_whole_batch_needs_to_go_on_for_a_while() -> None:
     # Pages of 16 tokens. A sequence has 4 tokens and goes on for 64: 68 tokens are 5 pages.
-    scheduler = Scheduler(LONG)
+    scheduler = DecodeScheduler(LONG)
     scheduler.add([sequence(1, age=1, max_tokens=500, capacity=16), sequence(2, age=2, max_tokens=500, capacity=16)])
     scheduler.admit(0.0)
     paused(scheduler, 1)
@@ -183,13 +183,13 @@ def test_room_is_what_the_whole_batch_needs_to_go_on_for_a_while() -> None:
 
 
 def test_no_more_room_is_asked_for_than_there_is_left_to_generate() -> None:
-    scheduler = Scheduler(LONG)
+    scheduler = DecodeScheduler(LONG)
     scheduler.add([sequence(1, max_tokens=20, capacity=16)])
     scheduler.admit(0.0)
     paused(scheduler, 1)
     assert scheduler.next_to_resume(1) is None
     assert scheduler.next_to_resume(2) is not None
-    short = Scheduler(replace(LONG, max_model_len=30))
+    short = DecodeScheduler(replace(LONG, max_model_len=30))
     short.add([sequence(1, max_tokens=500, capacity=16)])
     short.admit(0.0)
     paused(short, 1)
@@ -197,7 +197,7 @@ def test_no_more_room_is_asked_for_than_there_is_left_to_generate() -> None:
 
 
 def test_a_sequence_comes_back_to_as_many_pages_as_it_had() -> None:
-    scheduler = Scheduler(LONG)
+    scheduler = DecodeScheduler(LONG)
     scheduler.add([sequence(1, max_tokens=500, capacity=16 * 9)])
     scheduler.admit(0.0)
     paused(scheduler, 1)
@@ -206,7 +206,7 @@ def test_a_sequence_comes_back_to_as_many_pages_as_it_had() -> None:
 
 
 def test_there_is_nothing_to_do_while_what_is_paused_lacks_room() -> None:
-    scheduler = Scheduler(LONG)
+    scheduler = DecodeScheduler(LONG)
     assert scheduler.is_idle(99)
     scheduler.add([sequence(1)])
     assert not scheduler.is_idle(0)

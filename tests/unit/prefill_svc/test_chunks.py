@@ -11,7 +11,7 @@ from baton.request import SamplingParams
 from baton.worker.progress import Progress
 from prefill_svc.chunks import ChunkRunner
 from prefill_svc.job import PrefillJob, PrefillTask
-from prefill_svc.scheduler import Prompt, Scheduler
+from prefill_svc.scheduler import PrefillScheduler, Prompt
 
 
 class Thread:
@@ -32,7 +32,7 @@ class Worker:
     def __init__(self, chunk_size: int) -> None:
         engine = FakeEngine()
         self.thread, self.progress = Thread(), Progress()
-        self._scheduler = Scheduler(engine.spec, chunk_size, 8)
+        self._scheduler = PrefillScheduler(engine.spec, chunk_size, 8)
         self._jobs: dict[Prompt, PrefillJob] = {}
         self._chunks = ChunkRunner(engine, self.thread, self._scheduler, self.progress, self._jobs)  # type: ignore[arg-type]
         self.order: list[str] = []

@@ -7,18 +7,20 @@ import pytest
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest, Overloaded
 from baton.kv.format import KvFormat, KvPart
-from prefill_svc.scheduler import BURST_S, PATIENCE_S, PREPARED_AHEAD, Prompt, Scheduler, Stage, chunk_size
+from prefill_svc.scheduler import BURST_S, PATIENCE_S, PREPARED_AHEAD, PrefillScheduler, Prompt, Stage, chunk_size
 
 FORMAT = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=16)
 
 
-def scheduler(pages: int = 1000, chunk: int = 100, max_waiting: int = 64, max_model_len: int = 100_000) -> Scheduler:
+def scheduler(
+    pages: int = 1000, chunk: int = 100, max_waiting: int = 64, max_model_len: int = 100_000
+) -> PrefillScheduler:
     spec = EngineSpec("m", FORMAT, 1000, max_model_len, frozenset(), 16, pages, 0)
-    return Scheduler(spec, chunk, max_waiting)
+    return PrefillScheduler(spec, chunk, max_waiting)
 
 
 def allocate(
-    s: Scheduler,
+    s: PrefillScheduler,
     now: float,
     fits: Callable[[Prompt], bool] = lambda _: True,
     deferred: Collection[Prompt] = (),
@@ -35,7 +37,7 @@ def allocate(
     return allocated
 
 
-def admit_ready(s: Scheduler, tokens: int, done: int = 0, tenant: bytes = b"") -> Prompt:
+def admit_ready(s: PrefillScheduler, tokens: int, done: int = 0, tenant: bytes = b"") -> Prompt:
     prompt = s.admit(tokens, tenant)
     s.await_pages(prompt, done)
     s.make_ready(prompt, done)
@@ -68,7 +70,7 @@ def test_automatic_chunks_are_never_too_short_to_be_quick_or_to_tell_the_rate() 
     assert chunk_size(10_000, 0, 0.001) == 64
 
 
-def compute(s: Scheduler, tokens: int, done: int = 0, overhead: float = 0.05) -> list[int]:
+def compute(s: PrefillScheduler, tokens: int, done: int = 0, overhead: float = 0.05) -> list[int]:
     """Chunk sizes of one prompt on a machine that computes 1,000 tokens/s beside an overhead for each chunk."""
     prompt, sizes = admit_ready(s, tokens, done=done), []
     while prompt.remaining:
@@ -181,7 +183,7 @@ def test_waiting_for_earlier_prompts_earns_nothing() -> None:
     assert s.next_chunk() == (short, 50)
 
 
-def run(s: Scheduler) -> Prompt:
+def run(s: PrefillScheduler) -> Prompt:
     """Compute the next chunk on a machine that computes 1,000 tokens/s; its prompt."""
     prompt, end = s.next_chunk() or pytest.fail("no prompt is ready")
     took = (end - prompt.done) / 1_000
