@@ -46,66 +46,69 @@ async def test_sessions_of_nonsense_leave_nothing() -> None:
 
 def _session(rng: random.Random, names: Sequence[str], named: bytes) -> list[bytes]:
     """Commands about few attempts, so that they meet; most are sound in themselves."""
-    sent: list[Message] = [
-        decode_pb2.SessionUp(hello=decode_pb2.Hello(router_id=rng.choice(("", "router")), wire_version=WIRE_VERSION))
-    ]
-    if rng.random() < 0.1:
-        sent.clear()
+    sent: list[Message] = []
+    if rng.random() >= 0.1:
+        hello = decode_pb2.Hello(router_id=rng.choice(("", "router")), wire_version=WIRE_VERSION)
+        sent.append(decode_pb2.SessionUp(hello=hello))
     for _ in range(rng.randrange(1, 25)):
-        attempt = key(rng.choice(names[:3]), rng.choice((0, 0, 0, 1)))
-        up = decode_pb2.SessionUp()
-        match rng.randrange(8):
-            case 0 | 1 | 2:
-                up.reserve.CopyFrom(
-                    decode_pb2.Reserve(
-                        key=attempt,
-                        context_tokens=rng.choice((0, 4, 20, 200, 2**32 - 1)),
-                        max_new_tokens=rng.choice((0, 1, 8, 2**31)),
-                        choices=rng.choice((0, 1, 1, 2, 100)),
-                        deadline_ms=rng.choice((0, 1, 2000, 2**63)),
-                        prefix_digests=rng.choice((b"", b"x" * 31, b"x" * 32, rng.randbytes(64), named)),
-                        cache_salt=rng.choice((b"", b"salt", b"x" * 300)),
-                        cache=rng.randrange(7),
-                    )
-                )
-            case 3 | 4:
-                up.start.CopyFrom(
-                    decode_pb2.Start(
-                        key=attempt,
-                        source=kv_pb2.RemoteExport(
-                            transfer_id=rng.choice(("", "t0", "t1")),
-                            incarnation=rng.choice(("", "inc-1", "another")),
-                            shards=[
-                                kv_pb2.Shard(
-                                    kv_address=rng.choice(("", "127.0.0.1:1", "nonsense", ":0", names[3])),
-                                    layer_end=rng.choice((0, 2, 4, 2**32 - 1)),
-                                    head_end=rng.choice((0, 2, 4, 2**32 - 1)),
-                                )
-                                for _ in range(rng.choice((0, 1, 1, 2)))
-                            ],
-                        ),
-                        deadline_ms=rng.choice((0, 1, 2000, 2**63)),
-                        prefix_transfer_id=rng.choice(("", "p0", "p1", "t0")),
-                    )
-                )
-            case 5:
-                up.cancel.CopyFrom(decode_pb2.Cancel(key=attempt))
-                if rng.random() < 0.5:
-                    up.cancel.choice_index = rng.choice((0, 1, 7, 2**32 - 1))
-            case 6:
-                up.heartbeat.SetInParent()
-                for name in rng.sample(names[:3], rng.randrange(4)):
-                    up.heartbeat.live.append(key(name))
-            case _:
-                up = (
-                    senseless(rng, up, names) if rng.random() < 0.5 else one_wrong(rng, sent[-1] if sent else up, names)
-                )
-        sent.append(up)
+        sent.append(_command(rng, names, named, sent))
     data = [message.SerializeToString() for message in sent]
     if rng.random() < 0.2:
         at = rng.randrange(len(data) or 1)
         data[at : at + 1] = [mutated(rng, data[at]) if data and rng.random() < 0.7 else arbitrary(rng)]
     return data
+
+
+def _command(rng: random.Random, names: Sequence[str], named: bytes, sent: Sequence[Message]) -> Message:
+    attempt = key(rng.choice(names[:3]), rng.choice((0, 0, 0, 1)))
+    up = decode_pb2.SessionUp()
+    match rng.randrange(8):
+        case 0 | 1 | 2:
+            up.reserve.CopyFrom(_reserve(rng, attempt, named))
+        case 3 | 4:
+            up.start.CopyFrom(_start(rng, attempt, names[3]))
+        case 5:
+            up.cancel.CopyFrom(decode_pb2.Cancel(key=attempt))
+            if rng.random() < 0.5:
+                up.cancel.choice_index = rng.choice((0, 1, 7, 2**32 - 1))
+        case 6:
+            up.heartbeat.SetInParent()
+            up.heartbeat.live.extend(key(name) for name in rng.sample(names[:3], rng.randrange(4)))
+        case _:
+            return senseless(rng, up, names) if rng.random() < 0.5 else one_wrong(rng, sent[-1] if sent else up, names)
+    return up
+
+
+def _reserve(rng: random.Random, attempt: decode_pb2.AttemptKey, named: bytes) -> decode_pb2.Reserve:
+    return decode_pb2.Reserve(
+        key=attempt,
+        context_tokens=rng.choice((0, 4, 20, 200, 2**32 - 1)),
+        max_new_tokens=rng.choice((0, 1, 8, 2**31)),
+        choices=rng.choice((0, 1, 1, 2, 100)),
+        deadline_ms=rng.choice((0, 1, 2000, 2**63)),
+        prefix_digests=rng.choice((b"", b"x" * 31, b"x" * 32, rng.randbytes(64), named)),
+        cache_salt=rng.choice((b"", b"salt", b"x" * 300)),
+        cache=rng.randrange(7),
+    )
+
+
+def _start(rng: random.Random, attempt: decode_pb2.AttemptKey, address: str) -> decode_pb2.Start:
+    shards = [
+        kv_pb2.Shard(
+            kv_address=rng.choice(("", "127.0.0.1:1", "nonsense", ":0", address)),
+            layer_end=rng.choice((0, 2, 4, 2**32 - 1)),
+            head_end=rng.choice((0, 2, 4, 2**32 - 1)),
+        )
+        for _ in range(rng.choice((0, 1, 1, 2)))
+    ]
+    return decode_pb2.Start(
+        key=attempt,
+        source=kv_pb2.RemoteExport(
+            transfer_id=rng.choice(("", "t0", "t1")), incarnation=rng.choice(("", "inc-1", "another")), shards=shards
+        ),
+        deadline_ms=rng.choice((0, 1, 2000, 2**63)),
+        prefix_transfer_id=rng.choice(("", "p0", "p1", "t0")),
+    )
 
 
 async def test_a_session_that_is_never_heard_of_again() -> None:
