@@ -28,7 +28,7 @@ that a chunk that is called off ends soon."""
 
 
 class CudaMemory:
-    """See `baton.engine.kv_memory.KvMemory`; `produced` and `drain` are for the engine thread."""
+    """See `baton.engine.executor.KvMemory`; `produced` and `drain` are for the engine thread."""
 
     def __init__(self, kv: KvCache) -> None:
         self._kv = kv

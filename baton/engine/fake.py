@@ -114,7 +114,7 @@ class _Layout:
 
 
 class FakeMemory:
-    """Pages as byte arrays; see `baton.engine.kv_memory.KvMemory`."""
+    """Pages as byte arrays; see `baton.engine.executor.KvMemory`."""
 
     def __init__(self, layout: _Layout, pages: int) -> None:
         self._layout = layout

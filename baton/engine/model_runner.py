@@ -21,8 +21,7 @@ from torch import Tensor
 from baton.engine.contract import ChunkResult, EngineSpec
 from baton.engine.cuda_graphs import DecodeGraphs, padded
 from baton.engine.cuda_memory import CudaMemory
-from baton.engine.executor import OnLayer
-from baton.engine.kv_memory import KvMemory
+from baton.engine.executor import KvMemory, OnLayer
 from baton.engine.plan import Chunk, ForwardPlan, PlanResult, Step
 from baton.engine.step_inputs import StepInputs
 from baton.engine.torch_memory import TorchMemory

@@ -26,7 +26,7 @@ with warnings.catch_warnings():
 
 @dataclass(frozen=True, slots=True)
 class TorchMemory:
-    """See `baton.engine.kv_memory.KvMemory`."""
+    """See `baton.engine.executor.KvMemory`."""
 
     kv: KvCache
 
