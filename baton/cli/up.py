@@ -40,6 +40,9 @@ from baton.config import is_loopback, parse_address
 from baton.config.options import SettingsCommand, Size, click_option, flag_of
 from baton.config.roles import ROLES, check_variables, load
 from baton.errors import BatonError, ConfigError, ModelError, Unavailable
+from baton.model.checkpoint import weight_files
+from baton.model.fingerprint import cache_folder
+from baton.native.mapping import unnamed_file
 from baton.process import STOP_S, Signals, signals
 from baton.rpc.channel import control_channel
 from baton.rpc.tls import Tls
@@ -58,6 +61,7 @@ _OFFERED = (
     "dtype",
     "kv_dtype",
     "kernels",
+    "packed_weights",
     "max_model_len",
     "kv_memory",
     "page_size",
@@ -124,9 +128,13 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
     cls=SettingsCommand,
     secrets=[name for name, field in _FIELDS.items() if field.metadata["secret"]],
     params=[
-        *(click_option(_FIELDS[name]) for name in _OFFERED if name != "drain_s"),
+        *(click_option(_FIELDS[name]) for name in _OFFERED if name not in ("drain_s", "packed_weights")),
         click_option(_FIELDS["drain_s"], help="Seconds that running requests get to finish after Ctrl-C."),
         click_option(_FIELDS["threads"], help="Compute threads of each worker; 0: the cores, divided by the workers."),
+        click_option(
+            _FIELDS["packed_weights"],
+            help="File, in memory, through which workers share the weights of native kernels; empty: a nameless one.",
+        ),
         click_option(_FIELDS["grpc"], default=DEFAULT_GRPC),
         click_option(
             _FIELDS["redis"],
@@ -181,12 +189,26 @@ def run(options: UpOptions) -> int:
     logging.basicConfig(level=options.services["log_level"].upper(), format=f"{'up':<{_NAME_WIDTH}} | %(message)s")
     try:
         secure = _secure(options)
-        return asyncio.run(_serve(options, secure))
+        return asyncio.run(_serve(_sharing(options), secure))
     except KeyboardInterrupt:
         return 0
     except BatonError as error:
         click.echo(f"error: {error}", err=True)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _sharing(options: UpOptions) -> UpOptions:
+    """The options with a file of packed weights, which this process holds open until it ends."""
+    if options.services.get("packed_weights") or not hasattr(os, "memfd_create"):
+        return options
+    model = Path(options.services["model"])
+    try:
+        size = sum(file.stat().st_size for file in weight_files(model))
+        file = unnamed_file(cache_folder(), size)
+    except (OSError, ModelError):
+        # The workers say what is wrong with the checkpoint; without such a file each holds its own weights.
+        return options
+    return replace(options, services=options.services | {"packed_weights": f"/proc/{os.getpid()}/fd/{file}"})
 
 
 def _secure(options: UpOptions) -> SecureFleet | None:

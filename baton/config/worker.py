@@ -35,6 +35,11 @@ class WorkerConfig(Settings):
         help="Kernels on a CPU: Baton's own, torch's, or auto: own ones on CPUs with AVX2.",
         choices=KERNELS,
     )
+    packed_weights: str = option(
+        "",
+        help="File, in memory, through which the workers of a host share the weights of native kernels; the first one "
+        "fills it. Empty: each holds its own.",
+    )
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the model's.", minimum=0
     )
@@ -101,6 +106,7 @@ class WorkerConfig(Settings):
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             kernels=self.kernels,
+            packed_weights=self.packed_weights,
             max_model_len=self.max_model_len,
             page_size=self.page_size,
             kv_memory=self.kv_memory,

@@ -26,7 +26,8 @@ class EngineConfig:
     model's. `page_size`: tokens, 0 for 16 on CPU and 256 on CUDA. `kv_memory`: bytes of the page pool, 0 for
     automatic. `slots`: places in the generation batch, 0 on a prefill worker. `block_size`: tokens of a prefix
     block, one for the fleet. `threads`: of torch on CPU, 0 for torch's choice. `host_kv_memory`: bytes for the KV
-    of paused sequences, 0 for none.
+    of paused sequences, 0 for none. `packed_weights`: a file through which workers of a host share the weights of
+    native kernels, "" for memory of its own.
     """
 
     model: str
@@ -41,6 +42,7 @@ class EngineConfig:
     block_size: int = 16
     threads: int = 0
     host_kv_memory: int = 0
+    packed_weights: str = ""
 
     def __post_init__(self) -> None:
         if not self.model:

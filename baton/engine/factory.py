@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from baton.engine import host_memory, huge_pages
+from baton.engine import host_memory, huge_pages, process
 from baton.engine.config import CPU_PAGE_SIZE, CUDA_PAGE_SIZE, EngineConfig
 from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
@@ -51,7 +51,8 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
         torch.set_num_threads(config.threads)
     _check_room(config.kv_memory, device)
     began = time.monotonic()
-    model = load_model(path, dtype=dtype, device=device, native=kernels.library)
+    model = load_model(path, dtype=dtype, device=device, native=kernels.library, packed_weights=config.packed_weights)
+    process.trim()
     if device.type == "cpu":
         # Before there is a pool, which gets its huge pages in the background.
         huge_pages.collapse()

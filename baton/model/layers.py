@@ -150,15 +150,19 @@ class VocabParallelEmbedding(nn.Module):
         share = math.ceil(vocab_size / parallel.size)
         self._first = parallel.rank * share
         self.weight = options.empty(share, hidden_size)
+        self._repacked = options.repacked
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Full checkpoint shape of each part to load."""
         return {"weight": self._shape}
 
     def load_shard(self, part: str, tensor: Tensor) -> None:
-        """Keep this rank's rows of the full table."""
+        """Keep this rank's rows of the full table; as a view of the file, if they are packed next."""
         own = tensor[self._first : self._first + self.weight.shape[0]]
-        self.weight[: own.shape[0]].copy_(own)
+        if self._repacked and (own.shape, own.dtype) == (self.weight.shape, self.weight.dtype):
+            self.weight = nn.Parameter(own, requires_grad=False)
+        else:
+            self.weight[: own.shape[0]].copy_(own)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """`[tokens]` int64 to `[tokens, hidden]`."""

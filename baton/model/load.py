@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import CDLL
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +21,9 @@ from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
 from baton.model.weights import load_weights
 from baton.native.decoder import NativeDecoder
+from baton.native.library import isa
+from baton.native.packed import LAYOUT, LoadedWeight, PackedWeights, weights_of
+from baton.native.shared import share_weights
 
 
 @dataclass(frozen=True)
@@ -51,34 +56,58 @@ def load_model(
     device: torch.device | str = "cpu",
     parallel: TensorParallel | None = None,
     native: CDLL | None = None,
+    packed_weights: str = "",
 ) -> LoadedModel:
     """Load a checkpoint directory or hub name, computing in `dtype` on `device`.
 
     `native`: the library whose kernels compute; `baton.native.decoder.unsupported` tells for which models.
+    `packed_weights`: a file that holds their weights for all workers of this host (`baton.native.shared`), or "".
 
-    Raises ModelError naming what is wrong with the checkpoint.
+    Raises ModelError naming what is wrong with the checkpoint, ConfigError for that file.
     """
     path = resolve(name)
     config = ModelConfig.from_pretrained(path)
     parallel = parallel or TensorParallel()
     options = TensorOptions(dtype, torch.device(device), repacked=native is not None)
-    decoder = _load(config, options, parallel, path, native)
+    fingerprint = model_fingerprint(config, weights_digest(path), dtype_name(dtype))
+    loading = partial(_load, config, options, parallel, path)
+    decoder: Decoder | NativeDecoder
+    if native is None:
+        decoder = loading()
+    else:
+        weights = _pack(loading, native, packed_weights, fingerprint, parallel)
+        decoder = NativeDecoder(config, dtype, weights, native, torch.get_num_threads())
     return LoadedModel(
         path=path,
         config=config,
         decoder=decoder,
-        fingerprint=model_fingerprint(config, weights_digest(path), dtype_name(dtype)),
+        fingerprint=fingerprint,
         dtype=dtype,
         device=options.device,
         parallel=parallel,
     )
 
 
-def _load(
-    config: ModelConfig, options: TensorOptions, parallel: TensorParallel, path: Path, native: CDLL | None
-) -> Decoder | NativeDecoder:
+def _load(config: ModelConfig, options: TensorOptions, parallel: TensorParallel, path: Path) -> Decoder:
     decoder = Decoder(config, options, parallel).eval()
     load_weights(decoder, path)
-    if native is not None:
-        return NativeDecoder(decoder, native, torch.get_num_threads())
     return decoder
+
+
+def _pack(
+    loading: Callable[[], Decoder], library: CDLL, shared: str, fingerprint: str, parallel: TensorParallel
+) -> PackedWeights:
+    threads = torch.get_num_threads()
+
+    def load() -> list[LoadedWeight]:
+        return weights_of(loading(), library, threads)
+
+    if not shared:
+        return PackedWeights.private(load())
+    key = {
+        "model": fingerprint,
+        "layout": f"{LAYOUT}-{library.baton_native_source_hash().decode()}",
+        "instructions": isa(library),
+        "rank": f"{parallel.rank} of {parallel.size}",
+    }
+    return share_weights(shared, key, load, threads)

@@ -83,15 +83,16 @@ def load_weights(decoder: Decoder, directory: Path) -> None:
     tensors = list(decoder.checkpoint_tensors())
     head = decoder.head_tensor()
     tied = _is_tied(decoder, head, checkpoint)
-    if tied:
-        decoder.head.tie(decoder.embedding)
-    else:
+    if not tied:
         # The largest tensors go first, while little else is in memory.
         tensors.insert(0, head)
     checkpoint.check(tensors)
     _refuse_unknown(decoder, {head.name, *(tensor.name for tensor in tensors)}, checkpoint)
     for tensor in tensors:
         tensor.load(checkpoint.read(tensor.name))
+    if tied:
+        # Loading may have given the embedding another tensor.
+        decoder.head.tie(decoder.embedding)
 
 
 def _refuse_unknown(decoder: Decoder, known: set[str], checkpoint: Checkpoint) -> None:

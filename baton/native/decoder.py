@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,10 +20,8 @@ from baton.errors import EngineError
 from baton.kv.format import KEYS, VALUES
 from baton.model.attention import AttentionBatch, KvCache
 from baton.model.config import ModelConfig
-from baton.model.decoder import Decoder, DecoderLayer
-from baton.model.layers import Linear, RMSNorm
 from baton.native import abi
-from baton.native.packed import PACKED_DTYPES, TYPES, PackedWeight
+from baton.native.packed import PACKED_DTYPES, TYPES, PackedWeights
 
 _LARGEST_HEAD = 256
 
@@ -51,16 +48,17 @@ class NativeStepOutput:
 
 
 class NativeDecoder:
-    """See the module's text. It takes the weights out of `decoder`, whose tensors are loaded."""
+    """See the module's text."""
 
-    def __init__(self, decoder: Decoder, library: ctypes.CDLL, threads: int) -> None:
-        """`threads`: those that compute, the caller's included; started now."""
-        self.config = decoder.config
-        self._options = decoder.options
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, weights: PackedWeights, library: ctypes.CDLL, threads: int
+    ) -> None:
+        """`dtype`: that of packed weights. `threads`: those that compute, the caller's included; started now."""
+        self.config = config
         self._library = library
         self._threads = threads
-        self._kept: list[Tensor] = []
-        self._model = self._describe(decoder)
+        self._weights = weights
+        self._model, self._layers = _describe(config, dtype, weights.addresses)
         self._kv: tuple[weakref.ref[KvCache], abi.BatonKv, object] | None = None
         self._room = library.baton_native_room_new()
         if not self._room:
@@ -162,76 +160,32 @@ class NativeDecoder:
             self._kv = (weakref.ref(kv), abi.BatonKv(keys, values, kv.num_pages, kv.page_size, TYPES[kv.dtype]), pages)
         return self._kv[1]
 
-    def _describe(self, decoder: Decoder) -> abi.BatonModel:
-        config = decoder.config
-        layers = (abi.BatonLayer * config.num_layers)()
-        for index, layer in enumerate(decoder.layers):
-            layers[index] = self._layer(cast(DecoderLayer, layer), config.layers[index].window)
-        self._layers = layers
-        tied = decoder.head.storage.weight is decoder.embedding.weight
-        head = self._pack(decoder.head)
-        embedding = head
-        if not tied:
-            packed = PackedWeight.pack(self._library, decoder.embedding.weight.detach(), self._threads)
-            embedding = self._keep(packed.memory)
-        decoder.embedding.weight = self._options.empty(0)
-        return abi.BatonModel(
-            config.num_layers,
-            config.hidden_size,
-            config.intermediate_size,
-            config.vocab_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            TYPES[decoder.options.dtype],
-            config.rms_norm_eps,
-            ctypes.cast(layers, ctypes.c_void_p),
-            embedding,
-            head,
-            self._norm(decoder.norm),
-            self._keep(decoder.rotary.frequencies),
-            decoder.rotary.attention_factor,
-        )
 
-    def _layer(self, layer: DecoderLayer, window: int | None) -> abi.BatonLayer:
-        attention, mlp = layer.attention, layer.mlp
-        linears = {
-            "qkv": attention.qkv,
-            "o": attention.o,
-            "gate": mlp.gate,
-            "up": mlp.up,
-            "down": mlp.down,
-        }
-        biases = {f"{name}_bias": self._bias(linear) for name, linear in linears.items()}
-        return abi.BatonLayer(
-            attention_norm=self._norm(layer.attention_norm),
-            q_norm=self._norm(attention.q_norm),
-            k_norm=self._norm(attention.k_norm),
-            mlp_norm=self._norm(layer.mlp_norm),
-            window=window or 0,
-            **biases,
-            **{name: self._pack(linear) for name, linear in linears.items()},
-        )
-
-    def _pack(self, linear: Linear) -> int:
-        storage = linear.storage
-        packed = PackedWeight.pack(self._library, storage.weight.detach().contiguous(), self._threads)
-        # Nothing else holds the loaded one, so that weights are in memory once.
-        storage.weight = self._options.empty(0)
-        return self._keep(packed.memory)
-
-    def _bias(self, linear: Linear) -> int | None:
-        bias = linear.storage.bias
-        return None if bias is None else self._keep(bias.detach().float().contiguous())
-
-    def _norm(self, norm: RMSNorm | None) -> int | None:
-        if norm is None:
-            return None
-        return self._keep(norm.weight.detach())
-
-    def _keep(self, tensor: Tensor) -> int:
-        self._kept.append(tensor)
-        return tensor.data_ptr()
+def _describe(config: ModelConfig, dtype: torch.dtype, addresses: Mapping[str, int]) -> tuple[abi.BatonModel, object]:
+    """The model for kernels, and its layers, to which it points."""
+    layers = (abi.BatonLayer * config.num_layers)()
+    for index, layer in enumerate(config.layers):
+        prefix = f"layers.{index}."
+        own = {name.removeprefix(prefix): where for name, where in addresses.items() if name.startswith(prefix)}
+        layers[index] = abi.BatonLayer(window=layer.window or 0, **own)
+    model = abi.BatonModel(
+        config.num_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.vocab_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        TYPES[dtype],
+        config.rms_norm_eps,
+        ctypes.cast(layers, ctypes.c_void_p),
+        addresses.get("embedding", addresses["head"]),
+        addresses["head"],
+        addresses["norm"],
+        addresses["frequencies"],
+        config.rope.attention_factor,
+    )
+    return model, layers
 
 
 def _empty(*shape: int) -> Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from baton.model.decoder import Decoder, DecoderLayer
 from baton.native import abi
 
 TYPES = {torch.float32: abi.FLOAT32, torch.bfloat16: abi.BFLOAT16, torch.float16: abi.FLOAT16}
@@ -17,6 +20,10 @@ PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 _PANEL = 32
 """Rows of a panel, kPanel; threads that pack must not share one."""
+
+
+LAYOUT = 1
+"""Rises when names or contents of `weights_of` change. A change of panels is one of the library's sources."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,19 +39,8 @@ class PackedWeight:
     def pack(cls, library: ctypes.CDLL, weight: Tensor, threads: int = 1) -> PackedWeight:
         """Lay out a contiguous weight `[rows, columns]` on a CPU, in its own dtype."""
         rows, columns = weight.shape
-        whole = rows % _PANEL == 0 and columns % _PANEL == 0
-        new = torch.empty if whole else torch.zeros
-        memory = new(library.baton_native_packed_size(rows, columns), dtype=weight.dtype)
-        kind = TYPES[weight.dtype]
-
-        def pack(begin: int) -> None:
-            count = min(share, rows - begin)
-            source = weight.data_ptr() + begin * columns * weight.itemsize
-            library.baton_native_pack(source, kind, count, columns, begin, memory.data_ptr(), kind)
-
-        share = -(-rows // (_PANEL * threads)) * _PANEL
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(pack, range(0, rows, share)))
+        memory = torch.empty(library.baton_native_packed_size(rows, columns), dtype=weight.dtype)
+        _pack(library, weight, threads, memory)
         return cls(library, rows, columns, memory)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, threads: int = 1) -> Tensor:
@@ -55,3 +51,113 @@ class PackedWeight:
             x.data_ptr(), *x.shape, self.memory.data_ptr(), kind, self.rows, added, out.data_ptr(), threads
         )
         return out
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedWeight:
+    """A weight that was loaded, and how it gets to where kernels read it.
+
+    `write` fills 1-D memory of `elements` of `dtype`, and lets go of what was loaded.
+    """
+
+    name: str
+    elements: int
+    dtype: torch.dtype
+    write: Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeights:
+    """The weights of a model where kernels read them: addresses by name, and what keeps their memory."""
+
+    addresses: Mapping[str, int]
+    memory: object
+
+    @classmethod
+    def private(cls, weights: Iterable[LoadedWeight]) -> PackedWeights:
+        """In memory of this process."""
+        memory = {}
+        for weight in weights:
+            memory[weight.name] = torch.empty(weight.elements, dtype=weight.dtype)
+            weight.write(memory[weight.name])
+        return cls({name: tensor.data_ptr() for name, tensor in memory.items()}, memory)
+
+
+def weights_of(decoder: Decoder, library: ctypes.CDLL, threads: int) -> list[LoadedWeight]:
+    """All that kernels read of a decoder that is loaded but not processed: "head", "layers.3.qkv", "layers.3.qkv_bias".
+
+    Without "embedding" it is the head.
+    """
+    tied = decoder.head.storage.weight is decoder.embedding.weight
+    weights = [_plain("norm", decoder.norm.weight), _plain("frequencies", decoder.rotary.frequencies)]
+    for index, layer in enumerate(decoder.layers):
+        weights += _layer(f"layers.{index}.", cast(DecoderLayer, layer), library, threads)
+    weights.append(_linear("head", decoder.head.storage, library, threads))
+    if tied:
+        decoder.embedding.weight = decoder.options.empty(0)
+    else:
+        weights.append(_linear("embedding", decoder.embedding, library, threads))
+    return weights
+
+
+def _layer(prefix: str, layer: DecoderLayer, library: ctypes.CDLL, threads: int) -> Iterator[LoadedWeight]:
+    attention, mlp = layer.attention, layer.mlp
+    linears = {
+        "qkv": attention.qkv,
+        "o": attention.o,
+        "gate": mlp.gate,
+        "up": mlp.up,
+        "down": mlp.down,
+    }
+    for name, linear in linears.items():
+        yield _linear(prefix + name, linear.storage, library, threads)
+        if (bias := linear.storage.bias) is not None:
+            yield _plain(f"{prefix}{name}_bias", bias.detach().float())
+    norms = {
+        "attention_norm": layer.attention_norm,
+        "q_norm": attention.q_norm,
+        "k_norm": attention.k_norm,
+        "mlp_norm": layer.mlp_norm,
+    }
+    for name, norm in norms.items():
+        if norm is not None:
+            yield _plain(prefix + name, norm.weight)
+
+
+def _plain(name: str, tensor: Tensor) -> LoadedWeight:
+    """Not packed, but copied."""
+
+    def write(memory: Tensor) -> None:
+        memory.copy_(tensor.detach())
+
+    return LoadedWeight(name, len(tensor), tensor.dtype, write)
+
+
+def _linear(name: str, owner: Any, library: ctypes.CDLL, threads: int) -> LoadedWeight:
+    """`owner.weight` `[rows, columns]` in panels."""
+
+    def write(memory: Tensor) -> None:
+        _pack(library, owner.weight.detach().contiguous(), threads, memory)
+        # Nothing else holds the loaded one, so that weights are in memory once.
+        owner.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+
+    (rows, columns), dtype = owner.weight.shape, owner.weight.dtype
+    return LoadedWeight(name, library.baton_native_packed_size(rows, columns), dtype, write)
+
+
+def _pack(library: ctypes.CDLL, weight: Tensor, threads: int, memory: Tensor) -> None:
+    """Lay out a contiguous weight `[rows, columns]` in 1-D memory of its dtype."""
+    rows, columns = weight.shape
+    if rows % _PANEL or columns % _PANEL:
+        # Panels are padded with zeros.
+        memory.zero_()
+    kind = TYPES[weight.dtype]
+
+    def pack(begin: int) -> None:
+        count = min(share, rows - begin)
+        source = weight.data_ptr() + begin * columns * weight.itemsize
+        library.baton_native_pack(source, kind, count, columns, begin, memory.data_ptr(), kind)
+
+    share = -(-rows // (_PANEL * threads)) * _PANEL
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(pack, range(0, rows, share)))

@@ -137,6 +137,21 @@ def test_each_line_carries_its_name_and_each_child_its_flags(ups: list[Up]) -> N
         up.until(rf"{name} +\| redis=none secret=64")
 
 
+def test_workers_are_given_one_file_for_packed_weights(ups: list[Up]) -> None:
+    up = start(ups, "--prefill=2")
+    up.ready()
+    given = {
+        up.until(rf"{name} +\| pid=.* --packed-weights=(\S+)")[1] for name in ("prefill-0", "prefill-1", "decode-0")
+    }
+    assert len(given) == 1
+    file = given.pop()
+    assert file.startswith(f"/proc/{up.process.pid}/fd/")
+    assert os.path.getsize(file) == 0
+    own = start(ups, "--packed-weights=/dev/shm/own")
+    own.ready()
+    assert own.until(r"decode-0 +\| pid=.* --packed-weights=(\S+)")[1] == "/dev/shm/own"
+
+
 def test_the_routers_death_is_named_and_ends_all(ups: list[Up]) -> None:
     up = start(ups)
     up.ready()

@@ -1,0 +1,217 @@
+"""Packed weights in a file that workers of one host map, so that they are in memory once.
+
+    magic ── length of the index ── index: key, tensors, size ── tensors, each at a multiple of 64 bytes ── size
+
+Whoever maps the file holds a shared lock on it (flock) until it ends, and who builds an exclusive one; the kernel frees
+the locks of a process that is killed. So a builder knows that nobody reads what it replaces, and others wait for it.
+The magic says "complete" only when all is written. A file of another key that somebody maps is left alone.
+
+It is meant to be in memory: a memfd, or a file on a tmpfs. Only the user who made it may use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import mmap
+import os
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from baton.errors import ConfigError
+from baton.native.mapping import advise, populate
+from baton.native.packed import LoadedWeight, PackedWeights
+
+Key = Mapping[str, str]
+"""What a file is built from; the values of two that may be exchanged are equal."""
+
+_BUILDING, _COMPLETE = b"Baton packed weights: building..\n", b"Baton packed weights: complete..\n"
+_PREFIX = struct.Struct(f"<{len(_COMPLETE)}sQ")
+_ALIGNMENT = 64
+_LONGEST_INDEX = 64 << 20
+_POLL_S, _SAY_S, _WAIT_S = 0.02, 30.0, 600.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Unusable(Exception):
+    """The file can't be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """`tensors`: offset and bytes by name."""
+
+    key: dict[str, str]
+    tensors: dict[str, tuple[int, int]]
+    size: int
+
+
+def share_weights(path: str, key: Key, load: Callable[[], Sequence[LoadedWeight]], threads: int) -> PackedWeights:
+    """The weights in the file at `path`, which is built from what `load` returns if it does not hold those of `key`.
+
+    They are packed privately, with a warning, if somebody uses the file for another key, there is no room for it, or
+    its builder takes more than 10 minutes. Raises ConfigError for a file that is not ours, or can't be opened.
+    """
+    try:
+        with _opened(path) as fd:
+            try:
+                return _weights(fd, path, key, load, threads)
+            except BaseException:
+                # A mapping that the exception's frames hold would keep the lock.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+                raise
+    except _Unusable as problem:
+        _log.warning("packed_weights: %s: %s; this worker holds a copy of its own", path, problem)
+    except OSError as error:
+        raise ConfigError(f"packed_weights: {path}: {error.strerror or error}") from error
+    return PackedWeights.private(load())
+
+
+def _weights(fd: int, path: str, key: Key, load: Callable[[], Sequence[LoadedWeight]], threads: int) -> PackedWeights:
+    deadline = time.monotonic() + _WAIT_S
+    while True:
+        built = False
+        if _lock(fd, fcntl.LOCK_EX):
+            # Alone.
+            index = _read(fd, path)
+            if index is None or index.key != key:
+                began = time.monotonic()
+                size = _build(fd, key, load(), threads)
+                _log.info("packed weights: %d MiB built in %s in %.1f s", size >> 20, path, time.monotonic() - began)
+                built = True
+        # Between the two locks somebody else may have built for another key.
+        _wait_shared(fd, path, deadline)
+        index = _read(fd, path)
+        if index is not None and index.key == key:
+            if not built:
+                _log.info("packed weights: %d MiB mapped from %s", index.size >> 20, path)
+            return _map(fd, index)
+        if index is not None:
+            differs = [
+                f"{name} {index.key.get(name)}, not {key[name]}" for name in key if index.key.get(name) != key[name]
+            ]
+            raise _Unusable(f"other workers use it, with {', '.join(differs)}")
+        # The builder has died.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    # Non-blocking, or a pipe would wait for its other end.
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"packed_weights: {path} is not a regular file")
+        if found.st_uid != os.geteuid():
+            raise ConfigError(f"packed_weights: {path} belongs to another user, uid {found.st_uid}")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_shared(fd: int, path: str, deadline: float) -> None:
+    """Take the shared lock. Raises _Unusable at the deadline."""
+    say = time.monotonic()
+    while not _lock(fd, fcntl.LOCK_SH):
+        now = time.monotonic()
+        if now > deadline:
+            raise _Unusable(f"another worker has been building it for {_WAIT_S:g} s")
+        if now >= say:
+            _log.info("packed weights: waiting until another worker has built %s", path)
+            say = now + _SAY_S
+        time.sleep(_POLL_S)
+
+
+def _read(fd: int, path: str) -> _Index | None:
+    """The index of a whole file; None if it is empty, unfinished or damaged. Raises ConfigError for one not ours."""
+    size = os.fstat(fd).st_size
+    start = os.pread(fd, _PREFIX.size, 0)
+    if start[: len(_COMPLETE)] not in (_BUILDING[: len(start)], _COMPLETE[: len(start)]):
+        raise ConfigError(f"packed_weights: {path} is not a file of packed weights; remove it, or name another")
+    if len(start) < _PREFIX.size or start.startswith(_BUILDING):
+        return None
+    length = _PREFIX.unpack(start)[1]
+    try:
+        content: dict[str, Any] = json.loads(os.pread(fd, min(length, _LONGEST_INDEX), _PREFIX.size))
+        index = _Index(content["key"], {name: tuple(at) for name, at in content["tensors"].items()}, content["size"])
+        whole = index.size <= size and all(at >= 0 and at + count <= size for at, count in index.tensors.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return index if whole else None
+
+
+def _build(fd: int, key: Key, weights: Sequence[LoadedWeight], threads: int) -> int:
+    """Fill the file; returns its size. Raises _Unusable if there is no room; the file is then empty."""
+    # 20 digits hold any offset, so that the length of the index is known before the offsets are.
+    end = _PREFIX.size + len(_encode(key, {weight.name: (10**19, 10**19) for weight in weights}, 10**19))
+    tensors = {}
+    for weight in weights:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        tensors[weight.name] = start, weight.elements * weight.dtype.itemsize
+        end = sum(tensors[weight.name])
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, _BUILDING, 0)
+    os.ftruncate(fd, end)
+    memory = mmap.mmap(fd, end)
+    advise(memory)
+    try:
+        # Where there is no room, an ordinary write would end the process with SIGBUS.
+        _commit(fd, memory, threads)
+    except OSError as error:
+        os.ftruncate(fd, 0)
+        raise _Unusable(f"there is no room for {end >> 20} MiB ({error.strerror})") from None
+    for weight in weights:
+        start, _ = tensors[weight.name]
+        weight.write(torch.frombuffer(memory, dtype=weight.dtype, count=weight.elements, offset=start))
+    index = _encode(key, tensors, end)
+    os.pwrite(fd, struct.pack("<Q", len(index)) + index, len(_BUILDING))
+    os.pwrite(fd, _COMPLETE, 0)
+    return end
+
+
+def _commit(fd: int, memory: mmap.mmap, threads: int) -> None:
+    try:
+        populate(_address(memory), len(memory), write=True, threads=threads)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        os.posix_fallocate(fd, 0, len(memory))
+
+
+def _encode(key: Key, tensors: Mapping[str, tuple[int, int]], size: int) -> bytes:
+    return json.dumps({"key": dict(key), "tensors": tensors, "size": size}).encode()
+
+
+def _map(fd: int, index: _Index) -> PackedWeights:
+    """Read-only. The mapping has a duplicate of `fd`, and so holds the shared lock as long as it lives."""
+    memory = mmap.mmap(fd, index.size, prot=mmap.PROT_READ)
+    advise(memory)
+    first = _address(memory)
+    with contextlib.suppress(OSError):
+        populate(first, index.size, write=False)
+    return PackedWeights({name: first + start for name, (start, _) in index.tensors.items()}, memory)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
