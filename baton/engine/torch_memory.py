@@ -5,7 +5,6 @@ Safe from any thread beside a running step, because the pages that a transfer to
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,11 +16,6 @@ from torch import Tensor
 from baton.kv.format import PartData
 from baton.model.attention import KvCache
 from baton.model.dtypes import DTYPES, dtype_name
-
-with warnings.catch_warnings():
-    # torch warns once a process that such a buffer must not be written to; received frames are only read.
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -10,3 +12,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype's name, as in `KvPart`."""
     return str(dtype).removeprefix("torch.")
+
+
+with warnings.catch_warnings():
+    # Torch warns once a process of a buffer that must not be written to. What has arrived from others is only read.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -128,3 +130,13 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         expand([part, scale], format_of((2, 5), "float32"), INT8)
     with pytest.raises(CorruptFrame, match=r"factors \(2, 3\)"):
         expand([part, PartData(scale.name, scale.dtype, (2, 3), scale.data)], own, INT8)
+
+
+def test_what_must_not_be_written_to_is_read_without_a_warning() -> None:
+    """In a process of its own: torch warns once."""
+    code = """
+from baton.kv.format import PartData
+from baton.transfer.quantized import quantize
+quantize(PartData("k", "float32", (2, 1, 4), memoryview(bytes(32))), "int8", "scale")
+"""
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True, timeout=60)
