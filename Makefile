@@ -72,7 +72,8 @@ sanitize-address: $(INSTALLED)
 
 sanitize-thread: $(INSTALLED)
 	CXX=g++ $(BIN)/python -m baton.native.build --sanitize thread --output build/sanitize/thread.so
-	BATON_NATIVE_LIBRARY=build/sanitize/thread.so LD_PRELOAD="$$(g++ -print-file-name=libtsan.so)" $(SANITIZED)
+	BATON_NATIVE_LIBRARY=build/sanitize/thread.so TSAN_OPTIONS=suppressions=tests/unit/native/tsan.supp \
+		LD_PRELOAD="$$(g++ -print-file-name=libtsan.so)" $(SANITIZED)
 
 check: $(INSTALLED) ## lint, types, import walls, protos, generated stubs
 	$(BIN)/ruff check .

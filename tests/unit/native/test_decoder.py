@@ -100,7 +100,7 @@ def untouched(kv: KvCache) -> bool:
 @given(data=st.data())
 def test_what_would_be_outside_is_refused_before_anything_is_written(model: LoadedModel, data: st.DataObject) -> None:
     """A page, a length or a token id that is outside: an error, and untouched pages."""
-    kv = model.new_kv_cache(6, 4)
+    kv = model.new_kv_cache(9, 4)
     for part in kv.parts.values():
         part.fill_(7)
     count, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
@@ -109,12 +109,14 @@ def test_what_would_be_outside_is_refused_before_anything_is_written(model: Load
         drawn: list[int] = data.draw(st.lists(st.integers(least, most), min_size=length, max_size=length))
         return drawn
 
-    tables = torch.tensor([some(5, 0, width) for _ in range(count)], dtype=torch.int32)
+    # No two sequences share a page: threads would write into it at once.
+    pages = data.draw(st.permutations(range(9)))
+    tables = torch.tensor(pages[: count * width], dtype=torch.int32).view(count, width)
     contexts, ids = some(4 * width, 1, count), some(model.config.vocab_size - 1, 0, count)
     row = data.draw(st.integers(0, count - 1))
     spoilt = data.draw(st.sampled_from(["nothing", "page", "context", "token id"]))
     if spoilt == "page":
-        tables[row, (contexts[row] - 1) // 4] = data.draw(st.sampled_from([-1, 6, 2**31 - 1, -(2**31)]))
+        tables[row, (contexts[row] - 1) // 4] = data.draw(st.sampled_from([-1, 9, 2**31 - 1, -(2**31)]))
     elif spoilt == "context":
         contexts[row] = data.draw(st.sampled_from([0, -1, 4 * width + 1, 2**31 - 1, -(2**31)]))
     elif spoilt == "token id":

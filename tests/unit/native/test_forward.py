@@ -22,7 +22,7 @@ from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
 from baton.native import abi
 from baton.native.decoder import NativeDecoder
-from baton.native.packed import PackedWeight
+from baton.native.packed import PackedWeight, PackedWeights, weights_of
 from tests.effort import fuzz
 
 CPU = torch.device("cpu")
@@ -59,18 +59,23 @@ def make_decoders(
 ) -> tuple[Decoder, NativeDecoder]:
     """The same random weights for torch's operators in float32, and for the native kernels in `dtype`."""
     decoders = [Decoder(config, TensorOptions(kind, CPU), TensorParallel()) for kind in (torch.float32, dtype)]
+    # At times so large that the exponential of SiLU's input has no float.
+    gate_scale = random.Random(config.hidden_size).choice((1, 1, 100))
     tensors = [[*decoder.checkpoint_tensors(), decoder.head_tensor()] for decoder in decoders]
     for one, other in zip(*tensors, strict=True):
         weight = torch.randn(one.shape) * (1 if len(one.shape) == 1 else 2 * one.shape[1] ** -0.5)
+        if "gate_proj" in one.name:
+            weight *= gate_scale
         for tensor in (one, other):
             tensor.load(weight.to(dtype))
-    return decoders[0], NativeDecoder(decoders[1], library, threads)
+    weights = PackedWeights.private(weights_of(decoders[1], library, threads))
+    return decoders[0], NativeDecoder(config, dtype, weights, library, threads)
 
 
 class Pages:
     """The same pages for both, NaN where nothing was written, and tables whose rows lie apart."""
 
-    def __init__(self, config: ModelConfig, page_size: int, contexts: list[int]) -> None:
+    def __init__(self, config: ModelConfig, page_size: int, contexts: list[int], unused: int = -1) -> None:
         needed = [-(-context // page_size) for context in contexts]
         parts = attention_parts("float32", config.num_kv_heads, config.head_dim)
         self.kv = [
@@ -84,7 +89,7 @@ class Pages:
                 part.fill_(float("nan"))
         order = torch.randperm(sum(needed)).int().split(needed)
         # Entries past the last page are never followed, and what lies between rows is not read.
-        tables = torch.full((len(contexts), max(needed) + 3), -1, dtype=torch.int32)
+        tables = torch.full((len(contexts), max(needed) + 3), unused, dtype=torch.int32)
         for row, pages in zip(tables, order, strict=True):
             row[: len(pages)] = pages
         self.tables = tables[:, : max(needed)]
@@ -143,7 +148,8 @@ def test_a_batch_with_a_wrong_number_is_refused_before_anything_is_written(
     _, decoder = make_decoders(config, library, rng.randint(1, 3))
     contexts = [rng.randint(1, 40) for _ in range(rng.randint(1, 3))]
     queries = [rng.randint(1, context) for context in contexts]
-    pages = Pages(config, page_size, contexts)
+    # What follows a row of a table looks like one more page.
+    pages = Pages(config, page_size, contexts, unused=0)
     kv, tables = pages.kv[0], pages.tables
     tokens = sum(queries)
     ids = torch.randint(config.vocab_size, (tokens,))
