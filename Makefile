@@ -52,7 +52,8 @@ EMULATED := build/emulate/_baton_native.so
 # Units for AVX-512 share their float32 kernels, so parity in float32 needs one of them.
 emulate: $(INSTALLED) ## tests of the native kernels for AVX-512 and AMX on a CPU with AVX2; needs g++ and libsimde-dev
 	$(BIN)/python -m baton.native.build --emulate tests/emulation --output $(EMULATED)
-	BATON_NATIVE_LIBRARY=$(EMULATED) $(BIN)/python -m pytest -p no:xdist tests/unit/native/test_kernels.py
+	BATON_NATIVE_LIBRARY=$(EMULATED) $(BIN)/python -m pytest -p no:xdist tests/unit/native/test_kernels.py \
+		tests/unit/native/test_forward.py
 	for isa in avx512 avx512_bf16 amx; do BATON_NATIVE_LIBRARY=$(EMULATED) BATON_NATIVE_ISA=$$isa \
 		$(BIN)/python -m pytest -p no:xdist tests/unit/native/test_decoder.py || exit; done
 	BATON_NATIVE_LIBRARY=$(EMULATED) BATON_NATIVE_ISA=avx512 $(BIN)/python -m pytest -p no:xdist \
