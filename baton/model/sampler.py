@@ -111,11 +111,7 @@ class SamplerBatch:
     """The sampling state of a batch: rows are added at the end, and the last one fills the place of one removed."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
-        device: torch.device,
-        lowest: LowestNoise = lowest_noise,
+        self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device, lowest: LowestNoise = lowest_noise
     ) -> None:
         """`lowest` is `baton.model.gumbel.lowest_noise`, or what computes the same."""
         self._lowest = lowest
