@@ -24,6 +24,8 @@ from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 M = TypeVar("M", bound=Message)
 
 _TOKEN_IDS = 2**32
+_SHORT = 1 << 16
+"""Token ids of prompts that routers of all versions read; longer ones go in fixed width."""
 
 _INTEGERS = {"max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n"}
 _NUMBERS = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -61,7 +63,8 @@ def generate_request(
     elif _is_chat(prompt):
         request.chat.CopyFrom(_chat("prompt", prompt))
     else:
-        request.token_ids.ids.extend(_token_ids("prompt", prompt))
+        ids = _token_ids("prompt", prompt)
+        (request.token_ids.ids if len(ids) <= _SHORT else request.token_ids.long_ids).extend(ids)
     return _sized("prompt", request)
 
 

@@ -19,7 +19,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from baton.admin import ADMIN_SERVICE
-from baton.errors import BatonError, PermissionDenied
+from baton.errors import BatonError, InvalidRequest, PermissionDenied
 from baton.pb import inference_pb2
 from baton.rpc.convert import (
     add_token,
@@ -156,7 +156,10 @@ def generate_request(message: inference_pb2.GenerateRequest) -> GenerateRequest:
         case "chat":
             prompt = _chat(message.chat)
         case "token_ids":
-            prompt = TokenPrompt(message.token_ids.ids)
+            ids, long_ids = message.token_ids.ids, message.token_ids.long_ids
+            if ids and long_ids:
+                raise InvalidRequest("token_ids", "ids and long_ids can't both be set")
+            prompt = TokenPrompt(ids or long_ids)
     return GenerateRequest(
         prompt=prompt,
         make_params=partial(sampling_from_proto, sampling),

@@ -65,6 +65,13 @@ async def test_the_three_forms_of_a_prompt(router: Router) -> None:
     assert router.seen[2].WhichOneof("prompt") == "text"
 
 
+async def test_a_very_long_prompt_travels_in_fixed_width(router: Router) -> None:
+    async with served(router) as listener, AsyncClient(listener.address) as client:
+        await client.complete([5] * 70_000)
+    assert list(router.seen[0].token_ids.long_ids) == [5] * 70_000
+    assert not router.seen[0].token_ids.ids
+
+
 @pytest.mark.parametrize("face", ["async", "sync"])
 async def test_a_request_says_how_the_cache_is_used(router: Router, face: str) -> None:
     async with served(router) as listener:
