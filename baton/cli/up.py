@@ -205,8 +205,9 @@ def _sharing(options: UpOptions) -> UpOptions:
     try:
         size = sum(file.stat().st_size for file in weight_files(model))
         file = unnamed_file(cache_folder(), size)
-    except (OSError, ModelError):
-        # The workers say what is wrong with the checkpoint; without such a file each holds its own weights.
+    except (OSError, ModelError, RuntimeError):
+        # The workers say what is wrong with the checkpoint; without such a file each holds its own weights. A user
+        # without a home folder is a RuntimeError.
         return options
     return replace(options, services=options.services | {"packed_weights": f"/proc/{os.getpid()}/fd/{file}"})
 

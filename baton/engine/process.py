@@ -86,5 +86,5 @@ def pin_compute_threads() -> None:
     team = [int(task.parent.name) for task in tasks.glob("*/comm") if task.read_text().strip() == _COMPUTE]
     for thread, core in zip(sorted(team, key=lambda thread: thread != caller), places, strict=False):
         os.sched_setaffinity(thread, {core})
-    with contextlib.suppress(NativeUnavailable):
+    with contextlib.suppress(NativeUnavailable, ConfigError):
         load().baton_native_pin((ctypes.c_int32 * len(places))(*places), len(places))

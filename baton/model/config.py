@@ -248,6 +248,8 @@ def _rope(fields: _Fields) -> RopeConfig:
 
 def _yarn(raw: dict[str, Any], inner: _Fields, theta: float, length: int, positions: int) -> RopeConfig:
     factor = inner.number("factor", positions / length)
+    if theta <= 1.0:
+        raise ModelError(f"rope_theta must exceed 1 for YaRN, not {theta}")
     fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
     if fast <= slow:
         raise ModelError(f"rope_parameters.beta_fast {fast} must exceed beta_slow {slow}")

@@ -105,9 +105,18 @@ def _pack(
     if not shared:
         return PackedWeights.private(load())
     key = {
+        "boot": _boot_id(),
         "model": fingerprint,
         "layout": f"{LAYOUT}-{library.baton_native_source_hash().decode()}",
         "instructions": isa(library),
         "rank": f"{parallel.rank} of {parallel.size}",
     }
     return share_weights(shared, key, load, threads)
+
+
+def _boot_id() -> str:
+    """Of this run of the machine: a file on a disk may lack what was not written when the machine stopped."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -87,7 +87,7 @@ def declare(library: ctypes.CDLL) -> None:
         "packed_size": (c_int64, (c_int64, c_int64)),
         "pack": (None, (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64)),
         "linear": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
-        "lowest_noise": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
+        "lowest_noise": (c_int, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
         "start": (c_int, (c_int64,)),
         "pin": (None, (POINTER(c_int32), c_int64)),
     }

@@ -126,8 +126,10 @@ class NativeDecoder:
     def lowest_noise(self, first: Tensor, keys: Tensor, width: int) -> Tensor:
         """See `baton.model.gumbel.lowest_noise`."""
         first, keys, lowest = first.contiguous(), keys.contiguous(), torch.empty_like(first)
-        self._library.baton_native_lowest_noise(
-            first.data_ptr(), keys.data_ptr(), len(first), width, lowest.data_ptr(), self._threads
+        self._check(
+            self._library.baton_native_lowest_noise(
+                first.data_ptr(), keys.data_ptr(), len(first), width, lowest.data_ptr(), self._threads
+            )
         )
         return lowest
 

@@ -9,14 +9,18 @@ another file, such as one with a sanitizer.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from dataclasses import dataclass
 from functools import cache
+from operator import mul
 from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.native import abi
 from baton.native.build import LIBRARY, source_hash
+
+_log = logging.getLogger(__name__)
 
 ABI = 1
 """BATON_NATIVE_ABI in src/abi.h."""
@@ -73,7 +77,31 @@ def load() -> ctypes.CDLL:
     abi.declare(library)
     if chosen := os.environ.get("BATON_NATIVE_ISA"):
         select_isa(library, chosen)
+    elif isa(library) not in ("scalar", "avx2") and not multiplies_exactly(library):
+        _log.error("the native kernels for %s compute wrong products here: those for avx2 are used", isa(library))
+        select_isa(library, "avx2")
     return library
+
+
+def multiplies_exactly(library: ctypes.CDLL) -> bool:
+    """Whether a product of small whole numbers, which has no rounding, is right with the selected instruction set.
+
+    Compilers are known to get the newest instructions wrong, and no test of ours has run on all of them.
+    """
+    count, inputs, outputs = 18, 64, 40
+    x = [(7 * i) % 11 - 5 for i in range(count * inputs)]
+    weight = [(5 * i) % 13 - 6 for i in range(outputs * inputs)]
+    rows, columns = ([each[i : i + inputs] for i in range(0, len(each), inputs)] for each in (x, weight))
+    wanted = [float(sum(map(mul, row, column))) for row in rows for column in columns]
+    given, loaded = (ctypes.c_float * len(x))(*x), (ctypes.c_float * len(weight))(*weight)
+    for kind in (abi.FLOAT32, abi.BFLOAT16):
+        packed = (ctypes.c_float * library.baton_native_packed_size(outputs, inputs))()
+        found = (ctypes.c_float * len(wanted))()
+        library.baton_native_pack(loaded, abi.FLOAT32, outputs, inputs, 0, packed, kind)
+        library.baton_native_linear(given, count, inputs, packed, kind, outputs, None, found, 1)
+        if list(found) != wanted:
+            return False
+    return True
 
 
 def open_library(path: Path, expected_hash: str) -> ctypes.CDLL:

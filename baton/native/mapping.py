@@ -7,6 +7,7 @@ is "never" by default. ext4 (Linux 6.16) and XFS give them to files of the page 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -25,7 +26,9 @@ _PIECE = 64 << 20
 def advise(memory: mmap.mmap) -> None:
     """Ask for huge pages, unless the operator has turned them off (`baton.engine.process`)."""
     if os.environ.get("THP_MEM_ALLOC_ENABLE", "1") == "1" and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        # A kernel may have none.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def populate(address: int, size: int, *, write: bool, threads: int = 1) -> None:

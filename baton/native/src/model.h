@@ -86,10 +86,10 @@ BATON_API void baton_native_pack(const void* from, int64_t from_type, int64_t co
 BATON_API void baton_native_linear(const float* x, int64_t count, int64_t columns, const void* packed, int64_t type,
                                    int64_t rows, const float* bias, float* out, int64_t threads);
 
-// out[tiles] = the smallest noise bits (see sample.h) of the tokens first[i] to first[i] + width, with the two words of
+// 0, or an error; out[tiles] = the smallest noise bits (see sample.h) of the tokens first[i] to first[i] + width, with the two words of
 // keys[i].
-BATON_API void baton_native_lowest_noise(const int32_t* first, const int32_t* keys, int64_t tiles, int64_t width,
-                                         int32_t* out, int64_t threads);
+BATON_API int baton_native_lowest_noise(const int32_t* first, const int32_t* keys, int64_t tiles, int64_t width,
+                                        int32_t* out, int64_t threads);
 
 // Start the threads for calls of so many; 0, or an error that `baton_native_error` describes.
 BATON_API int baton_native_start(int64_t threads);

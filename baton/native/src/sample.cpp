@@ -1,5 +1,8 @@
 // The part of sampling that reads whole vocabularies.
 
+#include <exception>
+
+#include "check.h"
 #include "kernels.h"
 #include "model.h"
 #include "pool.h"
@@ -29,8 +32,13 @@ struct LowestNoise {
 
 using namespace baton;
 
-void baton_native_lowest_noise(const int32_t* first, const int32_t* keys, int64_t tiles, int64_t width, int32_t* out,
-                               int64_t threads) {
+int baton_native_lowest_noise(const int32_t* first, const int32_t* keys, int64_t tiles, int64_t width, int32_t* out,
+                              int64_t threads) {
   LowestNoise all{first, keys, tiles, width, out, kernels(kFloat32)};
-  Pool::shared().run(int(threads), LowestNoise::work, &all);
+  try {
+    Pool::shared().run(int(threads), LowestNoise::work, &all);
+  } catch (const std::exception& error) {
+    return fail("%s", error.what());
+  }
+  return 0;
 }

@@ -17,7 +17,7 @@ from baton.kv.format import KEYS, VALUES
 from baton.model.attention import AttentionBatch, KvCache
 from baton.model.gumbel import lowest_noise
 from baton.native import abi
-from baton.native.library import isa
+from baton.native.library import isa, multiplies_exactly
 from baton.native.packed import TYPES, PackedWeight
 from tests.kernels import needs_native
 from tests.unit.model.attention_contract import Case, block_cases, cases, check, decode_cases, in_dtypes, sharp_cases
@@ -173,6 +173,12 @@ def test_the_lowest_noise_of_tiles_is_torchs(library: ctypes.CDLL, width: int, t
     lowest = torch.full_like(first, -1)
     library.baton_native_lowest_noise(first.data_ptr(), keys.data_ptr(), 600, width, lowest.data_ptr(), threads)
     assert torch.equal(lowest, lowest_noise(first, keys, width))
+
+
+def test_products_of_small_whole_numbers_are_exact(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert multiplies_exactly(library)
+    monkeypatch.setattr(library, "baton_native_linear", lambda *_: None)
+    assert not multiplies_exactly(library)
 
 
 @needs_native
