@@ -35,6 +35,7 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
 }
 LIMITS = {
     "token_ids.ids": ("token_ids", LENGTH),
+    "token_ids.long_ids": ("token_ids", LENGTH),
     "token_ids": ("token_ids", LENGTH),
     "chat.messages": ("chat.messages", MAX_CHAT_MESSAGES),
     "sampling.stop": ("stop", MAX_STOP_STRINGS),
