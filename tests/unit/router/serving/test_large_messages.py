@@ -28,6 +28,7 @@ from tests.unread import COUNT, WithUnread
 VOCAB, LENGTH = 30_000, 1_000_000
 CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")])
 IDS = pb.TokenIds(ids=[1])
+LONG = pb.GenerateRequest(token_ids=pb.TokenIds())
 REQUESTS: dict[str, tuple[Any, ...]] = {
     "Generate": (pb.GenerateRequest(token_ids=IDS), pb.GenerateRequest(chat=CHAT)),
     "Tokenize": (pb.TokenizeRequest(chat=CHAT),),
@@ -55,7 +56,7 @@ def repeated(message: Descriptor, prefix: str = "") -> Iterator[str]:
 
 
 CASES = [
-    (method, path, messages[path.startswith("chat.") and len(messages) > 1])
+    (method, path, LONG if path.endswith("long_ids") else messages[path.startswith("chat.") and len(messages) > 1])
     for method, messages in REQUESTS.items()
     for path in repeated(messages[0].DESCRIPTOR)
 ]
