@@ -15,18 +15,33 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from baton.engine.contract import Engine
 from baton.kv.hashing import NAME_BYTES
-from baton.kv.prefix import PrefixCache
-from baton.worker.status import PrefixChange
+
+if TYPE_CHECKING:
+    from baton.kv.prefix import PrefixCache
 
 MAX_NAMES = 4096
 """Largest number of names in one message; the others follow in the next ones."""
 
 _POOL, _HOST = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChange:
+    """Blocks that a worker has stored and dropped, by the first NAME_BYTES of their digests.
+
+    No block is in both. After a `reset` the worker has only the blocks that this message and later ones list as stored.
+    """
+
+    reset: bool
+    stored: tuple[bytes, ...]
+    dropped: tuple[bytes, ...]
 
 
 class PrefixChangeFeed:

@@ -12,8 +12,8 @@ from baton.kv.format import Shard
 from baton.kv.hashing import NAME_BYTES
 from baton.pb import kv_pb2, worker_pb2, worker_pb2_grpc
 from baton.rpc.convert import kv_format_from_proto, kv_format_to_proto, shard_from_proto, shard_to_proto
+from baton.worker.prefix_changes import PrefixChange
 from baton.worker.status import (
-    PrefixChange,
     StatusHub,
     WorkerIdentity,
     WorkerLoad,

@@ -15,14 +15,11 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, Shard
-
-if TYPE_CHECKING:
-    from baton.worker.prefix_changes import PrefixChangeFeed
+from baton.worker.prefix_changes import PrefixChange, PrefixChangeFeed
 
 WIRE_VERSION = 3
 """Version of the messages between Baton's processes. Routers and workers of different versions refuse each other."""
@@ -76,18 +73,6 @@ class WorkerLoad:
     tokens_per_second: float = 0.0
     newcomers: int = 0
     """Requests of all routers that have not received a token from the worker yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixChange:
-    """Blocks that a worker has stored and dropped, by the first NAME_BYTES of their digests.
-
-    No block is in both. After a `reset` the worker has only the blocks that this message and later ones list as stored.
-    """
-
-    reset: bool
-    stored: tuple[bytes, ...]
-    dropped: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)

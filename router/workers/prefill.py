@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import grpc
 
@@ -31,12 +31,10 @@ from baton.rpc.errors import from_rpc_error
 from baton.rpc.silence import SilenceTimer
 from baton.transfer.remote import PrefixSource
 from baton.worker.status import WorkerIdentity
+from router.placement.prefix_directory import BlockNamespace
 from router.request import Blame, Cause, Deliver, Failed, Prefilled
 from router.serving.tenants import RunOnThread
 from router.workers.failures import WorkerLoss
-
-if TYPE_CHECKING:
-    from router.workers.link import WorkerLink
 
 _logger = logging.getLogger(__name__)
 
@@ -56,11 +54,36 @@ LARGE_REQUEST = 16_384
 PrefillMessage = prefill_pb2.PrefillRequest
 
 
+class PrefillLink(Protocol):
+    """The link to a prefill worker, as far as an assignment needs it."""
+
+    address: str
+    channel: grpc.aio.Channel
+    namespace: BlockNamespace | None
+
+    @property
+    def name(self) -> str:
+        """What logs and messages call the worker."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether the worker says that it takes no new work."""
+
+    def attach(self, assignment: PrefillAssignment, request_id: str) -> None:
+        """The request is at the worker."""
+
+    def detach(self, assignment: PrefillAssignment) -> None:
+        """The request needs nothing more of the worker."""
+
+    def unassign(self, assignment: PrefillAssignment) -> bool:
+        """Count a prompt no longer; False if it did not count."""
+
+
 class PrefillAssignment:
     """A request's right to be computed at a prefill worker, where it counts until it is released."""
 
     def __init__(
-        self, link: WorkerLink, identity: WorkerIdentity, tokens: int, cached_tokens: int, lost: asyncio.Event
+        self, link: PrefillLink, identity: WorkerIdentity, tokens: int, cached_tokens: int, lost: asyncio.Event
     ) -> None:
         self.link = link
         self.tokens = tokens

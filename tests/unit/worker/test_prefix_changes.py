@@ -18,9 +18,9 @@ from baton.kv.prefix import NullPrefixCache
 from baton.kv.prefix.contract import PrefixesChanged
 from baton.pb import worker_pb2
 from baton.worker import prefix_changes
-from baton.worker.prefix_changes import PrefixChangeFeed
+from baton.worker.prefix_changes import PrefixChange, PrefixChangeFeed
 from baton.worker.servicer import status_from_proto, status_to_proto
-from baton.worker.status import PrefixChange, StatusHub, WorkerLoad, WorkerRole, WorkerStatus, new_identity
+from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, WorkerStatus, new_identity
 
 DIGESTS = block_digests(bytes(32), range(640), 16)
 NAMES = [digest[:8] for digest in DIGESTS]
