@@ -86,7 +86,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """The small model's numbers. Attention dominates at these lengths, so that its width is small."""
 
     layers: int = 2
@@ -113,10 +113,10 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Model:
+class LongModel:
     """A decoder with random weights, and the sizes by which it computes."""
 
-    shape: Shape
+    shape: LlamaShape
     chunk: int
     segment: int
     dtype: torch.dtype = torch.float32
@@ -214,7 +214,7 @@ def _attend_block(q: Tensor, kv: Tensor, start: int, segment: int) -> Tensor:
     return merged.div_(total).permute(2, 0, 1, 3).reshape(tokens, heads, dim)
 
 
-def whole(model: Model, token_ids: Tensor, kv: Tensor) -> Tensor:
+def whole(model: LongModel, token_ids: Tensor, kv: Tensor) -> Tensor:
     """The last position's hidden state `[hidden]`: the whole prompt through each layer."""
     x, at = F.embedding(token_ids, model.embedding), range(len(token_ids))
     for index in range(model.shape.layers):
@@ -223,7 +223,7 @@ def whole(model: Model, token_ids: Tensor, kv: Tensor) -> Tensor:
     return norm(x[-1])
 
 
-def chunked_mlp(model: Model, token_ids: Tensor, kv: Tensor) -> Tensor:
+def chunked_mlp(model: LongModel, token_ids: Tensor, kv: Tensor) -> Tensor:
     """The same; the MLP takes a chunk at a time."""
     x, at = F.embedding(token_ids, model.embedding), range(len(token_ids))
     for index in range(model.shape.layers):
@@ -233,7 +233,7 @@ def chunked_mlp(model: Model, token_ids: Tensor, kv: Tensor) -> Tensor:
     return norm(x[-1])
 
 
-def chunked_layer(model: Model, token_ids: Tensor, kv: Tensor) -> Tensor:
+def chunked_layer(model: LongModel, token_ids: Tensor, kv: Tensor) -> Tensor:
     """The same; all chunks through a layer, then all through the next."""
     x = F.embedding(token_ids, model.embedding)
     for index in range(model.shape.layers):
@@ -244,7 +244,7 @@ def chunked_layer(model: Model, token_ids: Tensor, kv: Tensor) -> Tensor:
     return norm(x[-1])
 
 
-def streaming(model: Model, token_ids: Tensor, kv: Tensor) -> Tensor:
+def streaming(model: LongModel, token_ids: Tensor, kv: Tensor) -> Tensor:
     """The same; a chunk through all layers, then the next chunk."""
     for at in model.chunks(len(token_ids)):
         x = F.embedding(token_ids[at.start : at.stop], model.embedding)
@@ -254,7 +254,7 @@ def streaming(model: Model, token_ids: Tensor, kv: Tensor) -> Tensor:
     return norm(x[-1])
 
 
-STRATEGIES: tuple[Callable[[Model, Tensor, Tensor], Tensor], ...] = (whole, chunked_mlp, chunked_layer, streaming)
+STRATEGIES: tuple[Callable[[LongModel, Tensor, Tensor], Tensor], ...] = (whole, chunked_mlp, chunked_layer, streaming)
 
 
 def standard_attention(x: Tensor, weights: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ def measure(run: Callable[[], Tensor]) -> tuple[Tensor, Tracker, float]:
         return result, tracker, time.perf_counter() - began
 
 
-def compare(model: Model, length: int) -> dict[str, dict[str, float]]:
+def compare(model: LongModel, length: int) -> dict[str, dict[str, float]]:
     """Memory and time of each strategy; all must end in the same hidden state."""
     token_ids = torch.randint(model.shape.vocab, (length,), generator=torch.Generator().manual_seed(2))
     results, first = {}, None
@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--segment", type=int, default=2048, help="tokens of KV that attention takes at once")
     parser.add_argument("--skip-demonstration", action="store_true")
     options = parser.parse_args()
-    model = Model(Shape(), options.chunk, options.segment)
+    model = LongModel(LlamaShape(), options.chunk, options.segment)
     results: dict[str, Any] = {"shape": vars(model.shape), "chunk": model.chunk, "segment": model.segment}
     results["strategies"] = {str(length): compare(model, length) for length in options.lengths}
     if not options.skip_demonstration:

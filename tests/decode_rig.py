@@ -66,7 +66,7 @@ class Exporter:
 
 
 @dataclass
-class Router:
+class SessionRouter:
     """A router's session, and all that it was told."""
 
     call: Any
@@ -198,10 +198,10 @@ class Rig:
     exporter: Exporter
     stack: contextlib.AsyncExitStack
 
-    async def router(self, *, beats: bool = True) -> Router:
+    async def router(self, *, beats: bool = True) -> SessionRouter:
         channel = await self.stack.enter_async_context(control_channel(self.app.addresses.control))
         call = decode_pb2_grpc.DecodeStub(channel).Session()
-        router = Router(call, self.exporter)
+        router = SessionRouter(call, self.exporter)
         await router.say(hello=decode_pb2.Hello(router_id="router", wire_version=WIRE_VERSION))
         tasks = [asyncio.create_task(router.listen())]
         if beats:
@@ -216,7 +216,7 @@ class Rig:
         self.stack.push_async_callback(stop)
         return router
 
-    async def until_decoding(self, router: Router, count: int) -> None:
+    async def until_decoding(self, router: SessionRouter, count: int) -> None:
         """Wait until so many attempts have their KV, a round trip at a time."""
         ready = (State.SLOT_WAIT, State.DECODING, State.PAUSED)
         async with asyncio.timeout(WAIT_S):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.request import SamplingParams
 from baton.telemetry import metrics
 from decode_svc.sequence import LocalAttempt
-from tests.decode_rig import Rig, Router
+from tests.decode_rig import Rig, SessionRouter
 from tests.decoding import alone, digests
 from tests.metrics import count
 
@@ -24,7 +24,7 @@ def received() -> float:
     return count(metrics.TRANSFER_BYTES, "received")
 
 
-async def turn(all_: Rig, router: Router, name: str, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+async def turn(all_: Rig, router: SessionRouter, name: str, prompt: Sequence[int], params: SamplingParams) -> list[int]:
     """One turn of a conversation; returns prompt and answer."""
     await router.request(name, prompt, params, **names(all_, prompt))
     await router.until_finished((name, 0))

@@ -21,7 +21,7 @@ from baton.transfer.remote import RemoteExport
 from baton.transfer.source import GrpcSource
 from baton.transfer.tickets import TicketSigner
 from tests.certificates import fleet
-from tests.decode_rig import WAIT_S, Rig, Router, rig
+from tests.decode_rig import WAIT_S, Rig, SessionRouter, rig
 from tests.decoding import alone, digests, greedy
 from tests.integration.decode_turns import PINNED, PROMPT, attempt_of, names, turn
 from tests.metrics import count
@@ -44,7 +44,7 @@ async def fetched(
     return engine, handle
 
 
-async def pinned(all_: Rig, router: Router, name: str) -> None:
+async def pinned(all_: Rig, router: SessionRouter, name: str) -> None:
     """An attempt that has pinned a prefix, and exports it as "name/prefix"; its own KV is not there yet."""
     result = await router.reserve(name, len(PROMPT), 50, **names(all_, PROMPT))
     assert result.cached_tokens == PINNED

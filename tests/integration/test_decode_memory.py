@@ -11,7 +11,7 @@ from baton.errors import EngineError
 from baton.lifecycle import State
 from baton.pb import admin_pb2, admin_pb2_grpc, decode_pb2
 from baton.rpc.channel import control_channel
-from tests.decode_rig import WAIT_S, Rig, Router, rig
+from tests.decode_rig import WAIT_S, Rig, SessionRouter, rig
 from tests.decoding import alone, greedy
 from tests.metrics import sample
 
@@ -22,7 +22,7 @@ def counted(name: str) -> float:
     return sample(f"baton_sequences_{name}_total")
 
 
-async def paused_pair(all_: Rig, router: Router) -> None:
+async def paused_pair(all_: Rig, router: SessionRouter) -> None:
     """Two sequences that can't both go on; the younger, "b", is paused, and the next step waits at the gate."""
     all_.engine.gate.clear()
     for name in ("a", "b"):

@@ -20,7 +20,7 @@ from baton.telemetry.metrics import REUSED_TOKENS, SEQUENCES_PAUSED, TRANSFER_BY
 from baton.transfer.servicer import SERVICE, KvServicer
 from decode_svc.app import run
 from tests.checkpoints import make_checkpoint, prompt_ids
-from tests.decode_rig import Exporter, Rig, Router
+from tests.decode_rig import Exporter, Rig, SessionRouter
 from tests.decoding import digests
 from tests.metrics import count
 
@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def worker(checkpoint: Path, **settings: Any) -> AsyncIterator[tuple[Rig, Router]]:
+async def worker(checkpoint: Path, **settings: Any) -> AsyncIterator[tuple[Rig, SessionRouter]]:
     """A decode worker with a real model, an exporter with another, and a session."""
     common: dict[str, Any] = {"model": str(checkpoint), "dtype": "float32", "threads": 1, "kv_memory": MEMORY}
     exporter = Exporter(await asyncio.to_thread(build, EngineConfig(**common)))
@@ -54,7 +54,7 @@ async def worker(checkpoint: Path, **settings: Any) -> AsyncIterator[tuple[Rig, 
 
 
 async def ask(
-    rig: Rig, router: Router, name: str, prompt: Sequence[int], params: SamplingParams, *, off: bool = False
+    rig: Rig, router: SessionRouter, name: str, prompt: Sequence[int], params: SamplingParams, *, off: bool = False
 ) -> tuple[list[list[int]], int, int]:
     """The tokens of each choice, those that were pinned, and the tokens whose KV was moved."""
     received = TRANSFER_BYTES.labels("received")

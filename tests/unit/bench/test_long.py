@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from bench.long import (
     STRATEGIES,
-    Model,
-    Shape,
+    LlamaShape,
+    LongModel,
     Tracker,
     attend,
     chunked_attention,
@@ -15,7 +15,7 @@ from bench.long import (
     standard_attention,
 )
 
-SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=16, vocab=32)
+SHAPE = LlamaShape(layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=16, vocab=32)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_attention_by_segments_equals_plain_attention(start: int, tokens: int, q
 
 
 def test_strategies_agree_in_hidden_state_and_kv() -> None:
-    model = Model(SHAPE, chunk=8, segment=5)
+    model = LongModel(SHAPE, chunk=8, segment=5)
     token_ids = torch.randint(32, (29,), generator=torch.Generator().manual_seed(0))
     homes = [model.new_kv(29) for _ in STRATEGIES]
     first, *others = (run(model, token_ids, kv) for run, kv in zip(STRATEGIES, homes, strict=True))
@@ -48,7 +48,7 @@ def test_chunked_attention_equals_standard() -> None:
 
 
 def test_streaming_memory_does_not_grow_with_the_prompt() -> None:
-    model = Model(SHAPE, chunk=32, segment=32)
+    model = LongModel(SHAPE, chunk=32, segment=32)
     peaks = {}
     for length in (128, 512):
         ids, kv = torch.zeros(length, dtype=torch.int64), model.new_kv(length)

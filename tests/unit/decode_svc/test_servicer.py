@@ -39,7 +39,7 @@ class FakeService:
         self.heard += 1
 
 
-class Router:
+class SessionPeer:
     """The router's side of a session with the real servicer."""
 
     def __init__(self, loop: VirtualLoop, wire_version: int = WIRE_VERSION) -> None:
@@ -75,7 +75,7 @@ def loop() -> Iterator[VirtualLoop]:
 
 
 def test_a_silent_router_loses_its_session(loop: VirtualLoop) -> None:
-    router = Router(loop)
+    router = SessionPeer(loop)
     for _ in range(10):
         loop.advance(1.0)
         loop.call(router.beat)
@@ -86,14 +86,14 @@ def test_a_silent_router_loses_its_session(loop: VirtualLoop) -> None:
 
 
 def test_a_router_of_another_wire_version_is_refused_by_name(loop: VirtualLoop) -> None:
-    router = Router(loop, WIRE_VERSION - 1)
+    router = SessionPeer(loop, WIRE_VERSION - 1)
     loop.advance(0.1)
     assert isinstance(error := router.task.exception(), InvalidRequest)
     assert f"hello.wire_version: this worker speaks version {WIRE_VERSION}" in str(error)
 
 
 def test_a_worker_that_was_paused_judges_no_router_by_that_time(loop: VirtualLoop) -> None:
-    router = Router(loop)
+    router = SessionPeer(loop)
     loop.advance(1.0)
     # The process stands still; when it wakes, all timers are due before what came meanwhile is read.
     loop.now += 2 * SILENCE_S

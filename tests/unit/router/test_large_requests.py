@@ -33,7 +33,7 @@ class Batch:
     short_of_pages, paused = False, 0
 
 
-class Worker:
+class SharedWorker:
     """A decode worker that several routers share."""
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -41,7 +41,7 @@ class Worker:
         self.engine = FakeEngine(page_size=PAGE, pages=PAGES, slots=PAGES, max_model_len=PAGES * PAGE)
         self.attempts = Attempts(self.engine, reserve_tokens=1)
         self.admission = Admission(self.engine, self.attempts, SlotForecast(PAGES, 0.0), Batch(), lambda: False)
-        self.routers: list[Router] = []
+        self.routers: list[RouterPool] = []
         self.asked = 0
 
     def reserve(self, session: int, request: Reserve) -> LocalAttempt | ReserveResult:
@@ -61,10 +61,10 @@ class Worker:
             self.loop.call_later(LATENCY_S, router.news)
 
 
-class Router(FakePool):
+class RouterPool(FakePool):
     """What a dispatcher knows of the worker."""
 
-    def __init__(self, worker: Worker, number: int) -> None:
+    def __init__(self, worker: SharedWorker, number: int) -> None:
         super().__init__()
         self.worker, self.number = worker, number
         worker.routers.append(self)
@@ -96,8 +96,8 @@ class Town:
         self.numbers = itertools.count()
 
     async def _made(self) -> None:
-        self.worker = Worker(self.loop)
-        self.routers = [Router(self.worker, number) for number in range(2)]
+        self.worker = SharedWorker(self.loop)
+        self.routers = [RouterPool(self.worker, number) for number in range(2)]
 
     def ask(self, router: int, name: str, pages: int, tenant: str) -> None:
         self.loop.spawn(self._held(self.routers[router].dispatcher, name, pages * PAGE - 1, tenant))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -15,11 +15,9 @@ from baton.errors import (
     IncompleteTransfer,
     InvalidRequest,
 )
-from baton.telemetry.metrics import EXPORTS_OPEN
 from baton.transfer import closing, wire
 from baton.transfer.coverage import Box
 from baton.transfer.registry import ExportRegistry
-from tests.metrics import count
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
@@ -39,21 +37,6 @@ from tests.unit.transfer.support import (
 )
 
 TOKENS = 12
-
-
-@pytest.fixture
-def engine() -> Engine:
-    return Engine()
-
-
-@pytest.fixture
-async def exports(engine: Engine) -> AsyncIterator[ExportRegistry]:
-    exports = ExportRegistry(engine, INCARNATION, frame_bytes=4 * engine.spec.kv_format.token_bytes // LAYERS)
-    yield exports
-    exports.close()
-    await exports.wait_closed()
-    assert count(EXPORTS_OPEN) == 0
-    assert engine.in_flight == 0
 
 
 def parse(frames: list[bytes]) -> list[Any]:

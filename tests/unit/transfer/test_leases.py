@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
@@ -13,12 +12,11 @@ from baton.errors import (
     TransferError,
     Unavailable,
 )
-from baton.telemetry.metrics import EXPORTS_OPEN, LEASES_EXPIRED
+from baton.telemetry.metrics import LEASES_EXPIRED
 from baton.transfer.registry import REASON_LENGTH, ExportRegistry
 from tests.metrics import count
 from tests.unit.transfer.support import (
     INCARNATION,
-    LAYERS,
     Engine,
     prefilled,
     ready,
@@ -26,21 +24,6 @@ from tests.unit.transfer.support import (
 )
 
 TOKENS = 12
-
-
-@pytest.fixture
-def engine() -> Engine:
-    return Engine()
-
-
-@pytest.fixture
-async def exports(engine: Engine) -> AsyncIterator[ExportRegistry]:
-    exports = ExportRegistry(engine, INCARNATION, frame_bytes=4 * engine.spec.kv_format.token_bytes // LAYERS)
-    yield exports
-    exports.close()
-    await exports.wait_closed()
-    assert count(EXPORTS_OPEN) == 0
-    assert engine.in_flight == 0
 
 
 class Clock:

@@ -42,11 +42,6 @@ NOTHING = Box(range(TOKENS, TOKENS), range(LAYERS), range(HEADS))
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine()
-
-
-@pytest.fixture
 async def exports(engine: Engine) -> AsyncIterator[ExportRegistry]:
     exports = ExportRegistry(engine, INCARNATION, lease_s=30.0)
     yield exports

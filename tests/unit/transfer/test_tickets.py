@@ -25,7 +25,7 @@ ALL: RequestedBox = (0, 40, 0, 3, 0, 2)
 FOR = {"transfer_id": "t", "incarnation": "first", "consumer": "baton://decode/d"}
 
 
-class Router:
+class TicketAuthority:
     """A signer, and the verifier of a worker that knows its key."""
 
     def __init__(self, folder: Path, **options: int) -> None:
@@ -43,8 +43,8 @@ class Router:
 
 
 @pytest.fixture
-def router(tmp_path: Path) -> Router:
-    return Router(tmp_path)
+def router(tmp_path: Path) -> TicketAuthority:
+    return TicketAuthority(tmp_path)
 
 
 def write_key(private: Path, public: Path) -> Ed25519PrivateKey:
@@ -54,19 +54,19 @@ def write_key(private: Path, public: Path) -> Ed25519PrivateKey:
     return key
 
 
-def test_a_ticket_is_good_for_what_it_was_made_out_for(router: Router) -> None:
+def test_a_ticket_is_good_for_what_it_was_made_out_for(router: TicketAuthority) -> None:
     ticket = router.check(router.ticket())
     assert (ticket.transfer_id, ticket.incarnation, ticket.consumer) == ("t", "first", "baton://decode/d")
     assert ticket.expires_unix_ms == 1_000_060_000
 
 
 @pytest.mark.parametrize("name", ["transfer_id", "incarnation", "consumer"])
-def test_a_ticket_for_another_is_refused_by_name(router: Router, name: str) -> None:
+def test_a_ticket_for_another_is_refused_by_name(router: TicketAuthority, name: str) -> None:
     with pytest.raises(PermissionDenied, match=f"^ticket: is for another {name} than 'other'$"):
         router.check(router.ticket(), **{name: "other"})
 
 
-def test_an_expired_ticket_is_refused_after_the_leeway(router: Router) -> None:
+def test_an_expired_ticket_is_refused_after_the_leeway(router: TicketAuthority) -> None:
     raw = router.ticket(lasts=10)
     router.clock.now += 10 + LEEWAY_S
     router.check(raw)
@@ -75,13 +75,13 @@ def test_an_expired_ticket_is_refused_after_the_leeway(router: Router) -> None:
         router.check(raw)
 
 
-def test_what_is_no_ticket_is_refused(router: Router) -> None:
+def test_what_is_no_ticket_is_refused(router: TicketAuthority) -> None:
     for raw, problem in ((b"", "is missing"), (b"\xff", "is malformed"), (bytes(MAX_TICKET_BYTES + 1), "has 4097")):
         with pytest.raises(PermissionDenied, match=f"^ticket: {problem}"):
             router.check(raw)
 
 
-def test_a_changed_ticket_is_refused(router: Router) -> None:
+def test_a_changed_ticket_is_refused(router: TicketAuthority) -> None:
     signed = kv_pb2.SignedTicket.FromString(router.ticket())
     ticket = kv_pb2.Ticket.FromString(signed.ticket)
     ticket.expires_unix_ms += 1
@@ -90,7 +90,7 @@ def test_a_changed_ticket_is_refused(router: Router) -> None:
         router.check(signed.SerializeToString())
 
 
-def test_every_flipped_bit_is_noticed(router: Router) -> None:
+def test_every_flipped_bit_is_noticed(router: TicketAuthority) -> None:
     raw = router.ticket()
     for place in range(len(raw) * 8):
         flipped = bytearray(raw)
@@ -99,9 +99,9 @@ def test_every_flipped_bit_is_noticed(router: Router) -> None:
             router.check(bytes(flipped))
 
 
-def test_a_forged_ticket_is_refused(router: Router, tmp_path: Path) -> None:
+def test_a_forged_ticket_is_refused(router: TicketAuthority, tmp_path: Path) -> None:
     (tmp_path / "forger").mkdir()
-    forger = Router(tmp_path / "forger")
+    forger = TicketAuthority(tmp_path / "forger")
     with pytest.raises(PermissionDenied, match=r"^ticket: is signed with an unknown key, [0-9a-f]{16}$"):
         router.check(forger.ticket())
     forged = kv_pb2.SignedTicket.FromString(forger.ticket())
@@ -110,7 +110,7 @@ def test_a_forged_ticket_is_refused(router: Router, tmp_path: Path) -> None:
         router.check(forged.SerializeToString())
 
 
-def test_a_signature_of_the_bare_ticket_is_not_one_of_a_ticket(router: Router) -> None:
+def test_a_signature_of_the_bare_ticket_is_not_one_of_a_ticket(router: TicketAuthority) -> None:
     signed = kv_pb2.SignedTicket.FromString(router.ticket())
     router.key.public_key().verify(signed.signature, DOMAIN + signed.ticket)
     signed.signature = router.key.sign(signed.ticket)
@@ -118,7 +118,7 @@ def test_a_signature_of_the_bare_ticket_is_not_one_of_a_ticket(router: Router) -
         router.check(signed.SerializeToString())
 
 
-def test_each_box_and_retry_is_accepted_once(router: Router) -> None:
+def test_each_box_and_retry_is_accepted_once(router: TicketAuthority) -> None:
     ticket = router.check(router.ticket())
     uses = [(ALL, 0), (ALL, 1), ((0, 8, 0, 3, 0, 2), 0), ((5, 0, 0, 3, 0, 2), 0)]
     for use in uses:
@@ -128,7 +128,7 @@ def test_each_box_and_retry_is_accepted_once(router: Router) -> None:
             router.verifier.redeem(router.check(router.ticket()), box, retry)
 
 
-def test_uses_are_remembered_for_as_long_as_the_ticket_is_taken(router: Router) -> None:
+def test_uses_are_remembered_for_as_long_as_the_ticket_is_taken(router: TicketAuthority) -> None:
     raw = router.ticket(lasts=10)
     router.verifier.redeem(router.check(raw), ALL, 0)
     router.clock.now += 10 + LEEWAY_S
@@ -137,7 +137,7 @@ def test_uses_are_remembered_for_as_long_as_the_ticket_is_taken(router: Router) 
 
 
 def test_the_oldest_use_is_forgotten_rather_than_a_new_one_refused(tmp_path: Path) -> None:
-    router = Router(tmp_path, max_uses=2)
+    router = TicketAuthority(tmp_path, max_uses=2)
     ticket = router.check(router.ticket(lasts=1e9))
     for retry in range(3):
         router.verifier.redeem(ticket, ALL, retry)
@@ -147,7 +147,7 @@ def test_the_oldest_use_is_forgotten_rather_than_a_new_one_refused(tmp_path: Pat
     router.verifier.redeem(ticket, ALL, 0)
 
 
-def test_keys_are_replaced_while_the_worker_runs(router: Router) -> None:
+def test_keys_are_replaced_while_the_worker_runs(router: TicketAuthority) -> None:
     old, old_key = router.ticket(), router.public.read_bytes()
     write_key(router.private, router.folder / "next.pub")
     replace(router.public, old_key + (router.folder / "next.pub").read_bytes())
@@ -166,7 +166,7 @@ def test_keys_are_replaced_while_the_worker_runs(router: Router) -> None:
 
 
 def test_broken_keys_leave_the_old_ones_in_use_and_are_logged_once(
-    router: Router, caplog: pytest.LogCaptureFixture
+    router: TicketAuthority, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw, good = router.ticket(), router.public.read_bytes()
     for broken in (b"nonsense", good + b"rest"):

@@ -81,7 +81,7 @@ async def bench() -> AsyncIterator[Bench]:
     made.engine.close()
 
 
-class Router:
+class Watcher:
     """What a watcher believes the worker to hold."""
 
     def __init__(self, bench: Bench) -> None:
@@ -109,7 +109,7 @@ class Router:
 
 async def test_the_first_news_is_all_that_is_held_and_then_come_changes(bench: Bench) -> None:
     bench.publish(3)
-    first, late = Router(bench), Router(bench)
+    first, late = Watcher(bench), Watcher(bench)
     assert await first.next() == PrefixChange(True, tuple(NAMES[:3]), ())
     bench.publish(5)
     assert await first.next() == PrefixChange(False, tuple(NAMES[3:5]), ())
@@ -125,7 +125,7 @@ async def test_the_first_news_is_all_that_is_held_and_then_come_changes(bench: B
 async def test_a_watcher_is_woken_by_news_from_any_thread_and_told_nothing_without(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    router = Router(bench)
+    router = Watcher(bench)
     assert await router.next() == PrefixChange(True, (), ())
     bench.hub._changed = waits = Waited()
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 0.05)
@@ -141,7 +141,7 @@ async def test_a_watcher_is_woken_by_news_from_any_thread_and_told_nothing_witho
 
 
 async def test_a_block_is_held_while_any_tier_has_it(bench: Bench) -> None:
-    router = Router(bench)
+    router = Watcher(bench)
     await router.next()
     bench.publish(2)
     bench.host.tell(DIGESTS[:4])
@@ -167,7 +167,7 @@ async def test_long_news_come_in_parts_and_a_watcher_that_lags_is_told_anew(
     monkeypatch.setattr(prefix_changes, "MAX_NAMES", 4)
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
     bench.host.tell(DIGESTS[:11])
-    router = Router(bench)
+    router = Watcher(bench)
     lengths = [len(change.stored) for change in [await router.next() for _ in range(3)] if change]
     assert lengths == [4, 4, 3]
     assert [change.reset for change in router.changes] == [True, False, False]
