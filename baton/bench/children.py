@@ -1,14 +1,14 @@
-"""The processes that benches start, and what is said over their pipes.
+"""The processes that benches start, and the messages over their pipes.
 
     with child([sys.executable, "-m", "router", ...], cores={0}) as router:
         address = router.listening()["grpc"]
 
     with child(command) as runner:
-        runner.answer()                        # what it says when it is ready
+        runner.answer()                        # its first answer, when it is ready
         runner.ask("decode", batch=8)          # {"decode": {"batch": 8}} and a newline; one line of JSON is the answer
 
 A child lives no longer than the bench. It leads a session of its own: Ctrl-C in a terminal is for the bench, which ends
-the child and all that it has started. What it writes to standard error is kept for the words of a failure.
+the child and all that it has started. Its standard error is kept for error messages.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from baton.errors import Unavailable
 from baton.launcher import bind_to_parent
 
 ANSWER_S = 900.0
-"""For one line; the first one has loading in it, which may compile a model."""
+"""For one line. The first line comes after loading, which may include compiling a model."""
 
 _LAST_WORDS = 2000
 _CHUNK = 1 << 16
 
 
 class ChildFailed(Unavailable):
-    """A process failed, or said that it did."""
+    """A process failed, or reported an error."""
 
 
 class Child:
@@ -73,7 +73,7 @@ class Child:
         return answer
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to a command; raises ChildFailed with its words if it fails."""
+        """The answer to a command. Raises ChildFailed with the error that the process reports."""
         # Threads of OpenMP spin for a while when they have nothing to do, at the expense of who is measured next.
         if self._suspended:
             self.signal(signal.SIGCONT)
@@ -86,12 +86,12 @@ class Child:
             self.suspend()
 
     def suspend(self) -> None:
-        """Stop it until it is asked, if it was started for that."""
+        """Suspend it until the next question, if it was started with `suspended`."""
         if self._suspended:
             self.signal(signal.SIGSTOP)
 
     def finish(self, timeout_s: float | None = None) -> str:
-        """End its standard input, and wait for its end: the rest of its output. Raises ChildFailed if it fails."""
+        """Close its standard input, and return the rest of its output at its end. Raises ChildFailed if it fails."""
         self._input.close()
         while self._read(ANSWER_S if timeout_s is None else timeout_s):
             pass
@@ -109,12 +109,12 @@ class Child:
         return self._process.poll() is None
 
     def last_words(self) -> str:
-        """The end of what it wrote to standard error."""
+        """The end of its standard error."""
         self._log.seek(0)
         return self._log.read()[-_LAST_WORDS:].strip()
 
     def end(self, grace_s: float) -> None:
-        """Ask it to stop, if there is any grace, and kill what is left after it."""
+        """Ask it to stop, if there is a grace period, and kill what is left after it."""
         if grace_s:
             self.signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -126,7 +126,7 @@ class Child:
                 pipe.close()
 
     def _read(self, timeout_s: float) -> bool:
-        """Take what comes next; False at the end of the output."""
+        """Read some output; False at its end."""
         if not select.select([self._output], [], [], timeout_s)[0]:
             # A late answer would be taken for that of the next question.
             self.signal(signal.SIGKILL)
@@ -163,11 +163,11 @@ def child(
     both: bool = False,
     unread: bool = False,
 ) -> Iterator[Child]:
-    """A process until the block ends; it then has `grace_s` seconds from SIGTERM to SIGKILL.
+    """A process that runs until the block ends; it then has `grace_s` seconds from SIGTERM to SIGKILL.
 
-    `environ` is added to this process's own; `cores` are those that it runs on, empty for all of this process's.
-    `suspended`: it is stopped (SIGSTOP) while it is not asked. `both`: standard error comes with standard output.
-    `unread`: nobody reads its output, which is kept with its words.
+    `environ` is added to the environment of this process. `cores` are the cores that it may use; empty means those of
+    this process. With `suspended`, it is stopped (SIGSTOP) between questions. With `both`, standard error and standard
+    output are one stream. With `unread`, nobody reads its output; it is kept for error messages.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         with pinned(cores):
@@ -190,7 +190,7 @@ def child(
 
 @contextlib.contextmanager
 def pinned(cores: Iterable[int]) -> Iterator[None]:
-    """This thread, and processes that are started in the block, run on `cores` alone; on all as before if empty."""
+    """Bind this thread, and the processes that are started in the block, to `cores`; an empty list changes nothing."""
     chosen = set(cores)
     if not chosen:
         yield

@@ -57,7 +57,7 @@ class EnginePlan:
         return max((*self.prefill, *(self._grown(context) for context in self.contexts)), default=1)
 
     def tokens(self, page_size: int) -> int:
-        """Tokens that the pool must hold at a time."""
+        """Largest number of tokens in the pool at the same time."""
 
         def paged(tokens: int) -> int:
             return -(-tokens // page_size) * page_size
@@ -96,7 +96,7 @@ def engine_for(plan: EnginePlan, config: EngineConfig) -> Engine:
 
 
 class EngineRuns:
-    """Runs on one engine; each gives back what it took."""
+    """Runs on one engine; each run frees what it allocates."""
 
     def __init__(self, engine: Engine, chunk_size: int = CHUNK_TOKENS) -> None:
         self._engine = engine
@@ -116,7 +116,7 @@ class EngineRuns:
             self._engine.free(handle)
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Seconds of `steps` steps of `batch` sequences that each hold `context` tokens, after some to warm up."""
+        """Seconds of `steps` steps of `batch` sequences with `context` tokens each, after some steps to warm up."""
         with self.batch(batch, context, WARM_STEPS + steps):
             self.steps(WARM_STEPS)
             began = time.perf_counter()
@@ -124,7 +124,7 @@ class EngineRuns:
             return time.perf_counter() - began
 
     def steps(self, count: int) -> None:
-        """Steps, as many in flight as the engine takes, until the tokens of the last are there."""
+        """Run steps, with as many in flight as the engine allows, until the tokens of the last one are known."""
         unread: deque[StepHandle] = deque()
         for _ in range(count):
             unread.append(self._engine.step())
@@ -177,4 +177,4 @@ class EngineRuns:
 
 
 def _ignore(layer: int) -> None:
-    """Nobody waits for single layers here."""
+    """Called for each layer, which nobody waits for here."""

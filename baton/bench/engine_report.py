@@ -1,8 +1,8 @@
-"""`baton bench engine`: an engine's rates beside what the machine gave in the same moments.
+"""`baton bench engine`: the rates of an engine, compared with those of the machine at the same time.
 
-The GEMM probe runs between the prefills and the bandwidth probe between the decodes. MFU is a prefill's operations
-a second (causal ones only) over the mean of the probes before and after it; MBU a step's bytes a second over the
-mean of the bandwidth before and after. Of all rounds the median is told.
+The GEMM probe runs between the prefills, and the bandwidth probe between the decodes. MFU is the operations per second
+of a prefill (causal ones only), divided by the mean of the probes before and after it. MBU is the bytes per second of a
+step, divided by the mean of the bandwidths before and after it. The report has the medians of all rounds.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from baton.model.config import ModelConfig
 _FIRST_TOKENS = 16
 
 Tell = Callable[[str], object]
-"""Is told what is measured next."""
+"""Called with a description of the next measurement."""
 
 
 def measure(config: EngineConfig, plan: EnginePlan, tell: Tell) -> Generator[dict[str, Any], None, None]:
-    """Everything in one run, all of it so far after each row.
+    """Measure everything, and yield all results so far after each row.
 
-    Loads the model: call it once, early in a process, whose age is the start-up's time.
+    Loads the model. Call it once, early in a process, because the time of the start is the age of the process.
     """
     tell("loading")
     engine = engine_for(plan, config)
@@ -74,7 +74,7 @@ def measure(config: EngineConfig, plan: EnginePlan, tell: Tell) -> Generator[dic
 
 
 class Rates:
-    """Rates of prefill and decode as `plan` asks, each beside probes of the machine."""
+    """The rates of prefill and decode in `plan`, each with probes of the machine."""
 
     def __init__(
         self,
@@ -118,7 +118,10 @@ class Rates:
         }
 
     def _prefill_bytes(self, tokens: int) -> int:
-        """What the chunks of a prompt move at least: each the layers' weights and the KV so far, the last the head."""
+        """Bytes that a prompt moves at least.
+
+        Each chunk reads the layers' weights and the KV so far, the last one also the head.
+        """
         starts = range(0, tokens, self._plan.chunk_size)
         weights = len(starts) * self._shape.num_layers * self._shape.layer_weights + self._shape.head_weights
         return weights * self._element + (tokens + sum(starts)) * self._token
@@ -145,7 +148,7 @@ class Rates:
 
 
 def _interleaved(rounds: int, run: Callable[[], float], probe: Callable[[], float]) -> tuple[list[float], list[float]]:
-    """What each run took, and the mean of the probes before and after it."""
+    """The duration of each run, and the mean of the probes before and after it."""
     found = list(between(itertools.repeat(run, rounds), probe))
     return [took for took, *_ in found], [(before + after) / 2 for _, before, after in found]
 

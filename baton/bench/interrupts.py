@@ -1,4 +1,4 @@
-"""Ctrl-C in a measurement: what is complete by then is reported. SIGTERM means the same."""
+"""After Ctrl-C or SIGTERM, a measurement reports the results that are complete."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def at_interrupt(act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` at the first SIGINT or SIGTERM in the block; another one ends the process at once.
+    """Call `act` at the first SIGINT or SIGTERM in the block; a second one ends the process at once.
 
-    Only the main thread may choose what signals do: in others nothing is changed.
+    Only the main thread may set signal handlers; in other threads this changes nothing.
     """
 
     def first(number: int, frame: FrameType | None) -> None:
@@ -39,14 +39,14 @@ def at_interrupt(act: Callable[[], object]) -> Iterator[None]:
 
 
 def interrupt() -> None:
-    """What Ctrl-C does where nobody waits for it in another way."""
+    """Raise KeyboardInterrupt, for measurements that handle Ctrl-C in no other way."""
     raise KeyboardInterrupt
 
 
 def last_report(reports: Generator[dict[str, Any], None, None]) -> dict[str, Any] | None:
-    """The last of the reports that a measurement gives, each of which holds all that is complete by then.
+    """The last of the reports of a measurement; each contains all results that are complete so far.
 
-    Has `interrupted`, which says whether a signal ended the measurement before its time. None if nothing was complete.
+    `interrupted` in it says whether a signal ended the measurement early. None if nothing was complete.
     """
     report: dict[str, Any] | None = None
     came = False

@@ -1,4 +1,4 @@
-"""The machine that measures: what it is, and what the host and the processes took of it."""
+"""The machine that measures: its parts and versions, and the CPU time and memory that host and processes use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 CPU_TICK_S = 1 / _TICKS_PER_S
-"""To which CPU times are known."""
+"""Resolution of CPU times in seconds."""
 
 
 def machine() -> dict[str, Any]:
-    """What ran it: processor, cores, memory in GiB, Python and the versions that matter."""
+    """What the machine is: processor, cores, memory in GiB, Python, and versions of packages."""
     model = re.search(r"model name\s*: (.*)", _text("/proc/cpuinfo"))
     memory = re.search(r"MemTotal:\s*(\d+)", _text("/proc/meminfo"))
     return {
@@ -29,13 +29,13 @@ def machine() -> dict[str, Any]:
 
 
 def stolen_s() -> float:
-    """Seconds of CPU time that the host has taken from this machine so far; 0 where it does not tell."""
+    """Seconds of CPU time that the host has taken from this machine so far; 0 if it does not report them."""
     fields = _text("/proc/stat").partition("\n")[0].split()
     return int(fields[8]) / _TICKS_PER_S if len(fields) > 8 else 0.0
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process and of its children that live (Linux), to CPU_TICK_S."""
+    """CPU seconds of a process and of its running children (Linux), with a resolution of CPU_TICK_S."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     ticks = 0
     for each in (str(pid), *children):
@@ -45,7 +45,7 @@ def cpu_s(pid: int) -> float:
 
 
 def process_age_s() -> float | None:
-    """Seconds since this process began, to a hundredth; None where Linux's /proc is not."""
+    """Seconds since the start of this process, with a resolution of 0.01; None without Linux's /proc."""
     try:
         began = int(_fields("self")[19])
     except OSError:
@@ -54,19 +54,19 @@ def process_age_s() -> float | None:
 
 
 def memory_bytes(name: str) -> int | None:
-    """A size from /proc/self/status: VmRSS now, VmHWM at most. None where Linux's /proc is not."""
+    """A size from /proc/self/status: VmRSS is the present one, VmHWM the largest. None without Linux's /proc."""
     found = re.search(rf"^{name}:\s*(\d+) kB", _text("/proc/self/status"), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
 def _fields(process: str) -> list[str]:
-    """The fields of a process's /proc/.../stat behind its name, which may hold spaces: they begin with the third."""
+    """The fields of /proc/.../stat after the process name, which may contain spaces; the first one is field 3."""
     text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
     return text.rpartition(")")[2].split()
 
 
 def _version(package: str) -> str | None:
-    """None where it is not installed: a router needs no torch."""
+    """None if it is not installed: a router needs no torch."""
     try:
         return version(package)
     except PackageNotFoundError:

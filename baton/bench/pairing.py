@@ -1,8 +1,8 @@
-"""What is compared is measured in turns: runs between probes, peers round by round, and what all turns say.
+"""Measurements that are compared run in turns: runs between probes, peers round by round, and the results of all turns.
 
-The state of a machine changes within minutes, so a ratio is always of one turn, and is told as the median of all turns
-with the least and the most of them. A turn's entry has figures, or `{"error": words}` where what was measured failed,
-or is None where it was not asked.
+The state of a machine changes within minutes. So a ratio compares results of one turn, and the report has the median,
+the least and the greatest of all turns. The entry of a turn has figures, or `{"error": message}` if the measurement
+failed; it is None if there was none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ Probe = TypeVar("Probe")
 
 
 def between(runs: Iterable[Callable[[], Run]], probe: Callable[[], Probe]) -> Iterator[tuple[Run, Probe, Probe]]:
-    """What each run gives, with the probe before it and the one after it, which is the next one's before."""
+    """Yield the result of each run with the probes before and after it.
+
+    The probe after a run is also the one before the next.
+    """
     before = probe()
     for run in runs:
         found, after = run(), probe()
@@ -28,13 +31,13 @@ def between(runs: Iterable[Callable[[], Run]], probe: Callable[[], Probe]) -> It
 
 
 def turned(names: Sequence[str], number: int) -> list[str]:
-    """The order of round `number`: who was first is last in the next."""
+    """The order of round `number`: the first of one round is the last of the next."""
     turn = number % len(names)
     return [*names[turn:], *names[:turn]]
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `run` returns, or the words that it fails with: a peer's failure is a result too."""
+    """The result of `run`, or its error message: a failure of a peer is a result too."""
     try:
         return run()
     except Exception as error:
@@ -54,19 +57,19 @@ def median(entries: Sequence[Entry], name: str) -> float | None:
 
 
 def ratio(ours: Sequence[Entry], theirs: Sequence[Entry], name: str) -> dict[str, Any] | None:
-    """Of a figure, ours over theirs in each turn that both have; None if there is none."""
+    """A figure of ours divided by theirs, for each turn that has both; None if there is none."""
     return spread([mine / other for mine, other in _both(ours, theirs, name)])
 
 
 def spread(found: Sequence[float]) -> dict[str, Any] | None:
-    """`{"median", "min", "max", "rounds"}` of values, None without one."""
+    """`{"median", "min", "max", "rounds"}` of values, None if there are none."""
     if not found:
         return None
     return {"median": statistics.median(found), "min": min(found), "max": max(found), "rounds": list(found)}
 
 
 def failures(rounds: Mapping[str, Sequence[Entry]]) -> dict[str, dict[str, Any]]:
-    """By peer that failed: how often, of how many turns, and the last words."""
+    """For each peer that failed: the number of failures, the number of turns, and the last message."""
     found = {}
     for peer, entries in rounds.items():
         errors = [entry["error"] for entry in entries if entry is not None and "error" in entry]
@@ -82,7 +85,7 @@ def _both(ours: Sequence[Entry], theirs: Sequence[Entry], name: str) -> list[tup
 
 
 def medians(rounds: Sequence[Mapping[str, Any]], digits: int = 3) -> dict[str, Any]:
-    """The median of each number of all rounds, wherever it stands in them."""
+    """The median over all rounds of each number, also of those in nested dictionaries."""
     found: dict[str, Any] = {}
     for name, value in rounds[0].items():
         values = [each[name] for each in rounds]

@@ -1,8 +1,7 @@
-"""What the machine gives at this moment: bytes a second read from memory, and operations a second of a GEMM.
+"""The speed of the machine at this moment: bytes per second read from memory, and operations per second of a GEMM.
 
-Bandwidth moves between minutes with what else the host does, so a rate is only worth comparing with a probe taken
-beside it. Each probe tries several means and tells the best: a peak that one of our own kernels could pass would
-be none.
+Bandwidth changes within minutes with the other load of the host, so a rate is compared with probes just before and
+after it. Each probe tries several methods and returns the best, so that it is not slower than our own kernels.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from torch import Tensor
 from baton.bench.roofline import ModelShape
 
 BUFFER_BYTES = 1 << 29
-"""Read by each probe of the bandwidth: so much that it is not the caches' (of which a host's machines share some)."""
+"""Bytes that each probe of the bandwidth reads: too many for the caches, which several machines of a host may share."""
 GEMM_ROWS = (256, 1024)
 SQUARE = 4096
 _ON_CUDA = 8
-"""How much more a GPU reads, and how many more rows it multiplies: to launch and to wait are then no part of it."""
+"""A GPU reads so many times more, and multiplies so many times more rows, so that the launch does not count."""
 _REPEATS = 2
 _COLUMNS = 4096
 
 
 class Probes:
-    """Probes for engines of `dtype` on `device`, holding their buffers until they are dropped.
+    """Probes for engines of `dtype` on `device`. They keep their buffers as long as they exist.
 
-    `shape` gives the GEMM probe the shapes of the model itself, beside a big square one.
+    `shape` adds the shapes of the model to the GEMM probe, which also multiplies large square matrices.
     """
 
     def __init__(
@@ -62,11 +61,11 @@ class Probes:
         return max(self._rate(each) for _, each in self._products)
 
     def state(self) -> dict[str, float]:
-        """What the machine gives now, of every kind and at best, in bytes and operations a second.
+        """The state of the machine now, in bytes and operations per second; each is the best of several tries.
 
-        `sum` and `packed` are bytes of summing, and of a linear of one row, packed for oneDNN where it has kernels;
-        `flops_256` is the best product of 256 rows. A processor's cores may have a matrix unit each at one time and
-        share one at another, which moves `packed` and `flops_256` and leaves `sum` as it is.
+        `sum` and `packed` are bytes read by a sum, and by a linear of one row that is packed for oneDNN where it has
+        kernels. `flops_256` is the best product of 256 rows. Two cores of a processor may share a matrix unit at one
+        time and not at another. This changes `packed` and `flops_256`, but not `sum`.
         """
         reads = {name: self._rate(each) for name, each in self._reads.items()}
         products = [(rows, self._rate(each)) for rows, each in self._products]
@@ -94,7 +93,7 @@ class Probes:
 
 
 Timed = tuple[int, Callable[[], object]]
-"""What one call moves or computes, and the call."""
+"""Bytes or operations of one call, and the call."""
 
 
 def _reads(dtype: torch.dtype, device: torch.device, size: int) -> dict[str, Timed]:

@@ -1,4 +1,4 @@
-"""Results of measurements: what they are of, and the file that they go to."""
+"""Results of measurements: machine and commit that they belong to, and their file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from baton.bench.machine import machine, stolen_s
 
 
 class Provenance:
-    """What results are of: the machine and the commit as they are when this is made, which is before measuring.
+    """The machine and the commit at the time when this object is made, which is before the measurement.
 
-    What is committed while a measurement runs is not what it measures.
+    Commits that are made during a measurement are not what it measures.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Provenance:
         self._stolen_s = stolen_s()
 
     def report(self) -> dict[str, Any]:
-        """`machine`, `commit` (None where this is no git checkout), and `stolen_s`: what the host took since then."""
+        """`machine`, `commit` (None outside a git checkout), and `stolen_s`, which the host has taken since then."""
         return {**self._about, "stolen_s": round(stolen_s() - self._stolen_s, 2)}
 
 

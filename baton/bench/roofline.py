@@ -64,7 +64,7 @@ class ModelShape:
 
     @property
     def step_weights(self) -> int:
-        """Elements of all matrices that a decode step reads: times the bytes of one, the `weight_bytes` below."""
+        """Elements of all matrices that a decode step reads; times their size in bytes, the `weight_bytes` below."""
         return self.num_layers * self.layer_weights + self.head_weights
 
     def kv_token_bytes(self, element_bytes: int) -> int:

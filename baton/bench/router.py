@@ -1,17 +1,17 @@
-"""What the router adds to a token's way, and what a token costs it.
+"""The delay that the router adds to each token, and the CPU time that a token costs it.
 
-    stand-in workers ──one message a step──▶ router (a core of its own) ──a message a token──▶ clients
+    simulated workers ─one message a step──▶ router (a core of its own) ──a message a token──▶ clients
         emission time of each step                  CPU seconds                     arrival time of each token
 
 All are real processes on this machine and speak real gRPC. Emission and arrival are read from CLOCK_MONOTONIC, which
-all processes of a Linux machine share, so they may be compared: the time from a step's emission to a token's arrival is
-two hops and the router. The same clients then take the same steps from the workers directly, which is one hop. What the
-router adds to a token is that token's own time through the router less the median time of the direct hop. So its
-percentiles are over tokens, and their tail has the whole tail of workers and clients in it, never less than the
-router's. Router and the rest are pinned to different cores, where there are two.
+all processes of a Linux machine share, so they can be compared: the time from a step's emission to a token's arrival is
+two hops and the router. The same clients then receive the same steps from the workers directly, which is one hop. The
+delay that the router adds to a token is the time of this token through the router, minus the median time of the direct
+hop. So the percentiles are over tokens, and their tail contains the tail of workers and clients too. With two cores or
+more, the router has a core of its own.
 
-Four runs a round: few streams, through the router and directly; as many streams as a large batch has, whose tokens of
-one step leave the router together; and few streams beside a client that has stopped reading.
+A round has four runs: few streams, through the router and directly; as many streams as a large batch has, whose tokens
+of one step leave the router together; and few streams together with a client that has stopped reading.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RouterBench:
-    """What is measured: numbers of streams, milliseconds a step, seconds that each run of a round counts."""
+    """What is measured: numbers of streams, milliseconds of a step, measured seconds of each run."""
 
     streams: int = 8
     burst_streams: int = 256
@@ -57,7 +57,7 @@ class RouterBench:
 
 @dataclass(frozen=True)
 class _RouterRun:
-    """What came of one run; times in nanoseconds, the window is what counts."""
+    """The messages of one run; times are in nanoseconds, and only those in the window count."""
 
     steps: Sequence[tuple[int, int]]
     streams: Sequence[Sequence[tuple[int, Sequence[int]]]]
@@ -67,7 +67,7 @@ class _RouterRun:
     slow_most_tokens: int
 
     def deliveries(self, *, skip: int) -> Iterator[tuple[int, int]]:
-        """Step and arrival of each token in the window; `skip` leading tokens of a stream are of no step."""
+        """Step and arrival of each token in the window; the first `skip` tokens of a stream belong to no step."""
         times = [at for at, _ in self.steps]
         for stream in self.streams:
             seen = 0
@@ -184,7 +184,7 @@ def _latencies(run: _RouterRun, *, skip: int) -> list[float]:
 
 
 def added(through: Sequence[float], direct: Sequence[float]) -> list[float]:
-    """What the router adds to each token, in the unit of the arguments: see the module's text."""
+    """The delay that the router adds to each token, in the unit of the arguments; see above."""
     hop = statistics.median_low(direct)
     return [each - hop for each in through]
 

@@ -4,9 +4,8 @@
     ...                                      until the end of standard input; then all streams are cancelled
     {"streams": [[[time, bytes], ...]], ...} what came, with CLOCK_MONOTONIC in nanoseconds
 
-The process fails where streams have not had these tokens within START_S. Messages are kept as bytes and parsed at the
-end, so that arrival times tell of the sender and not of this process. A slow client takes a few messages and then no
-more until the end, when it reads what was kept for it.
+The process fails if a stream has not had these tokens within START_S. Messages are kept as bytes and parsed at the end,
+so that parsing does not delay the arrival times. A slow client reads a few messages, and the rest only at the end.
 """
 
 from __future__ import annotations

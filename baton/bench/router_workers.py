@@ -1,16 +1,12 @@
-"""Workers that cost nothing: what stands behind the router while the router is measured.
+"""Simulated workers that need almost no CPU time, for measurements of the router.
 
 One process that speaks the protos of a prefill and of a decode worker and computes nothing. Prefill answers at once.
 Decode has all its sequences in one batch, takes a step every `--step-ms` milliseconds, and sends each router one
-message a step, as a real decode worker does; the token of step `n` is `FIRST_TOKEN + n % TOKENS`, so that a client's
-tokens tell of which step they are. The same steps are served to `Inference` calls on the decode listener, without a
-router between: what a hop costs by itself.
+message a step, as a real decode worker does. The token of step `n` is `FIRST_TOKEN + n % TOKENS`, so a client knows the
+step of each token. `Inference` calls on the decode listener get the same steps without a router: the cost of one hop.
 
     listening prefill=HOST:PORT decode=HOST:PORT      on standard output; at the end of standard input it writes
     [[time, sequences], ...]                          for each step, time by CLOCK_MONOTONIC in nanoseconds, and ends
-
-Nothing else measured a worker so that its emission times are known to the microsecond and it does not compete with the
-clients for its core.
 """
 
 from __future__ import annotations
@@ -36,14 +32,14 @@ from baton.worker.servicer import WorkerServicer
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
 
 FIRST_TOKEN, TOKENS = 300, 200
-"""Tokens of the bundled model that steps are told by: ordinary ones."""
+"""Ordinary tokens of the bundled model, which stand for steps."""
 
 MAX_MODEL_LEN = 1 << 20
 _SEQUENCES = 1024
 
 
 def token_of(step: int) -> int:
-    """The token that every sequence has from a step."""
+    """The token of every sequence in a step."""
     return FIRST_TOKEN + step % TOKENS
 
 
@@ -124,7 +120,7 @@ class Decode(decode_pb2_grpc.DecodeServicer, inference_pb2_grpc.InferenceService
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """One sequence, told directly."""
+        """One sequence, without a router."""
         name = f"{id(context):x}"
         stepped = self._direct[name] = asyncio.Event()
         try:
@@ -139,7 +135,7 @@ class Decode(decode_pb2_grpc.DecodeServicer, inference_pb2_grpc.InferenceService
 
 
 def _message(batch: dict[str, _FakeSequence], token: int) -> decode_pb2.SessionDown:
-    """What a step yields for one router's sequences."""
+    """The message of a step for the sequences of one router."""
     down = decode_pb2.SessionDown()
     for name, sequence in list(batch.items()):
         sequence.left -= 1

@@ -3,9 +3,9 @@
     producer: paged pool ── FetchKv, checksums on ──▶ consumer: paged pool
               one buffer ── raw TCP ────────────────▶ one buffer             the same bytes, in turn
 
-Rates move with whatever else the machine does, so only ratios of neighbours in time are worth anything: each repeat
-takes raw TCP, FetchKv and raw TCP again, and is compared to the mean of the two. What arrived is compared, once a
-shape, with what was sent.
+Rates change with the other load of the machine, so only ratios of neighbouring runs count: each repeat measures raw
+TCP, FetchKv and raw TCP again, and FetchKv is compared with the mean of the two. For each shape, the KV that arrived is
+compared once with the KV that was sent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pair:
         return self._moved(streams, before, "fetch", {"kv": self._listens["kv"], "ids": ids})
 
     def raw(self, streams: int) -> Answer:
-        """As many bytes over as many connections."""
+        """The same number of bytes over the same number of connections."""
         before = self._producer.ask("raw", streams=streams, size=self._size)["cpu"]
         arguments = {"port": self._listens["raw"], "streams": streams, "size": self._size}
         return self._moved(streams, before, "raw", arguments)
@@ -98,7 +98,7 @@ def measure(
 
 
 def _compared(pair: Pair, streams: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """What is known after each repeat."""
+    """The results so far, after each repeat."""
     turns = []
     for turn in between(itertools.repeat(partial(pair.fetch, streams), repeats), partial(pair.raw, streams)):
         turns.append(turn)

@@ -47,7 +47,7 @@ from baton.transfer.source import open_sources
 
 PAGE = 64
 RAW_BYTES = 1 << 20
-"""Sent, and received into one buffer, at a time by raw TCP."""
+"""Bytes that raw TCP sends, and receives into one buffer, at a time."""
 
 INCARNATION = "bench"
 _TIMEOUT_S = 60.0
@@ -74,7 +74,7 @@ SHAPES = {"qwen2.5-0.5b": Shape(24, 2, 64), "llama-3.1-8b, 8 of 32 layers": Shap
 
 @dataclass(frozen=True, slots=True)
 class _NoModel:
-    """An executor of pages alone."""
+    """An executor without a model, which has only pages."""
 
     memory: TorchMemory
 
@@ -96,7 +96,7 @@ class Pages(EngineCore):
         super().__init__(spec, _NoModel(TorchMemory(self.kv)), 0)
 
     def scattered(self, streams: int, tokens: int) -> list[PageHandle]:
-        """A handle a stream; their pages lie in no order, as in a pool that has long been used."""
+        """A handle for each stream; their pages are scattered, as in a pool that has been used for long."""
         singles = [self.reserve(str(page), PAGE) for page in range(self.spec.pages)]
         random.Random(7).shuffle(singles)
         for single in singles:
@@ -114,7 +114,7 @@ class _End:
         self._threads = ThreadPoolExecutor(streams)
 
     async def idle(self) -> Answer:
-        """Nothing but the CPU seconds that every answer tells: those of this process until now."""
+        """Does nothing; like every answer, this one has the CPU seconds of this process."""
         return {}
 
     async def digests(self) -> Answer:
@@ -131,7 +131,7 @@ class _End:
 
 
 class Producer(_End):
-    """Exports its sequences, one a stream, under the ids that it is told."""
+    """Exports its sequences, one for each stream, under the given ids."""
 
     def __init__(self, shape: Shape, tokens: int, streams: int) -> None:
         super().__init__(shape, tokens, streams)

@@ -1,7 +1,7 @@
 """Baton over gRPC, through its own client.
 
-Requests go over `place.connections` connections in turn, as from so many users: one connection is one process of a
-router that has several on its port.
+Requests use `place.connections` connections in turn, like the requests of as many users. If a router has several
+processes on its port, one connection reaches one of them.
 """
 
 from __future__ import annotations

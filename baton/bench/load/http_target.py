@@ -1,11 +1,11 @@
-"""Any server with OpenAI's `/v1/completions`: vLLM, llama.cpp, and whatever else streams as they do.
+"""Any server with OpenAI's `/v1/completions`: vLLM, llama.cpp and others.
 
-aiohttp reads the stream: of the well-kept clients it costs the least per event, so that the generator does not become
-what is measured (docs/bench.md has the numbers).
+aiohttp reads the stream, because of all maintained clients it needs the least time for an event (docs/bench.md has the
+numbers), so that the generator does not limit the measurement.
 
-How many tokens an event brings: its `token_ids`, which vLLM sends when `return_token_ids` asks for them; else it counts
-as one. How many the output has: the `usage` of the last event, else what was asked for if the server says that it ended
-by `length`, else the sum over events.
+The number of tokens in an event is that of its `token_ids`, which vLLM sends if `return_token_ids` asks for them; else
+it is one. The length of the output is in the `usage` of the last event; else it is the requested length, if the server
+says that it ended by `length`; else the sum over the events.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.bench.load.workload import Job
 from baton.errors import ConfigError, preview
 
 KEEP_ALIVE_S = 2.0
-"""Less than servers keep a connection that is idle (uvicorn: 5 s), or a request would meet one as it closes."""
+"""Shorter than servers keep an idle connection (uvicorn: 5 s), so that no request meets a closing one."""
 _CONNECT_S = 10.0
 _DONE = b"[DONE]"
 _SHOWN_BYTES = 500
@@ -34,7 +34,7 @@ MAX_EVENT_BYTES = 4 << 20
 
 @asynccontextmanager
 async def http_target(place: Place) -> AsyncIterator[HttpTarget]:
-    """The server at `place`, with as many connections as requests are open."""
+    """The server at `place`, with one connection for each open request."""
     secure = _tls(place.reach) if place.url.startswith("https:") else None
     key = place.reach.get("api_key")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -99,7 +99,7 @@ _FIELDS = {
 
 
 class EventTooLong(ValueError):
-    """A server that never ends its line."""
+    """The server sent a line that is too long."""
 
 
 class Events:
@@ -141,7 +141,7 @@ class _Reader:
         self._exact = True
 
     def take(self, piece: bytes) -> None:
-        """Note the events that a piece of the stream completes."""
+        """Record the events that this piece of the stream completes."""
         try:
             for data in self._events.feed(piece):
                 if data == _DONE:
@@ -152,7 +152,7 @@ class _Reader:
             raise RequestFailed("bad event", str(error)) from None
 
     def end(self) -> None:
-        """The stream is over: all that was asked for has come, or RequestFailed is raised."""
+        """The stream has ended. Raises RequestFailed if the output is not complete."""
         outcome = self._outcome
         if not (self.done or self._finish):
             raise RequestFailed("cut short", f"the stream ended after {outcome.tokens} tokens without saying so")
@@ -200,7 +200,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> RequestFailed:
 
 
 def _retry_after(text: str) -> float | None:
-    """Seconds; the header may also hold a date, which nobody sends who refuses for want of room."""
+    """Seconds; None if the header has a date instead, which overloaded servers do not send."""
     return float(text) if text.isascii() and text.isdigit() else None
 
 

@@ -22,7 +22,7 @@ _MAX_SIGMA = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution; `text` is what it was made from, `most` its greatest value, None if it has none."""
+    """A distribution; `text` is its description, `most` its largest value, None if it has none."""
 
     text: str
     most: int | None
@@ -30,7 +30,7 @@ class Lengths:
 
 
 def lengths(text: str) -> Lengths:
-    """The distribution that `text` names; raises ValueError with what is wrong."""
+    """The distribution that `text` describes. Raises ValueError that says what is wrong."""
     kind, _, rest = text.partition(":")
     if not rest:
         fixed = _count(kind)

@@ -1,4 +1,4 @@
-"""What became of one request, as its client saw it."""
+"""The result of one request, as its client saw it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Ending(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     REFUSED = "refused"
-    """The server said at once that it has no room."""
+    """The server refused at once because it has no room."""
     INTERRUPTED = "interrupted"
-    """The run was ended before it."""
+    """The end of the run ended the request."""
 
 
 class RequestFailed(Exception):
-    """A request that did not get what it asked for; `kind` is a few words that many failures share.
+    """A request that failed; `kind` is a short description that many failures share.
 
-    `retry_after` is when the server asks to be tried again, in seconds, None if it does not say.
+    `retry_after` is the number of seconds after which the server asks for another try, None if it does not say.
     """
 
     def __init__(
@@ -40,10 +40,11 @@ class RequestFailed(Exception):
 class Outcome:
     """One request; times are seconds of `time.perf_counter`.
 
-    `times` has one entry for each event that brought tokens, `counts` how many it brought as far as the server tells
-    (else 1). `tokens` is the length of the output: as the server counts it, or the sum of `counts`. `input_tokens` are
-    None for a text until the server has counted them, `cached_tokens` those of them that a cache had, None unless it
-    tells. `capped` is how long a request that was due waited for others to end, in seconds.
+    `times` has one entry for each event with tokens, and `counts` the number of tokens in it, if the server reports it
+    (else 1). `tokens` is the length of the output: as the server counts it, or the sum of `counts`. `input_tokens` is
+    None for a text until the server has counted its tokens. `cached_tokens` is the number of input tokens from a cache,
+    None if the server does not report it. `capped` is the time for which the request waited for `--max-concurrency`, in
+    seconds.
     """
 
     due: float
@@ -74,7 +75,7 @@ class Outcome:
 
     @property
     def lateness(self) -> float:
-        """Seconds from when it was due, and let through, to sending: the generator's own."""
+        """Seconds from the time when it was due, and let through, until it was sent: the delay of the generator."""
         return self.sent - self.due - self.capped
 
     @property
@@ -84,20 +85,21 @@ class Outcome:
 
     @property
     def gaps(self) -> list[float]:
-        """ITL: seconds between events that follow each other, however many tokens they bring."""
+        """ITL: seconds between successive events, whatever number of tokens they bring."""
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per token after the first event's; None for outputs that came as one event.
+        """Mean seconds per token after the first event; None for outputs that came as one event.
 
-        The field divides by tokens - 1, since a first event has one token; one that brings several is counted so.
+        The usual formula divides by tokens - 1, because a first event has one token. A first event with several tokens
+        is counted as one with several.
         """
         after = self.tokens - self.counts[0] if self.counts else 0
         return (self.times[-1] - self.times[0]) / after if len(self.times) > 1 and after > 0 else None
 
     def good(self, ttft_slo_s: float, itl_slo_s: float) -> bool:
-        """Whether it finished with its first token, and its mean time between tokens, within the objectives."""
+        """Whether it finished within the objectives: time to the first token, and mean time between tokens."""
         if self.ending is not Ending.FINISHED or self.ttft is None or self.ttft > ttft_slo_s:
             return False
         return self.tpot is None or self.tpot <= itl_slo_s

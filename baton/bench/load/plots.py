@@ -1,6 +1,6 @@
-"""Reports as pictures; the format is that of the file's ending (.png, .svg, .pdf).
+"""Reports as pictures; the end of the file name gives the format (.png, .svg, .pdf).
 
-Raises PlotError where a report has nothing to show; matplotlib is loaded when one is drawn.
+Raises PlotError if a report has nothing to show. matplotlib is loaded when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOADS = (("rate", "requests per second"), ("concurrency", "concurrent requests"
 
 
 class PlotError(Exception):
-    """There can be no picture; says why."""
+    """The picture can't be drawn; the message says why."""
 
 
 def latency_against_load(reports: Sequence[Report], file: Path) -> None:
@@ -43,7 +43,7 @@ def latency_against_load(reports: Sequence[Report], file: Path) -> None:
 
 
 def itl_over_time(reports: Sequence[Report], file: Path) -> None:
-    """ITL in the course of each run: median and 99th percentile of the gaps that ended in each hundredth."""
+    """ITL during each run: median and 99th percentile of the gaps that ended in each hundredth of the run."""
     figure = _figure()
     axes = figure.subplots()
     for number, each in enumerate(reports):
@@ -80,7 +80,7 @@ def _figure() -> Any:
 
 
 def _in_ms(axes: Any) -> None:
-    """A logarithmic axis with plain numbers: latencies differ by factors."""
+    """A logarithmic axis with plain numbers, because latencies differ by large factors."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set(ylabel="ms", yscale="log")

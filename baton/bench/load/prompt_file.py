@@ -1,10 +1,10 @@
-"""Prompts from a file: JSON lines, each with a prompt, and what is asked for it.
+"""Prompts from a file: JSON lines, each with a prompt and the settings of its request.
 
     {"text": "Once upon a time", "max_tokens": 32}
     {"token_ids": [1, 2, 3], "cache_salt": "a"}
 
-`prompt` (a text, or token ids as OpenAI's API has them) stands for `text` and `token_ids`, `prompt_token_ids` for
-`token_ids`, `output_tokens` for `max_tokens`: files of other load generators have these names.
+Files of other load generators work too: `prompt` (a text, or token ids as in OpenAI's API) means `text` or `token_ids`,
+`prompt_token_ids` means `token_ids`, and `output_tokens` means `max_tokens`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _WARM_WORDS = 64
 
 
 class PromptFileError(ValueError):
-    """A line that can't be asked for; says which, what field, and the value seen."""
+    """A line that can't be sent; the message names the line, the field, and the value seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A prompt, text or token ids, of line `number`; `output_tokens` is None where the line does not say."""
+    """The prompt of line `number`, as text or token ids; `output_tokens` is None if the line has no length."""
 
     number: int
     prompt: Sequence[int] | str
@@ -44,10 +44,7 @@ class Line:
 
 
 def read(path: Path) -> list[Line]:
-    """The prompts of a file in its order; empty lines are passed over.
-
-    Raises PromptFileError, OSError, UnicodeDecodeError.
-    """
+    """The prompts of a file in order, without empty lines. Raises PromptFileError, OSError, UnicodeDecodeError."""
     # Not `splitlines`: strings may contain other characters that Unicode treats as the end of a line.
     texts = path.read_bytes().decode("utf-8").split("\n")
     lines = []
@@ -63,14 +60,14 @@ def read(path: Path) -> list[Line]:
 
 
 def asked(lines: Sequence[Line], seed: str, outputs: Lengths, due: Iterable[float] | None = None) -> Iterator[Job]:
-    """Requests for the prompts in their order, again and again; outputs that no line says are of random lengths."""
+    """Requests for the prompts in their order, repeated without end; lines without a length get a random one."""
     draw = random.Random(f"{seed}/lengths")
     for at_s, line in zip(itertools.repeat(None) if due is None else due, itertools.cycle(lines), strict=False):
         yield Job(line.prompt, line.output_tokens or outputs.draw(draw), at_s, line.cache_salt)
 
 
 def beyond(lines: Iterable[Line], vocab_size: int) -> str | None:
-    """What is wrong with the first line that has a token id the model does not know."""
+    """The error of the first line with a token id that the model does not have; None if there is none."""
     for line in lines:
         if not isinstance(line.prompt, str) and (most := max(line.prompt)) >= vocab_size:
             return f"line {line.number}: token id {most} must be below {vocab_size}, the model's vocabulary"
@@ -78,7 +75,7 @@ def beyond(lines: Iterable[Line], vocab_size: int) -> str | None:
 
 
 def other_texts(seed: str, outputs: Lengths) -> Iterator[Job]:
-    """Requests for texts that no file has, so that no cache knows a file's prompts by them; without end."""
+    """Requests for texts that are in no file, without end. A cache learns none of the file's prompts from them."""
     draw = random.Random(seed)
     while True:
         words = " ".join(f"{draw.randrange(1 << 32):x}" for _ in range(_WARM_WORDS))
@@ -114,7 +111,7 @@ def _kind(prompt: Any) -> str | None:
 
 
 def _only(values: dict[str, Any], names: Sequence[str], problem: str, at_least: int = 1) -> tuple[str, Any]:
-    """The one of `names` that a line has, and its value; an empty name if it may have none, and has none."""
+    """The one of `names` that a line has, and its value; an empty name if it has none and may have none."""
     found = [name for name in names if name in values]
     if not at_least <= len(found) <= 1:
         raise InvalidRequest("prompt", f"{problem}, got {', '.join(found) or 'none'}")

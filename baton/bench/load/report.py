@@ -1,20 +1,20 @@
-"""Outcomes in numbers, and in a table.
+"""The outcomes of a run in numbers.
 
     ttft_ms       from sending a request to its first event with tokens
-    itl_ms        between events of a request that follow each other, each counted once however many tokens it brings,
-                  as `vllm bench serve` counts (its `itl`); all requests together
+    itl_ms        between successive events of a request; an event counts once, with one or more tokens, like `itl`
+                  of `vllm bench serve`; all requests together
     tpot_ms       a request's time after its first event over the tokens that came after it: its mean ITL per token
     e2e_ms        from sending to the last event with tokens
     cap_wait_ms   from when a request came to the cap until it was let through, None without a cap
-    lateness_ms   from when a request was due to when it was sent, less that: the generator's own
-    seconds       from the begin to the end of the last request; rates are over it
+    lateness_ms   from when a request was due until it was sent, without that wait: the delay of the generator
+    seconds       from the start of the first request to the end of the last; rates are over this time
     goodput       requests per second that finished with TTFT and TPOT within their objectives
 
     cached_share  prompt tokens that a cache had, over all prompt tokens of the requests that finished
 
-No latency includes the wait for the cap, nor lateness. TTFT, ITL and TPOT count what every request has shown, finished
-or not, refused ones have none; E2E only finished ones.
-Prompt tokens of texts are those that the server has counted; None if it counts none.
+No latency includes the wait for the cap or the lateness. TTFT, ITL and TPOT are those of all requests that had tokens,
+finished or not; E2E is that of finished ones. The prompt tokens of texts are those that the server has counted; None if
+it counts none.
 Percentiles are nearest ranks.
 """
 
@@ -32,21 +32,21 @@ from baton.bench.stats import percentile, summary
 
 LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "cap_wait_ms", "lateness_ms")
 _BINS = 100
-"""Into which ITL over time is cut."""
+"""Number of parts of a run for ITL over time."""
 _MESSAGE = 300
 _EXAMPLES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What a request must keep to count as good, in ms: its first token, and its mean time between tokens."""
+    """Limits of a good request, in ms: the time to its first token, and its mean time between tokens."""
 
     ttft_ms: float = 2000.0
     itl_ms: float = 50.0
 
 
 def report(run: LoadRun, target: str, workload: Mapping[str, Any], objectives: Objectives) -> dict[str, Any]:
-    """A run as JSON; `workload` says what was asked."""
+    """A run as JSON; `workload` describes what was sent."""
     outcomes = run.outcomes
     seconds = max(run.ended - run.began, 1e-9)
     finished = [each for each in outcomes if each.ending is Ending.FINISHED]
@@ -78,15 +78,15 @@ def report(run: LoadRun, target: str, workload: Mapping[str, Any], objectives: O
 
 
 def _read(prompts: Sequence[int | None]) -> int | None:
-    """The sum of what is known, None if there is something and nothing of it is known."""
+    """The sum of the known values; None if there are values and none is known."""
     known = [each for each in prompts if each is not None]
     return sum(known) if known or not prompts else None
 
 
 def _cached(finished: Sequence[Outcome]) -> dict[str, Any]:
-    """Prompt tokens that a cache had, and their share; None where the server does not tell.
+    """Number and share of prompt tokens that came from a cache; None if the server does not report it.
 
-    vLLM tells of hits only: one that has told of some request had none where it says nothing.
+    vLLM reports hits only. So after the first report of a server, a request without one counts as 0.
     """
     told = any(each.cached_tokens is not None for each in finished)
     asked = sum(each.input_tokens or 0 for each in finished)
@@ -95,7 +95,7 @@ def _cached(finished: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _failures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What went wrong by kind, the most frequent first: how often, and what one of them said."""
+    """Failures by kind, the most frequent first: their number, and the message of one of them."""
     found: dict[str, list[str]] = defaultdict(list)
     for each in outcomes:
         if each.kind:

@@ -1,11 +1,11 @@
-"""Sends requests, notes every event, counts its own lateness; ends in bounded time, whatever the server does.
+"""Sends requests and records every event and its own delays; ends in bounded time, whatever the server does.
 
-An open loop sends each request when it is due, whether or not earlier ones have ended. With a cap it waits until fewer
-than that are in flight, for `timeout_s` at most; that wait is told apart from lateness. A closed loop has `concurrency`
-users, each of whom sends the next request when its last one has ended; one whose request failed pauses before,
-as long as the server asks for or AGAIN_S, so that a server that refuses at once is not asked without end. Every request
-is ended by the server or by `timeout_s`, and a run waits for those that are open when its time is over: it takes that
-much longer at most, twice that with a cap.
+An open loop sends each request when it is due, whether or not earlier ones have ended. With a cap it waits, for at
+most `timeout_s`, until fewer requests than that are in flight; this wait is not part of the lateness. A closed loop has
+`concurrency` users; each one sends the next request when its last one has ended. After a failure a user waits for the
+time that the server asks for, or AGAIN_S, so that it does not flood a server that refuses at once. The server or
+`timeout_s` ends every request. When the time of a run is over, it waits for the open requests: for at most `timeout_s`,
+or twice that with a cap.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from baton.bench.load.targets import AGAIN_S, Target
 from baton.bench.load.workload import Job
 
 MAX_OPEN = 16384
-"""Requests open at a time; an open loop counts those due beyond it as failed, a server that far behind is lost."""
+"""Largest number of open requests. If more are due in an open loop, they count as failed: the server is far behind."""
 
 MOST_PAUSE_S = 10.0
-"""That a user of a closed loop waits because a server asks for it."""
+"""Longest time that a user of a closed loop waits because the server asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How long to send: until `requests` are sent or `seconds` have passed, whichever comes first, if not None.
+    """When to stop: after `requests` requests or `seconds` seconds, whichever comes first; None means no limit.
 
-    `concurrency` is that of a closed loop, None for an open one, whose jobs have times; `max_concurrency` caps the
-    requests that are in flight in an open one.
+    `concurrency` is that of a closed loop, None for an open one, whose jobs have times. `max_concurrency` limits the
+    requests in flight of an open loop.
     """
 
     concurrency: int | None = None
@@ -45,7 +45,7 @@ class LoadPlan:
 
 
 class Cap:
-    """Lets `most` requests through at a time; the others wait, and follow in the order in which they came."""
+    """Lets at most `most` requests run at the same time; the others wait in the order of their arrival."""
 
     def __init__(self, most: int) -> None:
         self._free = most
@@ -57,9 +57,9 @@ class Cap:
         return len(self._waiting)
 
     async def enter(self) -> float:
-        """Wait for a place, which is to be left again. Returns when it was free, a time of `time.perf_counter`.
+        """Wait for a place; the caller must `leave` it. Returns the time at which it was free (`time.perf_counter`).
 
-        What passes from then until the caller goes on is the event loop's, not the cap's.
+        The time from then until the caller continues belongs to the event loop, not to the cap.
         """
         if self._free:
             self._free -= 1
@@ -88,7 +88,7 @@ class Cap:
 
 @dataclass(slots=True)
 class LoadRun:
-    """What has come of a run so far; `began` and `ended` are seconds of `time.perf_counter`."""
+    """The results of a run so far; `began` and `ended` are seconds of `time.perf_counter`."""
 
     plan: LoadPlan
     began: float = 0.0
@@ -107,12 +107,12 @@ class LoadRun:
 
     @property
     def open(self) -> int:
-        """Requests that are under way."""
+        """Requests in flight."""
         return len(self.outcomes) - sum(self.endings.values())
 
     @property
     def share(self) -> float:
-        """How much of the plan is done, in [0, 1]; 0 for a plan without end."""
+        """The part of the plan that is done, in [0, 1]; 0 for a plan without end."""
         done = [0.0]
         if self.plan.requests:
             done.append((len(self.outcomes) - self.open) / self.plan.requests)
@@ -156,7 +156,7 @@ class LoadRun:
             group.create_task(self._capped(target, job, due, self._cap) if self._cap else self._ask(target, job, due))
 
     async def _capped(self, target: Target, job: Job, due: float, cap: Cap) -> None:
-        """Send a request once `cap` lets it through."""
+        """Send a request when `cap` lets it through."""
         if self.open + cap.waiting >= MAX_OPEN:
             await self._ask(target, job, due, unsent=f"{MAX_OPEN} requests were open or waited for the cap")
             return
@@ -198,7 +198,7 @@ class LoadRun:
             yield job
 
     async def _ask(self, target: Target, job: Job, due: float, capped: float = 0.0, unsent: str = "") -> float:
-        """Send a request and note what becomes of it; how long its user should wait then, in seconds.
+        """Send a request and record its outcome. Returns the seconds for which its user should wait afterwards.
 
         It has waited for the cap for `capped` seconds. `unsent` says why it can't be sent.
         """

@@ -1,4 +1,4 @@
-"""A whole measurement: reach the server, warm it, then one run for each load."""
+"""A whole measurement: reach the server, warm it up, then one run for each load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from baton.bench.traces import Arrival
 from baton.errors import ConfigError
 
 DEFAULT_VOCAB = 1000
-"""Where the server does not tell: every model has that many ids."""
+"""Used if the server does not report it; every model has at least so many ids."""
 _WARMUP_USERS = 4
 
 
@@ -65,14 +65,14 @@ class LoadSettings:
 
     @property
     def texts(self) -> bool:
-        """Whether all prompts are texts, so that the server may take nothing else."""
+        """Whether all prompts are texts. Then the server need not accept token ids."""
         return bool(self.prompts) and all(isinstance(each.prompt, str) for each in self.prompts)
 
 
 async def measured(settings: LoadSettings, console: Console) -> AsyncGenerator[dict[str, Any], None]:
-    """A report for each load, as it is done; the last one tells if Ctrl-C or SIGTERM ended its run.
+    """Yield a report for each load when it is complete; the last one says if Ctrl-C or SIGTERM ended its run.
 
-    Raises RequestFailed if the server does not serve even a small request, ConfigError for settings that can't be used.
+    Raises RequestFailed if the server can't serve a small request, ConfigError for settings that can't be used.
     """
     async with connected(settings.place) as target:
         with console.status(f"waiting for {settings.place.url}"):
@@ -122,7 +122,7 @@ def _jobs(settings: LoadSettings, load: Load, seed: str, vocab_size: int) -> Ite
 
 
 def _workload(settings: LoadSettings, load: Load, vocab_size: int) -> dict[str, Any]:
-    """What was asked, with all that is needed to ask it again."""
+    """What was sent, with all that is needed to send it again."""
     own: dict[str, Any] = {"trace": load.trace, "speed": settings.speed}
     if settings.prompts:
         own = {"prompt_file": settings.prompt_file, "prompts": len(settings.prompts)}

@@ -1,4 +1,4 @@
-"""A run on the terminal: a bar while it goes on, and a table of what came of it."""
+"""A run on the terminal: a progress bar, and then a table of the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES |= {"cap_wait_ms": "wait for the cap", "lateness_ms": "lateness"}
 
 @contextlib.asynccontextmanager
 async def bar(run: LoadRun, console: Console) -> AsyncIterator[None]:
-    """Show how far `run` is while the block lasts, if `console` is a terminal."""
+    """Show the progress of `run` until the block ends, if `console` is a terminal."""
     if not console.is_terminal:
         yield
         return
@@ -79,7 +79,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
 
 
 def warnings(report: Mapping[str, Any]) -> list[str]:
-    """Why the numbers may tell of the generator rather than of the server."""
+    """Reasons why the numbers may be those of the generator and not of the server."""
     found = []
     if (late := report["lateness_ms"]["p99"] or 0.0) > _LATE_MS:
         found.append(f"1% of the requests were sent {late:.0f} ms late or more: the arrivals were not those asked for")

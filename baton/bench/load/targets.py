@@ -1,4 +1,4 @@
-"""Who is asked: `grpc://host:port` is Baton, `http(s)://…/v1/completions` any OpenAI-compatible server."""
+"""The server under load: `grpc://host:port` is Baton, `http(s)://…/v1/completions` any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.config import parse_address
 from baton.errors import ConfigError
 
 CONNECTIONS = 8
-"""To a Baton router, unless told otherwise."""
+"""To a Baton router, if nothing else is set."""
 
 AGAIN_S = 0.2
 """Between two tries to reach a server that is still starting."""
@@ -28,11 +28,11 @@ _NOT_THERE = frozenset({"connection", "Unavailable", "http 503"})
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A target and what it takes to talk to it; `reach` are API key and TLS, as `baton.client` names them.
+    """A target, and how to reach it; `reach` has API key and TLS, with the names of `baton.client`.
 
-    `body` is merged into each HTTP request; a value of None takes a field out. `tokenizer` is the file that turns a
-    prompt into text for servers that take no token ids. `connections` are those to a Baton router; over HTTP each open
-    request has one.
+    `body` is merged into each HTTP request; a value of None removes a field. `tokenizer` is the file that turns prompts
+    into text, for servers that accept no token ids. `connections` is the number of connections to a Baton router; over
+    HTTP each open request has its own.
     """
 
     url: str
@@ -47,13 +47,13 @@ class Target(Protocol):
     """A server that streams completions."""
 
     async def send(self, job: Job, outcome: Outcome) -> None:
-        """Ask for exactly `job.output_tokens` tokens and note each event in `outcome`, and the tokens in the end.
+        """Ask for exactly `job.output_tokens` tokens, and record each event and the number of tokens in `outcome`.
 
-        Returns when all of them have come; else raises RequestFailed. May be cancelled at any time.
+        Returns when all tokens have come, else raises RequestFailed. May be cancelled at any time.
         """
 
     async def vocab_size(self) -> int | None:
-        """Token ids that the model knows, None if the server does not tell."""
+        """Number of token ids that the model has, None if the server does not report it."""
 
 
 def is_grpc(url: str) -> bool:
@@ -73,9 +73,9 @@ def is_grpc(url: str) -> bool:
 
 
 async def reached(target: Target, wait_s: float, timeout_s: float, probe: Job = PROBE) -> None:
-    """Return once `probe`, a small request, has succeeded; while the server is not there, for `wait_s` at most.
+    """Return when `probe`, a small request, has succeeded; repeats it for at most `wait_s` while the server starts.
 
-    Raises RequestFailed with the last failure, at once if it is of a kind that does not pass.
+    Raises RequestFailed with the last failure; at once if waiting does not help.
     """
     end = time.monotonic() + wait_s
     while True:

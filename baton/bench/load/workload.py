@@ -1,8 +1,7 @@
 """The requests of a run: prompts of random token ids, drawn from a seed, and when they are due.
 
-Prompts of the same workload and seed are the same whatever server they go to and however they arrive: arrivals,
-lengths and ids have a source of their own each. A server with a prefix cache knows them when a run is repeated; another
-seed is another set of prompts.
+The same workload and seed give the same prompts for every server and every kind of arrival, because arrivals, lengths
+and ids are drawn separately. A server with a prefix cache has them from the last run with this seed.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from baton.bench.traces import MOONCAKE_BLOCK, Arrival
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request; `at_s` is when it is due after the begin of the run, None where the loop is closed.
+    """One request; `at_s` is the time when it is due, from the start of the run; None in a closed loop.
 
-    A prompt is token ids, or text. Only requests of the same `cache_salt` share cached KV.
+    The prompt is token ids, or text. Only requests with the same `cache_salt` share cached KV.
     """
 
     prompt: Sequence[int] | str
@@ -31,7 +30,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Prefixes that prompts share: `groups` of them, each of `tokens` tokens, before what is a prompt's own."""
+    """Prefixes that prompts share: `groups` of them, each of `tokens` tokens, before the rest of a prompt."""
 
     tokens: int
     groups: int = 1
@@ -49,12 +48,12 @@ class Prompts:
         )
 
     def of(self, tokens: int) -> list[int]:
-        """A prompt whose own part has `tokens` ids."""
+        """A prompt with `tokens` ids of its own."""
         own = self._draw.choices(self._vocabulary, k=tokens)
         return [*self._draw.choice(self._prefixes), *own] if self._prefixes else own
 
     def of_blocks(self, arrival: Arrival) -> list[int]:
-        """The prompt of a request of a trace: equal blocks have equal ids, what is cut at the end is drawn anew."""
+        """The prompt of a request in a trace: equal blocks have equal ids; the rest is random."""
         ids = list(
             itertools.chain.from_iterable(self._named(f"block/{each}", MOONCAKE_BLOCK) for each in arrival.blocks)
         )
@@ -84,7 +83,7 @@ def replayed(arrivals: Iterable[Arrival], speed: float) -> list[Arrival]:
 def drawn(
     prompts: Prompts, seed: str, inputs: Lengths, outputs: Lengths, due: Iterable[float] | None = None
 ) -> Iterator[Job]:
-    """Requests of random lengths, due at the times of `due`, without end if that has none."""
+    """Requests of random lengths at the times in `due`; without end if `due` has no end."""
     draw = random.Random(f"{seed}/lengths")
     for at_s in itertools.repeat(None) if due is None else due:
         own, output = inputs.draw(draw), outputs.draw(draw)
