@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import tokenizers
@@ -136,10 +136,15 @@ class Stub:
         self.handoffs = handoffs
         self.load = WorkerLoad(pages_total=64, page_size=16, slots_total=8, tokens_per_second=1000)
         self.pages = Pages()
-        news = PrefixChangeFeed(cast(Engine, self.pages), NullPrefixCache(), lambda: self.status.notify())
-        self.status = StatusHub(identity, lambda: self.load, news)
+        self.news = PrefixChangeFeed(cast(Engine, self.pages), NullPrefixCache(), lambda: self.status.notify())
+        self.identify()
         self.log = Log()
         self.address = ""
+
+    def identify(self, **changes: Any) -> None:
+        """Change what it says of itself; before it listens."""
+        self.identity = replace(self.identity, **changes)
+        self.status = StatusHub(self.identity, lambda: self.load, self.news)
 
     def add(self, server: grpc.aio.Server) -> None:
         """Register all services."""
@@ -327,11 +332,6 @@ async def never_ending(down: DownStream, start: decode_pb2.Start, request: prefi
 def granted(reserve: decode_pb2.Reserve) -> decode_pb2.ReserveResult:
     """Pages for everybody."""
     return decode_pb2.ReserveResult(key=reserve.key, granted=True)
-
-
-def renamed(worker: WorkerIdentity, **changes: object) -> WorkerIdentity:
-    """A worker that differs in some respect."""
-    return replace(worker, **changes)  # type: ignore[arg-type]
 
 
 async def _nothing(request: prefill_pb2.PrefillRequest) -> None:

@@ -28,7 +28,7 @@ BLOCKS = len(PROMPT) // KV.block_size
 
 
 def longer(stub: StubPrefill | StubDecode) -> None:
-    stub.status._identity = replace(stub.identity, max_model_len=4096)
+    stub.identify(max_model_len=4096)
 
 
 async def ask(b: Bench, prompt: list[int], **fields: Any) -> Answer:

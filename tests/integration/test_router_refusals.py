@@ -21,7 +21,6 @@ from tests.integration.router_stubs import (
     KV,
     StubDecode,
     StubPrefill,
-    renamed,
 )
 
 
@@ -67,7 +66,7 @@ async def test_mismatched_worker_is_refused_by_name(
     def change(stub: StubPrefill | StubDecode) -> None:
         if isinstance(stub, StubDecode):
             odd.append(stub)
-            stub.status._identity = renamed(stub.identity, **{name: value})
+            stub.identify(**{name: value})
 
     with caplog.at_level(logging.ERROR):
         async with bench(tmp_path, change=change, ready=False, worker_wait_s=0) as b:
@@ -129,7 +128,7 @@ async def test_a_router_that_signs_no_tickets_refuses_a_worker_that_wants_some(t
 async def test_clients_are_told_of_one_worker_in_place_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def change(stub: StubPrefill | StubDecode) -> None:
         if isinstance(stub, StubPrefill):
-            stub.status._identity = renamed(stub.identity, model="x" * 1000)
+            stub.identify(model="x" * 1000)
 
     async with bench(tmp_path, prefill=6, change=change, ready=False, worker_wait_s=0) as b:
         await until(b.app, lambda: "workers refused: 6, lost: 0" in b.app.pool.describe_missing())
@@ -146,7 +145,7 @@ async def test_kv_of_another_dtype_is_accepted_where_it_is_converted(tmp_path: P
 
     def change(stub: StubPrefill | StubDecode) -> None:
         if isinstance(stub, StubDecode):
-            stub.status._identity = renamed(stub.identity, kv_format=half, converts_kv=True)
+            stub.identify(kv_format=half, converts_kv=True)
 
     async with bench(tmp_path, change=change) as b:
         assert (await b.answer(max_tokens=2)).text() == "ab"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -54,7 +53,7 @@ def scripted(script: Script) -> Callable[[StubPrefill | StubDecode], None]:
     """Workers that serve so many tokens."""
 
     def change(stub: StubPrefill | StubDecode) -> None:
-        stub.status._identity = replace(stub.identity, max_model_len=2 * TOKENS)
+        stub.identify(max_model_len=2 * TOKENS)
         if isinstance(stub, StubDecode):
             stub.script = script
 
@@ -135,7 +134,7 @@ async def unread_answer(b: Bench, method: str, metadata: Metadata) -> AsyncItera
 
 
 def long_texts(stub: StubPrefill | StubDecode) -> None:
-    stub.status._identity = replace(stub.identity, max_model_len=2 * LONG)
+    stub.identify(max_model_len=2 * LONG)
 
 
 @pytest.mark.parametrize("method", UNARY)

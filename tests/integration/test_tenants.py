@@ -7,7 +7,6 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,7 @@ async def test_a_file_that_can_not_be_used_ends_the_start_by_name(tmp_path: Path
 
 
 def long_texts(stub: StubPrefill | StubDecode) -> None:
-    stub.status._identity = replace(stub.identity, max_model_len=2**21)
+    stub.identify(max_model_len=2**21)
 
 
 @pytest.mark.parametrize("max_streams", [1, None])
