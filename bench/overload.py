@@ -24,12 +24,12 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from baton.bench.load.connect import connected
+from baton.bench.load.connect import connect
 from baton.bench.load.lengths import lengths
 from baton.bench.load.outcome import Ending, Outcome
 from baton.bench.load.runner import LoadPlan, LoadRun
 from baton.bench.load.targets import Place, Target
-from baton.bench.load.workload import Job, Prompts, drawn, poisson
+from baton.bench.load.workload import Job, Prompts, poisson, random_jobs
 from baton.bench.stats import shares
 from bench.common import save
 from bench.services import counters, started
@@ -58,7 +58,7 @@ def fleet(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 async def undisturbed(target: Target, prompts: Prompts, slots: int, tokens: int) -> list[float]:
     """Gaps while the whole batch runs: from the last first token to the first end."""
     run = LoadRun(LoadPlan(concurrency=slots, requests=slots, timeout_s=TIMEOUT_S))
-    await run.go(target, (Job(prompts.of(PROMPT_TOKENS), tokens) for _ in range(slots)))
+    await run.send_all(target, (Job(prompts.of(PROMPT_TOKENS), tokens) for _ in range(slots)))
     begin = max(outcome.times[1] for outcome in run.outcomes)
     end = min(outcome.times[-1] for outcome in run.outcomes)
     pairs = [pair for outcome in run.outcomes for pair in itertools.pairwise(outcome.times)]
@@ -73,7 +73,7 @@ async def open_loop(
     outputs = lengths(f"uniform:{tokens // 2}:{3 * tokens // 2}")
     due = poisson(rate, random.Random(f"{seed}/arrivals"))
     run = LoadRun(LoadPlan(seconds=seconds, timeout_s=TIMEOUT_S))
-    await run.go(target, drawn(prompts, seed, lengths(str(PROMPT_TOKENS)), outputs, due))
+    await run.send_all(target, random_jobs(prompts, seed, lengths(str(PROMPT_TOKENS)), outputs, due))
     return [outcome for outcome in run.outcomes if outcome.sent - run.began >= WARM_SHARE * seconds]
 
 
@@ -103,7 +103,7 @@ async def measure(arguments: argparse.Namespace, router: str, ops: Sequence[str]
     slots, tokens, seconds = arguments.slots, arguments.tokens, arguments.seconds
     capacity = slots / (tokens * arguments.step_ms / 1e3)
     prompts = Prompts(str(arguments.seed), VOCABULARY)
-    async with connected(Place(f"grpc://{router}")) as target:
+    async with connect(Place(f"grpc://{router}")) as target:
         await undisturbed(target, prompts, slots, 16)
         alone = in_ms(await undisturbed(target, prompts, slots, 4 * tokens))
         runs = {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.bench.children import Child
-from baton.bench.load.connect import connected
+from baton.bench.load.connect import connect
 from baton.bench.load.outcome import Outcome
 from baton.bench.load.targets import Place, Target
 from baton.bench.load.workload import Job
@@ -152,7 +152,7 @@ def _figures_of(watch: Watch) -> Callable[[], dict[str, Any]]:
 
 async def watched(place: Place, load: InterferenceLoad, vocabulary: int = VOCABULARY) -> dict[str, list[float]]:
     """As `watch`, of the server there, warmed up. Raises TimeoutError after WATCH_S."""
-    async with asyncio.timeout(WATCH_S), connected(place) as target:
+    async with asyncio.timeout(WATCH_S), connect(place) as target:
         # What a server makes at a shape's first use is no interference.
         for tokens in (load.context, load.tokens):
             job = Job(_prompt(tokens, vocabulary), 4)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from baton.bench.load.lengths import lengths
 from baton.bench.load.outcome import RequestFailed
-from baton.bench.load.session import Load, LoadSettings, measured
+from baton.bench.load.session import Load, LoadSettings, measure
 from baton.bench.load.targets import Place
 from baton.bundled import path as bundled_path
 from baton.errors import InvalidRequest
@@ -46,7 +46,7 @@ def settings(url: str, **more: Any) -> LoadSettings:
 
 
 async def one(wanted: LoadSettings) -> dict[str, Any]:
-    found = [each async for each in measured(wanted, QUIET)]
+    found = [each async for each in measure(wanted, QUIET)]
     assert len(found) == 1
     return found[0]
 

@@ -8,7 +8,7 @@ from baton.bench.load.grpc_target import GrpcTarget
 from baton.bench.load.targets import Place, Target, is_grpc
 
 
-def connected(place: Place) -> AbstractAsyncContextManager[Target]:
+def connect(place: Place) -> AbstractAsyncContextManager[Target]:
     """A target as a context that ends its connections. Raises ConfigError, naming a setting that can't be used."""
     if is_grpc(place.url):
         return GrpcTarget(place)

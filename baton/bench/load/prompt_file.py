@@ -59,14 +59,16 @@ def read(path: Path) -> list[Line]:
     return lines
 
 
-def asked(lines: Sequence[Line], seed: str, outputs: Lengths, due: Iterable[float] | None = None) -> Iterator[Job]:
+def prompt_jobs(
+    lines: Sequence[Line], seed: str, outputs: Lengths, due: Iterable[float] | None = None
+) -> Iterator[Job]:
     """Requests for the prompts in their order, repeated without end; lines without a length get a random one."""
     draw = random.Random(f"{seed}/lengths")
     for at_s, line in zip(itertools.repeat(None) if due is None else due, itertools.cycle(lines), strict=False):
         yield Job(line.prompt, line.output_tokens or outputs.draw(draw), at_s, line.cache_salt)
 
 
-def beyond(lines: Iterable[Line], vocab_size: int) -> str | None:
+def find_unknown_token(lines: Iterable[Line], vocab_size: int) -> str | None:
     """The error of the first line with a token id that the model does not have; None if there is none."""
     for line in lines:
         if not isinstance(line.prompt, str) and (most := max(line.prompt)) >= vocab_size:
@@ -74,7 +76,7 @@ def beyond(lines: Iterable[Line], vocab_size: int) -> str | None:
     return None
 
 
-def other_texts(seed: str, outputs: Lengths) -> Iterator[Job]:
+def random_texts(seed: str, outputs: Lengths) -> Iterator[Job]:
     """Requests for texts that are in no file, without end. A cache learns none of the file's prompts from them."""
     draw = random.Random(seed)
     while True:

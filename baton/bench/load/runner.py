@@ -126,11 +126,11 @@ class LoadRun:
         if self._task is not None:
             self._task.cancel()
 
-    async def go(self, target: Target, jobs: Iterator[Job]) -> None:
+    async def send_all(self, target: Target, jobs: Iterator[Job]) -> None:
         """Send `jobs` as planned; returns when all have ended, or soon after `interrupt`."""
         self.began, cpu = time.perf_counter(), time.process_time()
         self._cap = Cap(self.plan.max_concurrency) if self.plan.max_concurrency else None
-        self._task = asyncio.create_task(self._send(target, self._allowed(jobs)))
+        self._task = asyncio.create_task(self._send(target, self._limit_jobs(jobs)))
         try:
             await self._task
         except asyncio.CancelledError:
@@ -153,9 +153,11 @@ class LoadRun:
         for job in jobs:
             due = self.began + (job.at_s or 0.0)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            group.create_task(self._capped(target, job, due, self._cap) if self._cap else self._ask(target, job, due))
+            group.create_task(
+                self._send_capped(target, job, due, self._cap) if self._cap else self._ask(target, job, due)
+            )
 
-    async def _capped(self, target: Target, job: Job, due: float, cap: Cap) -> None:
+    async def _send_capped(self, target: Target, job: Job, due: float, cap: Cap) -> None:
         """Send a request when `cap` lets it through."""
         if self.open + cap.waiting >= MAX_OPEN:
             await self._ask(target, job, due, unsent=f"{MAX_OPEN} requests were open or waited for the cap")
@@ -177,16 +179,16 @@ class LoadRun:
         due = self.began
         for job in jobs:
             if (pause := await self._ask(target, job, due)) > 0:
-                await asyncio.sleep(min(pause, self._left()))
+                await asyncio.sleep(min(pause, self._seconds_left()))
             due = time.perf_counter()
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         """Seconds in which requests may still be sent."""
         if self.plan.seconds is None:
             return math.inf
         return max(0.0, self.began + self.plan.seconds - time.perf_counter())
 
-    def _allowed(self, jobs: Iterator[Job]) -> Iterator[Job]:
+    def _limit_jobs(self, jobs: Iterator[Job]) -> Iterator[Job]:
         """The jobs up to the end of the plan."""
         plan = self.plan
         for number, job in enumerate(jobs):

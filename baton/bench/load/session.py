@@ -12,14 +12,14 @@ from typing import Any
 from rich.console import Console
 
 from baton.bench.interrupts import at_interrupt
-from baton.bench.load.connect import connected
+from baton.bench.load.connect import connect
 from baton.bench.load.lengths import Lengths, lengths
-from baton.bench.load.prompt_file import Line, asked, beyond, other_texts
+from baton.bench.load.prompt_file import Line, find_unknown_token, prompt_jobs, random_texts
 from baton.bench.load.report import Objectives, report
 from baton.bench.load.runner import LoadPlan, LoadRun
 from baton.bench.load.show import bar
-from baton.bench.load.targets import PROBE, TEXT_PROBE, Place, Target, is_grpc, reached
-from baton.bench.load.workload import Job, Prompts, Shared, drawn, poisson, traced
+from baton.bench.load.targets import PROBE, TEXT_PROBE, Place, Target, is_grpc, wait_until_ready
+from baton.bench.load.workload import Job, Prompts, Shared, poisson, random_jobs, trace_jobs
 from baton.bench.traces import Arrival
 from baton.errors import ConfigError
 
@@ -69,16 +69,16 @@ class LoadSettings:
         return bool(self.prompts) and all(isinstance(each.prompt, str) for each in self.prompts)
 
 
-async def measured(settings: LoadSettings, console: Console) -> AsyncGenerator[dict[str, Any], None]:
+async def measure(settings: LoadSettings, console: Console) -> AsyncGenerator[dict[str, Any], None]:
     """Yield a report for each load when it is complete; the last one says if Ctrl-C or SIGTERM ended its run.
 
     Raises RequestFailed if the server can't serve a small request, ConfigError for settings that can't be used.
     """
-    async with connected(settings.place) as target:
+    async with connect(settings.place) as target:
         with console.status(f"waiting for {settings.place.url}"):
-            await reached(target, settings.wait_s, settings.timeout_s, TEXT_PROBE if settings.texts else PROBE)
+            await wait_until_ready(target, settings.wait_s, settings.timeout_s, TEXT_PROBE if settings.texts else PROBE)
         told = await target.vocab_size()
-        if told is not None and (problem := beyond(settings.prompts, told)):
+        if told is not None and (problem := find_unknown_token(settings.prompts, told)):
             raise ConfigError(f"prompt_file: {problem}")
         vocab_size = settings.vocab_size or told or DEFAULT_VOCAB
         if settings.warmup:
@@ -91,7 +91,7 @@ async def measured(settings: LoadSettings, console: Console) -> AsyncGenerator[d
             interrupt = partial(asyncio.get_running_loop().call_soon_threadsafe, run.interrupt)
             with at_interrupt(interrupt):
                 async with bar(run, console):
-                    await run.go(target, _jobs(settings, load, seed, vocab_size))
+                    await run.send_all(target, _jobs(settings, load, seed, vocab_size))
                 # Here too a signal must not lose what is complete.
                 workload = _workload(settings, load, vocab_size)
                 found = report(run, settings.place.url, workload, settings.objectives)
@@ -105,20 +105,20 @@ async def _warmed(target: Target, settings: LoadSettings, vocab_size: int) -> No
     seed = f"{settings.seed}/warmup"
     plan = LoadPlan(_WARMUP_USERS, settings.warmup, None, settings.timeout_s)
     if settings.texts:
-        jobs = other_texts(seed, settings.outputs)
+        jobs = random_texts(seed, settings.outputs)
     else:
-        jobs = drawn(Prompts(seed, vocab_size, settings.shared), seed, settings.inputs, settings.outputs)
-    await LoadRun(plan).go(target, jobs)
+        jobs = random_jobs(Prompts(seed, vocab_size, settings.shared), seed, settings.inputs, settings.outputs)
+    await LoadRun(plan).send_all(target, jobs)
 
 
 def _jobs(settings: LoadSettings, load: Load, seed: str, vocab_size: int) -> Iterator[Job]:
     prompts = Prompts(seed, vocab_size, settings.shared)
     if load.trace is not None:
-        return traced(prompts, settings.arrivals)
+        return trace_jobs(prompts, settings.arrivals)
     due = None if load.rate is None else poisson(load.rate, random.Random(f"{seed}/arrivals"))
     if settings.prompts:
-        return asked(settings.prompts, seed, settings.outputs, due)
-    return drawn(prompts, seed, settings.inputs, settings.outputs, due)
+        return prompt_jobs(settings.prompts, seed, settings.outputs, due)
+    return random_jobs(prompts, seed, settings.inputs, settings.outputs, due)
 
 
 def _workload(settings: LoadSettings, load: Load, vocab_size: int) -> dict[str, Any]:

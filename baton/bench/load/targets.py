@@ -72,7 +72,7 @@ def is_grpc(url: str) -> bool:
     raise ValueError(f"must be grpc://HOST:PORT or http://HOST:PORT/v1/completions, got {url!r}")
 
 
-async def reached(target: Target, wait_s: float, timeout_s: float, probe: Job = PROBE) -> None:
+async def wait_until_ready(target: Target, wait_s: float, timeout_s: float, probe: Job = PROBE) -> None:
     """Return when `probe`, a small request, has succeeded; repeats it for at most `wait_s` while the server starts.
 
     Raises RequestFailed with the last failure; at once if waiting does not help.

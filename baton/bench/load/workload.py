@@ -71,7 +71,7 @@ def poisson(rate: float, draw: random.Random) -> Iterator[float]:
         yield at_s
 
 
-def replayed(arrivals: Iterable[Arrival], speed: float) -> list[Arrival]:
+def replay(arrivals: Iterable[Arrival], speed: float) -> list[Arrival]:
     """The requests of a trace by time, the first at 0, with all gaps divided by `speed`."""
     ordered = sorted(arrivals, key=lambda each: each.at_s)
     begin = ordered[0].at_s if ordered else 0.0
@@ -80,7 +80,7 @@ def replayed(arrivals: Iterable[Arrival], speed: float) -> list[Arrival]:
     ]
 
 
-def drawn(
+def random_jobs(
     prompts: Prompts, seed: str, inputs: Lengths, outputs: Lengths, due: Iterable[float] | None = None
 ) -> Iterator[Job]:
     """Requests of random lengths at the times in `due`; without end if `due` has no end."""
@@ -90,7 +90,7 @@ def drawn(
         yield Job(prompts.of(own), output, at_s)
 
 
-def traced(prompts: Prompts, arrivals: Iterable[Arrival]) -> Iterator[Job]:
+def trace_jobs(prompts: Prompts, arrivals: Iterable[Arrival]) -> Iterator[Job]:
     """The requests of a trace; an output has at least one token."""
     for each in arrivals:
         yield Job(prompts.of_blocks(each), max(1, each.output_tokens), each.at_s)

@@ -173,11 +173,11 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
 
 async def _measure(settings: LoadSettings, console: Any, table: Any, reports: list[dict[str, Any]]) -> None:
     """Append the report of each load to `reports`, and show it when it is complete."""
-    from baton.bench.load.session import measured
+    from baton.bench.load.session import measure
     from baton.bench.load.show import print_report, warnings
 
     # Closed here in any case, for example when the reader of standard output goes away.
-    async with aclosing(measured(settings, console)) as runs:
+    async with aclosing(measure(settings, console)) as runs:
         async for each in runs:
             reports.append(each)
             if table is not None:
@@ -289,13 +289,13 @@ def _loads(flags: dict[str, Any]) -> list[Load]:
 
 
 def _arrivals(trace: Path | None, speed: float) -> Any:
-    from baton.bench.load.workload import replayed
+    from baton.bench.load.workload import replay
     from baton.bench.traces import TraceError, read
 
     if trace is None:
         return ()
     try:
-        arrivals = replayed(read(trace), speed)
+        arrivals = replay(read(trace), speed)
     except (OSError, UnicodeDecodeError, TraceError) as error:
         raise click.BadParameter(f"{str(trace)!r}: {error}", param_hint="'--trace'") from None
     if not arrivals:

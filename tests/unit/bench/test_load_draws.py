@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench.load.lengths import lengths
-from baton.bench.load.workload import Prompts, Shared, drawn, poisson, replayed, traced
+from baton.bench.load.workload import Prompts, Shared, poisson, random_jobs, replay, trace_jobs
 from baton.bench.traces import MOONCAKE_BLOCK, Arrival
 
 
@@ -26,8 +26,8 @@ def test_poisson_arrivals_have_exponential_gaps_of_the_rate() -> None:
 
 def test_a_trace_begins_at_once_in_order_and_at_the_speed_asked_for() -> None:
     trace = [Arrival(30.0, 5, 1, ()), Arrival(10.0, 7, 2, ()), Arrival(20.0, 9, 3, ())]
-    assert [(each.at_s, each.input_tokens) for each in replayed(trace, 4.0)] == [(0.0, 7), (2.5, 9), (5.0, 5)]
-    assert replayed([], 1.0) == []
+    assert [(each.at_s, each.input_tokens) for each in replay(trace, 4.0)] == [(0.0, 7), (2.5, 9), (5.0, 5)]
+    assert replay([], 1.0) == []
 
 
 def draws(text: str, count: int = 4000) -> list[int]:
@@ -84,7 +84,7 @@ def test_prompts_are_decided_by_the_seed_and_share_what_they_should() -> None:
 
 def test_requests_have_lengths_and_times_of_their_own() -> None:
     def some(due: list[float] | None) -> list[tuple[int, int, float | None]]:
-        jobs = drawn(Prompts("a", 9), "a", lengths("uniform:1:90"), lengths("uniform:1:90"), due)
+        jobs = random_jobs(Prompts("a", 9), "a", lengths("uniform:1:90"), lengths("uniform:1:90"), due)
         return [(len(job.prompt), job.output_tokens, job.at_s) for job in itertools.islice(jobs, 5)]
 
     timed, untimed = some([0.5, 1.0, 1.5]), some(None)
@@ -96,7 +96,7 @@ def test_requests_have_lengths_and_times_of_their_own() -> None:
 
 def test_requests_of_a_trace_share_the_blocks_that_it_says() -> None:
     trace = [Arrival(0.0, 2 * MOONCAKE_BLOCK + 7, 3, (1, 2)), Arrival(1.0, 2 * MOONCAKE_BLOCK + 7, 0, (1, 3))]
-    one, other = traced(Prompts("a", 1000), trace)
+    one, other = trace_jobs(Prompts("a", 1000), trace)
     assert len(one.prompt) == len(other.prompt) == 2 * MOONCAKE_BLOCK + 7
     assert one.prompt[:MOONCAKE_BLOCK] == other.prompt[:MOONCAKE_BLOCK]
     assert one.prompt[MOONCAKE_BLOCK : 2 * MOONCAKE_BLOCK] != other.prompt[MOONCAKE_BLOCK : 2 * MOONCAKE_BLOCK]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench.load.lengths import lengths
-from baton.bench.load.prompt_file import Line, PromptFileError, asked, beyond, other_texts, read
+from baton.bench.load.prompt_file import Line, PromptFileError, find_unknown_token, prompt_jobs, random_texts, read
 
 
 def file(tmp_path: Path, text: str) -> Path:
@@ -66,21 +66,21 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
 
 def test_prompts_are_asked_in_their_order_again_and_again() -> None:
     lines = [Line(1, "a", 7, "s"), Line(2, [1], None, "")]
-    sent = list(itertools.islice(asked(lines, "0", lengths("5")), 3))
+    sent = list(itertools.islice(prompt_jobs(lines, "0", lengths("5")), 3))
     assert [(job.prompt, job.output_tokens, job.at_s, job.cache_salt) for job in sent] == [
         ("a", 7, None, "s"),
         ([1], 5, None, ""),
         ("a", 7, None, "s"),
     ]
-    assert [job.at_s for job in asked(lines, "0", lengths("5"), [0.5, 1.0])] == [0.5, 1.0]
+    assert [job.at_s for job in prompt_jobs(lines, "0", lengths("5"), [0.5, 1.0])] == [0.5, 1.0]
 
 
 def test_ids_that_the_model_does_not_know_are_named() -> None:
     lines = [Line(1, "a", None, ""), Line(4, [1, 9], None, "")]
-    assert beyond(lines, 10) is None
-    assert beyond(lines, 9) == "line 4: token id 9 must be below 9, the model's vocabulary"
+    assert find_unknown_token(lines, 10) is None
+    assert find_unknown_token(lines, 9) == "line 4: token id 9 must be below 9, the model's vocabulary"
 
 
 def test_texts_to_warm_up_with_are_all_different() -> None:
-    texts = [job.prompt for job in itertools.islice(other_texts("0/warmup", lengths("5")), 50)]
+    texts = [job.prompt for job in itertools.islice(random_texts("0/warmup", lengths("5")), 50)]
     assert len(set(map(str, texts))) == 50

@@ -54,7 +54,7 @@ def jobs(count: int) -> Iterator[Job]:
 async def test_no_more_than_the_cap_are_open_and_none_is_passed() -> None:
     server = Server(lambda number: asyncio.sleep(0.001 * (number % 3)))
     run = LoadRun(LoadPlan(max_concurrency=3))
-    await run.go(server, jobs(30))
+    await run.send_all(server, jobs(30))
     assert server.most_open == 3
     assert run.endings[Ending.FINISHED] == 30
     assert server.prompts == [[number] for number in range(30)]
@@ -71,7 +71,7 @@ async def test_the_wait_for_the_cap_is_told_apart_from_the_generators_own() -> N
             loop.call_soon(time.sleep, BUSY_S)
 
     run = LoadRun(LoadPlan(max_concurrency=1))
-    await run.go(Server(held), jobs(2))
+    await run.send_all(Server(held), jobs(2))
     _, second = run.outcomes
     assert second.capped >= HELD_S - 0.01
     assert second.lateness >= BUSY_S
@@ -86,7 +86,7 @@ async def test_who_waits_too_long_is_not_sent() -> None:
 
     # The first ends once both others wait, the second once the third waits no more.
     server = Server(lambda number: until(lambda: run.waiting == (2 if number == 1 else 0)))
-    await run.go(server, jobs(3))
+    await run.send_all(server, jobs(3))
     assert len(server.prompts) == 2
     assert [each.kind for each in run.outcomes if each.kind == "not sent"] == ["not sent"]
     (unsent,) = [each for each in run.outcomes if each.kind == "not sent"]
@@ -97,7 +97,7 @@ async def test_who_waits_too_long_is_not_sent() -> None:
 async def test_who_waits_when_the_run_is_interrupted_was_not_sent() -> None:
     run = LoadRun(LoadPlan(max_concurrency=2))
     server = Server(lambda number: asyncio.Event().wait())
-    going = asyncio.create_task(run.go(server, jobs(5)))
+    going = asyncio.create_task(run.send_all(server, jobs(5)))
     await until(lambda: run.waiting == 3)
     run.interrupt()
     await going
@@ -144,12 +144,12 @@ async def test_who_is_refused_at_once_waits_and_not_beyond_the_end(retry_after: 
     seconds = 2.5 * AGAIN_S
     run = LoadRun(LoadPlan(concurrency=4, seconds=seconds))
     async with asyncio.timeout(30):  # nobody waits for what may not be sent any more
-        await run.go(Refusing(retry_after), (Job([1], 1) for _ in itertools.count()))
+        await run.send_all(Refusing(retry_after), (Job([1], 1) for _ in itertools.count()))
     assert run.endings[Ending.REFUSED] == len(run.outcomes)
     assert 4 <= len(run.outcomes) <= 4 * (most + 1)
 
 
 async def test_the_pause_after_the_last_request_is_no_part_of_the_run() -> None:
     run = LoadRun(LoadPlan(concurrency=1, requests=1))
-    await run.go(Refusing(0.5), iter([Job([1], 1)]))
+    await run.send_all(Refusing(0.5), iter([Job([1], 1)]))
     assert run.ended == run.outcomes[0].ended
