@@ -6,10 +6,11 @@
 
 A prompt is text, token ids, or a conversation (a list of `{"role": ..., "content": ...}`). The sampling
 arguments are the fields of `baton.request.SamplingParams`. `cache` says how the prefix cache is used ("read_write",
-"read", "write" or "off"); only requests with the same `cache_salt` share cached KV. Failures are the exceptions of
-`baton.errors`; a request that the server could only refuse, because a value is out of range or the prompt too large, is
-refused before it is sent. Leaving the loop over a stream, or closing the stream, cancels the request on the
-server.
+"read", "write" or "off"); only requests with the same `cache_salt` share cached KV. With `report_progress=True`,
+`generate` first yields deltas that have only `progress`: how much of the prompt is computed, and the time left.
+Failures are the exceptions of `baton.errors`; a request that the server could only refuse, because a value is out of
+range or the prompt too large, is refused before it is sent. Leaving the loop over a stream, or closing the stream,
+cancels the request on the server.
 
 A router that is not on this machine has TLS and asks for an API key:
 
@@ -90,11 +91,14 @@ class AsyncClient:
         *,
         cache: Cache = CachePolicy.READ_WRITE,
         cache_salt: str = "",
+        report_progress: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completion of `prompt`."""
-        request = requests.generate_request(self._model, prompt, sampling, cache=cache, cache_salt=cache_salt)
+        request = requests.generate_request(
+            self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress
+        )
         return self._stream(request, self._call(timeout))
 
     async def complete(
@@ -212,11 +216,14 @@ class Client:
         *,
         cache: Cache = CachePolicy.READ_WRITE,
         cache_salt: str = "",
+        report_progress: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generator[Delta, None, None]:
         """Stream the completion of `prompt`."""
-        request = requests.generate_request(self._model, prompt, sampling, cache=cache, cache_salt=cache_salt)
+        request = requests.generate_request(
+            self._model, prompt, sampling, cache=cache, cache_salt=cache_salt, report_progress=report_progress
+        )
         return self._stream(request, self._call(timeout))
 
     def complete(

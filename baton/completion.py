@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from baton.request import CachePolicy, FinishReason, Timings, TokenInfo, Usage
+from baton.request import CachePolicy, FinishReason, PrefillProgress, Timings, TokenInfo, Usage
 
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Messages
@@ -44,7 +44,8 @@ class Delta:
     """New output of choice `index`; `usage` and `timings_ms` come with the last delta of the stream.
 
     `stop` is the stop string or stop token that ended the choice. `prompt_tokens` comes only if `prompt_logprobs` was
-    asked for: before all other tokens, and in parts if the prompt is long.
+    asked for: before all other tokens, and in parts if the prompt is long. `progress` comes only if `report_progress`
+    was set: before all else, and alone. It may go back, if another worker begins the prompt again.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
     prompt_tokens: tuple[TokenInfo, ...] = ()
+    progress: PrefillProgress | None = None
     usage: Usage | None = None
     timings_ms: Timings | None = None
 

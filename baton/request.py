@@ -211,6 +211,16 @@ class CachedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """How much of a prompt is computed; see inference.proto. Cached tokens are done."""
+
+    tokens_done: int
+    tokens_total: int
+    tokens_per_second: float = 0.0
+    seconds_left: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a request; `completion_tokens` is the sum over all choices."""
 

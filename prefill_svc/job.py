@@ -23,6 +23,7 @@ from baton.request import (
     CachePolicy,
     FirstToken,
     Handoff,
+    PrefillProgress,
     SamplingParams,
     SequenceState,
     TokenInfo,
@@ -31,6 +32,7 @@ from baton.request import (
 from baton.rpc.silence import HEARTBEAT_S
 from baton.transfer.export import Export
 from baton.transfer.remote import PrefixSource
+from prefill_svc.estimate import PrefillEstimate
 from prefill_svc.load_plan import TierRun
 from prefill_svc.scheduler import Prompt
 
@@ -59,6 +61,7 @@ class PrefillTask:
     cache_salt: bytes = b""
     cache: CachePolicy = CachePolicy.READ_WRITE
     source: PrefixSource | None = None
+    report_progress: bool = False
     deadline: float | None = None
 
     @property
@@ -128,7 +131,10 @@ class PrefillJob:
     wakeup: asyncio.Future[int] | None = None
     runner: asyncio.Task[None] | None = None
     export_closed: asyncio.Event = field(default_factory=asyncio.Event)
-    _outcome: asyncio.Queue[PrefillDone | BatonError] = field(default_factory=asyncio.Queue)
+    _estimate: PrefillEstimate | None = None
+    _progress: PrefillProgress | None = None
+    _outcome: PrefillDone | BatonError | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     def create(cls, task: PrefillTask, prompt: Prompt, now: float) -> PrefillJob:
@@ -140,6 +146,15 @@ class PrefillJob:
     def start(self, now: float) -> None:
         """Enter PREFILLING, when the first chunk begins."""
         self.life.enter(State.PREFILLING, now, _PREFILLING_S + _PREFILLING_TOKEN_S * len(self.ids))
+        if self.task.report_progress:
+            self._estimate = PrefillEstimate(len(self.ids))
+            self.report_progress(now)
+
+    def report_progress(self, now: float) -> None:
+        """Add the progress to the stream, if the caller wants it; it replaces one that still waits."""
+        if self._estimate is not None and (progress := self._estimate.record(self.computed, now)) is not None:
+            self._progress = progress
+            self._changed.set()
 
     @property
     def pages(self) -> KvHandle:
@@ -174,18 +189,26 @@ class PrefillJob:
     def finish(self, outcome: PrefillDone | BatonError) -> None:
         """Add the last event to the stream, once."""
         self.finished = True
-        self._outcome.put_nowait(outcome)
+        self._outcome = outcome
+        self._changed.set()
 
-    async def events(self) -> AsyncIterator[PrefillDone | None]:
-        """Yield None every HEARTBEAT_S, and then `PrefillDone`. Raises the error that ended the job."""
-        outcome: PrefillDone | BatonError | None = None
-        while outcome is None:
+    async def events(self) -> AsyncIterator[PrefillDone | PrefillProgress | None]:
+        """Yield progress, or None after HEARTBEAT_S without, and then `PrefillDone`. Raises the error that ended the
+        job.
+        """
+        while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
-                    outcome = await self._outcome.get()
-            if isinstance(outcome, BatonError):
-                raise outcome
-            yield outcome
+                    await self._changed.wait()
+            self._changed.clear()
+            progress, self._progress = self._progress, None
+            if progress is not None or self._outcome is None:
+                yield progress
+            if isinstance(self._outcome, BatonError):
+                raise self._outcome
+            if self._outcome is not None:
+                yield self._outcome
+                return
 
 
 def count_by_tier(sources: Sequence[tuple[str, int]], limit: int) -> dict[str, int]:

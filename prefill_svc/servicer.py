@@ -12,12 +12,13 @@ from baton.engine.contract import EngineSpec
 from baton.errors import Cancelled, InvalidRequest
 from baton.kv.hashing import MAX_SALT_BYTES
 from baton.pb import prefill_pb2, prefill_pb2_grpc
-from baton.request import MAX_CHOICES, SamplingParams, check_count, check_id, check_length
+from baton.request import MAX_CHOICES, PrefillProgress, SamplingParams, check_count, check_id, check_length
 from baton.rpc.convert import (
     cache_policy_from_proto,
     cached_to_proto,
     first_token_to_proto,
     prefix_source_from_proto,
+    progress_to_proto,
     sampling_from_proto,
     token_ids_from_proto,
     token_to_proto,
@@ -49,7 +50,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         job = self._worker.submit(task)
         try:
             async for event in job.events():
-                if event is not None and event.prompt_tokens:
+                if isinstance(event, PrefillDone) and event.prompt_tokens:
                     yield await asyncio.to_thread(event_to_proto, event)
                 else:
                     yield event_to_proto(event)
@@ -90,14 +91,17 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
         cache_salt=request.cache_salt,
         cache=cache_policy_from_proto(request.cache),
         source=prefix_source_from_proto(request.prefix_source) if request.HasField("prefix_source") else None,
+        report_progress=request.report_progress,
         deadline=deadline,
     )
 
 
-def event_to_proto(event: PrefillDone | None) -> prefill_pb2.PrefillEvent:
+def event_to_proto(event: PrefillDone | PrefillProgress | None) -> prefill_pb2.PrefillEvent:
     """One message of the stream; None is a heartbeat."""
     if event is None:
         return prefill_pb2.PrefillEvent()
+    if isinstance(event, PrefillProgress):
+        return prefill_pb2.PrefillEvent(prefill_progress=progress_to_proto(event))
     return prefill_pb2.PrefillEvent(
         done=prefill_pb2.PrefillDone(
             first_tokens=[first_token_to_proto(first) for first in event.first_tokens],

@@ -243,6 +243,7 @@ class PrefillWorker:
                 except Exception as error:
                     raise await self._handle_fault(job, error) from None
                 self._prefix.publish(job)
+                job.report_progress(time.monotonic())
             if job.computed == len(job.ids):
                 self._faults.record_success()
                 return result

@@ -24,6 +24,7 @@ from baton.config.router import RouterConfig
 from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound, SourceUnreachable
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
+from baton.request import PrefillProgress
 from baton.telemetry.metrics import PLACED_TOKENS, WASTED_PREFILL_TOKENS
 from baton.transfer.remote import PrefixSource, RemoteExport
 from baton.transfer.tickets import TicketSigner
@@ -186,6 +187,7 @@ class Attempt:
             tenant=request.tenant,
             cache_salt=request.salt,
             cache=request.cache,
+            report_progress=request.report_progress,
         )
         sizes = map(len, (request.prompt_ids, self._output_ids, request.params.allowed_token_ids))
         return await self._run_on_thread(make) if sum(sizes) > LARGE_REQUEST else make()
@@ -293,6 +295,8 @@ class Attempt:
                     self._end(event)
                 case Prefilled() if placement is not None:
                     self._on_prefilled(placement, event)
+                case PrefillProgress():
+                    self._output.report_progress(event)
         except Exception as error:
             # It is this request's, and not its whole session's.
             self._end(error)

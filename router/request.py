@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.detokenizer import Detokenizer
 from baton.errors import BatonError
-from baton.request import CachedTokens, CachePolicy, FirstToken, SamplingParams, TokenInfo
+from baton.request import CachedTokens, CachePolicy, FirstToken, PrefillProgress, SamplingParams, TokenInfo
 from baton.worker.messages import Output
 from router.output.stops import StopStrings
 from router.workers.failures import WorkerLoss
@@ -35,6 +35,7 @@ class Request:
     stops: StopStrings = field(default_factory=StopStrings)
     cache: CachePolicy = CachePolicy.READ_WRITE
     salt: bytes = b""
+    report_progress: bool = False
     detokenizer: Callable[[], Detokenizer] = field(default=lambda: NoText())
 
     @property
@@ -101,5 +102,5 @@ class Failed:
     """The lost connection, if the request is one of its suspects."""
 
 
-Event = Prefilled | Output | Failed
+Event = PrefillProgress | Prefilled | Output | Failed
 Deliver = Callable[[Event], None]

@@ -25,12 +25,16 @@ class Caller(NamedTuple):
 
 
 class Router(inference_pb2_grpc.InferenceServicer):
-    """Answers with "ab", and "xy" as second choice if asked for; hangs after the first event when told to."""
+    """Answers with "ab", and "xy" as second choice if asked for; hangs after the first event when told to.
+
+    Before that it tells its progress, if asked for.
+    """
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
         self.callers: list[Caller] = []
         self.hang = False
+        self.progress: list[pb.PrefillProgress] = []
         self.error: Exception | None = None
         self.closed = asyncio.Event()
 
@@ -44,6 +48,8 @@ class Router(inference_pb2_grpc.InferenceServicer):
         if self.error:
             raise self.error
         try:
+            for progress in self.progress if request.report_progress else ():
+                yield pb.GenerateResponse(request_id="r-1", prefill_progress=progress)
             first = pb.TokenInfo(token_id=1, logprob=-0.5, top=[pb.TokenLogprob(token_id=1, logprob=-0.5)])
             yield pb.GenerateResponse(
                 request_id="r-1",

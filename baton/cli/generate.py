@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 from baton.cli.account import as_json, print_account
 from baton.cli.failures import EXIT_HELP, INTERRUPTED, fail
@@ -17,7 +22,7 @@ from baton.client import Client, Completion, Delta
 from baton.completion import Prompt
 from baton.config.options import Address, usage_errors
 from baton.errors import BatonError
-from baton.request import CachePolicy
+from baton.request import CachePolicy, PrefillProgress
 
 _SAMPLING = (
     "max_tokens",
@@ -35,6 +40,9 @@ _SAMPLING = (
 )
 _CACHING = ("cache", "cache_salt")
 _POLICIES = [policy.value for policy in CachePolicy]
+
+BAR_AFTER_S = 1.0
+"""Seconds without output after which a prompt is worth a progress bar."""
 
 
 @click.command(epilog=EXIT_HELP)
@@ -63,7 +71,7 @@ _POLICIES = [policy.value for policy in CachePolicy]
 @click.option("--cache-salt", help="Share cached prefixes only with requests of the same salt.")
 @click.option("--timeout", type=Seconds(), help="Deadline in seconds.")
 @click.option("--json", "as_object", is_flag=True, help="Print one JSON object at the end.")
-@click.option("--quiet", is_flag=True, help="Print no latency account.")
+@click.option("--quiet", is_flag=True, help="Print neither progress nor latency account.")
 def generate(
     prompt: str | None,
     target: str,
@@ -85,12 +93,16 @@ def generate(
     sampling = {name: flags[name] for name in _SAMPLING if flags[name] not in (None, ())}
     caching = {name: flags[name] for name in _CACHING if flags[name] is not None}
     printer = _Printer(live=not as_object, several=sampling.get("n", 1) > 1)
-    completion = Completion()
+    completion, bar = Completion(), _PromptBar(wanted=not (as_object or quiet))
     try:
         with usage_errors():
             client = Client(target, model=model, **reach)
-        with client:
-            for delta in client.generate(wanted, timeout=timeout, **caching, **sampling):
+        with client, bar:
+            for delta in client.generate(wanted, timeout=timeout, report_progress=bar.wanted, **caching, **sampling):
+                if delta.progress is not None:
+                    bar.show(delta.progress)
+                    continue
+                bar.hide()
                 completion.add(delta)
                 printer.show(delta, completion)
     except KeyboardInterrupt:
@@ -103,6 +115,43 @@ def generate(
         click.echo(json.dumps(as_json(completion), ensure_ascii=False))
     elif not quiet:
         print_account(completion)
+
+
+class _PromptBar:
+    """Shows on standard error how much of a long prompt is computed, if `wanted` and if that is a terminal."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        console = Console(stderr=True)
+        self.wanted = wanted and sys.stderr.isatty() and console.is_interactive
+        columns = TextColumn("prompt"), BarColumn(bar_width=20), TextColumn("{task.description}")
+        self._bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
+        self._task = self._bar.add_task("")
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.hide()
+
+    def show(self, progress: PrefillProgress) -> None:
+        """Draw the bar, if BAR_AFTER_S have passed."""
+        if time.monotonic() < self._began + BAR_AFTER_S:
+            return
+        text = f"{progress.tokens_done:,}/{progress.tokens_total:,} tokens"
+        if progress.seconds_left is not None:
+            left = timedelta(seconds=round(progress.seconds_left))
+            text += f", {progress.tokens_per_second:,.0f}/s, {left} left"
+        self._bar.update(self._task, total=progress.tokens_total, completed=progress.tokens_done, description=text)
+        self._bar.start()
+        self._bar.refresh()
+
+    def hide(self) -> None:
+        """Take the bar away; the cursor is where it was before."""
+        if self._bar.live.is_started:
+            self._bar.stop()
 
 
 class _Printer:

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "transfer_id", "prompt_token_ids", "output_token_ids", "choice_indexes", "sampling", "cache_salt", "cache", "prefix_source", "tenant")
+    __slots__ = ("request_id", "attempt", "transfer_id", "prompt_token_ids", "output_token_ids", "choice_indexes", "sampling", "cache_salt", "cache", "prefix_source", "tenant", "report_progress")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class PrefillRequest(_message.Message):
     CACHE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     transfer_id: str
@@ -32,7 +33,8 @@ class PrefillRequest(_message.Message):
     cache: _inference_pb2.CachePolicy
     prefix_source: PrefixSource
     tenant: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice_indexes: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., cache: _Optional[_Union[_inference_pb2.CachePolicy, str]] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., tenant: _Optional[bytes] = ...) -> None: ...
+    report_progress: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., choice_indexes: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., cache: _Optional[_Union[_inference_pb2.CachePolicy, str]] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., tenant: _Optional[bytes] = ..., report_progress: _Optional[bool] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
     __slots__ = ("export", "tokens")
@@ -67,7 +69,9 @@ class PrefillDone(_message.Message):
     def __init__(self, first_tokens: _Optional[_Iterable[_Union[_kv_pb2.FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[_Union[_inference_pb2.TokenInfo, _Mapping]]] = ..., cached: _Optional[_Union[_inference_pb2.CachedTokens, _Mapping]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("done",)
+    __slots__ = ("done", "prefill_progress")
     DONE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     done: PrefillDone
-    def __init__(self, done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
+    prefill_progress: _inference_pb2.PrefillProgress
+    def __init__(self, done: _Optional[_Union[PrefillDone, _Mapping]] = ..., prefill_progress: _Optional[_Union[_inference_pb2.PrefillProgress, _Mapping]] = ...) -> None: ...

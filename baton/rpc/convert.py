@@ -24,6 +24,7 @@ from baton.request import (
     FinishReason,
     FirstToken,
     Handoff,
+    PrefillProgress,
     SamplingParams,
     Timings,
     TokenInfo,
@@ -311,6 +312,22 @@ def usage_from_proto(message: inference_pb2.Usage) -> Usage:
     """The usage in a message."""
     cached = cached_from_proto(message.cached)
     return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens, cached)
+
+
+def progress_to_proto(progress: PrefillProgress) -> inference_pb2.PrefillProgress:
+    """The message of a prompt's progress."""
+    return inference_pb2.PrefillProgress(
+        tokens_done=progress.tokens_done,
+        tokens_total=progress.tokens_total,
+        tokens_per_second=progress.tokens_per_second,
+        seconds_left=progress.seconds_left,
+    )
+
+
+def progress_from_proto(message: inference_pb2.PrefillProgress) -> PrefillProgress:
+    """The progress in a message."""
+    left = message.seconds_left if message.HasField("seconds_left") else None
+    return PrefillProgress(message.tokens_done, message.tokens_total, message.tokens_per_second, left)
 
 
 def timings_to_proto(timings: Timings) -> inference_pb2.Timings:

@@ -49,14 +49,18 @@ def generate_request(
     *,
     cache: Cache = CachePolicy.READ_WRITE,
     cache_salt: str = "",
+    report_progress: bool = False,
 ) -> pb.GenerateRequest:
     """A Generate request. A str is text; other sequences are token ids or messages; their first element decides."""
     params = _params(dict(sampling))
+    if not isinstance(report_progress, int):
+        raise _wrong("report_progress", "must be true or false", report_progress)
     request = pb.GenerateRequest(
         model=model,
         sampling=convert.sampling_to_proto(params),
         cache=convert.cache_policy_to_proto(_policy(cache)),
         cache_salt=_salt(cache_salt),
+        report_progress=report_progress,
     )
     if isinstance(prompt, str):
         request.text = _check_text("prompt", prompt)
@@ -221,6 +225,8 @@ def deltas(response: pb.GenerateResponse) -> list[Delta]:
     if response.prompt_tokens:
         prompt_tokens = tuple(convert.token_from_proto(token) for token in response.prompt_tokens)
         found[0] = replace(found[0], prompt_tokens=prompt_tokens)
+    if response.HasField("prefill_progress"):
+        found[0] = replace(found[0], progress=convert.progress_from_proto(response.prefill_progress))
     if response.HasField("usage"):
         found[-1] = replace(found[-1], usage=convert.usage_from_proto(response.usage))
     if response.HasField("timings"):

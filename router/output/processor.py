@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.request import CachedTokens, FinishReason, FirstToken, Timings, TokenInfo, Usage
+from baton.request import CachedTokens, FinishReason, FirstToken, PrefillProgress, Timings, TokenInfo, Usage
 from baton.telemetry.metrics import ITL, TTFT
 from baton.worker.messages import DecodeTimings, Output
 from router.output.queue import OutputQueue
@@ -158,6 +158,11 @@ class OutputProcessor:
         """A new attempt at these choices starts."""
         for index in choices:
             self._choices[index].forget_early()
+
+    def report_progress(self, progress: PrefillProgress) -> None:
+        """Tell the client how far prefill is, unless it has output already: then a prompt is replayed."""
+        if self.account.first_token is None:
+            self.queue.report_progress(progress)
 
     def add_first_tokens(self, event: Prefilled) -> None:
         """Emit what prefill sampled, each at the end of its choice."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.request import FinishReason, Timings, TokenInfo, Usage
+from baton.request import FinishReason, PrefillProgress, Timings, TokenInfo, Usage
 
 MESSAGE_BYTES = 64 << 10
 """Most bytes of a response on the wire.
@@ -52,6 +52,7 @@ class Update:
 
     deltas: dict[int, ChoiceUpdate] = field(default_factory=dict)
     prompt_tokens: Sequence[TokenInfo] = ()
+    progress: PrefillProgress | None = None
     usage: Usage | None = None
     timings: Timings | None = None
     size: int = 0
@@ -63,6 +64,7 @@ class OutputQueue:
 
     def __init__(self) -> None:
         self._waiting: deque[Update] = deque()
+        self._progress: PrefillProgress | None = None
         self._report: Sequence[TokenInfo] = ()
         self._reported = 0
         """Leading tokens of the report that were taken."""
@@ -93,8 +95,13 @@ class OutputQueue:
             delta.finish, delta.stop_string, delta.stop_token_id = finish, stop_string, stop_token_id
 
     def report(self, prompt_tokens: Sequence[TokenInfo]) -> None:
-        """Add log-probabilities of the prompt; they are taken before everything else."""
+        """Add log-probabilities of the prompt; they are taken before all output."""
         self._report = prompt_tokens
+        self._wake()
+
+    def report_progress(self, progress: PrefillProgress) -> None:
+        """Add how far prefill is; it is taken before everything else, and replaces what waits of its kind."""
+        self._progress = progress
         self._wake()
 
     def close(self, usage: Usage, timings: Timings) -> None:
@@ -109,11 +116,14 @@ class OutputQueue:
 
     async def take(self) -> Update:
         """Wait for update and take one message of it; raises the error that ended the request when nothing is left."""
-        while not (self._waiting or self._report):
+        while not (self._waiting or self._report or self._progress):
             if self._error is not None:
                 raise self._error
             self._taker = asyncio.get_running_loop().create_future()
             await self._taker
+        if (progress := self._progress) is not None:
+            self._progress = None
+            return Update(progress=progress)
         return self._take_report() if self._report else self._waiting.popleft()
 
     def _take_report(self) -> Update:

@@ -25,6 +25,7 @@ from baton.rpc.convert import (
     add_token,
     cache_policy_from_proto,
     finish_to_proto,
+    progress_to_proto,
     sampling_from_proto,
     timings_to_proto,
     usage_to_proto,
@@ -168,6 +169,7 @@ def generate_request(message: inference_pb2.GenerateRequest) -> GenerateRequest:
         model=message.model,
         cache=cache_policy_from_proto(message.cache),
         cache_salt=message.cache_salt,
+        report_progress=message.report_progress,
         size=message.ByteSize(),
     )
 
@@ -202,6 +204,8 @@ def _response(request_id: str, update: Update) -> inference_pb2.GenerateResponse
         _add_delta(response, delta)
     for token in update.prompt_tokens:
         add_token(response.prompt_tokens, token)
+    if update.progress is not None:
+        response.prefill_progress.CopyFrom(progress_to_proto(update.progress))
     if update.usage is not None:
         response.usage.CopyFrom(usage_to_proto(update.usage))
     if update.timings is not None:

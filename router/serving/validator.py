@@ -102,6 +102,7 @@ class GenerateRequest:
     model: str = ""
     cache: CachePolicy = CachePolicy.READ_WRITE
     cache_salt: str = ""
+    report_progress: bool = False
     size: int = 0
 
 
@@ -167,6 +168,7 @@ class RequestValidator:
             stops=StopStrings(params.stop),
             cache=request.cache,
             salt=self._salt(tenant, request.cache_salt),
+            report_progress=request.report_progress,
             detokenizer=lambda: (
                 self._model.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
                 if self._model.tokenizer

@@ -24,6 +24,7 @@ from baton.rpc.convert import (
     cached_from_proto,
     first_token_from_proto,
     prefix_source_to_proto,
+    progress_from_proto,
     sampling_to_proto,
     token_from_proto,
 )
@@ -164,6 +165,7 @@ def prefill_message(
     tenant: str,
     cache_salt: bytes,
     cache: CachePolicy,
+    report_progress: bool,
 ) -> PrefillMessage:
     """The request of one attempt, but for what follows from its placement."""
     message = PrefillMessage(
@@ -174,6 +176,7 @@ def prefill_message(
         tenant=sha256(tenant.encode()).digest()[:_TENANT_BYTES] if tenant else b"",
         cache_salt=cache_salt,
         cache=cache_policy_to_proto(cache),
+        report_progress=report_progress,
     )
     add_token_ids(message.prompt_token_ids, prompt_ids)
     add_token_ids(message.output_token_ids, output_ids)
@@ -191,7 +194,8 @@ async def call_prefill(
     deliver: Deliver,
     run: RunOnThread,
 ) -> None:
-    """Call the worker and deliver the outcome, exactly one event; cancelling it frees all the worker holds.
+    """Call the worker, and deliver its progress and then the outcome, exactly one event; cancelling it frees all the
+    worker holds.
 
     `transfer_id` is empty when no decode follows. Workers send a message every second, so `silence_s` without one
     is a fault. `run` converts large reports.
@@ -207,6 +211,8 @@ async def call_prefill(
         with silence:
             async for event in call:
                 silence.reset()
+                if event.HasField("prefill_progress"):
+                    deliver(progress_from_proto(event.prefill_progress))
                 if event.HasField("done"):
                     # Its part is done, and a thread may be long in coming.
                     silence.stop()

@@ -93,11 +93,12 @@ async def test_a_request_says_how_the_cache_is_used(router: Router, face: str) -
     [
         ({"cache": "never"}, "^cache: must be one of read_write, read, write, off, got 'never'$"),
         ({"cache": None}, "^cache: must be one of .*, got None$"),
+        ({"report_progress": "yes"}, "^report_progress: must be true or false, got 'yes'$"),
         ({"cache_salt": b"x"}, "^cache_salt: must be text, got b'x'$"),
         ({"cache_salt": "é" * 129}, "^cache_salt: may have at most 256 bytes, got 258$"),
     ],
 )
-async def test_what_can_not_be_said_of_the_cache_is_refused(arguments: dict[str, Any], words: str) -> None:
+async def test_what_can_not_be_said_of_the_cache_or_progress_is_refused(arguments: dict[str, Any], words: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=words):
         client.generate("x", **arguments)
 

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+import baton.cli.generate
 from baton.cli.account import print_account
 from baton.cli.main import main
 from baton.completion import Choice, Completion
@@ -71,6 +73,64 @@ async def test_json_is_one_object_with_all_choices() -> None:
 
 async def test_several_choices_are_shown_whole() -> None:
     assert (await generate(Router(), "hello", "-n", "2", "--quiet")).stdout == "[0] ab\n[1] xy\n"
+
+
+PROGRESS = [
+    pb.PrefillProgress(tokens_done=1_000, tokens_total=1_000_000),
+    pb.PrefillProgress(tokens_done=500_000, tokens_total=1_000_000, tokens_per_second=4000.4, seconds_left=200.2),
+]
+
+
+async def on_terminal(monkeypatch: pytest.MonkeyPatch, router: Router, *arguments: str, after_s: float = 0.0) -> str:
+    """What standard error shows, which is a terminal, of a request whose prompt takes a while."""
+    router.progress = PROGRESS
+    shown, terminal = pty.openpty()
+    with os.fdopen(shown, "rb", buffering=0) as screen, os.fdopen(terminal, "w") as stream:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)
+            patch.setattr(baton.cli.generate, "BAR_AFTER_S", after_s)
+            patch.setenv("TERM", "xterm")
+            patch.setenv("COLUMNS", "100")
+            async with served(router) as listener:
+                command = ["generate", f"--target={listener.address}", "hello", *arguments]
+                await asyncio.to_thread(main, command, standalone_mode=False)
+        stream.write("the end")
+        stream.flush()
+        return screen.read(1 << 16).decode()
+
+
+async def test_a_long_prompt_has_a_progress_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = await on_terminal(monkeypatch, Router())
+    assert "1,000/1,000,000 tokens" in seen
+    assert "500,000/1,000,000 tokens, 4,000/s, 0:03:20 left" in seen
+    bar, _, account = seen.rpartition("\x1b[2K")
+    assert "tokens/s" not in account
+    assert bar.endswith("\x1b[?25h\r\x1b[1A"), "cursor shown, and back in the line of the bar"
+    assert "slot wait" in account
+    assert capsys.readouterr().out == "ab\n"
+
+
+@pytest.mark.parametrize("flag", ["--json", "--quiet"])
+async def test_no_bar_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    router = Router()
+    assert await on_terminal(monkeypatch, router, flag) == "the end"
+    assert not router.seen[0].report_progress
+
+
+async def test_a_short_prompt_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = Router()
+    assert "1,000,000" not in await on_terminal(monkeypatch, router, after_s=600)
+    assert router.seen[0].report_progress
+
+
+async def test_no_bar_without_a_terminal() -> None:
+    router = Router()
+    router.progress = PROGRESS
+    result = await generate(router, "hello")
+    assert "1,000,000" not in result.stderr
+    assert not router.seen[0].report_progress
 
 
 async def test_every_flag_reaches_the_request() -> None:

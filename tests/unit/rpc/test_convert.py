@@ -13,6 +13,7 @@ from baton.request import (
     FinishReason,
     FirstToken,
     Handoff,
+    PrefillProgress,
     SamplingParams,
     Timings,
     TokenInfo,
@@ -109,6 +110,11 @@ def test_no_cache_policy_is_the_default_and_an_unknown_one_is_refused() -> None:
     assert convert.cache_policy_from_proto(inference_pb2.GenerateRequest().cache) is CachePolicy.READ_WRITE
     with pytest.raises(InvalidRequest, match=r"^cache: must be one of read_write, read, write, off, got 9$"):
         convert.cache_policy_from_proto(9)
+
+
+@pytest.mark.parametrize("progress", [PrefillProgress(0, 9), PrefillProgress(5, 9, 2.5, 0.0)])
+def test_progress(progress: PrefillProgress) -> None:
+    assert convert.progress_from_proto(convert.progress_to_proto(progress)) == progress
 
 
 def test_usage_and_timings() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import EngineError
-from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo, Usage
+from baton.request import FinishReason, FirstToken, PrefillProgress, SamplingParams, TokenInfo, Usage
 from baton.worker.messages import DecodeTimings, Output
 from router.output.processor import Account, OutputProcessor
 from router.output.queue import ChoiceUpdate, Update
@@ -197,3 +197,14 @@ def test_the_parts_of_an_ordinary_request() -> None:
     t = account.timings(0.560)
     parts = (t.line, t.prefill, t.transfer, t.slot_wait, t.decode, t.total, t.first_token, t.mean_itl)
     assert parts == pytest.approx((10, 100, 30, 20, 400, 560, 110, 100))
+
+
+async def test_progress_of_a_replay_does_not_come_between_tokens() -> None:
+    e = output(max_tokens=9)
+    e.report_progress(PrefillProgress(1, 2))
+    e.add_first_tokens(first(0, "a"))
+    e.report_progress(PrefillProgress(0, 3))
+    assert (await taken(e)).progress == PrefillProgress(1, 2)
+    assert (await only(e)).text == "a"
+    e.close()
+    assert (await taken(e)).progress is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.errors import EngineError
 from baton.pb import inference_pb2
-from baton.request import FinishReason, Timings, TokenInfo, Usage
+from baton.request import FinishReason, PrefillProgress, Timings, TokenInfo, Usage
 from router.output.queue import MESSAGE_BYTES, OutputQueue
 from router.serving.servicer import _response
 
@@ -101,3 +102,23 @@ async def test_what_fits_comes_in_one_message() -> None:
     news = await queue.take()
     assert (len(news.prompt_tokens), [delta.text for delta in news.deltas.values()]) == (2, ["aa", "aa"])
     assert news.usage == USAGE
+
+
+async def test_of_waiting_progress_only_the_newest_is_told_and_alone() -> None:
+    queue = OutputQueue()
+    for done in range(1000):
+        queue.report_progress(PrefillProgress(done, 1000))
+    queue.report([token(20)])
+    queue.add(0, token(20), "a")
+    news = await queue.take()
+    assert (news.progress, news.prompt_tokens, news.deltas) == (PrefillProgress(999, 1000), (), {})
+    news = await queue.take()
+    assert (news.progress, len(news.prompt_tokens), list(news.deltas)) == (None, 1, [0])
+
+
+async def test_progress_wakes_who_waits_for_it() -> None:
+    queue = OutputQueue()
+    taking = asyncio.create_task(queue.take())
+    await asyncio.sleep(0)
+    queue.report_progress(PrefillProgress(1, 2))
+    assert (await asyncio.wait_for(taking, 60)).progress == PrefillProgress(1, 2)
