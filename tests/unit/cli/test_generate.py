@@ -78,15 +78,17 @@ async def test_several_choices_are_shown_whole() -> None:
 PROGRESS = [
     pb.PrefillProgress(tokens_done=1_000, tokens_total=1_000_000),
     pb.PrefillProgress(tokens_done=500_000, tokens_total=1_000_000, tokens_per_second=4000.4, seconds_left=200.2),
+    pb.PrefillProgress(tokens_done=1_000_000, tokens_total=1_000_000, tokens_per_second=3000, seconds_left=0),
 ]
 
 
 async def on_terminal(monkeypatch: pytest.MonkeyPatch, router: Router, *arguments: str, after_s: float = 0.0) -> str:
-    """What standard error shows, which is a terminal, of a request whose prompt takes a while."""
+    """What a terminal shows of a request whose prompt takes a while."""
     router.progress = PROGRESS
     shown, terminal = pty.openpty()
     with os.fdopen(shown, "rb", buffering=0) as screen, os.fdopen(terminal, "w") as stream:
         with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
             patch.setattr(sys, "stderr", stream)
             patch.setattr(baton.cli.generate, "BAR_AFTER_S", after_s)
             patch.setenv("TERM", "xterm")
@@ -99,23 +101,24 @@ async def on_terminal(monkeypatch: pytest.MonkeyPatch, router: Router, *argument
         return screen.read(1 << 16).decode()
 
 
-async def test_a_long_prompt_has_a_progress_bar(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_long_prompt_has_a_progress_bar_until_its_output_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = await on_terminal(monkeypatch, Router())
     assert "1,000/1,000,000 tokens" in seen
     assert "500,000/1,000,000 tokens, 4,000/s, 0:03:20 left" in seen
-    bar, _, account = seen.rpartition("\x1b[2K")
-    assert "tokens/s" not in account
-    assert bar.endswith("\x1b[?25h\r\x1b[1A"), "cursor shown, and back in the line of the bar"
-    assert "slot wait" in account
-    assert capsys.readouterr().out == "ab\n"
+    assert "1,000,000/1,000,000 tokens, 3,000/s, 0:00:00 left" in seen
+    show_cursor, erase_line = "\x1b[?25h", "\x1b[2K"
+    bar, _, rest = seen.rpartition(erase_line)
+    assert show_cursor in bar
+    assert rest.startswith("ab\r\n")
+    assert "slot wait" in rest
 
 
 @pytest.mark.parametrize("flag", ["--json", "--quiet"])
 async def test_no_bar_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
     router = Router()
-    assert await on_terminal(monkeypatch, router, flag) == "the end"
+    shown = await on_terminal(monkeypatch, router, flag)
+    assert "\x1b" not in shown
+    assert shown.endswith("the end")
     assert not router.seen[0].report_progress
 
 
