@@ -97,6 +97,7 @@ async def test_the_ledger_lists_a_job_with_its_deadline() -> None:
             (entry,) = (await admin.ledger()).entries
         assert (entry.kind, entry.state, entry.pages, entry.bytes) == ("kv", "prefilling", 7, 7 * 16 * 64)
         assert entry.deadline_s is not None
-        assert 40 < entry.deadline_s <= 50
+        # gRPC may round a timeout up on the wire, this one to 50.1 s.
+        assert 40 < entry.deadline_s < 51
         gate.open()
         await reading
