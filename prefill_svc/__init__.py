@@ -8,6 +8,7 @@ job        one attempt at a prompt: the request, what it holds, the stream of it
 prefix     cached blocks of a job: look-up, plan, load, publication, write-back
 load_plan  pure: which blocks of a prefix are loaded, and from which tier
 peers      prefixes fetched from decode workers
+estimate   pure: rate and time left of a prompt, from its chunks
 chunks     one engine for all jobs: waiting for it, and chunks on the engine thread
 ledger     pure: what jobs hold, for the ledger
 servicer   translates
