@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton import bundled, cores
 from baton.config.options import Settings, option
+from baton.engine.config import KV_HOMES
 from baton.native import KERNELS
 from baton.telemetry.logs import LEVELS
 
@@ -44,6 +45,24 @@ class WorkerConfig(Settings):
         0, help="Largest number of tokens of prompt and output together; 0: the model's.", minimum=0
     )
     kv_memory: int = option(0, help="Memory of the KV pool; 0: automatic.", unit="bytes")
+    kv_home: str = option(
+        "auto",
+        help="Where the KV pool lies: on the device, in host memory, or auto: on the device, with more pages in host "
+        "memory for what does not fit there.",
+        choices=KV_HOMES,
+    )
+    host_pool_memory: int = option(
+        0,
+        help="Memory of the pages in host memory with --kv-home auto; 0: automatic, on CUDA for one sequence of "
+        "--max-model-len where the device has no room for it, on CPU none.",
+        unit="bytes",
+    )
+    segment_tokens: int = option(
+        4096, help="Tokens of KV in host memory that attention takes to the device at once.", minimum=1
+    )
+    num_kv_buffers: int = option(
+        3, help="Device buffers for KV that comes from host memory, each for --segment-tokens.", minimum=2
+    )
     page_size: int = option(0, help="Tokens in a page; 0: 16 on CPU, 256 on CUDA.", minimum=0)
     block_size: int = option(16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1)
     threads: int = option(0, help="Compute threads, at most one per core; 0: one per core.", minimum=0)
@@ -110,6 +129,10 @@ class WorkerConfig(Settings):
             max_model_len=self.max_model_len,
             page_size=self.page_size,
             kv_memory=self.kv_memory,
+            kv_home=self.kv_home,
+            host_pool_memory=self.host_pool_memory,
+            segment_tokens=self.segment_tokens,
+            num_kv_buffers=self.num_kv_buffers,
             block_size=self.block_size,
             threads=self.threads,
         )

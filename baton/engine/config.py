@@ -13,6 +13,8 @@ CPU_PAGE_SIZE = 16
 CUDA_PAGE_SIZE = 256
 """Default page sizes; stock flash-attn kernels want a multiple of 256."""
 
+KV_HOMES = ("auto", "device", "host")
+
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -26,7 +28,10 @@ class EngineConfig:
     model's. `page_size`: tokens, 0 for 16 on CPU and 256 on CUDA. `kv_memory`: bytes of the page pool, 0 for
     automatic. `slots`: places in the generation batch, 0 on a prefill worker. `block_size`: tokens of a prefix
     block, one for the fleet. `threads`: of torch on CPU, 0 for torch's choice. `host_kv_memory`: bytes for the KV
-    of paused sequences, 0 for none. `packed_weights`: a file through which workers of a host share the weights of
+    of paused sequences, 0 for none. `kv_home`: device (all pages of the pool there), host (all in host memory), or
+    auto (pages in host memory beside those on the device). `host_pool_memory`: bytes of these with auto, 0 for
+    automatic. `segment_tokens`: how much KV of host memory attention takes at once, in a ring of `num_kv_buffers`
+    device buffers. `packed_weights`: a file through which workers of a host share the weights of
     native kernels, "" for memory of its own.
     """
 
@@ -42,6 +47,10 @@ class EngineConfig:
     block_size: int = 16
     threads: int = 0
     host_kv_memory: int = 0
+    kv_home: str = "auto"
+    host_pool_memory: int = 0
+    segment_tokens: int = 4096
+    num_kv_buffers: int = 3
     packed_weights: str = ""
 
     def __post_init__(self) -> None:
@@ -62,9 +71,15 @@ class EngineConfig:
             "slots",
             "threads",
             "host_kv_memory",
+            "host_pool_memory",
         ):
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"{name}: must be 0 or more, got {value}")
-        if self.block_size < 1:
-            raise ConfigError(f"block_size: must be 1 or more, got {self.block_size}")
+        for name, least in (("block_size", 1), ("segment_tokens", 1), ("num_kv_buffers", 2)):
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(f"{name}: must be {least} or more, got {value}")
+        if self.kv_home not in KV_HOMES:
+            raise ConfigError(f"kv_home: must be {', '.join(KV_HOMES)}, got {self.kv_home!r}")
+        if self.host_pool_memory and self.kv_home != "auto":
+            raise ConfigError(f"host_pool_memory: is for kv_home auto, with {self.kv_home} kv_memory sizes the pool")

@@ -37,7 +37,7 @@ class EngineSpec:
     """Properties that do not change while an engine lives.
 
     `steps_ahead`: the most steps that may be in flight when another one is launched; 0 for an engine whose `step`
-    returns when the tokens are known.
+    returns when the tokens are known. The last `host_pages` of the `pages` are in host memory beside a device.
     """
 
     fingerprint: str
@@ -49,6 +49,12 @@ class EngineSpec:
     pages: int
     slots: int
     steps_ahead: int = 0
+    host_pages: int = 0
+
+    @property
+    def device_pages(self) -> int:
+        """Pages on the device: those with the lowest numbers."""
+        return self.pages - self.host_pages
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""

@@ -50,6 +50,14 @@ class CudaMemory:
         event.record(torch.cuda.current_stream(self._device))
         event.synchronize()
 
+    @contextmanager
+    def copying_all(self) -> Iterator[None]:
+        """For copies that the caller queues: on a stream of their own, after all that a chunk has computed so far."""
+        with self._copying(self._out):
+            for event in list(self._produced.values()):
+                self._out.wait_event(event)
+            yield
+
     def copy_page(self, source: int, target: int, tokens: int) -> None:
         """See KvMemory."""
         with self._copying(self._in):

@@ -15,6 +15,7 @@ from baton.engine.executor import InProcessExecutor
 from baton.engine.model_runner import ModelRunner
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, attention_parts
+from baton.model.attention import SegmentRing, SegmentSource, SegmentViews
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.dtypes import DTYPES, dtype_name
@@ -49,7 +50,8 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     _log.info("kernels: %s", kernels)
     if config.threads:
         torch.set_num_threads(config.threads)
-    _check_room(config.kv_memory, device)
+    home = torch.device("cpu") if config.kv_home == "host" else device
+    _check_room("kv_memory", config.kv_memory, home)
     began = time.monotonic()
     model = load_model(path, dtype=dtype, device=device, native=kernels.library, packed_weights=config.packed_weights)
     process.trim()
@@ -58,7 +60,12 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
         huge_pages.collapse()
     kv_format = _kv_format(model, kv_dtype, config.block_size)
     page_size = config.page_size or (CUDA_PAGE_SIZE if device.type == "cuda" else CPU_PAGE_SIZE)
-    pages = _pages(config, kv_format.token_bytes * page_size, page_size, max_model_len, device)
+    page_bytes = kv_format.token_bytes * page_size
+    pages = _pages(config, page_bytes, page_size, max_model_len, home)
+    if config.kv_home == "host":
+        device_pages, host_pages = 0, pages
+    else:
+        device_pages, host_pages = pages, _host_pages(config, page_bytes, pages, -(-max_model_len // page_size), device)
     spec = EngineSpec(
         fingerprint=model.fingerprint,
         kv_format=kv_format,
@@ -66,25 +73,32 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
         max_model_len=max_model_len,
         eos_token_ids=frozenset(model_config.eos_token_ids),
         page_size=page_size,
-        pages=pages,
+        pages=device_pages + host_pages,
         slots=config.slots,
         steps_ahead=int(device.type == "cuda") if steps_ahead is None else steps_ahead,
+        host_pages=host_pages,
     )
     # On CUDA a page more, which the rows of a graph write to that no sequence has.
-    kv = model.new_kv_cache(pages + int(device.type == "cuda"), page_size, kv_dtype)
-    engine = EngineCore(spec, InProcessExecutor(ModelRunner(model, kv, spec)), config.host_kv_memory)
+    kv = model.new_kv_cache(device_pages + int(device.type == "cuda"), page_size, kv_dtype, host_pages)
+    source: SegmentSource | None = None
+    if host_pages and device.type == "cuda":
+        source = SegmentRing(kv, device, config.num_kv_buffers, config.segment_tokens)
+    elif host_pages and kernels.library is None:
+        source = SegmentViews(kv, config.segment_tokens)
+    engine = EngineCore(spec, InProcessExecutor(ModelRunner(model, kv, spec, source)), config.host_kv_memory)
     memory = huge_pages.resident()
     _log.info(
-        "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes), "
+        "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes)%s, "
         "max_model_len %d, slots %d, threads %d, %d of %d MiB of memory in huge pages",
         path,
         device,
         time.monotonic() - began,
         dtype_name(dtype),
         dtype_name(kv_dtype),
-        pages,
+        spec.pages,
         page_size,
-        pages * page_size * kv_format.token_bytes,
+        spec.pages * page_bytes,
+        f", {host_pages} of them in host memory" if host_pages else "",
         max_model_len,
         config.slots,
         torch.get_num_threads(),
@@ -133,9 +147,9 @@ def _kv_format(model: LoadedModel, dtype: torch.dtype, block_size: int) -> KvFor
     return KvFormat(parts, model.config.num_layers, block_size)
 
 
-def _check_room(kv_memory: int, device: torch.device) -> None:
-    if kv_memory > (free := _free(device)):
-        raise ConfigError(f"kv_memory: {kv_memory} bytes are asked for, {free} bytes are available on {device}")
+def _check_room(name: str, wanted: int, device: torch.device) -> None:
+    if wanted > (free := _free(device)):
+        raise ConfigError(f"{name}: {wanted} bytes are asked for, {free} bytes are available on {device}")
 
 
 def _free(device: torch.device) -> int:
@@ -145,7 +159,7 @@ def _free(device: torch.device) -> int:
 
 def _pages(config: EngineConfig, page_bytes: int, page_size: int, max_model_len: int, device: torch.device) -> int:
     """Pages of the pool: those that `kv_memory` holds, or what can be used of a share of free memory."""
-    _check_room(config.kv_memory, device)
+    _check_room("kv_memory", config.kv_memory, device)
     share = _DEVICE_SHARE if device.type == "cuda" else _HOST_SHARE
     room = config.kv_memory or int(_free(device) * share)
     pages = room // page_bytes
@@ -157,3 +171,19 @@ def _pages(config: EngineConfig, page_bytes: int, page_size: int, max_model_len:
     if config.kv_memory:
         return pages
     return min(pages, (config.slots + _WAITING_SEQUENCES) * -(-max_model_len // page_size))
+
+
+def _host_pages(config: EngineConfig, page_bytes: int, device_pages: int, longest: int, device: torch.device) -> int:
+    """Pages in host memory beside those on the device; `longest`: pages of a sequence of `max_model_len` tokens."""
+    if config.kv_home != "auto":
+        return 0
+    if config.host_pool_memory:
+        host = torch.device("cpu")
+        _check_room("host_pool_memory", config.host_pool_memory, host)
+        if (pages := config.host_pool_memory // page_bytes) < 1:
+            given = config.host_pool_memory
+            raise ConfigError(f"host_pool_memory: {given} bytes hold no page, which has {page_bytes} bytes")
+        return pages
+    if device.type != "cuda" or device_pages >= longest:
+        return 0
+    return min(longest, int(host_memory.available() * _HOST_SHARE) // page_bytes)

@@ -63,7 +63,7 @@ class KvManager:
     """See the module's text. `pool` holds the pages."""
 
     def __init__(self, spec: EngineSpec, host_kv_memory: int) -> None:
-        self.pool = PagePool(spec.pages, spec.page_size, spec.kv_format.block_size)
+        self.pool = PagePool(spec.pages, spec.page_size, spec.kv_format.block_size, spec.host_pages)
         self._spec = spec
         self._free_slots = list(range(spec.slots))
         self._running: dict[PageHandle, RunningSequence] = {}

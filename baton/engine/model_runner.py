@@ -11,7 +11,7 @@ take rows of several kinds at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,11 +22,12 @@ from baton.engine.contract import ChunkResult, EngineSpec
 from baton.engine.cuda_graphs import DecodeGraphs, padded
 from baton.engine.cuda_memory import CudaMemory
 from baton.engine.executor import KvMemory, OnLayer
+from baton.engine.hosted_memory import HostedMemory
 from baton.engine.plan import Chunk, ForwardPlan, PlanResult, Step
 from baton.engine.step_inputs import StepInputs
 from baton.engine.torch_memory import TorchMemory
 from baton.errors import EngineError, NoToken
-from baton.model.attention import AttentionBatch, KvCache, select
+from baton.model.attention import AttentionBatch, HostKv, KvCache, SegmentSource, select
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.gumbel import lowest_noise
 from baton.model.load import LoadedModel
@@ -42,9 +43,11 @@ _LOGITS_AT_ONCE = 1 << 24
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A slot that is taken; `row` is its row now, -1 once it was left."""
+    """A slot that is taken: its row now, -1 once it was left, and its pages if some are in host memory."""
 
     row: int
+    pages: list[int]
+    in_host: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,13 @@ class _HiddenStates:
 class ModelRunner:
     """See the module's text and `baton.engine.executor.Runner`; made by `baton.engine.factory.build`."""
 
-    def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec) -> None:
+    def __init__(self, model: LoadedModel, kv: KvCache, spec: EngineSpec, source: SegmentSource | None = None) -> None:
+        """`source` brings KV from host memory; native kernels need none, since they read all pages where they lie."""
         self._cuda = CudaMemory(kv) if model.device.type == "cuda" else None
+        self._source = source
         self._memory: KvMemory = self._cuda or TorchMemory(kv)
+        if self._cuda is not None and source is not None:
+            self._memory = HostedMemory(self._cuda, kv, source)
         self._spec = spec
         self._decoder = model.decoder
         self._device = model.device
@@ -72,7 +79,7 @@ class ModelRunner:
         width = spec.pages_for(spec.max_model_len + spec.steps_ahead)
         graphs = spec.slots > 0 and isinstance(backend, FlashAttention)
         rows = padded(spec.slots) if graphs else max(1, spec.slots)
-        null_page = min(spec.pages, kv.num_pages - 1)
+        null_page = min(spec.device_pages, kv.num_pages - 1)
         self._inputs = StepInputs(rows, width, spec.page_size, null_page, model.device)
         self._graphs = DecodeGraphs(self._run, self._inputs) if graphs else None
         self._slots: dict[int, _Slot] = {}
@@ -91,9 +98,13 @@ class ModelRunner:
             raise EngineError(f"a plan must be one chunk or a step of the batch, got {chunks} chunks and {steps} steps")
         with self._drained_on_error():
             self._update(plan)
-            if plan.chunks:
-                return self._forward_chunk(plan.chunks[0], on_layer)
-            return self._forward_step(plan.steps)
+            try:
+                if plan.chunks:
+                    return self._forward_chunk(plan.chunks[0], on_layer)
+                return self._forward_step(plan.steps)
+            finally:
+                if self._source is not None:
+                    self._source.end()
 
     def sample(self, plan: ForwardPlan, states: _HiddenStates | NativeStepOutput) -> Callable[[], PlanResult]:
         """See Runner. Raises NoToken where logits after a chunk are not finite."""
@@ -118,10 +129,13 @@ class ModelRunner:
             self._sampler.add(join.state)
             last = join.state.output_ids[-1] if join.state.output_ids else join.state.prompt_ids[-1]
             self._inputs.add(last, join.state.length - 1, join.pages)
-            self._slots[join.slot] = slot = _Slot(len(self._rows))
+            self._slots[join.slot] = slot = _Slot(len(self._rows), list(join.pages), self._in_host(join.pages))
             self._rows.append(slot)
         for growth in plan.grew:
-            self._inputs.extend(self._slots[growth.slot].row, growth.pages)
+            slot = self._slots[growth.slot]
+            self._inputs.extend(slot.row, growth.pages)
+            slot.pages += growth.pages
+            slot.in_host = slot.in_host or self._in_host(growth.pages)
 
     def _remove(self, slot: _Slot) -> None:
         """The last row takes its place."""
@@ -135,7 +149,8 @@ class ModelRunner:
     def _forward_chunk(self, chunk: Chunk, on_layer: OnLayer | None) -> _HiddenStates:
         count = len(chunk.token_ids)
         table = upload([chunk.pages], torch.int32, self._device)
-        batch = AttentionBatch.build([count], [chunk.start + count], table, self._spec.page_size)
+        host = self._host_kv({0: chunk.pages} if self._in_host(chunk.pages) else {})
+        batch = AttentionBatch.build([count], [chunk.start + count], table, self._spec.page_size, host)
 
         def finished(layer: int) -> None:
             if self._cuda is not None:
@@ -163,13 +178,20 @@ class ModelRunner:
             inputs, logits = self._inputs, not self._sampler.takes_largest
             return self._native.step(inputs.ids, contexts, inputs.tables, self._kv, logits)
         width = (max(contexts) - 1) // self._spec.page_size + 1
-        if self._graphs is not None and len(contexts) <= self._graphs.rows:
+        host = self._host_kv({slot.row: slot.pages for slot in self._rows if slot.in_host})
+        if host is None and self._graphs is not None and len(contexts) <= self._graphs.rows:
             return _HiddenStates(self._graphs.run(len(contexts), width))
-        return _HiddenStates(self._run(contexts, width))
+        return _HiddenStates(self._run(contexts, width, host))
 
-    def _run(self, contexts: Sequence[int], width: int) -> Tensor:
-        """Hidden states of the first rows; `contexts` as in `StepInputs.batch`."""
-        batch = self._inputs.batch(contexts, width)
+    def _in_host(self, pages: Sequence[int]) -> bool:
+        return self._source is not None and any(page >= self._spec.device_pages for page in pages)
+
+    def _host_kv(self, tables: Mapping[int, Sequence[int]]) -> HostKv | None:
+        return None if self._source is None or not tables else HostKv(tables, self._source)
+
+    def _run(self, contexts: Sequence[int], width: int, host: HostKv | None = None) -> Tensor:
+        """Hidden states of the first rows; arguments as in `StepInputs.batch`."""
+        batch = self._inputs.batch(contexts, width, host)
         return self._decoder.forward(self._inputs.ids[: len(contexts)], batch.positions, batch, self._kv)
 
     def _choose(self, step: NativeStepOutput) -> SamplerOutput:

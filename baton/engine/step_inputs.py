@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.model.attention import AttentionBatch
+from baton.model.attention import AttentionBatch, HostKv
 from baton.model.upload import upload
 
 
@@ -68,10 +68,13 @@ class StepInputs:
         while self._filled:
             self.remove(len(self._filled) - 1)
 
-    def batch(self, contexts: Sequence[int], width: int) -> AttentionBatch:
-        """The first rows as attention sees them; `contexts` count the new token, and need `width` pages at most."""
+    def batch(self, contexts: Sequence[int], width: int, host: HostKv | None = None) -> AttentionBatch:
+        """The first rows as attention sees them; `contexts` count the new token, and need `width` pages at most.
+
+        `host` has the rows with pages in host memory.
+        """
         count = len(contexts)
-        return AttentionBatch.step(contexts, self.positions[:count], self.tables[:count, :width], self.page_size)
+        return AttentionBatch.step(contexts, self.positions[:count], self.tables[:count, :width], self.page_size, host)
 
     def advance(self, tokens: Tensor) -> None:
         """A step over the first rows has chosen `tokens`, int64 `[n]`."""

@@ -7,7 +7,8 @@ a run is found by its inner blocks. Several runs may contain the same inner bloc
 because sequences that continue differently can't share a page of the run. When a sequence ends within a run, it leaves
 such a beginning as a *part* of a run, which has inner blocks only.
 
-A run that has pages without an owner is *idle*, and may be evicted: the least recently used goes first. When an owner
+A run that has pages without an owner is *idle*, and may be evicted: the least recently used goes first, of those on the
+device or of those in host memory, as is asked for (a run counts as where its first page is). When an owner
 frees its pages, the runs of its chain become the most recently used, from the last to the first. So the end of a chain
 is evicted before its beginning. If two sequences have computed the same run, the first that publishes it is cached,
 and the copy of the second is not. The second may then own the end of a chain whose beginning is idle. When that
@@ -70,12 +71,16 @@ class CachedRun:
 
 
 class CachedBlockIndex:
-    """Runs by key, and in which order idle ones are evicted. `owners` is the pool's count for each page."""
+    """Runs by key, and in which order idle ones are evicted. `owners` is the pool's count for each page.
 
-    def __init__(self, owners: Sequence[int], page_size: int, block_size: int) -> None:
+    Pages from number `device_pages` on are in host memory.
+    """
+
+    def __init__(self, owners: Sequence[int], page_size: int, block_size: int, device_pages: int) -> None:
         self.run_tokens = math.lcm(page_size, block_size)
-        self.idle_pages = 0
+        self._idle = [0, 0]
         self._owners = owners
+        self._device_pages = device_pages
         self._page_size = page_size
         self._block_size = block_size
         self._run_pages = self.run_tokens // page_size
@@ -83,10 +88,19 @@ class CachedBlockIndex:
         self._runs: dict[bytes, CachedRun] = {}
         self._inner: dict[bytes, dict[CachedRun, None]] = {}
         self._run_of: list[CachedRun | None] = [None] * len(owners)
-        self._lru: OrderedDict[CachedRun, None] = OrderedDict()
+        self._lrus: tuple[OrderedDict[CachedRun, None], OrderedDict[CachedRun, None]] = (OrderedDict(), OrderedDict())
         self._stored: list[bytes] = []
         self._dropped: list[bytes] = []
         self._changed: PrefixesChanged | None = None
+
+    @property
+    def idle_pages(self) -> int:
+        """Cached pages without owner."""
+        return sum(self._idle)
+
+    def idle_pages_in(self, host: bool) -> int:
+        """Those on the device, or in host memory."""
+        return self._idle[host]
 
     def is_cached(self, page: int) -> bool:
         """Whether the page belongs to a run, and so must not be written."""
@@ -135,18 +149,17 @@ class CachedBlockIndex:
 
     def acquire(self, pages: Sequence[int]) -> None:
         """Note that pages have their first owner."""
-        run_of, lru = self._run_of, self._lru
         for page in pages:
-            run = run_of[page]
+            run = self._run_of[page]
             if run is not None:
-                self.idle_pages -= 1
+                self._idle[self._in_host(page)] -= 1
                 run.idle -= 1
                 if not run.idle:
-                    del lru[run]
+                    del self._lru_of(run)[run]
 
     def release(self, pages: Sequence[int]) -> list[int]:
         """Note that an owner of `pages`, in token order, has freed them; returns those neither owned nor cached."""
-        owners, run_of, lru = self._owners, self._run_of, self._lru
+        owners, run_of = self._owners, self._run_of
         last: CachedRun | None = None
         uncached = []
         for page in reversed(pages):
@@ -157,22 +170,23 @@ class CachedBlockIndex:
                 if run is None:
                     uncached.append(page)
                 else:
-                    self.idle_pages += 1
+                    self._idle[self._in_host(page)] += 1
                     run.idle += 1
-                    lru[run] = None
+                    self._lru_of(run)[run] = None
         while last is not None:
             # Also mark idle runs in pages of other sequences: the whole chain was in use.
             if last.idle:
-                lru.move_to_end(last)
+                self._lru_of(last).move_to_end(last)
             last = last.parent
         return uncached
 
-    def evict(self, count: int) -> list[int]:
-        """Remove least recently used runs; returns their pages without owner, at least `count` if there are enough."""
-        freed: list[int] = []
-        while len(freed) < count and self._lru:
-            freed += self._remove(next(iter(self._lru)))
-        return freed
+    def evict(self, host: bool) -> list[int]:
+        """Remove the least recently used run with a page without owner there; returns its pages without owner.
+
+        Those of the runs after it too, wherever they are. The caller knows that there is one.
+        """
+        lru = self._lrus[host] or self._lrus[not host]
+        return self._remove(next(iter(lru)))
 
     def remove(self, pages: Sequence[int]) -> list[int]:
         """Remove the runs in these pages, and all runs after them; returns their pages without owner."""
@@ -209,8 +223,9 @@ class CachedBlockIndex:
         for name, run in self._runs.items():
             idle = sum(not self._owners[page] for page in run.pages)
             idle_pages += idle
-            if run.idle != idle or (run in self._lru) != (idle > 0):
-                faults.append(f"run {name.hex()[:16]}: {idle} idle pages, counted {run.idle}, {run in self._lru=}")
+            is_idle = run in self._lru_of(run)
+            if run.idle != idle or is_idle != (idle > 0):
+                faults.append(f"run {name.hex()[:16]}: {idle} idle pages, counted {run.idle}, {is_idle=}")
             if run.blocks[-1] != name or any(self._run_of[page] is not run for page in run.pages):
                 faults.append(f"run {name.hex()[:16]}: its pages {run.pages} belong to another")
             if run.parent is not None and self._runs.get(run.parent.blocks[-1]) is not run.parent:
@@ -218,9 +233,16 @@ class CachedBlockIndex:
         cached = sum(run is not None for run in self._run_of)
         if cached != (listed := sum(len(run.pages) for run in self._runs.values())):
             faults.append(f"{cached} pages are in runs, {len(self._runs)} runs have {listed}")
-        if idle_pages != self.idle_pages or any(self._runs.get(run.blocks[-1]) is not run for run in self._lru):
-            faults.append(f"{idle_pages} idle pages, counted {self.idle_pages}, {len(self._lru)} idle runs")
+        idle_runs = [run for lru in self._lrus for run in lru]
+        if idle_pages != self.idle_pages or any(self._runs.get(run.blocks[-1]) is not run for run in idle_runs):
+            faults.append(f"{idle_pages} idle pages, counted {self.idle_pages}, {len(idle_runs)} idle runs")
         return faults
+
+    def _in_host(self, page: int) -> bool:
+        return page >= self._device_pages
+
+    def _lru_of(self, run: CachedRun) -> OrderedDict[CachedRun, None]:
+        return self._lrus[self._in_host(run.pages[0])]
 
     def _index(self, run: CachedRun) -> CachedRun | None:
         """Add a new run; does nothing and returns None if one of its pages is in another run.
@@ -293,8 +315,8 @@ class CachedBlockIndex:
                 run_of[page] = None
                 if not owners[page]:
                     freed.append(page)
+                    self._idle[self._in_host(page)] -= 1
             if run.idle:
-                del self._lru[run]
-                self.idle_pages -= run.idle
+                del self._lru_of(run)[run]
             self._dropped += self._drop_blocks(run)
         return freed

@@ -95,17 +95,22 @@ class PageCopy:
 
 
 class PagePool:
-    """A pool of `pages` pages of `page_size` tokens each, numbered from 0; `block_size` is `page_size` by default."""
+    """A pool of `pages` pages of `page_size` tokens each, numbered from 0; `block_size` is `page_size` by default.
 
-    def __init__(self, pages: int, page_size: int, block_size: int | None = None) -> None:
+    The last `host_pages` of them are in host memory.
+    """
+
+    def __init__(self, pages: int, page_size: int, block_size: int | None = None, host_pages: int = 0) -> None:
         if pages < 1 or page_size < 1:
             raise EngineError(f"a pool needs a page of a token or more, got {pages} pages of {page_size}")
         self.pages = pages
         self.page_size = page_size
         self._lock = threading.Lock()
-        self._free = list(reversed(range(pages)))
+        self._device_pages = pages - host_pages
+        # On the device, and in host memory.
+        self._free = [list(reversed(range(self._device_pages))), list(reversed(range(self._device_pages, pages)))]
         self._refs = [0] * pages
-        self._block_index = CachedBlockIndex(self._refs, page_size, block_size or page_size)
+        self._block_index = CachedBlockIndex(self._refs, page_size, block_size or page_size, self._device_pages)
         self._leases: set[_Lease] = set()
         self._returns = 0
         self._on_returned: Callable[[], object] | None = None
@@ -177,14 +182,14 @@ class PagePool:
     def drop_cached(self) -> int:
         """See `Engine.drop_cached`."""
         with self._locked():
-            self._free += (freed := self._block_index.clear())
+            self._add_free(freed := self._block_index.clear())
             return len(freed)
 
     def retract(self, handle: PageHandle) -> None:
         """See `Engine.retract`."""
         with self._locked():
             if handle.alive:
-                self._free += self._block_index.remove(handle._lease.pages)
+                self._add_free(self._block_index.remove(handle._lease.pages))
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
         """See `Engine.watch_prefixes`."""
@@ -280,14 +285,14 @@ class PagePool:
     def free_all(self) -> None:
         """Free every handle, and remove all published blocks."""
         with self._locked():
-            self._free += self._block_index.clear()
+            self._add_free(self._block_index.clear())
             for lease in [lease for lease in self._leases if lease.active]:
                 self._end_lease(lease)
 
     def stats(self) -> PoolStats:
         """Count pages."""
         with self._lock:
-            free, cached = len(self._free), self._block_index.idle_pages
+            free, cached = self._count_free(), self._block_index.idle_pages
         return PoolStats(used=self.pages - free - cached, free=free, cached=cached, total=self.pages)
 
     def audit(self) -> dict[str, int]:
@@ -307,9 +312,9 @@ class PagePool:
                     counts[page] += 1
                 if not lease.active and lease.pins <= 0:
                     faults.append(f"{lease.owner} freed {len(lease.pages)} pages that did not return")
-            free = set(self._free)
-            if len(free) != len(self._free):
-                faults.append("a page is twice in the free list")
+            free = {page for pages in self._free for page in pages}
+            if len(free) != self._count_free() or any(page >= self._device_pages for page in self._free[False]):
+                faults.append("a page is twice in the free lists, or in the wrong one")
             for page in range(self.pages):
                 cached = not counts[page] and self._block_index.is_cached(page)
                 if counts[page] != self._refs[page] or (page in free) != (not counts[page] and not cached):
@@ -338,17 +343,31 @@ class PagePool:
 
     def _available(self, shared: Sequence[int] = ()) -> int:
         """Pages that can be allocated if the cached ones among `shared` must stay."""
-        return len(self._free) + self._block_index.idle_pages - sum(not self._refs[page] for page in shared)
+        return self._count_free() + self._block_index.idle_pages - sum(not self._refs[page] for page in shared)
 
     def _allocate(self, count: int) -> list[int]:
         if count > (available := self._available()):
             raise OutOfPages(count, available, self.pages)
-        if (missing := count - len(self._free)) > 0:
-            self._free += self._block_index.evict(missing)
-        taken = [self._free.pop() for _ in range(count)]
+        device, host = (len(self._free[home]) + self._block_index.idle_pages_in(home) for home in (False, True))
+        on_device = count if count <= device else 0 if count <= host else device
+        taken = self._pop_free(False, on_device) + self._pop_free(True, count - on_device)
         for page in taken:
             self._refs[page] = 1
         return taken
+
+    def _pop_free(self, host: bool, count: int) -> list[int]:
+        """Free pages of the device, or of host memory; least recently used cached ones where these are too few."""
+        free = self._free[host]
+        while len(free) < count:
+            self._add_free(self._block_index.evict(host))
+        return [free.pop() for _ in range(count)]
+
+    def _add_free(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._free[page >= self._device_pages].append(page)
+
+    def _count_free(self) -> int:
+        return sum(map(len, self._free))
 
     def _share(self, pages: Sequence[int]) -> None:
         refs = self._refs
@@ -383,7 +402,7 @@ class PagePool:
         for page in lease.pages:
             self._refs[page] -= 1
             self._returns += not self._refs[page]
-        self._free += self._block_index.release(lease.pages)
+        self._add_free(self._block_index.release(lease.pages))
 
     def _is_writable(self, page: int) -> bool:
         return self._refs[page] == 1 and not self._block_index.is_cached(page)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, select
+from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, SegmentedAttention, select
 from baton.model.config import ModelConfig
 from baton.model.families import AttentionKind, MlpKind
 from baton.model.layers import (
@@ -65,7 +65,7 @@ class ForwardContext:
     angles: tuple[Tensor, Tensor]
     batch: AttentionBatch
     kv: KvCache
-    backend: AttentionBackend
+    attention: AttentionBackend | SegmentedAttention
 
 
 class GroupedAttention(nn.Module):
@@ -104,12 +104,12 @@ class GroupedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self._heads]), self.k_norm(qk[:, self._heads :])), dim=1)
         q, k = Rotary.rotate(qk, context.angles).split_with_sizes((self._heads, self._kv_heads), 1)
-        context.backend.append(context.kv, self._index, k, v, context.batch)
+        context.attention.append(context.kv, self._index, k, v, context.batch)
         return q
 
     def attend(self, q: Tensor, context: ForwardContext) -> Tensor:
         """Attend with the queries and project, to `[T, hidden]`."""
-        attended = context.backend.attend(context.kv, self._index, q, context.batch, self._window)
+        attended = context.attention.attend(context.kv, self._index, q, context.batch, self._window)
         output: Tensor = self.o(attended.flatten(1))
         return output
 
@@ -242,7 +242,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states `[T, hidden]` through this worker's layers; `on_layer` and `rows` as in `forward`."""
         backend = select(hidden.device, hidden.dtype, kv.dtype, kv.page_size, kv.head_dim)
-        context = ForwardContext(self.rotary.angles(positions), batch, kv, backend)
+        attention = backend if batch.host is None else SegmentedAttention(backend, batch.host, len(self.layers))
+        context = ForwardContext(self.rotary.angles(positions), batch, kv, attention)
         for index, layer in enumerate(self.layers):
             if rows is not None and index == len(self.layers) - 1:
                 hidden = cast(DecoderLayer, layer).forward_last(hidden, context, rows)

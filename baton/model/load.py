@@ -41,12 +41,20 @@ class LoadedModel:
     device: torch.device
     parallel: TensorParallel
 
-    def new_kv_cache(self, num_pages: int, page_size: int, dtype: torch.dtype | None = None) -> KvCache:
+    def new_kv_cache(
+        self, num_pages: int, page_size: int, dtype: torch.dtype | None = None, host_pages: int = 0
+    ) -> KvCache:
         """Zeroed pages for this rank's layers and heads; `dtype` defaults to the compute dtype."""
         heads = self.parallel.share("num_key_value_heads", self.config.num_kv_heads)
         parts = attention_parts(dtype_name(dtype or self.dtype), heads, self.config.head_dim)
-        layers = self.config.num_layers
-        return KvCache.allocate(parts, num_layers=layers, num_pages=num_pages, page_size=page_size, device=self.device)
+        return KvCache.allocate(
+            parts,
+            num_layers=self.config.num_layers,
+            num_pages=num_pages,
+            host_pages=host_pages,
+            page_size=page_size,
+            device=self.device,
+        )
 
 
 def load_model(

@@ -26,8 +26,17 @@ _PIECE = 8 << 20
 """Bytes populated in one call, for whose duration other threads' mmap and munmap wait: some milliseconds."""
 
 
-def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros, as of torch.zeros; memory after the first 8 MiB is committed in the background, where the kernel can."""
+def host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
+    """Zeros, as of torch.zeros; memory after the first 8 MiB is committed in the background, where the kernel can.
+
+    `pinned`: all of it is committed at once, and registered with CUDA, so that copies can overlap with kernels. Raises
+    RuntimeError if CUDA refuses that.
+    """
+    if pinned:
+        # torch's own pinned memory would be rounded up to a power of two.
+        tensor = torch.zeros(*shape, dtype=dtype)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        return tensor
     count = math.prod(shape)
     size = count * dtype.itemsize
     if size <= _PIECE:

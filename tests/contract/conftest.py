@@ -1,9 +1,13 @@
-"""Rigs of the engine contract: the fake engine, and the engine over a tiny random checkpoint, with torch's operators
-and with native kernels."""
+"""Rigs of the engine contract: the fake engine, and the engine over a tiny random checkpoint.
+
+The latter with torch's operators, with native kernels, and with two thirds of the pages on the device and the others in
+host memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +34,13 @@ def make_fake(**sizes: Any) -> EngineCore:
     return FakeEngine(**{**SIZES, **sizes})
 
 
-def make_torch(checkpoint: Path, steps_ahead: int = 0, kernels: str = "torch", **sizes: Any) -> EngineCore:
-    """An engine over a model on CPU of the contract's usual sizes; one thread, as its matrices are tiny."""
+def make_torch(
+    checkpoint: Path, steps_ahead: int = 0, kernels: str = "torch", hosted: bool = False, **sizes: Any
+) -> EngineCore:
+    """An engine over a model on CPU of the contract's usual sizes; one thread, as its matrices are tiny.
+
+    `hosted`: a third of the pages counts as in host memory, and attention takes them in segments of some tokens.
+    """
     from baton.engine.config import EngineConfig
     from baton.engine.factory import build
     from baton.kv.format import DTYPE_BYTES
@@ -40,22 +49,27 @@ def make_torch(checkpoint: Path, steps_ahead: int = 0, kernels: str = "torch", *
     chosen = {**SIZES, "kv_dtype": "float32", **sizes}
     model = ModelConfig.from_pretrained(checkpoint)
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[chosen["kv_dtype"]]
-    kv_memory = token_bytes * chosen["page_size"] * chosen.pop("pages")
+    page_bytes, pages = token_bytes * chosen["page_size"], chosen.pop("pages")
+    if hosted and (in_host := pages - max(1, pages * 2 // 3)):
+        chosen |= {"host_pool_memory": page_bytes * in_host, "segment_tokens": 24}
+        pages -= in_host
     if chosen["kv_dtype"] == "float16":
         kernels = "torch"  # There are no native ones for it.
-    config = EngineConfig(str(checkpoint), device="cpu", threads=1, kernels=kernels, kv_memory=kv_memory, **chosen)
-    return build(config, steps_ahead)
+    chosen["kv_memory"] = page_bytes * pages
+    return build(EngineConfig(str(checkpoint), device="cpu", threads=1, kernels=kernels, **chosen), steps_ahead)
 
 
-@pytest.fixture(params=["fake", *KERNELS])
+@pytest.fixture(params=["fake", *KERNELS, "hosted"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """Each engine in turn; afterwards all that it made audit clean, and hold nothing once closed."""
     if request.param == "fake":
         made = Rig("fake", make_fake, vocab=1000, exact=True)
     else:
         path: Path = request.getfixturevalue("checkpoint")
-        kernels = request.param
-        made = Rig(kernels, lambda **sizes: make_torch(path, kernels=kernels, **sizes), vocab=256, exact=False)
+        hosted = request.param == "hosted"
+        kernels = "torch" if hosted else request.param
+        make = partial(make_torch, path, kernels=kernels, hosted=hosted)
+        made = Rig(request.param, make, vocab=256, exact=False)
     yield made
     for engine in made.made:
         engine.audit()

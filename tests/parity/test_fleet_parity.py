@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,8 @@ from tests.fleet import Fleet
 TOKENS = 64
 WORKERS = ((1, 16, 16), (7, 256, 16), (16, 16, 256), (64, 256, 256), (0, 16, 256))
 """Chunk size and page sizes of prefill and decode."""
+IN_HOST_MEMORY = {"kernels": "torch", "kv_home": "host", "segment_tokens": 24}
+"""Settings of workers whose KV lies in host memory; attention takes it in segments."""
 LENGTHS = (5, 40, 131)
 
 
@@ -34,15 +37,20 @@ async def test_fleet_equals_generate(family: str, tied: bool, tmp_path: Path) ->
     async with Fleet(checkpoint, dtype="float32") as fleet:
         decodes = {page: await fleet.decode(page_size=page) for page in {page for _, _, page in WORKERS}}
 
-        async def check(chunk: int, page: int, decode_page: int) -> None:
-            prefill = await fleet.prefill(chunk_size=chunk, page_size=page)
-            client = await fleet.router([prefill], [decodes[decode_page]])
+        async def check(chunk: int, page: int, decode: Any, **settings: Any) -> None:
+            prefill = await fleet.prefill(chunk_size=chunk, page_size=page, **settings)
+            client = await fleet.router([prefill], [decode])
             completions = await asyncio.gather(
                 *(client.complete(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True) for prompt, _ in expected)
             )
             for (prompt, reference), completion in zip(expected, completions, strict=True):
                 assert completion.token_ids == reference.token_ids, (
-                    f"chunk size {chunk}, prefill page {page}, decode page {decode_page}, prompt of {len(prompt)}"
+                    f"chunk size {chunk}, prefill page {page}, {decode.config}, prompt of {len(prompt)}"
                 )
 
-        await asyncio.gather(*(check(*sizes) for sizes in WORKERS))
+        await asyncio.gather(*(check(chunk, page, decodes[decode_page]) for chunk, page, decode_page in WORKERS))
+        # A context of 40 and one of 131 tokens do not both fit into the five pages on the device.
+        token_bytes = decodes[16].engine.spec.kv_format.token_bytes
+        mixed = {"kv_memory": 5 * 16 * token_bytes, "host_pool_memory": 40 * 16 * token_bytes}
+        decode = await fleet.decode(page_size=16, kernels="torch", segment_tokens=24, **mixed)
+        await check(16, 16, decode, **IN_HOST_MEMORY)

@@ -33,6 +33,17 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def attend_segment(
+        self, q: Tensor, k: Tensor, v: Tensor, distance: int, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with a sequence's `q` `[T, heads, head_dim]` to some of its `k` and `v` `[keys, kv_heads, head_dim]`.
+
+        `distance` is the first query's position minus the first key's; queries and keys follow each other. Returns the
+        result over these keys, float32 and shaped as `q`, and the log-sum-exp of their scores, float32 `[T, heads]`.
+        For a query that sees none of them these are any finite numbers, and -inf.
+        """
+        ...
+
 
 @cache
 def select(

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from baton.model.attention.segments import SegmentSource
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HostKv:
+    """Sequences of a batch that have pages in host memory: all pages of each, by row, and the way to their KV."""
+
+    tables: Mapping[int, Sequence[int]]
+    source: SegmentSource
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DeviceRows:
+    """Some sequences of a batch: which of its tokens are theirs, int64 on its device, and a batch of them alone."""
+
+    tokens: Tensor
+    batch: AttentionBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,16 +36,24 @@ class AttentionBatch:
     `query_lens`: new tokens of each sequence, 1 or more. `context_lens`: all its tokens, with the new ones.
     `page_tables`: int32 `[B, max_pages]` on the compute device; entries past a sequence's last page are never
     followed. Derived tensors are computed at first use and kept, so each is made once a forward.
+
+    `host` is there if some sequences have pages in host memory; their entries of `page_tables` are not used.
     """
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     page_tables: Tensor
     page_size: int
+    host: HostKv | None = None
 
     @classmethod
     def build(
-        cls, query_lens: Sequence[int], context_lens: Sequence[int], page_tables: Tensor, page_size: int
+        cls,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        page_tables: Tensor,
+        page_size: int,
+        host: HostKv | None = None,
     ) -> AttentionBatch:
         """Check the lengths against each other and the tables. Raises ValueError with the values seen."""
         queries, contexts = tuple(query_lens), tuple(context_lens)
@@ -38,20 +64,25 @@ class AttentionBatch:
             if not 1 <= query <= context <= page_tables.shape[1] * page_size:
                 room = f"{page_tables.shape[1]} pages of {page_size}"
                 raise ValueError(f"query length {query} and context length {context} with {room}")
-        return cls(queries, contexts, page_tables, page_size)
+        return cls(queries, contexts, page_tables, page_size, host)
 
     def last(self, rows: int) -> AttentionBatch:
         """The last `rows` tokens alone, of a batch of one sequence."""
         if len(self.query_lens) != 1:
             raise ValueError(f"last tokens are asked for of one sequence, the batch has {len(self.query_lens)}")
-        return self.build([rows], self.context_lens, self.page_tables, self.page_size)
+        return self.build([rows], self.context_lens, self.page_tables, self.page_size, self.host)
 
     @classmethod
     def step(
-        cls, context_lens: Sequence[int], positions: Tensor, page_tables: Tensor, page_size: int
+        cls,
+        context_lens: Sequence[int],
+        positions: Tensor,
+        page_tables: Tensor,
+        page_size: int,
+        host: HostKv | None = None,
     ) -> AttentionBatch:
         """One new token for each sequence, at `positions` (int64 `[B]`, on the tables' device): the last of each."""
-        batch = cls.build([1] * len(context_lens), context_lens, page_tables, page_size)
+        batch = cls.build([1] * len(context_lens), context_lens, page_tables, page_size, host)
         batch.__dict__["positions"] = positions
         return batch
 
@@ -65,6 +96,29 @@ class AttentionBatch:
         """New tokens of all sequences."""
         return sum(self.query_lens)
 
+    def tokens_of(self, row: int) -> range:
+        """Where the new tokens of sequence `row` are among those of all."""
+        begin = self._starts[row]
+        return range(begin, begin + self.query_lens[row])
+
+    @cached_property
+    def on_device(self) -> DeviceRows | None:
+        """The sequences whose pages are all on the device; None if there is none."""
+        in_host = self.host.tables if self.host is not None else {}
+        rows = [row for row in range(len(self.query_lens)) if row not in in_host]
+        if not rows:
+            return None
+        tokens = torch.tensor([token for row in rows for token in self.tokens_of(row)]).to(self.device)
+        queries, contexts = ([each[row] for row in rows] for each in (self.query_lens, self.context_lens))
+        tables = self.page_tables[torch.tensor(rows).to(self.device)]
+        batch = self.build(queries, contexts, tables, self.page_size)
+        batch.__dict__["positions"] = self.positions[tokens]
+        return DeviceRows(tokens, batch)
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.query_lens))
+
     @cached_property
     def is_step(self) -> bool:
         """Whether each sequence has one new token."""
@@ -73,7 +127,7 @@ class AttentionBatch:
     @cached_property
     def cu_query_lens(self) -> Tensor:
         """Running total of query lengths from 0, int32 `[B + 1]`."""
-        return torch.tensor((0, *accumulate(self.query_lens)), dtype=torch.int32).to(self.device)
+        return torch.tensor(self._starts, dtype=torch.int32).to(self.device)
 
     @cached_property
     def cu_context_lens(self) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from baton.kv.format import KEYS, VALUES
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
+from baton.model.attention.torch_backend import attend_segment
 
 PAGE_MULTIPLE = 256
 """In stock flash-attn builds a page size must be a multiple of this."""
@@ -103,3 +104,28 @@ class FlashAttention:
             window_size=window_size,
             block_table=batch.page_tables,
         )
+
+    def attend_segment(
+        self, q: Tensor, k: Tensor, v: Tensor, distance: int, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """See AttentionBackend."""
+        tokens, keys = len(q), len(k)
+        all_seen = distance >= keys - 1 and (window is None or distance + tokens <= window)
+        if not all_seen and distance + tokens != keys:
+            # flash-attn lets the last query and the last key be at one position.
+            return attend_segment(q, k, v, distance, window)
+        window_size = (-1, -1) if window is None or all_seen else (window - 1, 0)
+        lengths = torch.tensor([[0, tokens], [0, keys]], dtype=torch.int32).to(q.device, non_blocking=True)
+        out, lse, _ = self._kernels.varlen(
+            q,
+            k.to(q.dtype),
+            v.to(q.dtype),
+            cu_seqlens_q=lengths[0],
+            cu_seqlens_k=lengths[1],
+            max_seqlen_q=tokens,
+            max_seqlen_k=keys,
+            causal=not all_seen,
+            window_size=window_size,
+            return_attn_probs=True,
+        )
+        return out.float(), lse.transpose(0, 1)

@@ -1,9 +1,9 @@
-"""The KV pages of one rank: a tensor for each part of the KV format."""
+"""The KV pages of one rank: a tensor for each part of the KV format, and one more for pages in host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -20,21 +20,42 @@ class KvCache:
 
     Who owns which page is decided elsewhere (`baton.kv.pool`); this is memory. A *slot* is one token's place
     (page * page_size + offset). `kv_heads`, `head_dim` and `dtype` are those of the first part, the keys.
+
+    `host`: the same parts for pages from number `host_from` on, in host memory beside the device's. It is empty where
+    `parts` has all pages.
     """
 
     parts: dict[str, Tensor]
+    host: Mapping[str, Tensor] = field(default_factory=dict)
+    host_from: int = 0
 
     @classmethod
     def allocate(
-        cls, parts: Sequence[KvPart], *, num_layers: int, num_pages: int, page_size: int, device: torch.device
+        cls,
+        parts: Sequence[KvPart],
+        *,
+        num_layers: int,
+        num_pages: int,
+        host_pages: int = 0,
+        page_size: int,
+        device: torch.device,
     ) -> KvCache:
-        """Pages with these parts; zeroed, and committed now, or soon on a CPU, so not in mid-request."""
+        """Pages with these parts, `num_pages` on the device and `host_pages` in host memory, by higher numbers.
 
-        def zeros(part: KvPart) -> Tensor:
-            shape, dtype = (num_layers, num_pages, page_size, *part.shape), DTYPES[part.dtype]
-            return host_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        They are zeroed, and committed now, or soon on a CPU, so not in mid-request. On CUDA the last page on the device
+        belongs to no sequence, and its number is that of the first one in host memory.
+        """
 
-        return cls({part.name: zeros(part) for part in parts})
+        def zeros(part: KvPart, pages: int, pinned: bool = False) -> Tensor:
+            shape, dtype = (num_layers, pages, page_size, *part.shape), DTYPES[part.dtype]
+            if device.type == "cpu" or pinned:
+                return host_zeros(shape, dtype, pinned=pinned)
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        if device.type == "cpu":
+            return cls({part.name: zeros(part, num_pages + host_pages) for part in parts})
+        host = {part.name: zeros(part, host_pages, pinned=True) for part in parts if host_pages}
+        return cls({part.name: zeros(part, num_pages) for part in parts}, host, num_pages - 1)
 
     @property
     def num_layers(self) -> int:
@@ -88,3 +109,23 @@ class KvCache:
     def pages(self, part: str, layer: int) -> Tensor:
         """One layer's pages `[pages, page_size, kv_heads, ...]`, a view."""
         return self.parts[part][layer]
+
+    def spans(self, part: str, layer: int, pages: Sequence[int], tokens: range) -> Iterator[Tensor]:
+        """Views `[n, kv_heads, ...]` that together are the positions `tokens` of the sequence with these `pages`.
+
+        One view for each run of pages that follow each other.
+        """
+        size, at = self.page_size, tokens.start
+        while at < tokens.stop:
+            index = at // size
+            begin, end = index, index + 1
+            last = -(-tokens.stop // size)
+            while end < last and pages[end] == pages[end - 1] + 1 and pages[end] != self.host_from:
+                end += 1
+            stop = min(end * size, tokens.stop)
+            slots, page = self._slots[part][layer], pages[begin]
+            if self.host and page >= self.host_from:
+                slots, page = self.host[part][layer].flatten(0, 1), page - self.host_from
+            low = page * size + at - begin * size
+            yield slots[low : low + stop - at]
+            at = stop

@@ -18,6 +18,9 @@ from baton.model.attention.kv_cache import KvCache
 _MASK_ELEMENTS = 1 << 22
 """Queries times keys computed together: bounds the memory of a chunk's mask."""
 
+_SCORES = 1 << 24
+"""Scores of a segment that are computed together: 64 MiB."""
+
 
 class TorchAttention:
     """See the module's text and `baton.model.attention.backend`."""
@@ -33,6 +36,12 @@ class TorchAttention:
         """See AttentionBackend."""
         sequences = zip(q.split(batch.query_lens), batch.page_tables, batch.context_lens, strict=True)
         return torch.cat([_attend(kv, layer, *sequence, window) for sequence in sequences])
+
+    def attend_segment(
+        self, q: Tensor, k: Tensor, v: Tensor, distance: int, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """See AttentionBackend; computed in float32."""
+        return attend_segment(q, k, v, distance, window)
 
 
 def _attend(kv: KvCache, layer: int, q: Tensor, table: Tensor, context: int, window: int | None) -> Tensor:
@@ -58,3 +67,27 @@ def _read(pages: Tensor, table: Tensor, first: int, end: int) -> Tensor:
     skipped = first // size
     tokens = pages[table[skipped : -(-end // size)]].flatten(0, 1)
     return tokens[first - skipped * size : end - skipped * size]
+
+
+def attend_segment(q: Tensor, k: Tensor, v: Tensor, distance: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """See `AttentionBackend.attend_segment`; computed in float32, or as it comes in float64, some queries at a time."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    (tokens, heads, dim), (keys, kv_heads, _) = q.shape, k.shape
+    result = torch.empty(q.shape, dtype=dtype, device=q.device)
+    lse = torch.empty((tokens, heads), dtype=dtype, device=q.device)
+    k, v = (x.to(dtype).transpose(0, 1).unsqueeze(1) for x in (k, v))
+    size = max(1, _SCORES // (heads * keys))
+    for begin in range(0, tokens, size):
+        end = min(begin + size, tokens)
+        # The query heads of a KV head beside each other: [kv_heads, group, queries, dim].
+        rows = (q[begin:end].to(dtype) * dim**-0.5).view(end - begin, kv_heads, -1, dim).permute(1, 2, 0, 3)
+        scores = rows @ k.transpose(2, 3)
+        if distance + begin < keys - 1 or (window is not None and distance + end - 1 >= window):
+            apart = torch.arange(distance + begin, distance + end)[:, None] - torch.arange(keys)
+            scores.masked_fill_(((apart < 0) | (apart >= (window or apart.max() + 1))).to(q.device), -torch.inf)
+        total = scores.logsumexp(-1)
+        # A query without keys: exponentials of -inf, not of -inf - -inf.
+        weights = scores.sub_(total.clamp(min=torch.finfo(total.dtype).min).unsqueeze(-1)).exp_()
+        result[begin:end] = (weights @ v).permute(2, 0, 1, 3).reshape(end - begin, heads, dim)
+        lse[begin:end] = total.permute(2, 0, 1).reshape(end - begin, heads)
+    return result, lse

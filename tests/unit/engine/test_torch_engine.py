@@ -233,3 +233,32 @@ def test_threads_are_set(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> N
     engine_of(checkpoint, threads=0)
     engine_of(checkpoint, threads=3)
     assert seen == [3]
+
+
+def test_pages_lie_where_kv_home_says(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page_bytes = 18432
+
+    def homes(**settings: Any) -> tuple[int, int]:
+        spec = engine_of(checkpoint, kv_memory=5 * page_bytes, **settings).spec
+        return spec.device_pages, spec.host_pages
+
+    assert homes() == homes(kv_home="device") == (5, 0)
+    assert homes(kv_home="host") == (0, 5)
+    assert homes(host_pool_memory=3 * page_bytes + 1) == (5, 3)
+    with pytest.raises(ConfigError, match=r"host_pool_memory: 100 bytes hold no page, which has 18432 bytes"):
+        homes(host_pool_memory=100)
+    with pytest.raises(ConfigError, match="host_pool_memory: is for kv_home auto, with host kv_memory sizes the pool"):
+        homes(kv_home="host", host_pool_memory=page_bytes)
+    with pytest.raises(ConfigError, match="kv_home: must be auto, device, host, got 'disk'"):
+        homes(kv_home="disk")
+    monkeypatch.setattr(factory.host_memory, "available", lambda: 50 << 20)
+    with pytest.raises(ConfigError, match=f"host_pool_memory: {900 << 30} bytes are asked for, {50 << 20} bytes are"):
+        homes(host_pool_memory=900 << 30)
+
+
+def test_a_device_without_room_for_the_longest_sequence_gets_host_pages_for_it() -> None:
+    config, cuda = EngineConfig("unused"), torch.device("cuda")
+    assert factory._host_pages(config, 1 << 20, 99, 100, cuda) == 100
+    assert factory._host_pages(config, 1 << 20, 100, 100, cuda) == 0
+    assert factory._host_pages(config, 1 << 20, 99, 100, torch.device("cpu")) == 0
+    assert factory._host_pages(EngineConfig("unused", kv_home="device"), 1 << 20, 99, 100, cuda) == 0

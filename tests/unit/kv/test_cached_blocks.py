@@ -31,16 +31,16 @@ def test_the_audit_notices_names_that_do_not_agree(damage: str) -> None:
     elif damage == "idle":
         unit.idle = 0
     elif damage == "lru":
-        del known._lru[unit]
+        del known._lrus[False][unit]
     elif damage == "count":
-        known.idle_pages -= 1
+        known._idle[False] -= 1
     elif damage == "pages":
         known._run_of[unit.pages[0]] = None
     elif damage == "parent":
         known._remove(known._runs[CHAIN_A[2]])
         unit.parent = known._runs.pop(CHAIN_A[0])
     else:
-        pool._free += unit.pages[:1]
+        pool._free[False] += unit.pages[:1]
     with pytest.raises(EngineError, match="audit failed"):
         pool.audit()
 

@@ -180,10 +180,10 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         shared = [page for unit in self.run(digests)[:whole] for page in unit.pages]
         need, free = self.pool.pages_for(capacity) - len(shared), self.available() - len(set(shared) - owners.keys())
         if need > free:
-            line = list(self.pool._block_index._lru)
+            line = list(map(list, self.pool._block_index._lrus))
             with pytest.raises(OutOfPages):
                 self.pool.reserve("x", capacity, digests, most, self.copy)
-            assert line == list(self.pool._block_index._lru)
+            assert line == list(map(list, self.pool._block_index._lrus))
             return
         self.number += 1
         self.copied: list[PageCopy] = []
@@ -206,7 +206,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
 
     def copy(self, copy: PageCopy) -> None:
         # Nobody can have the source, nor the target, meanwhile.
-        assert {copy.source, copy.target}.isdisjoint(self.pool._free)
+        assert {copy.source, copy.target}.isdisjoint(page for pages in self.pool._free for page in pages)
         assert self.pool._refs[copy.source] > 0 < self.pool._refs[copy.target]
         self.copied.append(copy)
         for offset in range(copy.tokens):

@@ -93,13 +93,13 @@ def test_the_audit_raises_with_the_ledger(damage: str) -> None:
     pool = PagePool(4, 4)
     handle = pool.reserve("a/1", 8)
     if damage == "lost":
-        pool._free.pop()
+        pool._free[False].pop()
     elif damage == "twice":
-        pool._free.append(pool._free[0])
+        pool._free[False].append(pool._free[False][0])
     elif damage == "count":
         pool._refs[handle.pages[0]] = 2
     elif damage == "borrowed":
-        handle._lease.pages.append(next(iter(pool._free)))
+        handle._lease.pages.append(pool._free[False][0])
     else:
         handle._lease.active = False
     with pytest.raises(EngineError, match=r"audit failed: .*ledger \{'a/1"):
@@ -141,3 +141,37 @@ def test_any_thread_may_reserve_and_free() -> None:
     assert not faults
     assert pool.audit() == {}
     assert pool.stats().free == 16
+
+
+def test_pages_lie_on_the_device_if_all_of_them_fit_there() -> None:
+    pool = PagePool(12, 4, host_pages=6)
+    first = pool.reserve("a/1", 16)
+    assert sorted(first.pages) == [0, 1, 2, 3]
+    # Two are left on the device, so all three lie in host memory.
+    second = pool.reserve("b/1", 12)
+    assert min(second.pages) >= 6
+    # The rest of both homes.
+    third = pool.reserve("c/1", 20)
+    assert [page >= 6 for page in third.pages] == [False] * 2 + [True] * 3
+    with pytest.raises(OutOfPages):
+        pool.extend(second, 16)
+    pool.free(first)
+    pool.extend(second, 16)
+    assert second.pages[3] < 4
+    pool.audit()
+
+
+def test_cached_pages_of_the_home_that_is_asked_for_are_evicted() -> None:
+    pool = PagePool(8, 4, host_pages=4)
+    dropped: list[bytes] = []
+    pool.watch_prefixes(lambda _stored, gone: dropped.extend(gone))
+    device, host = pool.reserve("a/1", 16), pool.reserve("b/1", 16)
+    for number, handle in enumerate((host, device)):
+        pool.free(handle, [bytes([number, block]) for block in range(4)])
+    # Those in host memory were used less recently.
+    again = pool.reserve("c/1", 8)
+    assert max(again.pages) < 4
+    assert dropped == [bytes([1, block]) for block in (3, 2)]
+    assert min(pool.reserve("d/1", 12).pages) >= 4
+    assert pool.stats().cached == 3
+    pool.audit()

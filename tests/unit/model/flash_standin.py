@@ -7,10 +7,13 @@ kernels; tests/gpu runs those.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from baton.model.attention.flash_backend import FlashKernels
+from baton.model.attention.torch_backend import attend_segment
 from tests.unit.model.attention_contract import dense
 
 
@@ -59,9 +62,21 @@ def flash_attn_varlen_func(
     *,
     causal: bool,
     window_size: tuple[int, int],
-    block_table: Tensor,
-) -> Tensor:
-    """`q` `[total tokens, heads, head_dim]`; `k`, `v` `[pages, page_size, kv_heads, head_dim]`."""
+    block_table: Tensor | None = None,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`q` `[total tokens, heads, head_dim]`; `k`, `v` `[pages, page_size, kv_heads, head_dim]`.
+
+    Without a block table `k` and `v` are `[total tokens, kv_heads, head_dim]`; here of one sequence. The log-sum-exp of
+    `return_attn_probs` is `[heads, total tokens]`.
+    """
+    if block_table is None:
+        assert return_attn_probs
+        assert (cu_seqlens_q.tolist(), cu_seqlens_k.tolist()) == ([0, max_seqlen_q], [0, max_seqlen_k])
+        # Causality is aligned at the bottom right.
+        distance = len(k) - len(q) if causal else len(k)
+        out, lse = attend_segment(q, k, v, distance, _window(window_size) if causal else None)
+        return out.to(q.dtype), lse.transpose(0, 1), None
     assert causal
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
     queries, contexts = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
