@@ -51,7 +51,7 @@ _CHUNK_SIZES = ((512_000, 4_096), (128_000, 8_192), (32_000, 16_384))
 _RETRY_AFTER_S = (0.1, 60.0)
 
 
-def chunk_size(prompt_tokens: int, configured: int, rate: float) -> int:
+def chunk_size(prompt_tokens: int, configured: int, rate: float, hiding: int = 0) -> int:
     """Tokens of the next chunk of a prompt; `rate` is in tokens/s, 0 while unknown.
 
     If `configured` is 0, it depends on the length of the prompt: the whole prompt below 32,000 tokens, then 16,384,
@@ -59,13 +59,18 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float) -> int:
     measured rate, or UNKNOWN_RATE, so that a layer ends long before the worker counts as stalled. But it is at least
     MIN_CHUNK, since smaller chunks use a processor badly, unless that would take longer than MIN_CHUNK_S. It is never
     below MIN_RATE_TOKENS, so that the rate is measured again when a slow phase is over.
+
+    `hiding`: of a prompt with KV in host memory, the tokens from which on a chunk hides the copies; 0 if there are
+    none. Shorter chunks would wait for copies, and copy the same KV more often, so its chunks are not shorter, and do
+    not shrink with its length.
     """
     if configured:
         return configured
-    size = next((size for least, size in _CHUNK_SIZES if prompt_tokens >= least), prompt_tokens)
+    sizes = _CHUNK_SIZES[-1:] if hiding else _CHUNK_SIZES
+    size = next((size for least, size in sizes if prompt_tokens >= least), prompt_tokens)
     rate = rate or UNKNOWN_RATE
     least = max(MIN_RATE_TOKENS, min(MIN_CHUNK, int(rate * MIN_CHUNK_S)))
-    return min(size, max(least, int(rate * CHUNK_S)))
+    return min(size, max(least, hiding, int(rate * CHUNK_S)))
 
 
 class Stage(enum.Enum):
@@ -208,7 +213,8 @@ class PrefillScheduler:
         if not ready:
             return None
         prompt = self._turn_order(ready)[0]
-        size = chunk_size(prompt.tokens, self.chunk_size, self.rate.value)
+        hiding = self.spec.hiding_chunk if prompt.pages > self.spec.device_pages else 0
+        size = chunk_size(prompt.tokens, self.chunk_size, self.rate.value, hiding)
         return prompt, min(prompt.tokens, prompt.done + size)
 
     def start_chunk(self, prompt: Prompt) -> None:

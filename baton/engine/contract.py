@@ -37,7 +37,8 @@ class EngineSpec:
     """Properties that do not change while an engine lives.
 
     `steps_ahead`: the most steps that may be in flight when another one is launched; 0 for an engine whose `step`
-    returns when the tokens are known. The last `host_pages` of the `pages` are in host memory beside a device.
+    returns when the tokens are known. The last `host_pages` of the `pages` are in host memory beside a device;
+    a chunk of `hiding_chunk` tokens or more hides the copies of KV from there, if these take time.
     """
 
     fingerprint: str
@@ -50,6 +51,7 @@ class EngineSpec:
     slots: int
     steps_ahead: int = 0
     host_pages: int = 0
+    hiding_chunk: int = 0
 
     @property
     def device_pages(self) -> int:

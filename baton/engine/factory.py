@@ -12,6 +12,7 @@ from baton.engine.config import CPU_PAGE_SIZE, CUDA_PAGE_SIZE, EngineConfig
 from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
+from baton.engine.host_link import measure_hiding_chunk
 from baton.engine.model_runner import ModelRunner
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, attention_parts
@@ -77,6 +78,7 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
         slots=config.slots,
         steps_ahead=int(device.type == "cuda") if steps_ahead is None else steps_ahead,
         host_pages=host_pages,
+        hiding_chunk=_hiding_chunk(model, device) if host_pages else 0,
     )
     # On CUDA a page more, which the rows of a graph write to that no sequence has.
     kv = model.new_kv_cache(device_pages + int(device.type == "cuda"), page_size, kv_dtype, host_pages)
@@ -187,3 +189,10 @@ def _host_pages(config: EngineConfig, page_bytes: int, device_pages: int, longes
     if device.type != "cuda" or device_pages >= longest:
         return 0
     return min(longest, int(host_memory.available() * _HOST_SHARE) // page_bytes)
+
+
+def _hiding_chunk(model: LoadedModel, device: torch.device) -> int:
+    """See EngineSpec; 0 on a CPU, which copies nothing."""
+    if device.type != "cuda":
+        return 0
+    return measure_hiding_chunk(device, model.dtype, model.config.num_heads // model.config.num_kv_heads)

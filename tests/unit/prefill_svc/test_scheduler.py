@@ -62,6 +62,11 @@ def test_automatic_chunks_are_capped_by_the_rate() -> None:
     assert chunk_size(600_000, 0, 10_000.0) == 4_096
     assert chunk_size(600_000, 0, 8_000.0) == 4_000
     assert chunk_size(10, 0, 0.001) == 10
+    # Copies from host memory: never below the chunk that hides them.
+    assert chunk_size(10**6, 0, 1_000.0, 4_498) == 4_498
+    assert chunk_size(10**6, 0, 1e9, 1_652) == 16_384
+    assert chunk_size(3_000, 0, 1_000.0, 4_498) == 3_000
+    assert chunk_size(10**6, 7, 1_000.0, 4_498) == 7
 
 
 def test_automatic_chunks_are_never_too_short_to_be_quick_or_to_tell_the_rate() -> None:
