@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
@@ -17,6 +18,7 @@ from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import Chunk, ForwardPlan, Growth, Join, PlanResult, Step
 from baton.errors import EngineError
 from baton.kv.format import KvFormat, KvPart
+from baton.model.attention.segments import Segment, SegmentViews
 from baton.model.load import LoadedModel, load_model
 from baton.request import SamplingParams, SequenceState
 from tests.checkpoints import make_checkpoint
@@ -114,3 +116,33 @@ def test_a_mixture_that_the_runner_does_not_take_is_refused(runner: Callable[[],
     other = Join(1, (2,), SequenceState(MIXED[0], [1, 2]))
     with pytest.raises(EngineError, match="one of all 2 slots that are taken, got 1"):
         executor.launch(ForwardPlan(reset=True, joined=(join, other), steps=(Step(1, 1),)))
+
+
+def test_kv_comes_from_host_memory_once_a_sequence_has_pages_there(model: LoadedModel, spec: EngineSpec) -> None:
+    """A sequence of device pages, one in host memory from its start, and a first one that grows into host memory."""
+    kv, opened = model.new_kv_cache(6, 16, host_pages=54), list[Segment]()
+
+    class Watched(SegmentViews):
+        def open(self, segment: Segment) -> tuple[Tensor, Tensor]:
+            opened.append(segment)
+            return super().open(segment)
+
+    runner = ModelRunner(model, kv, replace(spec, host_pages=54), Watched(kv, 32))
+    executor = InProcessExecutor(runner)
+    params = MIXED[0]
+    grows, device, hosted = (SequenceState(params, list(range(length))) for length in (15, 20, 40))
+    for pages, one in (((0,), grows), ((1, 2), device), ((6, 7, 8), hosted)):
+        ids = tuple(one.prompt_ids)
+        executor.launch(ForwardPlan(chunks=(Chunk(ids, 0, pages, (one,)),)))()
+    assert not opened, "each was one chunk, without a past"
+    joined = (Join(0, (0,), grows), Join(1, (1, 2), device), Join(2, (6, 7, 8), hosted))
+    executor.launch(ForwardPlan(joined=joined, steps=(Step(0, 14), Step(1, 19), Step(2, 39))))()
+    assert {each.row for each in opened} == {2}
+    opened.clear()
+    executor.launch(ForwardPlan(steps=(Step(0, 15), Step(1, 20), Step(2, 40))))()
+    assert {each.row for each in opened} == {2}
+    opened.clear()
+    grew = (Growth(0, (9,)),)
+    executor.launch(ForwardPlan(grew=grew, steps=(Step(0, 16), Step(1, 21), Step(2, 41))))()
+    assert {each.row for each in opened} == {0, 2}
+    assert [each.tokens for each in opened if each.layer == 0] == [range(16), range(32), range(32, 41)]
