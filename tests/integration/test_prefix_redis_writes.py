@@ -113,7 +113,7 @@ def watch_batches(monkeypatch: pytest.MonkeyPatch, scanned: Scanned) -> None:
         return await at(self, node, lane, commands, budget_s)
 
     monkeypatch.setattr(RedisCalls, "call_node", watched)
-    monkeypatch.setattr("baton.kv.prefix.redis.cache.CLEAR_KEYS", 20)
+    monkeypatch.setattr("baton.kv.prefix.redis.clearing.CLEAR_KEYS", 20)
 
 
 async def test_clearing_takes_as_long_as_it_takes_and_opens_no_breaker(

@@ -34,9 +34,10 @@ from baton.kv.prefix.address import parse_redis_url
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
 from baton.kv.prefix.record import HEADER_BYTES, BadRecord, RecordCodec
 from baton.kv.prefix.redis.calls import RedisCalls
+from baton.kv.prefix.redis.clearing import ClearJob
 from baton.kv.prefix.redis.connect import open_topology
-from baton.kv.prefix.redis.faults import count_fault, fault_label
-from baton.kv.prefix.redis.nodes import Command, Node
+from baton.kv.prefix.redis.faults import count_fault
+from baton.kv.prefix.redis.nodes import Command
 from baton.kv.prefix.redis.removals import RemovalQueue, removal_command
 from baton.kv.prefix.redis.write_queue import OnLost, WriteQueue
 from baton.kv.prefix.throughput import Throughput
@@ -51,7 +52,6 @@ BATCH_BYTES = 4 << 20
 WINDOW_BYTES = 4 << 20
 LANES = 2
 """A fetch asks each node for LANES windows at a time: one is received while another one is checked."""
-CLEAR_KEYS = 250
 _SLOWEST_BYTES_PER_S = 100e6
 _WRITE_BUDGET_S = 1.0
 _CLOSE_S = 1.0
@@ -90,16 +90,6 @@ class _CheckedRecords:
         return len(self.payloads) == self.asked
 
 
-@dataclass(slots=True, eq=False)
-class _ClearJob:
-    """The deletion of all our keys at one node: its progress, and the first error."""
-
-    node: Node
-    deleted: int = 0
-    done: bool = False
-    refused: Exception | None = None
-
-
 class RedisPrefixCache:
     """`PrefixCache` over the servers at a URL; raises ConfigError for a URL that can't be used.
 
@@ -129,7 +119,7 @@ class RedisPrefixCache:
         self._throughput = Throughput()
         self._hits = self._misses = 0
         self._touch_task: asyncio.Task[None] | None = None
-        self._clear_jobs: set[_ClearJob] = set()
+        self._clear_jobs: set[ClearJob] = set()
         self._closed = False
 
     @property
@@ -223,10 +213,11 @@ class RedisPrefixCache:
         if not shared:
             return []
         self._queue.clear()
-        jobs = [_ClearJob(node) for node in await self._calls.masters()]
+        jobs = [ClearJob(node) for node in await self._calls.masters()]
         self._clear_jobs.update(jobs)
+        budget_s = _WRITE_BUDGET_S + self._budget(0)
         try:
-            await asyncio.gather(*map(self._clear, jobs))
+            await asyncio.gather(*(job.run(self._calls, self._prefix + b"*", budget_s) for job in jobs))
         finally:
             self._clear_jobs.difference_update(jobs)
         blocks = sum(job.deleted for job in jobs)
@@ -313,30 +304,6 @@ class RedisPrefixCache:
         return await self._calls.call_keys(
             "write", keys, lambda index: removal_command(keys[index], size, headers[index]), self._limits.budget_s
         )
-
-    async def _clear(self, job: _ClearJob) -> None:
-        """Delete in batches, until all keys were scanned or a batch fails."""
-        cursor, budget_s = 0, _WRITE_BUDGET_S + self._budget(0)
-        scan = ("MATCH", self._prefix + b"*", "COUNT", CLEAR_KEYS)
-        # In the lane of writes, so that it does not delay look-ups.
-        ask = partial(self._calls.call_node, job.node, "write", budget_s=budget_s)
-        while not job.done and not job.refused:
-            replies = await ask([("SCAN", cursor, *scan)])
-            if replies is None:
-                return
-            if isinstance(replies[0], Exception):
-                job.refused = replies[0]
-                count_fault(fault_label(replies[0]))
-                return
-            cursor, keys = replies[0]
-            deleted = await ask([("UNLINK", key) for key in keys]) if keys else []
-            if deleted is None:
-                return
-            job.deleted += sum(reply for reply in deleted if isinstance(reply, int))
-            for error in (reply for reply in deleted if isinstance(reply, Exception)):
-                count_fault(fault_label(error))
-                job.refused = job.refused or error
-            job.done = cursor == 0
 
     async def _renew_expiry(self, digests: Sequence[bytes]) -> None:
         keys, ttl_s = self._keys(digests), self._limits.ttl_s
