@@ -129,6 +129,27 @@ async def test_what_is_wanted_may_be_put_in_part(cache: PrefixCache) -> None:
         assert await fetched(cache, DIGESTS) == BLOCKS[:upto]
 
 
+async def test_what_is_saved_is_found_by_others_at_once_until_it_is_removed(cache: PrefixCache, shared: bool) -> None:
+    if isinstance(cache, HostPrefixCache):
+        assert cache.select_saves(DIGESTS) == []
+        assert await cache.save(DIGESTS, BLOCKS) == 0
+        await cache.remove(DIGESTS)
+        assert await found(cache, DIGESTS) == 0
+        return
+    assert cache.select_saves(DIGESTS) == [True] * 10
+    assert await cache.save(DIGESTS[:3], BLOCKS[:3]) == 3
+    assert await cache.save(DIGESTS[3:6], [memoryview(block) for block in BLOCKS[3:6]]) == 3
+    assert (await cache.lookup(DIGESTS)).runs == (("redis" if shared else "host", 6),), (
+        "nothing is kept in this process"
+    )
+    assert await fetched(cache, DIGESTS) == BLOCKS[:6]
+    await cache.remove(DIGESTS[2:])
+    if shared:
+        await cache.clear(shared=False)  # host memory has kept what was fetched
+    assert await found(cache, DIGESTS) == 2
+    assert cache.select_saves(DIGESTS)[2:] == [True] * 8
+
+
 async def test_touching_changes_nothing(cache: PrefixCache) -> None:
     await fill(cache, range(3))
     for _ in range(20):
@@ -231,6 +252,9 @@ async def test_no_cache_finds_nothing_and_keeps_nothing() -> None:
     assert not cache.enabled
     assert cache.select_writes(DIGESTS) == [False] * 10
     assert not cache.put(DIGESTS[0], BLOCKS[0])
+    assert cache.select_saves(DIGESTS) == []
+    assert await cache.save(DIGESTS, BLOCKS) == 0
+    await cache.remove(DIGESTS)
     cache.watch(lambda *_: pytest.fail("nothing changes"))
     cache.touch(DIGESTS)
     await cache.check()

@@ -4,6 +4,7 @@
     fetch(digests)         → their payloads, up to the first one that is gone
     select_writes(digests) → which blocks to put; counts that each of them was seen once more
     put(digest, payload)   → returns at once; the block is stored later, or dropped
+    save(digests, payloads) → returns when the blocks of a long prompt are stored where other workers find them
 
 A payload is the canonical KV of one block (`baton.kv.format`). A cache never raises: every fault is a miss or a dropped
 write, counted by reason in `metrics.PREFIX_FAULTS`. If a block is evicted between look-up and fetch, the hit becomes
@@ -77,6 +78,22 @@ class PrefixCache(Protocol):
         """Store a block, now or later; False if it was dropped, and then the later blocks of its chain need not be
         put.
         """
+
+    def select_saves(self, digests: Sequence[bytes]) -> list[bool]:
+        """Which blocks of a long prompt `save` should get: those that the shared store is not known to have.
+
+        Call it at most once for each request, with its whole chain. Empty if no other worker could find saved blocks.
+        """
+
+    async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
+        """Store the blocks in the shared store alone, however often they were seen; returns when this is done.
+
+        Returns the number of leading blocks that are stored: 0 at once while the store can't be reached. A call takes
+        no longer than the store's time budget. Callers limit the number of blocks.
+        """
+
+    async def remove(self, digests: Sequence[bytes]) -> None:
+        """Remove saved blocks from the shared store, if it can be reached: their KV may be wrong."""
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Record that these blocks were used without a look-up here, for example as hits in the engine's pages.

@@ -140,6 +140,17 @@ class HostPrefixCache:
         _HIT.inc(hits)
         _MISS.inc(misses)
 
+    def select_saves(self, digests: Sequence[bytes]) -> list[bool]:
+        """Empty: no other worker finds blocks in this process's memory."""
+        return []
+
+    async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
+        """Store nothing."""
+        return 0
+
+    async def remove(self, digests: Sequence[bytes]) -> None:
+        """Do nothing: nothing was saved."""
+
     def touch(self, digests: Sequence[bytes]) -> None:
         """Do nothing: blocks that are used in the engine's pages need no second copy."""
 

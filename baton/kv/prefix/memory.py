@@ -37,6 +37,17 @@ class NullPrefixCache:
         """Drop the block."""
         return False
 
+    def select_saves(self, digests: Sequence[bytes]) -> list[bool]:
+        """Empty: no other worker finds anything here."""
+        return []
+
+    async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
+        """Store nothing."""
+        return 0
+
+    async def remove(self, digests: Sequence[bytes]) -> None:
+        """Do nothing: nothing was saved."""
+
     def touch(self, digests: Sequence[bytes]) -> None:
         """Do nothing: nothing expires."""
 
@@ -100,6 +111,20 @@ class MemoryPrefixCache:
         if news and self._changed is not None:
             self._changed((digest,), ())
         return True
+
+    def select_saves(self, digests: Sequence[bytes]) -> list[bool]:
+        """Blocks that are not cached here."""
+        return [digest not in self.blocks for digest in digests]
+
+    async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
+        """Keep the blocks."""
+        return sum(self.put(digest, payload) for digest, payload in zip(digests, payloads, strict=True))
+
+    async def remove(self, digests: Sequence[bytes]) -> None:
+        """Drop the blocks."""
+        dropped = [digest for digest in digests if self.blocks.pop(digest, None) is not None]
+        if dropped and self._changed is not None:
+            self._changed((), dropped)
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Do nothing: nothing expires."""

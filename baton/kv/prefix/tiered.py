@@ -9,6 +9,9 @@ the tiers. A fetch reads each block from its tier, and keeps blocks from the sto
     second  if it was seen by an earlier request as well; its KV may come from host memory then
     never   not at all
 
+`save` hands the blocks of a long prompt to the store at once, unless `writes` is never, and leaves host memory to other
+prompts.
+
 The cache remembers which blocks are in the store (`baton.kv.prefix.write_filter`) until a look-up misses them, or the
 store reports them as lost or refused. So no KV is copied out of the engine without need.
 
@@ -120,6 +123,23 @@ class TieredPrefixCache:
         kept = self._host.put(digest, payload)
         seen = self._write_filter.state(digest) or self._write_filter.observe([digest])[0]
         return (seen in self._write_states and self._store(digest, payload)) or kept or seen is BlockState.STORED
+
+    def select_saves(self, digests: Sequence[bytes]) -> list[bool]:
+        """Blocks that are not known to be in the store; empty if `writes` is never."""
+        if not self._write_states:
+            return []
+        return [seen is not BlockState.STORED for seen in self._write_filter.observe(digests)]
+
+    async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
+        """Save the blocks in the store."""
+        saved = await self._shared.save(digests, payloads)
+        self._write_filter.mark_stored(digests[:saved])
+        return saved
+
+    async def remove(self, digests: Sequence[bytes]) -> None:
+        """Remove the blocks from the store."""
+        self._write_filter.mark_missed(digests)
+        await self._shared.remove(digests)
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Renew the expiry of the blocks in the store, if the call is one of the sample."""

@@ -346,3 +346,31 @@ async def test_whatever_happens_a_look_up_tells_the_truth(
             assert writes != "never" or not set(copied) & set(DIGESTS[:hits])
         assert len(here) <= blocks
         assert writes != "never" or not store.puts
+
+
+@pytest.mark.parametrize("writes", ["first", "second"])
+async def test_a_long_prompt_is_saved_when_first_seen_and_not_in_host_memory(store: Store, writes: str) -> None:
+    cache = tiered(store, writes)
+    await only_stored(store, 0)
+    await cache.lookup(DIGESTS[:1])
+    assert cache.select_saves(DIGESTS) == [False] + [True] * 9
+    assert await cache.save(DIGESTS[1:4], [BLOCKS[digest] for digest in DIGESTS[1:4]]) == 3
+    assert list(store.blocks) == DIGESTS[:4]
+    assert (await cache.stats())[0].blocks == 0
+    assert cache.select_saves(DIGESTS) == [False] * 4 + [True] * 6
+    await cache.remove(DIGESTS[2:4])
+    assert cache.select_saves(DIGESTS) == [False] * 2 + [True] * 8
+
+
+async def test_workers_that_never_write_save_nothing(store: Store) -> None:
+    assert tiered(store, "never").select_saves(DIGESTS) == []
+
+
+async def test_what_the_store_did_not_save_is_not_taken_for_stored(store: Store) -> None:
+    class Full(Store):
+        async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
+            return 1
+
+    cache = tiered(Full())
+    assert await cache.save(DIGESTS[:3], [BLOCKS[digest] for digest in DIGESTS[:3]]) == 1
+    assert cache.select_saves(DIGESTS[:3]) == [False, True, True]
