@@ -106,6 +106,9 @@ class PrefillJob:
     sources         (tier, tokens) runs that say where the KV in the pages came from, in order
     computed        leading tokens whose KV is final
     computing_end   end of the chunk that the engine thread computes, or computed last
+    to_save         of a long prompt that is saved while it is computed: which blocks the shared store should get
+    saved           leading blocks that need no more saving
+    saving          the task that saves
     wakeup          what the job waits for: its pages, or the end of its next chunk
     started         whether its coroutine runs
     finished        whether its stream has had its last event
@@ -124,6 +127,9 @@ class PrefillJob:
     sources: list[tuple[str, int]] = field(default_factory=list)
     computed: int = 0
     computing_end: int = 0
+    to_save: Sequence[bool] = ()
+    saved: int = 0
+    saving: asyncio.Task[None] | None = None
     prompt_tokens: list[TokenInfo] = field(default_factory=list)
     error: BatonError | None = None
     started: bool = False

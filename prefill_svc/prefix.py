@@ -4,6 +4,7 @@
     plan_load  ── blocks that came with the pages; hits to load          when its pages are allocated
     load       ── blocks of the cache, or of a decode worker, into the pages
     publish    ── after the load and after each chunk: others may share the blocks that are final
+    save       ── after each chunk of a long prompt: its blocks go to the shared store (`prefill_svc.saver`)
     write_back ── new blocks go to the cache, after the job's caller has its answer
 
 The pool is asked twice. At the look-up, so that the cache is asked only for the other blocks; and when pages are
@@ -22,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from baton.engine.contract import Engine
+from baton.errors import EngineError
 from baton.kv.prefix import PrefixCache
 from baton.kv.prefix.contract import FetchRate, Hits
 from baton.kv.prefix.fetch_cost import FetchCostModel
@@ -31,6 +33,7 @@ from baton.worker.cache_tiers import POOL, CacheTiers
 from prefill_svc.job import PrefillJob
 from prefill_svc.load_plan import PEER, TierRun, add_peer, cached_runs, common_blocks, to_hits, truncate
 from prefill_svc.peers import PeerFetcher
+from prefill_svc.saver import ChunkSaver
 
 _log = logging.getLogger(__name__)
 
@@ -47,10 +50,13 @@ class PrefixBackends:
 class PrefixLoader:
     """Finds and loads the cached blocks of one worker's jobs; used on the asyncio loop only.
 
-    `prefill_rate` returns the tokens per second that the worker computes, 0 while unknown.
+    `prefill_rate` returns the tokens per second that the worker computes, 0 while unknown. Prompts of at least
+    `long_chunks` chunks are saved while they are computed; 0: none.
     """
 
-    def __init__(self, engine: Engine, backends: PrefixBackends, prefill_rate: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: Engine, backends: PrefixBackends, prefill_rate: Callable[[], float], long_chunks: int
+    ) -> None:
         self._engine = engine
         self._cache, self._report, self._peers = backends.cache, backends.cache_tiers, backends.peers
         self._prefill_rate = prefill_rate
@@ -60,6 +66,7 @@ class PrefixLoader:
         self._layers = engine.spec.kv_format.layers
         self._fetch_cost = FetchCostModel(self._block_bytes, self._block)
         self._blocks = BlockCopier(engine, backends.cache)
+        self._saver = ChunkSaver(backends.cache, self._blocks, self._block, long_chunks)
 
     def stop(self) -> None:
         """End loads and write-backs soon."""
@@ -127,10 +134,22 @@ class PrefixLoader:
         if job.handle is not None and job.task.cache.writes:
             self._engine.publish(job.handle, job.digests[: job.computed // self._block])
 
+    async def save(self, job: PrefillJob) -> None:
+        """Save the final blocks of a long prompt beside its next chunk; waits a while for those of the chunk before."""
+        await self._saver.save(job)
+
     async def write_back(self, job: PrefillJob) -> None:
         """Put the job's new blocks into the cache; the caller must keep its pages meanwhile."""
-        if job.task.cache.writes:
-            await self._blocks.write_back(job.pages, job.digests, job.cached_tokens // self._block, lambda: True)
+        await self._saver.finish(job)
+        if job.task.cache.writes and job.saved < len(job.digests):
+            hits = job.cached_tokens // self._block
+            await self._blocks.write_back(job.pages, job.digests, hits, lambda: True, least=job.saved)
+
+    async def give_up(self, job: PrefillJob) -> None:
+        """End the save of a job that failed. If its KV may be wrong, remove what was saved."""
+        await self._saver.stop(job)
+        if isinstance(job.error, EngineError):
+            await self._saver.remove(job)
 
     def advance(self, job: PrefillJob, tokens: int) -> None:
         """Tell the export that the first `tokens` are final, except the last one, which is computed again."""

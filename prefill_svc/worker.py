@@ -5,7 +5,8 @@
 
 `_serve` is that life, from top to bottom. It waits for two decisions of the scheduler: for all its pages at once
 (`_allocate_pages`), and for the engine before each chunk (`prefill_svc.chunks`). Full blocks are published after each
-chunk, so the work of an aborted job is not lost. After a fault of the engine all cached blocks are dropped, because
+chunk, so the work of an aborted job is not lost; those of a long prompt also go to the shared cache, so the work of a
+worker that dies is not lost either. After a fault of the engine all cached blocks are dropped, because
 they may be wrong. Finished KV is kept until its export has ended. Whenever no job is left, the worker audits itself.
 """
 
@@ -70,7 +71,7 @@ class PrefillWorker:
         self._backends = backends
         self._changed = changed
         self._scheduler = PrefillScheduler(engine.spec, config.chunk_size, config.max_waiting)
-        self._prefix = PrefixLoader(engine, backends, lambda: self._scheduler.rate.value)
+        self._prefix = PrefixLoader(engine, backends, lambda: self._scheduler.rate.value, config.long_prompt_chunks)
         self._open_jobs: dict[Prompt, PrefillJob] = {}
         """Jobs whose callers wait for the answer."""
         self._live_jobs: dict[PrefillJob, None] = {}
@@ -249,6 +250,7 @@ class PrefillWorker:
                 return result
             self._allocate_pages()
             self._changed()
+            await self._prefix.save(job)
 
     def _commit(self, job: PrefillJob, result: ChunkResult) -> PrefillDone:
         """Commit the KV to its export, with the first token of each choice."""
@@ -260,12 +262,14 @@ class PrefillWorker:
         return done
 
     async def _hold(self, job: PrefillJob) -> None:
-        """Write new blocks of a finished job back, and keep its KV until its export has ended."""
-        if job.error is None:
-            try:
+        """Write new blocks of a job back, if it was computed, and keep its KV until its export has ended."""
+        try:
+            if job.error is None:
                 await self._prefix.write_back(job)
-            except Exception:
-                _log.exception("%s: blocks could not be written back", job.task.name)
+            else:
+                await self._prefix.give_up(job)
+        except Exception:
+            _log.exception("%s: blocks could not be written back", job.task.name)
         if job.export is not None:
             await job.export_closed.wait()
 

@@ -16,6 +16,12 @@ class PrefillConfig(WorkerConfig):
     """
 
     chunk_size: int = option(0, help="Tokens in a chunk; 0: depends on prompt length and measured rate.", minimum=0)
+    long_prompt_chunks: int = option(
+        16,
+        help="Chunks from which a prompt is long: its blocks go to Redis after each chunk, so that another worker can "
+        "resume it; 0: never.",
+        minimum=0,
+    )
     max_waiting: int = option(64, help="Largest number of prompts that wait for their first chunk.", minimum=1)
     cache_memory: int = option(256 << 20, help="Host memory for cached prefixes; 0: none.", unit="bytes")
     lease_s: float = option(10.0, help="Seconds for which finished KV is kept if nobody fetches it.", minimum=0.01)

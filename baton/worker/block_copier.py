@@ -2,8 +2,8 @@
 
 Copies run in threads, beside the engine and the asyncio loop, in slices of SLICE_BYTES. So memory never holds a second
 copy of a long prefix: one slice is fetched while the one before is copied. Threads can't be cancelled. When a job has
-ended, or after `stop`, a load ends after COPY_BYTES and a write-back after its slice; the caller keeps the handle until
-they have returned.
+ended, or after `stop`, a load or a save ends after COPY_BYTES and a write-back after its slice; the caller keeps the
+handle until they have returned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockCopier:
         self._stopped = False
 
     def stop(self) -> None:
-        """Let `load` and `write_back` return soon."""
+        """Let `load`, `write_back` and `save` return soon."""
         self._stopped = True
 
     async def hash_blocks(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
@@ -118,6 +118,27 @@ class BlockCopier:
                         return
         finally:
             self._writing_back -= 1
+
+    async def save(
+        self,
+        handle: KvHandle,
+        digests: Sequence[bytes],
+        wanted: Sequence[bool],
+        blocks: range,
+    ) -> int:
+        """Save those `blocks` of the chain that are `wanted`, in slices of COPY_BYTES; all of them must be final.
+
+        Returns the block up to which everything wanted is stored: the end of `blocks`, unless the store fails.
+        Returns or raises, also when cancelled, only after the last read has ended.
+        """
+        for run in _slices([block for block in blocks if wanted[block]], self._copy):
+            if self._stopped:
+                return run.start
+            payloads = await _wait_to_end(asyncio.to_thread(self._read, handle, run))
+            saved = await self._cache.save(digests[run.start : run.stop], payloads)
+            if saved < len(run):
+                return run.start + saved
+        return blocks.stop
 
     def _should_continue(self, should_continue: Callable[[], bool]) -> bool:
         return should_continue() and not self._stopped
