@@ -1,0 +1,67 @@
+"""A prefill worker is killed at 90% of a long prompt; another process resumes from the blocks in a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+from types import SimpleNamespace
+
+from baton.config.prefill import PrefillConfig
+from tests.checkpoints import greedy, load_reference, make_checkpoint, prompt_ids
+from tests.fleet import Fleet
+from tests.redis_server import Server
+
+CHUNK = 64
+PROMPT = prompt_ids(3000)
+HOLD = 9 * len(PROMPT) // 10
+TOKENS = 12
+LIMIT_S = 120
+
+
+async def line(process: Process, word: str) -> list[str]:
+    """The rest of the next line, which must begin with `word`."""
+    assert process.stdout is not None
+    first, *rest = (await process.stdout.readline()).decode().split()
+    assert first == word
+    return rest
+
+
+async def killed_when_it_holds(workers: list[Process]) -> int:
+    """SIGKILL the first worker that holds; returns the number of tokens that it had computed."""
+    holding = [asyncio.create_task(line(worker, "holding")) for worker in workers]
+    done, pending = await asyncio.wait(holding, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    (held,) = done
+    workers[holding.index(held)].kill()
+    return int(held.result()[0])
+
+
+async def test_a_long_prompt_is_resumed_by_another_worker(valkey: Server, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("llama", tmp_path / "model", max_position_embeddings=4096)
+    flags = [f"--model={checkpoint}", "--dtype=float32", "--threads=1", "--kv-memory=64MiB", f"--chunk-size={CHUNK}"]
+    flags += [f"--redis={valkey.url}", "--cache-budget-s=60", "--served-model-name=m"]
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(LIMIT_S):
+        workers = []
+        for _ in range(2):
+            command = [sys.executable, "-m", "tests.holding_prefill", str(tmp_path / "marker"), str(HOLD), *flags]
+            worker = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+            stack.push_async_callback(worker.wait)
+            stack.callback(lambda worker=worker: worker.returncode is None and worker.kill())
+            workers.append(worker)
+        controls = [dict(pair.split("=") for pair in await line(worker, "listening"))["control"] for worker in workers]
+        fleet = await stack.enter_async_context(Fleet(checkpoint, dtype="float32"))
+        prefills = [SimpleNamespace(addresses=SimpleNamespace(control=control)) for control in controls]
+        client = await fleet.router(prefills, [await fleet.decode()])
+        asked = asyncio.create_task(client.complete(PROMPT, max_tokens=TOKENS, temperature=0, ignore_eos=True))
+        computed = await killed_when_it_holds(workers)
+        answer = await asked
+    assert answer.token_ids == greedy(load_reference(checkpoint), PROMPT, TOKENS).token_ids
+    assert answer.usage is not None
+    assert HOLD <= computed < HOLD + CHUNK
+    # All but the chunk whose save may have been under way, and the rest of its last block.
+    assert computed - CHUNK - PrefillConfig().block_size < answer.usage.cached.redis <= computed
+    assert answer.usage.cached_tokens == answer.usage.cached.redis
