@@ -32,13 +32,17 @@ _COLLAPSE = 25
 """MADV_COLLAPSE, from linux/mman.h."""
 
 _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ 00:00 0 +(?:\[heap\]|\[anon:.*)?$")
+_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ ...(?P<kind>[ps]) .*\n(?P<counts>(?:\w+:.*\n)*)", re.MULTILINE)
 _PAGE = os.sysconf("SC_PAGESIZE")
 _MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Bytes of this process's own memory, and those of them that are in huge pages."""
+    """Bytes that this process has in memory, and those of them that are in huge pages.
+
+    That is its own memory and what it shares, such as packed weights, but no libraries.
+    """
 
     total: int
     huge: int
@@ -47,11 +51,17 @@ class Resident:
 def resident() -> Resident:
     """Memory of this process now; zeros where the kernel does not report it."""
     try:
-        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+        text = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return Resident(0, 0)
-    kib = {name: int(value) for name, value in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
-    return Resident(kib.get("Anonymous", 0) << 10, kib.get("AnonHugePages", 0) << 10)
+    total = huge = 0
+    for found in _MAPPING.finditer(text):
+        kib = {name: int(value) for name, value in re.findall(r"^(\w+): +(\d+) kB", found["counts"], re.MULTILINE)}
+        shared = found["kind"] == "s"
+        total += kib.get("Rss" if shared else "Anonymous", 0) << 10
+        names = ("ShmemPmdMapped", "FilePmdMapped") if shared else ("AnonHugePages",)
+        huge += sum(kib.get(name, 0) for name in names) << 10
+    return Resident(total, huge)
 
 
 def collapse() -> None:

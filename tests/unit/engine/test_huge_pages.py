@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.engine import huge_pages
+from baton.native import mapping
 
 MOVED = """
 import ctypes, mmap
@@ -37,6 +45,27 @@ def test_what_was_touched_is_moved_and_nothing_else_is_filled() -> None:
     # Where the kernel gives huge pages without advice, the other is one as well.
     assert 32 << 20 <= after - empty <= 34 << 20
     assert grown < 1 << 20
+
+
+def test_what_processes_share_is_counted_and_libraries_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    size, library = 32 << 20, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    before = huge_pages.resident()
+    with library.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ) as memory:
+        assert sum(memory[:: mmap.PAGESIZE]) > 0
+        assert huge_pages.resident().total - before.total < size // 2
+    with (tmp_path / "shared").open("w+b") as file:
+        has_huge = mapping.huge_pages_of(file.fileno())
+        file.truncate(size)
+        before = huge_pages.resident()
+        with mmap.mmap(file.fileno(), size) as memory:
+            mapping.advise(memory)
+            memory[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
+            after = huge_pages.resident()
+    assert after.total - before.total > size // 2
+    assert (after.huge - before.huge > size // 2) == has_huge
 
 
 def test_it_is_left_alone_where_huge_pages_are_turned_off() -> None:
