@@ -75,6 +75,8 @@ def unnamed_file(folder: Path, size: int) -> int:
     It is a memfd, or a file without a name in `folder` where only that gets huge pages. Raises OSError.
     """
     memory = os.memfd_create("baton-packed-weights")
+    # Its mode is 0777 else.
+    os.fchmod(memory, 0o600)
     try:
         if huge_pages_of(memory):
             return memory

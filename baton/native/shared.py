@@ -6,7 +6,8 @@ Whoever maps the file holds a shared lock on it (flock) until it ends, and who b
 the locks of a process that is killed. So a builder knows that nobody reads what it replaces, and others wait for it.
 The magic says "complete" only when all is written. A file of another key that somebody maps is left alone.
 
-It is meant to be in memory: a memfd, or a file on a tmpfs. Only the user who made it may use it.
+It is meant to be in memory: a memfd, or a file on a tmpfs. Only the user who made it may use it: who else could write
+to it would choose what the model computes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ _BUILDING, _COMPLETE = b"Baton packed weights: building..\n", b"Baton packed wei
 _PREFIX = struct.Struct(f"<{len(_COMPLETE)}sQ")
 _ALIGNMENT = 64
 _LONGEST_INDEX = 64 << 20
+_OF_PROCESSES = "/proc/"
+"""Beginning of the path of a file that `baton up` holds open."""
+
 _POLL_S, _SAY_S, _WAIT_S = 0.02, 30.0, 300.0
 
 _log = logging.getLogger(__name__)
@@ -74,8 +78,9 @@ def share_weights(path: str, key: Key, load: Callable[[], Sequence[LoadedWeight]
     except _Unusable as problem:
         _log.warning("packed_weights: %s: %s; this worker holds a copy of its own", path, problem)
     except OSError as error:
-        if not path.startswith("/proc/"):
-            raise ConfigError(f"packed_weights: {path}: {error.strerror or error}") from error
+        if not path.startswith(_OF_PROCESSES):
+            reason = "is a symbolic link" if error.errno == errno.ELOOP else error.strerror or error
+            raise ConfigError(f"packed_weights: {path}: {reason}") from error
         # Nobody named this one: it is what `baton up` holds open, which a sandbox may not let its children open.
         _log.warning("packed_weights: %s: %s; this worker holds a copy of its own", path, error.strerror or error)
     return PackedWeights.private(load())
@@ -112,14 +117,18 @@ def _weights(fd: int, path: str, key: Key, load: Callable[[], Sequence[LoadedWei
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
-    # Non-blocking, or a pipe would wait for its other end.
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    # What `baton up` holds open is a link. Non-blocking, or a pipe would wait for its other end.
+    links = 0 if path.startswith(_OF_PROCESSES) else os.O_NOFOLLOW
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | links, 0o600)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"packed_weights: {path} is not a regular file")
         if found.st_uid != os.geteuid():
             raise ConfigError(f"packed_weights: {path} belongs to another user, uid {found.st_uid}")
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            mode = stat.S_IMODE(found.st_mode)
+            raise ConfigError(f"packed_weights: {path} can be written by other users, its mode is {mode:o}: chmod 600")
         yield fd
     finally:
         os.close(fd)

@@ -172,6 +172,35 @@ def test_a_file_that_is_not_ours_is_named_and_left_alone(path: str, monkeypatch:
         share_weights(path, KEY, no_load, 1)
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602], ids=oct)
+def test_a_file_that_others_may_write_is_refused(path: str, mode: int) -> None:
+    share_weights(path, KEY, weights, 1)
+    os.chmod(path, mode)
+    with pytest.raises(ConfigError, match=rf"^packed_weights: .*/packed can be written by other users.* {mode:o}"):
+        share_weights(path, KEY, no_load, 1)
+    os.chmod(path, 0o640)
+    assert content(share_weights(path, KEY, no_load, 1))
+
+
+def test_a_symbolic_link_is_refused(path: str) -> None:
+    os.symlink(f"{path}.elsewhere", path)
+    with pytest.raises(ConfigError, match=r"^packed_weights: .*/packed: is a symbolic link$"):
+        share_weights(path, KEY, no_load, 1)
+    assert not os.path.exists(f"{path}.elsewhere")
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_the_file_of_up_is_shared_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: bool) -> None:
+    monkeypatch.setattr(mapping, "huge_pages_of", lambda fd: ("memfd:" in os.readlink(f"/proc/self/fd/{fd}")) == memory)
+    fd = mapping.unnamed_file(tmp_path, 1000)
+    try:
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        assert content(share_weights(path, KEY, weights, 1))
+        assert content(share_weights(path, KEY, no_load, 1))
+    finally:
+        os.close(fd)
+
+
 def test_who_waits_builds_when_the_builder_is_killed(path: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     waiting, found = threading.Event(), []
