@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,14 @@ from baton.model.fingerprint import model_fingerprint, weights_digest
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
 from baton.model.weights import load_weights
+from baton.native import build as native_build
 from baton.native.decoder import NativeDecoder
 from baton.native.library import isa
-from baton.native.packed import LAYOUT, LoadedWeight, PackedWeights, weights_of
+from baton.native.packed import LoadedWeight, PackedWeights, weights_of
 from baton.native.shared import share_weights
+
+_PACKING = (Path(__file__).parent, Path(native_build.__file__).parent)
+"""Code that reads tensors, fuses and computes them is in one, code that packs them in the other."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,16 @@ def _pack(
     key = {
         "boot": _boot_id(),
         "model": fingerprint,
-        "layout": f"{LAYOUT}-{library.baton_native_source_hash().decode()}",
+        "layout": f"{packing_hash()}-{library.baton_native_source_hash().decode()}",
         "instructions": isa(library),
         "rank": f"{parallel.rank} of {parallel.size}",
     }
     return share_weights(shared, key, load, threads)
+
+
+def packing_hash(folders: Iterable[Path] = _PACKING) -> str:
+    """Of all Python code that decides what packed weights contain, in hexadecimal."""
+    return native_build.hash_of(file for folder in folders for file in sorted(folder.rglob("*.py")))
 
 
 def _boot_id() -> str:

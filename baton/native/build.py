@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -55,7 +56,12 @@ def source_hash(sources: Path = SOURCES) -> str:
     files = sorted((*sources.glob("*.cpp"), *sources.glob("*.h")))
     if not files:
         return ""
-    digest = hashlib.sha256(repr((_FLAGS, _UNITS)).encode())
+    return hash_of(files, repr((_FLAGS, _UNITS)))
+
+
+def hash_of(files: Iterable[Path], start: str = "") -> str:
+    """SHA-256 over `start`, and over names and contents of files in their order, in hexadecimal."""
+    digest = hashlib.sha256(start.encode())
     for file in files:
         content = file.read_bytes()
         digest.update(f"\n{file.name} {len(content)}\n".encode() + content)

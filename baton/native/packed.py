@@ -22,10 +22,6 @@ _PANEL = 32
 """Rows of a panel, kPanel; threads that pack must not share one."""
 
 
-LAYOUT = 1
-"""Rises when names or contents of `weights_of` change. A change of panels is one of the library's sources."""
-
-
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A weight `[rows, columns]` in panels; `memory` is 1-D, of its dtype."""

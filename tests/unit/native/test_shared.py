@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.model import load
 from baton.model.load import load_model
 from baton.native import mapping, shared
 from baton.native.decoder import NativeDecoder
@@ -117,6 +119,28 @@ def test_other_weights_have_another_key(tmp_path: Path, path: str, caplog: pytes
     ids = prompt_ids(20)
     private = chunked_logits(load_model(other, dtype=torch.float32, native=LIBRARY), ids, 16, 16)
     assert torch.equal(chunked_logits(second, ids, 16, 16), private)
+
+
+@needs_native
+def test_weights_packed_by_other_code_have_another_key(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint, known = make_checkpoint("qwen3", tmp_path), load.packing_hash()
+    first = load_model(checkpoint, dtype=torch.float32, native=LIBRARY, packed_weights=path)
+    monkeypatch.setattr(load, "packing_hash", lambda: "0")
+    load_model(checkpoint, dtype=torch.float32, native=LIBRARY, packed_weights=path)
+    assert re.search(rf"other workers use it, with layout {known}-\w+, not 0-\w+;", caplog.text)
+    del first
+
+
+@pytest.mark.parametrize("changed", ["native/packed.py", "model/rope.py", "model/attention/__init__.py"])
+def test_code_that_packs_and_loads_is_hashed(tmp_path: Path, changed: str) -> None:
+    baton = Path(load.__file__).parents[1]
+    folders = [shutil.copytree(baton / name, tmp_path / name) for name in ("model", "native")]
+    assert load.packing_hash(folders) == load.packing_hash()
+    with (tmp_path / changed).open("a") as file:
+        file.write("\n")
+    assert load.packing_hash(folders) != load.packing_hash()
 
 
 def test_another_key_is_replaced_only_where_nobody_uses_it(path: str, caplog: pytest.LogCaptureFixture) -> None:
