@@ -182,17 +182,19 @@ def _build(fd: int, key: Key, weights: Sequence[LoadedWeight], threads: int) -> 
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         tensors[weight.name] = start, weight.elements * weight.dtype.itemsize
         end = sum(tensors[weight.name])
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, _BUILDING, 0)
-    os.ftruncate(fd, end)
-    memory = mmap.mmap(fd, end)
-    advise(memory)
     try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, _BUILDING, 0)
+        os.ftruncate(fd, end)
+        memory = mmap.mmap(fd, end)
+        advise(memory)
         # Where there is no room, an ordinary write would end the process with SIGBUS.
         _commit(fd, memory, threads)
     except OSError as error:
         os.ftruncate(fd, 0)
-        raise _Unusable(f"there is no room for {end >> 20} MiB ({error.strerror})") from None
+        # The kernel says EFAULT in place of SIGBUS.
+        reason = os.strerror(errno.ENOSPC if error.errno == errno.EFAULT else error.errno or 0)
+        raise _Unusable(f"there is no room for {end >> 20} MiB ({reason})") from None
     for weight in weights:
         start, _ = tensors[weight.name]
         weight.write(torch.frombuffer(memory, dtype=weight.dtype, count=weight.elements, offset=start))

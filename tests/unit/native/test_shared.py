@@ -48,6 +48,33 @@ def stop(memory):
 share_weights(sys.argv[1], {"model": "m", "layout": "1"}, lambda: [LoadedWeight("a", 3000, torch.float32, stop)], 1)
 """
 
+CROWDED = """
+import errno, logging, resource, sys
+import torch
+from baton.native import shared
+from baton.native.packed import LoadedWeight
+
+path, case = sys.argv[1:]
+
+def unknown(*_, **__):
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+if case == "limited":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+if case == "full to the last page":
+    with open(path + ".other", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+if case == "allocated":
+    shared.populate = unknown
+logging.basicConfig()
+weights = shared.share_weights(path, {}, lambda: [LoadedWeight("a", 8 << 20, torch.uint8, lambda to: to.fill_(9))], 2)
+print(bytes(weights.memory["a"].numpy()) == bytes([9]) * (8 << 20))
+"""
+
 
 def tensors(first: float) -> dict[str, torch.Tensor]:
     return {"a": torch.arange(3000.0) + first, "b": torch.full((5,), first, dtype=torch.bfloat16)}
@@ -284,6 +311,27 @@ def test_without_room_each_holds_its_own(
     assert "there is no room for" in caplog.text
     assert os.path.getsize(path) == 0
     assert content(share_weights(path, KEY, weights, 1))
+
+
+@pytest.mark.parametrize("case", ["limited", "full", "full to the last page", "allocated"])
+def test_a_worker_without_room_is_not_killed(tmp_path: Path, case: str) -> None:
+    command = [sys.executable, "-c", CROWDED, f"{tmp_path}/packed", case]
+    if case != "limited":
+        mounted = [
+            "unshare",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            'mount -t tmpfs -o size=1m none "$0" && exec "$@"',
+        ]
+        if not shutil.which("unshare") or subprocess.run([*mounted, tmp_path, "true"], capture_output=True).returncode:
+            pytest.skip("this user may mount no tmpfs")
+        command = [*mounted, str(tmp_path), *command]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    reason = "File too large" if case == "limited" else "No space left on device"
+    assert f"packed: there is no room for 8 MiB ({reason}); this worker holds a copy of its own" in done.stderr
 
 
 def test_kernels_that_can_not_populate_allocate(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
