@@ -2,14 +2,7 @@
 
 Steps, in vLLM's order: the token masks (allowed_token_ids, a mask given with the call), min_tokens,
 logit_bias, the penalties; then greedy rows take the argmax, and the others divide by the temperature, apply
-min_p, top_k and top_p, and draw. Log-probabilities are those of the raw logits.
-
-min_p, top_k and top_p each keep the tokens at or above some logit, so together they are one threshold a row;
-tokens as likely as the last one kept are kept too, and no sort order matters. The threshold and the draw are
-found among the 64 most likely tokens. A row that keeps more is drawn without top_p (`draw_wide`), and its token is
-kept if the mass of the likelier ones is below p. If not, neither that token nor a less likely one is in the
-nucleus, and the row is drawn again from the likelier ones: what is kept at last is what has most score within
-the nucleus, and no sort is needed.
+min_p, top_k and top_p, and draw (`baton.model.truncation`). Log-probabilities are those of the raw logits.
 
 A draw adds to each logit a noise that depends on seed, choice index, output index and token id only, and takes
 the largest (`baton.model.gumbel`).
@@ -30,31 +23,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import threshold
 
 from baton.errors import NoToken
-from baton.model.gumbel import Draws, GumbelArgmax, LowestNoise, lowest_noise, scores_of
+from baton.model.gumbel import Draws, GumbelArgmax, LowestNoise, lowest_noise
 from baton.model.logit_tiles import LogitTiles
 from baton.model.logits_processor import LogitsProcessor, RowProcessor, row_processor
 from baton.model.noise import noise_key
 from baton.model.penalties import PenalizedRows, PenaltyEntry, PenaltyTable, apply_penalties
 from baton.model.sampler_output import SamplerOutput
+from baton.model.truncation import WINDOW, Limits, draw_limited
 from baton.model.upload import upload, upload_ints
 from baton.request import SamplingParams, SequenceState, TokenInfo
-
-WINDOW = 64
-
-_NO_WEIGHT = -80.0
-"""A scaled logit too low to change a sum of weights of which the largest is 1, and high enough for a quick exp."""
-
-_NARROW = 0.5
-"""A top_p below which the first draw is likely to be in vain."""
-
-_BINS, _LAST_BIN = 1 << 15, 0x7F80
-"""Numbers of one sign by the upper half of their bits, in float32; infinity is in the last one."""
-
-_SLACK = 1e-9
-"""More than the relative error of a sum of weights."""
 
 _COLDEST = torch.finfo(torch.float32).tiny
 """The lowest temperature divided by: a lower one could become 0 in float32, and make NaN of 0 / 0."""
@@ -77,19 +56,6 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
-    """Limits of rows that use top_k, top_p or min_p: `[R, 1]` each, neutral where a row does not use one.
-
-    `deep` lists the rows, by place, whose top_k is beyond the window, with that top_k.
-    """
-
-    top_k: Tensor
-    top_p: Tensor
-    log_min_p: Tensor
-    deep: Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
 class _SamplingMetadata:
     """Sampling parameters of the batch as tensors; kept until the batch or a min_tokens ban changes.
 
@@ -102,7 +68,7 @@ class _SamplingMetadata:
     temperature: Tensor
     free: Tensor
     limited: Tensor
-    limits: _Limits
+    limits: Limits
     reported: list[int]
     reporting: Tensor
 
@@ -248,8 +214,8 @@ class SamplerBatch:
     def _counts(self, params: SamplingParams) -> bool:
         return 0 < params.top_k < self._vocab_size
 
-    def _limits(self, rows: Sequence[SamplingParams]) -> _Limits:
-        return _Limits(
+    def _limits(self, rows: Sequence[SamplingParams]) -> Limits:
+        return Limits(
             top_k=self._index([p.top_k if self._counts(p) else self._vocab_size for p in rows])[:, None],
             top_p=self._floats([p.top_p if p.top_p < 1.0 else math.inf for p in rows], torch.float64)[:, None],
             log_min_p=self._floats([math.log(p.min_p) if p.min_p else -math.inf for p in rows])[:, None],
@@ -261,143 +227,3 @@ class SamplerBatch:
 
     def _floats(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return upload(values, dtype, self._device)
-
-
-def draw_limited(tiles: LogitTiles, draws: Draws, limits: _Limits, lowest: LowestNoise) -> Tensor:
-    """The token ids drawn from what `limits` keep, int64 `[R]`.
-
-    top_p counts the mass of what min_p and top_k keep, and keeps a token if the mass of the likelier ones is
-    below p.
-    """
-    window = min(WINDOW, tiles.vocab)
-    logits, ids = tiles.top(draws.rows, window)
-    values = draws.scale(logits)
-    kth = values.gather(1, limits.top_k.clamp(max=window) - 1)
-    if limits.deep:
-        deep = torch.tensor([place for place, _ in limits.deep]).to(values.device, non_blocking=True)
-        kth[deep] = kth_largest(tiles, draws.take(deep), [count for _, count in limits.deep])
-    floor = torch.maximum(torch.where(limits.top_k < tiles.vocab, kth, -math.inf), limits.log_min_p)
-    weights = torch.where(values >= floor, values.exp().double(), 0.0)
-    mass = limits.top_p * weights.sum(-1, keepdim=True)
-    if window < tiles.vocab:
-        beyond = ((values[:, -1:] >= floor) & (limits.top_p < math.inf))[:, 0].nonzero()[:, 0]
-        if len(beyond):
-            mass[beyond] = limits.top_p[beyond] * mass_above(tiles, draws.take(beyond), _below(floor[beyond]))
-    kept = (weights.cumsum(-1) - weights < mass) & (values >= floor)
-    # A row that is not finite keeps none.
-    threshold = values.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))
-    scores = scores_of(values, ids.to(torch.int32), draws.keys).masked_fill_(values < threshold, -math.inf)
-    tokens = ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
-    if window < tiles.vocab:
-        # Equal logits just beyond the window would be kept too.
-        wide = (values[:, -1:] >= threshold)[:, 0].nonzero()[:, 0]
-        if len(wide):
-            tokens[wide] = draw_wide(tiles, draws.take(wide), floor[wide], limits.top_p[wide], mass[wide], lowest)
-    return tokens
-
-
-def draw_wide(
-    tiles: LogitTiles, draws: Draws, floor: Tensor, top_p: Tensor, mass: Tensor, lowest: LowestNoise
-) -> Tensor:
-    """As `draw_limited`, for rows that keep more tokens than the window, or may do so.
-
-    `floor` (float32 `[R, 1]`): the least scaled logit that min_p and top_k keep; `mass` (float64 `[R, 1]`): `top_p` of
-    what they keep. Both are infinite without a top_p.
-    """
-    search = GumbelArgmax(tiles, draws, lowest)
-    tokens = torch.empty_like(draws.rows)
-    waiting = torch.arange(len(tokens), device=tokens.device)
-    inside = torch.zeros_like(floor)
-    # Else a nucleus that is narrow among many tokens would be drawn for again and again.
-    narrow = (top_p < _NARROW)[:, 0].nonzero()[:, 0]
-    while len(waiting):
-        if len(narrow):
-            least, inside[narrow] = nucleus(tiles, draws.take(narrow), mass[narrow])
-            floor[narrow] = torch.maximum(floor[narrow], least)
-        part = draws.take(waiting)
-        found = tokens[waiting] = search.argmax(waiting, floor[waiting])
-        scaled = part.scale(tiles.logits[part.rows, found][:, None])
-        doubtful = (scaled < 0) & (scaled <= inside[waiting]) & mass[waiting].isfinite()
-        places = doubtful[:, 0].nonzero()[:, 0]
-        above = mass_above(tiles, part.take(places), scaled[places])
-        outside = places[(above >= mass[waiting[places]])[:, 0]]
-        waiting, least = waiting[outside], scaled[outside]
-        floor[waiting] = torch.nextafter(least, torch.full_like(least, math.inf))
-        narrow = waiting[(inside[waiting] == 0)[:, 0]]
-    return tokens
-
-
-def kth_largest(tiles: LogitTiles, draws: Draws, counts: Sequence[int]) -> Tensor:
-    """The k-th largest scaled logit of each row, k from `counts`: float32 `[R, 1]`."""
-    found = []
-    for place, count in enumerate(counts):
-        part = draws.take(slice(place, place + 1))
-        scaled = part.scale(tiles.logits[part.rows])[0]
-        found.append(
-            _kth(scaled, count) if scaled.device.type == "cpu" else scaled.kthvalue(1 + len(scaled) - count)[0]
-        )
-    return torch.stack(found)[:, None]
-
-
-def _kth(scaled: Tensor, count: int) -> Tensor:
-    """The scaled logit at place `count` of a row: by the upper half of its bits, then by the lower."""
-    bits = scaled.abs().view(torch.int32)
-    for shift in (16, 0):
-        digits = (bits >> shift).bitwise_and_(0xFFFF).long()
-        reached = torch.bincount(digits, minlength=1 << 16).cumsum(0)
-        chosen = int(torch.searchsorted(reached, count))
-        count -= int(reached[chosen - 1]) if chosen else 0
-        bits = bits[digits == chosen]
-    return bits[:1].view(torch.float32).neg()[0]
-
-
-def nucleus(tiles: LogitTiles, draws: Draws, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Two scaled logits, float32 `[R, 1]` each, near the least whose likelier tokens have less than `mass`.
-
-    Tokens below the first have `mass` or more above them, those above the second have less.
-    """
-    scaled = draws.scale(tiles.logits[draws.rows])
-    masses = torch.zeros(len(scaled), _BINS, dtype=torch.float64, device=scaled.device)
-    reached = masses.scatter_add_(1, _bins(scaled), scaled.exp_().double()).cumsum_(1)
-    # A sum in another order may be another one in its last bits.
-    first = torch.searchsorted(reached, mass * (1 - _SLACK))
-    last = torch.searchsorted(reached, mass * (1 + _SLACK))
-    return _edge(last + 1), _edge(first)
-
-
-def _bins(scaled: Tensor) -> Tensor:
-    """Scaled logits as the upper halves of their bits, int64 from 0 to _BINS: larger for what is less likely."""
-    return scaled.abs().view(torch.int32).bitwise_right_shift_(16).long()
-
-
-def _edge(bins: Tensor) -> Tensor:
-    """The largest scaled logit of each bin, or -inf where there is no such bin."""
-    return bins.clamp_(max=_LAST_BIN).to(torch.int32).bitwise_left_shift_(16).view(torch.float32).neg_()
-
-
-def mass_above(tiles: LogitTiles, draws: Draws, level: Tensor) -> Tensor:
-    """The sum of exp(scaled logit) over the tokens whose scaled logit is above `level`: float64 `[R, 1]`.
-
-    Not for a level that the largest, 0, does not exceed.
-    """
-    if level.device.type != "cpu":
-        return _mass_at_once(tiles, draws, level)
-    level = level.clamp(min=_NO_WEIGHT)
-    # A row at a time stays in the cache.
-    sums = torch.empty_like(level, dtype=torch.float64)
-    spare = torch.empty(tiles.vocab)
-    for i, (row, least) in enumerate(zip(draws.rows.tolist(), level[:, 0].tolist(), strict=True)):
-        scaled = torch.sub(tiles.logits[row], draws.top[i], out=spare).div_(draws.temperature[i])
-        sums[i] = threshold(scaled, least, _NO_WEIGHT, inplace=True).exp_().sum(dtype=torch.float64)
-    return sums
-
-
-def _mass_at_once(tiles: LogitTiles, draws: Draws, level: Tensor) -> Tensor:
-    """As `mass_above`, for all rows together; NaN for a row that contains NaN, which is not drawn again."""
-    level = level.clamp(min=_NO_WEIGHT)
-    scaled = draws.scale(tiles.logits[draws.rows])
-    return torch.where(scaled <= level, _NO_WEIGHT, scaled).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-
-
-def _below(level: Tensor) -> Tensor:
-    return torch.nextafter(level, torch.full_like(level, -math.inf))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from decode_svc.messages import AttemptKey, FailureKind, SessionDown
 from decode_svc.session import RouterSession
 from tests.decoding import LoggingEngine, Prefilled, alone, digests, prefill
 from tests.property.virtual import VirtualLoop
+
+_alone = functools.cache(alone)
 
 
 @dataclass(eq=False)
@@ -62,7 +65,7 @@ class Try:
     def chains(self) -> list[list[int]]:
         """The ids of each choice, up to its end."""
         handoff = self.ready.handoff
-        return [[*handoff.prompt_ids, *alone(handoff.prompt_ids, handoff.params, choice)] for choice in self.tokens]
+        return [[*handoff.prompt_ids, *_alone(handoff.prompt_ids, handoff.params, choice)] for choice in self.tokens]
 
 
 def goes_on(ours: Try) -> bool:
@@ -113,6 +116,16 @@ class Book:
         ours = self.tries_of[key.request_id]
         assert ours.session is session
         return ours
+
+
+def check_tokens(tries: Iterable[Try]) -> None:
+    """What was told of each choice is the beginning of what it gives alone, and all of it if it has finished."""
+    for ours in tries:
+        handoff = ours.ready.handoff
+        for choice, tokens in ours.tokens.items():
+            expected = _alone(handoff.prompt_ids, handoff.params, choice)
+            assert tokens == expected[: len(tokens)]
+            assert choice not in ours.finished or tokens == expected
 
 
 def check_left(engine: Engine, cache: MemoryPrefixCache, tries: Iterable[Try]) -> None:

@@ -13,7 +13,6 @@ in the pool, what was written back, and what is exported is the KV of the tokens
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 from typing import Any
@@ -38,7 +37,7 @@ from decode_svc.service import DecodeService
 from decode_svc.session import RouterSession
 from tests.decoding import LoggingEngine, alone, digests, prefill
 from tests.effort import machine_test
-from tests.property.attempts import Book, PausingEngine, Try, check_left, goes_on, read_prefix
+from tests.property.attempts import Book, PausingEngine, Try, check_left, check_tokens, goes_on, read_prefix
 from tests.property.virtual import Hung, VirtualLoop
 
 SEED = 5
@@ -55,8 +54,6 @@ POLICY = st.sampled_from([CachePolicy.READ_WRITE, CachePolicy.READ_WRITE, CacheP
 CHOICES = st.sampled_from([1, 1, 1, 2, 2, 3, 5, 64])
 PICK = st.integers(0, 99)
 PATIENCE = st.sampled_from([None, None, 3.0, 30.0])
-
-_alone = functools.cache(alone)
 
 
 class DecodeWorkerMachine(RuleBasedStateMachine):
@@ -340,12 +337,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
     @invariant()
     def tokens_are_those_of_the_prompt(self) -> None:
-        for ours in self.tries_of.values():
-            handoff = ours.ready.handoff
-            for choice, tokens in ours.tokens.items():
-                expected = _alone(handoff.prompt_ids, handoff.params, choice)
-                assert tokens == expected[: len(tokens)]
-                assert choice not in ours.finished or tokens == expected
+        check_tokens(self.tries_of.values())
 
     def _progress(self) -> list[Any]:
         return [(ours.ended, sum(map(len, ours.tokens.values()))) for ours in self.tries_of.values()]

@@ -11,12 +11,13 @@ from click.testing import CliRunner, Result
 
 from baton import cores
 from baton.cli import up
+from baton.cli.up_options import UpOptions
 
 
 @pytest.fixture(autouse=True)
-def started(monkeypatch: pytest.MonkeyPatch) -> list[up.UpOptions]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[UpOptions]:
     """Options of the fleets that would have been started."""
-    seen: list[up.UpOptions] = []
+    seen: list[UpOptions] = []
     monkeypatch.setattr(up, "run", lambda options: seen.append(options) or 0)
     return seen
 
@@ -59,7 +60,7 @@ def test_what_is_wrong_is_named_once(
     parts: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    started: list[up.UpOptions],
+    started: list[UpOptions],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = invoke(*flags, **environ)
@@ -85,7 +86,7 @@ def test_a_client_only_install_says_what_is_missing(redis: str, missing: str, mo
     assert result.stderr == f"error: workers need {missing}: pip install 'baton[worker]'\n"
 
 
-def test_services_get_what_was_asked_for_and_they_know(started: list[up.UpOptions], tmp_path: Path) -> None:
+def test_services_get_what_was_asked_for_and_they_know(started: list[UpOptions], tmp_path: Path) -> None:
     # What listens elsewhere in a fleet of many machines does not concern the services of `up`.
     environ = {"BATON_SLOTS": "9", "BATON_PAGE_SIZE": "32", "BATON_PREFILL": "host:1", "BATON_CONTROL": "nowhere"}
     result = invoke("--slots=4", "--threads=1", "--cache-memory=2MiB", "--processes=3", **environ)
@@ -105,7 +106,7 @@ def test_services_get_what_was_asked_for_and_they_know(started: list[up.UpOption
     }
 
 
-def test_a_secure_fleet_is_checked_with_its_files(started: list[up.UpOptions], tmp_path: Path) -> None:
+def test_a_secure_fleet_is_checked_with_its_files(started: list[UpOptions], tmp_path: Path) -> None:
     assert invoke(f"--secure={tmp_path}", "--grpc=0.0.0.0:0", BATON_CLIENT_CERTS="1").exit_code == 0
     assert started[0].secure == tmp_path
     assert os.listdir(tmp_path) == []
@@ -118,7 +119,7 @@ def test_a_lasting_redis_without_a_lasting_secret_is_warned_of(redis: str, warne
 
 
 def test_more_threads_than_the_cores_can_bear_are_said(
-    monkeypatch: pytest.MonkeyPatch, started: list[up.UpOptions]
+    monkeypatch: pytest.MonkeyPatch, started: list[UpOptions]
 ) -> None:
     monkeypatch.setattr(cores, "affinity", lambda: 4)
     monkeypatch.setattr(cores, "quota", lambda: 2.5)

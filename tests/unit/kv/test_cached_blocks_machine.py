@@ -30,13 +30,6 @@ class Sequence_:
     written: int
 
 
-@dataclass(eq=False)
-class Given:
-    """Pages given up, that pins keep."""
-
-    pages: Sequence[int]
-
-
 @dataclass
 class Name:
     """A published unit: where it is, how far along its chain, and when an owner of its chain left last."""

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from baton.errors import NoToken
-from baton.model import sampler
+from baton.model import truncation
 from baton.model.gumbel import Draws
 from baton.model.logit_tiles import LogitTiles
 from baton.model.penalties import PenaltyTable
-from baton.model.sampler import WINDOW, SamplerBatch
+from baton.model.sampler import SamplerBatch
 from baton.model.sampler_output import token_infos
+from baton.model.truncation import WINDOW
 from baton.request import MIN_REPETITION_PENALTY, SamplingParams, SequenceState, TokenInfo
 from tests.unit.model.plain_noise import gumbel
 
@@ -267,7 +268,7 @@ def test_drawing_from_a_row_that_is_not_finite_ends(
     value: float, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if at_once:
-        monkeypatch.setattr(sampler, "mass_above", sampler._mass_at_once)
+        monkeypatch.setattr(truncation, "mass_above", truncation._mass_at_once)
     params = [SamplingParams(seed=1, top_p=0.9), SamplingParams(seed=2, min_p=0.1), SamplingParams(seed=3, top_k=200)]
     logits = some_logits(3, 1000)
     logits[:, 500] = value
@@ -283,7 +284,7 @@ def test_sums_at_once_are_those_row_by_row() -> None:
     )
     level = torch.tensor([[-0.1], [-1.0], [-2.0], [-math.inf], [-0.5]])
     torch.testing.assert_close(
-        sampler._mass_at_once(tiles, draws, level), sampler.mass_above(tiles, draws, level), rtol=1e-12, atol=0.0
+        truncation._mass_at_once(tiles, draws, level), truncation.mass_above(tiles, draws, level), rtol=1e-12, atol=0.0
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from torch import Tensor
 
 from baton.errors import InvalidRequest
-from baton.model.sampler import WINDOW
+from baton.model.truncation import WINDOW
 from baton.request import SamplingParams, SequenceState
 from tests.effort import effort
 from tests.unit.model.any_params import any_params
