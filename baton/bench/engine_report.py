@@ -42,6 +42,7 @@ def measure(config: EngineConfig, plan: EnginePlan, tell: Tell) -> Generator[dic
     engine = engine_for(plan, config)
     loaded = process_age_s()
     device = _device(config.device)
+    kernels = kernels_for(config.kernels, device)
     runs = EngineRuns(engine, plan.chunk_size)
     runs.prefill(min(_FIRST_TOKENS, plan.longest))
     startup = {"loaded_s": loaded, "first_token_s": process_age_s()}
@@ -53,7 +54,7 @@ def measure(config: EngineConfig, plan: EnginePlan, tell: Tell) -> Generator[dic
         "model": config.model,
         "device": str(device),
         "dtype": dtype,
-        "kernels": str(kernels_for(config.kernels, device)),
+        "kernels": str(kernels),
         "threads": torch.get_num_threads(),
         "page_size": engine.spec.page_size,
         "chunk_size": plan.chunk_size,
@@ -65,7 +66,7 @@ def measure(config: EngineConfig, plan: EnginePlan, tell: Tell) -> Generator[dic
     try:
         yield {**provenance.report(), **report}
         shape = ModelShape.of(ModelConfig.from_pretrained(resolve(config.model)))
-        probes = Probes(shape, getattr(torch, dtype), device)
+        probes = Probes(shape, getattr(torch, dtype), device, library=kernels.library)
         for kind, row in Rates(runs, probes, shape, plan, engine.spec.kv_format, tell).rows():
             report[kind].append(row)
             yield {**provenance.report(), **report}

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from ctypes import CDLL
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from baton.bench.roofline import ModelShape
+from baton.native.packed import PackedWeight
 
 BUFFER_BYTES = 1 << 29
 """Bytes that each probe of the bandwidth reads: too many for the caches, which several machines of a host may share."""
-GEMM_ROWS = (256, 1024)
+GEMM_ROWS, NATIVE_ROWS = (256, 1024), (256, 2048)
+"""Rows that torch's operators and native kernels multiply."""
 SQUARE = 4096
 _ON_CUDA = 8
 """A GPU reads so many times more, and multiplies so many times more rows, so that the launch does not count."""
@@ -28,7 +31,9 @@ _COLUMNS = 4096
 class Probes:
     """Probes for engines of `dtype` on `device`. They keep their buffers as long as they exist.
 
-    `shape` adds the shapes of the model to the GEMM probe, which also multiplies large square matrices.
+    `shape` adds the shapes of the model to the GEMM probe, which also multiplies large square matrices. `library` has the
+    native kernels, if the engine computes with them. They multiply beside torch's operators, which are slow in bfloat16
+    on some CPUs.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class Probes:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        library: CDLL | None = None,
         buffer_bytes: int = BUFFER_BYTES,
         square: int = SQUARE,
     ) -> None:
@@ -51,6 +57,10 @@ class Probes:
         self._products = [
             (rows, _product(scale * rows, *width, dtype, device)) for width in widths for rows in GEMM_ROWS
         ]
+        if library is not None:
+            self._products += [
+                (rows, _native_product(library, rows, *width, dtype)) for width in widths for rows in NATIVE_ROWS
+            ]
 
     def bandwidth(self) -> float:
         """Bytes a second: the best of summing, of a matrix by a vector, and of copying, which reads and writes."""
@@ -113,6 +123,13 @@ def _reads(dtype: torch.dtype, device: torch.device, size: int) -> dict[str, Tim
 def _product(rows: int, columns: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Timed:
     weight = torch.ones(outputs, columns, dtype=dtype, device=device)
     return 2 * rows * columns * outputs, _linear(weight, rows)
+
+
+def _native_product(library: CDLL, rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Timed:
+    threads = torch.get_num_threads()
+    packed = PackedWeight.pack(library, torch.ones(outputs, columns, dtype=dtype), threads)
+    x = torch.ones(rows, columns)
+    return 2 * rows * columns * outputs, lambda: packed.multiply(x, threads=threads)
 
 
 def _linear(weight: Tensor, rows: int) -> Callable[[], Tensor]:

@@ -24,6 +24,7 @@ def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Comma
     from baton.bench.probes import Probes
     from baton.bench.roofline import ModelShape
     from baton.engine.config import EngineConfig
+    from baton.engine.factory import kernels_for
     from baton.model.config import ModelConfig
 
     plan = (
@@ -31,13 +32,15 @@ def load(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Comma
         if arguments.small
         else EnginePlan(LONGEST, BATCHES, CONTEXTS, steps=STEPS)
     )
-    engine = engine_for(plan, EngineConfig(arguments.model, device="cpu", threads=arguments.threads))
+    config = EngineConfig(arguments.model, device="cpu", threads=arguments.threads)
+    engine = engine_for(plan, config)
     pin_compute_threads()
     runs = EngineRuns(engine)
     dtype = getattr(torch, engine.spec.kv_format.parts[0].dtype)
     shape = ModelShape.of(ModelConfig.from_pretrained(arguments.model))
     sizes = {"buffer_bytes": 1 << 20, "square": 64} if arguments.small else {}
-    probes = Probes(shape, dtype, torch.device("cpu"), **sizes)
+    cpu = torch.device("cpu")
+    probes = Probes(shape, dtype, cpu, library=kernels_for(config.kernels, cpu).library, **sizes)
 
     def prefill(tokens: int) -> dict[str, Any]:
         return {"seconds": runs.prefill(tokens)}

@@ -22,9 +22,10 @@ from baton.engine.config import EngineConfig
 from baton.engine.contract import Engine
 from baton.errors import ConfigError
 from baton.model.config import ModelConfig
+from baton.native.packed import PackedWeight
 from bench.overhead import overhead
 from tests.checkpoints import make_checkpoint
-from tests.kernels import LIBRARY
+from tests.kernels import LIBRARY, needs_native
 
 SMALL = {"buffer_bytes": 1 << 20, "square": 64}
 PLAN = EnginePlan((16, 40), (1, 4), (20,), steps=3, rounds=1, chunk_size=16)
@@ -86,6 +87,18 @@ def test_probes_measure_something(checkpoint: Path, dtype: torch.dtype) -> None:
     probes = Probes(shape, dtype, torch.device("cpu"), **SMALL)
     assert probes.bandwidth() > 0
     assert probes.flops() > 0
+
+
+@needs_native
+def test_native_kernels_multiply_in_probes_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied, multiply = [], PackedWeight.multiply
+    monkeypatch.setattr(
+        PackedWeight, "multiply", lambda self, x, **given: (multiplied.append(len(x)), multiply(self, x, **given))
+    )
+    shape = ModelShape.of(ModelConfig.from_pretrained(checkpoint))
+    probes = Probes(shape, torch.bfloat16, torch.device("cpu"), library=LIBRARY, **SMALL)
+    assert probes.state()["flops_per_s"] > 0
+    assert set(multiplied) == {256, 2048}
 
 
 def test_shares_are_of_the_probes_around_each_run() -> None:
