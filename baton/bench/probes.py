@@ -31,9 +31,9 @@ _COLUMNS = 4096
 class Probes:
     """Probes for engines of `dtype` on `device`. They keep their buffers as long as they exist.
 
-    `shape` adds the shapes of the model to the GEMM probe, which also multiplies large square matrices. `library` has the
-    native kernels, if the engine computes with them. They multiply beside torch's operators, which are slow in bfloat16
-    on some CPUs.
+    `shape` adds the shapes of the model to the GEMM probe, which also multiplies large square matrices. `library` has
+    the native kernels, if the engine computes with them. They multiply beside torch's operators, which are slow in
+    bfloat16 on some CPUs.
     """
 
     def __init__(
