@@ -1,14 +1,14 @@
 """How fast a prompt is computed, and when it will be done. Pure; times are passed in.
 
 Attention makes each token take longer than the one before: one at position p takes about base + slope · p seconds.
-So the time of a prompt is quadratic in its length. Base and slope are fitted to the latest chunks by least squares; the
-weight of a chunk is its tokens. Times are those that pass: what other prompts take in between is part of them.
+So the time of a prompt is quadratic in its length. Base and slope are fitted to all of its chunks by least squares; the
+weight of a chunk is its tokens. The fit is then scaled to the latest chunks, since a worker may get busier; these alone
+would not tell slope from noise. Times are those that pass: what other prompts take in between is part of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.request import PrefillProgress
@@ -16,8 +16,8 @@ from baton.request import PrefillProgress
 INTERVAL_S = 0.1
 """Shortest time between two reports; what is computed in between counts as one chunk."""
 
-_CHUNKS = 32
-"""Chunks of the fit: enough to tell the slope from noise, and few enough to follow when the worker gets busier."""
+_LATEST = 32
+"""Chunks that tell how busy the worker is now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,36 @@ class _Chunk:
         return (self.start + self.end) / 2
 
 
+class _Fit:
+    """Seconds of a token at position 0, and how many more each position adds: least squares over all chunks."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = self._positions = self._squares = self._rise = 0.0
+
+    def add(self, chunk: _Chunk) -> None:
+        self._tokens += chunk.tokens
+        self._seconds += chunk.seconds
+        self._positions += chunk.tokens * chunk.middle
+        self._squares += chunk.tokens * chunk.middle**2
+        self._rise += chunk.seconds * chunk.middle
+
+    def solve(self) -> tuple[float, float]:
+        """Neither is less than 0, whatever the noise."""
+        center, mean_s = self._positions / self._tokens, self._seconds / self._tokens
+        spread = self._squares - self._positions * center
+        slope = max((self._rise - center * self._seconds) / spread, 0.0) if spread > 0 else 0.0
+        if (base := mean_s - slope * center) >= 0:
+            return base, slope
+        return 0.0, self._rise / self._squares
+
+
 class PrefillEstimate:
     """Follows one prompt of `total` tokens from its first `record` on."""
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._chunks: deque[_Chunk] = deque(maxlen=_CHUNKS)
+        self._fit = _Fit()
+        self._latest: deque[_Chunk] = deque(maxlen=_LATEST)
         self._last: tuple[int, float] | None = None
 
     def record(self, done: int, now: float) -> PrefillProgress | None:
@@ -54,26 +78,19 @@ class PrefillEstimate:
             before, since = self._last
             if done < self._total and now < since + INTERVAL_S:
                 return None
-            self._chunks.append(_Chunk(before, done, now - since))
+            chunk = _Chunk(before, done, now - since)
+            self._fit.add(chunk)
+            self._latest.append(chunk)
         self._last = done, now
-        if not self._chunks or not any(chunk.seconds for chunk in self._chunks):
+        latest_s = sum(chunk.seconds for chunk in self._latest)
+        if not latest_s:
             return PrefillProgress(done, self._total)
-        base, slope = fit(self._chunks)
+        base, slope = self._fit.solve()
+        busy = latest_s / sum(chunk.tokens * (base + slope * chunk.middle) for chunk in self._latest)
         rest = self._total - done
         return PrefillProgress(
             done,
             self._total,
-            tokens_per_second=1 / (base + slope * done),
-            seconds_left=rest * (base + slope * (done + rest / 2)),
+            tokens_per_second=1 / (busy * (base + slope * done)),
+            seconds_left=busy * rest * (base + slope * (done + rest / 2)),
         )
-
-
-def fit(chunks: Collection[_Chunk]) -> tuple[float, float]:
-    """Seconds of a token at position 0, and how many more each position adds; noise never makes that less than 0."""
-    tokens = sum(chunk.tokens for chunk in chunks)
-    mean_s = sum(chunk.seconds for chunk in chunks) / tokens
-    center = sum(chunk.tokens * chunk.middle for chunk in chunks) / tokens
-    spread = sum(chunk.tokens * (chunk.middle - center) ** 2 for chunk in chunks)
-    rise = sum((chunk.middle - center) * chunk.seconds for chunk in chunks)
-    slope = max(rise / spread, 0.0) if spread else 0.0
-    return mean_s - slope * center, slope
