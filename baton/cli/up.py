@@ -56,6 +56,7 @@ _OFFERED = (
     "packed_weights",
     "max_model_len",
     "kv_memory",
+    "kv_home",
     "page_size",
     "chunk_size",
     "slots",
