@@ -20,6 +20,9 @@ import math
 
 from baton.errors import EngineError
 
+PREFILL_TOKEN_S = 0.1
+"""Seconds by which the limits of prefill, and of a fetch that runs beside it, grow with each token of the context."""
+
 
 class State(enum.Enum):
     """Where an attempt is in its life, as one of its parts sees it."""

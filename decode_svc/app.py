@@ -104,17 +104,16 @@ async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tl
     channels = KvChannels(tls)
 
     async def fetch_kv(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
+        limit_s = config.fetch_limit_s(tokens)
         async with open_sources(
             channels,
             source,
-            timeout_s=config.fetch_timeout_s,
+            timeout_s=limit_s,
             stall_timeout_s=config.fetch_stall_s,
             consumer=consumer,
             compression=KvCompression(config.kv_compression),
         ) as sources:
-            return await fetch_shards(
-                sources, engine, handle, tokens=tokens, first=first, timeout_s=config.fetch_timeout_s
-            )
+            return await fetch_shards(sources, engine, handle, tokens=tokens, first=first, timeout_s=limit_s)
 
     try:
         yield fetch_kv

@@ -184,7 +184,8 @@ class DecodeWorker:
             return
         if attempt.life.state is not State.RESERVED:
             return
-        self.attempts.start(attempt, self._loop.time(), self._config.fetch_timeout_s, start.deadline_s)
+        limit_s = self._config.fetch_limit_s(attempt.request.context_tokens)
+        self.attempts.start(attempt, self._loop.time(), limit_s, start.deadline_s)
         if start.prefix_transfer_id:
             self._export_prefix(attempt, start.prefix_transfer_id)
         transfer = self._transfer(attempt, start.source)
@@ -338,6 +339,8 @@ class DecodeWorker:
             self._fail(attempt, FailureKind.DEADLINE, message)
         else:
             message = f"{attempt.key} was still {life.state.value} after {life.deadline - life.since:g} s"
+            if life.state is State.TRANSFERRING:
+                message += ", prefill included (--fetch-timeout-s)"
             # The request's deadline has not passed, so another attempt may follow.
             self._fail(attempt, FailureKind.TRANSFER, message)
 

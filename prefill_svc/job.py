@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from baton.engine.contract import KvHandle
 from baton.errors import BatonError, DeadlineExceeded, EngineError, Overloaded, Unavailable
 from baton.kv.prefix.contract import Hits
-from baton.lifecycle import Lifecycle, State
+from baton.lifecycle import PREFILL_TOKEN_S, Lifecycle, State
 from baton.request import (
     CachedTokens,
     CachePolicy,
@@ -39,7 +39,7 @@ from prefill_svc.scheduler import Prompt
 QUEUED_S = 120.0
 """Longest wait for the first chunk. After that, another worker or the router's queue is the better place."""
 
-_PREFILLING_S, _PREFILLING_TOKEN_S = 60.0, 0.1
+_PREFILLING_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class PrefillJob:
 
     def start(self, now: float) -> None:
         """Enter PREFILLING, when the first chunk begins."""
-        self.life.enter(State.PREFILLING, now, _PREFILLING_S + _PREFILLING_TOKEN_S * len(self.ids))
+        self.life.enter(State.PREFILLING, now, _PREFILLING_S + PREFILL_TOKEN_S * len(self.ids))
         if self.task.report_progress:
             self._estimate = PrefillEstimate(len(self.ids))
             self.report_progress(now)

@@ -178,7 +178,7 @@ class Pipeline:
         except BatonError:
             _logger.warning("request %s ends: %s", request.id, words(failed, attempt.culprit))
             raise
-        _logger.log(level, "request %s goes on elsewhere: %s", request.id, words(failed, attempt.culprit))
+        _logger.log(level, "request %s is tried again: %s", request.id, words(failed, attempt.culprit))
         REPLAYS.labels(failed.cause.value).inc()
         return delay_s
 

@@ -8,6 +8,7 @@ from baton.config.options import option
 from baton.config.worker import WorkerConfig
 from baton.engine.config import EngineConfig
 from baton.kv.format import KvCompression
+from baton.lifecycle import PREFILL_TOKEN_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,10 @@ class DecodeConfig(WorkerConfig):
         10.0, help="Seconds for which pages are reserved for a request that has not started.", minimum=0.01
     )
     fetch_timeout_s: float = option(
-        600.0, help="Longest time in seconds from a request's start until all its KV has arrived.", minimum=0.01
+        600.0,
+        help="Longest time in seconds from a request's start until all its KV has arrived, with its prefill; 0.1 s more "
+        "for each token of its context.",
+        minimum=0.01,
     )
     fetch_stall_s: float = option(
         30.0,
@@ -52,6 +56,10 @@ class DecodeConfig(WorkerConfig):
     def fetches_exact(self) -> bool:
         """Whether fetched KV is exactly as it was computed, so that it may be cached under its digests."""
         return self.kv_compression == KvCompression.NONE and not self.convert_kv
+
+    def fetch_limit_s(self, context_tokens: int) -> float:
+        """Longest time in seconds that the KV of a context may take to arrive; a long prompt's prefill takes longer."""
+        return self.fetch_timeout_s + PREFILL_TOKEN_S * context_tokens
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""

@@ -141,7 +141,7 @@ async def test_a_drain_is_no_loss_in_the_log(tmp_path: Path, caplog: pytest.LogC
             said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert said.count(("INFO", f"decode worker {name} drains")) == 1
     assert ("INFO", f"decode worker {name} has left: ended its watch") in said
-    moved = f"goes on elsewhere: moved away from decode worker {name}: the worker stops"
+    moved = f"is tried again: moved away from decode worker {name}: the worker stops"
     assert [level for level, words in said if words.endswith(moved)] == ["INFO"]
     assert not [words for level, words in said if level == "WARNING"]
 
@@ -154,8 +154,8 @@ async def test_a_loss_is_warned_of_by_name(tmp_path: Path, caplog: pytest.LogCap
         assert (await whole(call)).text() == "bcd"
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"no watch of decode worker {name}: ended its watch" in said
-    (moved,) = [words for words in said if "goes on elsewhere" in words]
-    assert moved.endswith(f"goes on elsewhere: lost connection to decode worker {name}: ended its watch")
+    (moved,) = [words for words in said if "is tried again" in words]
+    assert moved.endswith(f"is tried again: lost connection to decode worker {name}: ended its watch")
 
 
 async def test_a_silent_prefill_call_fails(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from baton.config.worker import WorkerConfig
 from baton.engine.contract import KvHandle
 from baton.errors import EngineError, IncompleteTransfer
 from baton.kv.prefix.memory import MemoryPrefixCache
-from baton.lifecycle import State
+from baton.lifecycle import PREFILL_TOKEN_S, State
 from baton.request import CachePolicy, Handoff, SamplingParams
 from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
@@ -325,7 +325,10 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
             ours, now = self.tries_of[attempt.key.request_id], self.loop.now
             assert now <= ours.deadline
             assert attempt.life.state is not State.RESERVED or now <= ours.reserved_at + START_S
-            assert attempt.life.state is not State.TRANSFERRING or now <= (ours.started_at or 0.0) + FETCH_S
+            assert (
+                attempt.life.state is not State.TRANSFERRING
+                or now <= (ours.started_at or 0.0) + FETCH_S + PREFILL_TOKEN_S * attempt.request.context_tokens
+            )
 
     @invariant()
     def the_youngest_is_paused(self) -> None:

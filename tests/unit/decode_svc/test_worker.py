@@ -21,7 +21,7 @@ from decode_svc.service import DecodeService
 from tests.decoding import prefill
 from tests.property.virtual import VirtualLoop
 
-PROMPT, FETCH_S = (3, 4, 5), 20.0
+PROMPT, FETCH_S = (3, 4, 5), 20.3
 
 
 @pytest.fixture
@@ -43,7 +43,8 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
 
     def made() -> DecodeService:
         identity = new_identity(WorkerConfig(), WorkerRole.DECODE, engine.spec, "")
-        config = DecodeConfig(fetch_timeout_s=FETCH_S)
+        # And a tenth of a second for each token.
+        config = DecodeConfig(fetch_timeout_s=FETCH_S - 0.3)
         return DecodeService(config, engine, identity, fetch, ExportRegistry(engine, "ours"), MemoryPrefixCache())
 
     worker = loop.call(made).worker
@@ -54,7 +55,7 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
     loop.call(worker.handle, session, Start(key, RemoteExport("t", "theirs", ())))
     loop.advance(FETCH_S + late_s)
     failures = [(failure.kind, failure.message) for _, failure in session._down.failures]
-    late = [(FailureKind.TRANSFER, "r/0 was still transferring after 20 s")]
+    late = [(FailureKind.TRANSFER, "r/0 was still transferring after 20.3 s, prefill included (--fetch-timeout-s)")]
     assert failures == (late if late_s else [])
     assert len(worker.attempts) == (not late_s)
     loop.call(worker.close_session, session)
