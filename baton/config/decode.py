@@ -41,8 +41,8 @@ class DecodeConfig(WorkerConfig):
     )
     fetch_timeout_s: float = option(
         600.0,
-        help="Longest time in seconds from a request's start until all its KV has arrived, with its prefill; 0.1 s more "
-        "for each token of its context.",
+        help="Longest time in seconds from a request's start until all its KV has arrived, with its prefill; 0.1 s "
+        "more for each token of its context.",
         minimum=0.01,
     )
     fetch_stall_s: float = option(
