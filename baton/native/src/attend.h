@@ -22,120 +22,192 @@ inline F load_at(const T* from, int at, int size) {
   return Vec::load(lanes);
 }
 
-// Where the keys or values of block [first, first + 64) lie; a row of zeros for those outside [low, high).
+// Where the keys and values of block [first, first + 64) lie; rows of zeros for those outside [low, high).
 template <class T>
-inline void find_slots(const Attention& a, const void* pages, int64_t first, const T** slots) {
-  for (int i = 0; i < kKeys; ++i) slots[i] = reinterpret_cast<const T*>(kNothing);
-  const int64_t begin = first > a.low ? first : a.low, end = first + kKeys < a.high ? first + kKeys : a.high;
-  for (int64_t key = begin; key < end;) {
-    const int64_t offset = key % a.page_size, rest = a.page_size - offset;
-    const T* slot = static_cast<const T*>(pages) + (a.table[key / a.page_size] * a.page_size + offset) * a.slot_stride;
-    for (int64_t n = end - key < rest ? end - key : rest; n; --n, ++key, slot += a.slot_stride) slots[key - first] = slot;
+struct Slots {
+  const T *keys[kKeys], *values[kKeys];
+
+  Slots(const Attention& a, int64_t first) {
+    for (int i = 0; i < kKeys; ++i) keys[i] = values[i] = reinterpret_cast<const T*>(kNothing);
+    const int64_t end = first + kKeys < a.high ? first + kKeys : a.high;
+    int64_t key = first > a.low ? first : a.low, page = key / a.page_size, offset = key % a.page_size;
+    for (; key < end; ++page, offset = 0) {
+      int64_t slot = (a.table[page] * a.page_size + offset) * a.slot_stride;
+      for (int64_t n = a.page_size - offset; n && key < end; --n, ++key, slot += a.slot_stride) {
+        keys[key - first] = static_cast<const T*>(a.keys) + slot;
+        values[key - first] = static_cast<const T*>(a.values) + slot;
+      }
+    }
   }
+};
+
+// The rows of a later block on their way to the caches, some at a time: a CPU drops prefetches while about 24 of a core
+// are under way, and GCC 12 leaves out calls of a function that does nothing but prefetch.
+template <class T>
+class Ahead {
+ public:
+  Ahead(const Slots<T>& slots, int head_dim) : slots_(slots), head_dim_(head_dim) {}
+
+  void fetch() {
+    for (const int end = next_ + kKeys / 8; next_ < end && next_ < kKeys; ++next_)
+      for (int d = 0; d < head_dim_; d += 64 / int(sizeof(T))) {
+        __builtin_prefetch(slots_.keys[next_] + d);
+        __builtin_prefetch(slots_.values[next_] + d);
+      }
+  }
+
+ private:
+  const Slots<T>& slots_;
+  const int head_dim_;
+  int next_ = 0;
+};
+
+// Attention in float32 over pages of T.
+template <class Page>
+struct Exact {
+  using T = Page;
+  using X = float;                        // of queries, and of keys, values and weights as they are multiplied
+  static constexpr int kUnit = kDimUnit;  // queries and keys are padded to a multiple of this
+
+  // Keys as columns: out[panel][padded head_dim][32].
+  static void load_keys(const T* const* slots, int size, X* out) {
+    for (int k = 0; k < kKeys; k += kLanes) {
+      float* panel = out + k / kPanel * padded(size, kUnit) * kPanel + k % kPanel;
+      for (int d = 0; d < size; d += kLanes) {
+        F rows[kLanes];
+        for (int i = 0; i < kLanes; ++i) rows[i] = load_at(slots[k + i], d, size);
+        Vec::transpose(rows);
+        for (int i = 0; i < kLanes; ++i) Vec::store(panel + (d + i) * kPanel, rows[i]);
+      }
+    }
+  }
+
+  // Values as panels of 32 dimensions: out[panel][64 keys][32].
+  static void load_values(const T* const* slots, int size, X* out) {
+    for (int k = 0; k < kKeys; ++k)
+      for (int d = 0; d < size; d += kLanes)
+        Vec::store(out + (d / kPanel * kKeys + k) * kPanel + d % kPanel, load_at(slots[k], d, size));
+  }
+
+  // out[r][0..32) = (add ? out : 0) + x[r] w
+  static void multiply(const X* x, int64_t stride, int rows, const X* w, int64_t inputs, float* out, int64_t out_stride,
+                       bool add) {
+    baton::multiply<CachedPanel>(x, stride, rows, w, kPanel, inputs, out, out_stride, add);
+  }
+
+  // Weights as they are multiplied, and their sum.
+  static float keep(const F* weights, X* to) {
+    F total = Vec::zero();
+    for (int i = 0; i < kKeys / kLanes; ++i) {
+      Vec::store(to + i * kLanes, weights[i]);
+      total = total + weights[i];
+    }
+    return Vec::sum(total);
+  }
+};
+
+// Infinities whose minimum with a block's scores leaves those of keys [low, high).
+struct Limits {
+  float values[3 * kKeys];
+
+  constexpr Limits() : values() {
+    for (int i = 0; i < 3 * kKeys; ++i) values[i] = i / kKeys == 1 ? __builtin_inff() : -__builtin_inff();
+  }
+};
+alignas(64) constexpr Limits kLimits;
+
+// Scores of a row to weights in their place; returns what earlier sums must be multiplied by.
+template <class Math>
+inline float weigh(float* row, int low, int high, float& top, float& sum) {
+  F scores[kKeys / kLanes];
+  for (int i = 0; i < kKeys / kLanes; ++i) scores[i] = Vec::load(row + i * kLanes);
+  if (low > 0 || high < kKeys) {
+    const float *from = kLimits.values + kKeys - low, *to = kLimits.values + 2 * kKeys - high;
+    for (int i = 0; i < kKeys / kLanes; ++i)
+      scores[i] = Vec::min(Vec::min(scores[i], Vec::load(from + i * kLanes)), Vec::load(to + i * kLanes));
+  }
+  F most = scores[0];
+  for (int i = 1; i < kKeys / kLanes; ++i) most = Vec::max(most, scores[i]);
+  const float found = Vec::most(most);
+  float factor = 1;
+  if (!(found <= top)) {
+    float factors[kLanes];
+    Vec::store(factors, exp2(Vec::set(top - found)));
+    factor = factors[0];
+    top = found;
+  }
+  for (F& each : scores) each = exp2(each - Vec::set(top));
+  sum = sum * factor + Math::keep(scores, reinterpret_cast<typename Math::X*>(row));
+  return factor;
 }
 
-template <class T>
-inline void prefetch_slots(const Attention& a, const void* pages, int64_t first) {
-  if (first >= a.high) return;
-  const T* slots[kKeys];
-  find_slots(a, pages, first, slots);
-  for (int i = 0; i < kKeys; ++i)
-    for (int d = 0; d < a.head_dim; d += 64 / int(sizeof(T))) __builtin_prefetch(slots[i] + d);
-}
-
-// Keys as columns: out[panel][padded head_dim][32].
-template <class T>
-inline void load_keys(const Attention& a, int64_t first, float* out) {
-  const T* slots[kKeys];
-  find_slots(a, a.keys, first, slots);
-  for (int k = 0; k < kKeys; k += kLanes) {
-    float* panel = out + k / kPanel * padded(a.head_dim, kDimUnit) * kPanel + k % kPanel;
-    for (int d = 0; d < a.head_dim; d += kLanes) {
-      F rows[kLanes];
-      for (int i = 0; i < kLanes; ++i) rows[i] = load_at(slots[k + i], d, a.head_dim);
-      Vec::transpose(rows);
-      for (int i = 0; i < kLanes; ++i) Vec::store(panel + (d + i) * kPanel, rows[i]);
+// Scores of all rows over a block to weights, and what was summed before to their scale.
+template <class Math>
+inline void weigh_rows(const Attention& a, int64_t block, float* scores, Partial result) {
+  const int64_t width = padded(a.head_dim, kPanel);
+  for (int r = 0; r < a.tokens * a.group; ++r, scores += kKeys) {
+    const int64_t position = a.position + r / a.group;
+    const int64_t from = (position - a.window + 1 > a.low ? position - a.window + 1 : a.low) - block;
+    const int64_t to = (position + 1 < a.high ? position + 1 : a.high) - block;
+    const int low = from < 0 ? 0 : int(from), high = to > kKeys ? kKeys : int(to);
+    if (low >= high) {
+      for (int k = 0; k < kKeys; k += kLanes) Vec::store(scores + k, Vec::zero());
+      continue;
+    }
+    const float factor = weigh<Math>(scores, low, high, result.top[r], result.sum[r]);
+    if (factor == 1.0f) continue;
+    for (int64_t d = 0; d < width; d += kLanes) {
+      float* out = result.out + r * width + d;
+      Vec::store(out, Vec::load(out) * Vec::set(factor));
     }
   }
 }
 
-// Values as panels of 32 dimensions: out[panel][64 keys][32].
-template <class T>
-inline void load_values(const Attention& a, int64_t first, float* out) {
-  const T* slots[kKeys];
-  find_slots(a, a.values, first, slots);
-  for (int k = 0; k < kKeys; ++k)
-    for (int d = 0; d < a.head_dim; d += kLanes)
-      Vec::store(out + (d / kPanel * kKeys + k) * kPanel + d % kPanel, load_at(slots[k], d, a.head_dim));
-}
-
-// Scores of a row to weights; returns what earlier sums must be multiplied by.
-inline float weigh(float* scores, int low, int high, float& top, float& sum) {
-  for (int k = 0; k < low; ++k) scores[k] = -__builtin_inff();
-  for (int k = high; k < kKeys; ++k) scores[k] = -__builtin_inff();
-  F most = Vec::load(scores);
-  for (int k = kLanes; k < kKeys; k += kLanes) most = Vec::max(most, Vec::load(scores + k));
-  const float found = max_of(most), next = found <= top ? top : found;
-  F total = Vec::zero(), shift = Vec::set(next);
-  for (int k = 0; k < kKeys; k += kLanes) {
-    F weight = exp2(Vec::load(scores + k) - shift);
-    Vec::store(scores + k, weight);
-    total = total + weight;
-  }
-  float factor[kLanes];
-  Vec::store(factor, exp2(Vec::set(top - next)));
-  sum = sum * factor[0] + sum_of(total);
-  top = next;
-  return factor[0];
-}
-
-template <class T>
+template <class Math>
 inline void attend_to(const Attention& a, const AttentionRoom& room, Partial result) {
+  using X = typename Math::X;
+  constexpr int kStride = kKeys * sizeof(float) / sizeof(X);  // of weights, which lie in the rows of scores
   const int rows = a.tokens * a.group, size = a.head_dim;
-  const int64_t inputs = padded(size, kDimUnit), width = padded(size, kPanel), first = a.low / kKeys * kKeys;
+  const int64_t inputs = padded(size, Math::kUnit), width = padded(size, kPanel), first = a.low / kKeys * kKeys;
+  X *queries = reinterpret_cast<X*>(room.queries), *keys = reinterpret_cast<X*>(room.keys);
+  X *values = reinterpret_cast<X*>(room.values), *weights = reinterpret_cast<X*>(room.scores);
   // Weights are powers of 2.
   const F scale = Vec::set(a.scale * 1.44269504f);
   for (int r = 0; r < rows; ++r) {
     const float* query = a.queries + r / a.group * a.query_stride + r % a.group * size;
-    for (int d = 0; d < inputs; d += kLanes) Vec::store(room.queries + r * inputs + d, load_at(query, d, size) * scale);
+    for (int d = 0; d < inputs; d += kLanes) Vec::store(queries + r * inputs + d, load_at(query, d, size) * scale);
     for (int64_t d = 0; d < width; d += kLanes) Vec::store(result.out + r * width + d, Vec::zero());
     result.top[r] = -__builtin_inff();
     result.sum[r] = 0;
   }
-  for (int64_t block = first; block < a.high; block += kKeys) {
-    prefetch_slots<T>(a, a.keys, block + kKeys);
-    prefetch_slots<T>(a, a.values, block);
-    load_keys<T>(a, block, room.keys);
-    for (int panel = 0; panel < kKeys; panel += kPanel)
-      multiply<CachedPanel>(room.queries, inputs, rows, room.keys + panel * inputs, kPanel, inputs, room.scores + panel,
-                            kKeys, false);
-    for (int r = 0; r < rows; ++r) {
-      const int64_t position = a.position + r / a.group;
-      const int64_t from = (position - a.window + 1 > a.low ? position - a.window + 1 : a.low) - block;
-      const int64_t to = (position + 1 < a.high ? position + 1 : a.high) - block;
-      const int low = from < 0 ? 0 : int(from), high = to > kKeys ? kKeys : int(to);
-      float* scores = room.scores + r * kKeys;
-      if (low >= high) {
-        for (int k = 0; k < kKeys; k += kLanes) Vec::store(scores + k, Vec::zero());
-        continue;
-      }
-      const float factor = weigh(scores, low, high, result.top[r], result.sum[r]);
-      if (factor != 1.0f)
-        for (int64_t d = 0; d < width; d += kLanes) {
-          float* out = result.out + r * width + d;
-          Vec::store(out, Vec::load(out) * Vec::set(factor));
-        }
+  using Slots = baton::Slots<typename Math::T>;
+  Slots slots(a, first), next = slots;
+  for (int64_t block = first; block < a.high; block += kKeys, slots = next) {
+    if (block + kKeys < a.high) next = Slots(a, block + kKeys);
+    Ahead<typename Math::T> ahead(next, size);
+    ahead.fetch();
+    Math::load_keys(slots.keys, size, keys);
+    ahead.fetch();
+    for (int panel = 0; panel < kKeys; panel += kPanel) {
+      Math::multiply(queries, inputs, rows, keys + panel * inputs, inputs, room.scores + panel, kKeys, false);
+      ahead.fetch();
     }
-    load_values<T>(a, block, room.values);
-    for (int64_t panel = 0; panel < width; panel += kPanel)
-      multiply<CachedPanel>(room.scores, kKeys, rows, room.values + panel * kKeys, kPanel, kKeys, result.out + panel,
-                            width, true);
+    weigh_rows<Math>(a, block, room.scores, result);
+    ahead.fetch();
+    Math::load_values(slots.values, size, values);
+    ahead.fetch();
+    for (int64_t panel = 0; panel < width; panel += kPanel) {
+      Math::multiply(weights, kStride, rows, values + panel * kKeys, kKeys, result.out + panel, width, true);
+      ahead.fetch();
+    }
   }
 }
 
+// `Halves`: the arithmetic over pages of bfloat16.
+template <class Halves>
 void attend(const Attention& query, const AttentionRoom& room, Partial result) {
-  if (query.type == kFloat32) attend_to<float>(query, room, result);
-  else attend_to<Bf16>(query, room, result);
+  if (query.type == kFloat32) attend_to<Exact<float>>(query, room, result);
+  else attend_to<Halves>(query, room, result);
 }
 
 void merge(Partial into, Partial from, int rows, int head_dim) {
@@ -168,7 +240,7 @@ void finish(Partial result, int tokens, int group, int head_dim, void* out, int6
   }
 }
 
-template <class Panel, class Row>
+template <class Panel, class Row, class Halves = Exact<Bf16>>
 Kernels table_of(void (*multiply_rows)(const void*, int64_t, int, const void*, int64_t, float*)) {
   Kernels table{};
   table.rows = sizeof(Row) == 4 ? kFloat32 : kBfloat16;
@@ -181,7 +253,7 @@ Kernels table_of(void (*multiply_rows)(const void*, int64_t, int, const void*, i
   table.best = best;
   table.embed = embed<typename Panel::T>;
   table.append = append;
-  table.attend = attend;
+  table.attend = attend<Halves>;
   table.merge = merge;
   table.lowest_noise = lowest_noise;
   table.finish = finish<Row>;

@@ -21,24 +21,6 @@ inline F exp2(F x) {
   return sum * Vec::power(whole);
 }
 
-inline float sum_of(F value) {
-  float lanes[kLanes];
-  Vec::store(lanes, value);
-  for (int width = kLanes / 2; width; width /= 2)
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  return lanes[0];
-}
-
-// NaN if any lane is.
-inline float max_of(F value) {
-  float lanes[kLanes];
-  Vec::store(lanes, value);
-  float most = lanes[0];
-  for (int lane = 1; lane < kLanes; ++lane)
-    if (!(lanes[lane] <= most)) most = most == most ? lanes[lane] : most;
-  return most;
-}
-
 inline void put(float* to, float value) { *to = value; }
 inline void put(Bf16* to, float value) {
   Bf16 lanes[kLanes];
@@ -55,7 +37,7 @@ inline float scale_of(const float* x, int64_t size, float eps) {
       F value = Vec::load(x + i + n * kLanes);
       sums[n] = Vec::fma(value, value, sums[n]);
     }
-  float sum = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  float sum = Vec::sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
   for (; i < size; ++i) sum += x[i] * x[i];
   return 1.0f / __builtin_sqrtf(sum / float(size) + eps);
 }
@@ -139,8 +121,8 @@ void best(const float* sums, int count, int columns, int64_t first, Best* found)
         top = Vec::max(top, value);
         zeros = Vec::fma(value, Vec::zero(), zeros);
       }
-      most = max_of(top);
-      finite = sum_of(zeros);
+      most = Vec::most(top);
+      finite = Vec::sum(zeros);
     }
     for (; c < columns; ++c) {
       if (sums[c] > most) most = sums[c];

@@ -3,6 +3,7 @@
 
 // GCC 12 takes the undefined operands of its own intrinsics for mistakes (https://gcc.gnu.org/PR105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -22,6 +23,19 @@ struct Vec {
   // The second one if either is NaN.
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  // Of lanes: their sum, and their largest (any number if one is NaN).
+  static float sum(F x) {
+    x = x + _mm512_shuffle_f32x4(x, x, 0x4E);
+    __m128 quarter = _mm512_castps512_ps128(x + _mm512_shuffle_f32x4(x, x, 0xB1));
+    quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+  }
+  static float most(F x) {
+    x = max(x, _mm512_shuffle_f32x4(x, x, 0x4E));
+    __m128 quarter = _mm512_castps512_ps128(max(x, _mm512_shuffle_f32x4(x, x, 0xB1)));
+    quarter = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
+  }
   static F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   // 2^n for a whole n from -127 (which gives 0) to 127.
   static F power(F n) {
