@@ -61,8 +61,27 @@ inline __m512 dot_pairs(__m512 sums, __m512bh a, __m512bh b) {
   return join(dot_half(old.low, left.low, right.low), dot_half(old.high, left.high, right.high));
 }
 
+// VCVTNE2PS2BF16: rounds to nearest, ties to even; denormal numbers become zeros.
+inline __m512bh convert_pairs(__m512 upper, __m512 lower) {
+  uint32_t from[32];
+  uint16_t to[32];
+  __m512bh out;
+  __builtin_memcpy(from, &lower, sizeof lower);
+  __builtin_memcpy(from + 16, &upper, sizeof upper);
+  for (int i = 0; i < 32; ++i) {
+    const uint32_t size = from[i] & 0x7FFFFFFF;
+    if (size > 0x7F800000) to[i] = uint16_t(from[i] >> 16 | 0x40);
+    else if (size < 0x00800000) to[i] = uint16_t(from[i] >> 16 & 0x8000);
+    else to[i] = uint16_t((from[i] + 0x7FFF + (from[i] >> 16 & 1)) >> 16);
+  }
+  __builtin_memcpy(&out, to, sizeof to);
+  return out;
+}
+
 }  // namespace
 }  // namespace emulation
 
 #undef _mm512_dpbf16_ps
+#undef _mm512_cvtne2ps_pbh
 #define _mm512_dpbf16_ps emulation::dot_pairs
+#define _mm512_cvtne2ps_pbh emulation::convert_pairs

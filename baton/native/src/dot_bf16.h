@@ -6,14 +6,20 @@
 namespace baton {
 namespace {
 
-template <int M>
-inline void dot_tile(const Bf16* x, int64_t stride, const Bf16* w, int64_t inputs, float* out) {
+// kPrefetch: whether weights come from memory, not from the caches.
+template <bool kPrefetch, int M>
+inline void dot_tile(const Bf16* x, int64_t stride, const Bf16* w, int64_t inputs, float* out, int64_t out_stride,
+                     bool add) {
   __m512 sums[M][2];
 #pragma GCC unroll 16
-  for (int m = 0; m < M; ++m) sums[m][0] = sums[m][1] = _mm512_setzero_ps();
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n) sums[m][n] = add ? _mm512_loadu_ps(out + m * out_stride + n * 16) : _mm512_setzero_ps();
   for (int64_t k = 0; k < inputs; k += 2, w += 2 * kPanel) {
-    __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead);
-    __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64);
+    if (kPrefetch) {
+      __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead);
+      __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64);
+    }
     const __m512bh left = (__m512bh)_mm512_loadu_si512(w), right = (__m512bh)_mm512_loadu_si512(w + kPanel);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
@@ -26,25 +32,34 @@ inline void dot_tile(const Bf16* x, int64_t stride, const Bf16* w, int64_t input
   }
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
-    _mm512_storeu_ps(out + m * kPanel, sums[m][0]);
-    _mm512_storeu_ps(out + m * kPanel + 16, sums[m][1]);
+    _mm512_storeu_ps(out + m * out_stride, sums[m][0]);
+    _mm512_storeu_ps(out + m * out_stride + 16, sums[m][1]);
   }
 }
 
-template <int M = 1>
-inline void dot_tile_of(int rows, const Bf16* x, int64_t stride, const Bf16* w, int64_t inputs, float* out) {
+template <bool kPrefetch, int M = 1>
+inline void dot_tile_of(int rows, const Bf16* x, int64_t stride, const Bf16* w, int64_t inputs, float* out,
+                        int64_t out_stride, bool add) {
   if constexpr (M < Vec::kRows)
-    if (rows > M) return dot_tile_of<M + 1>(rows, x, stride, w, inputs, out);
-  dot_tile<M>(x, stride, w, inputs, out);
+    if (rows > M) return dot_tile_of<kPrefetch, M + 1>(rows, x, stride, w, inputs, out, out_stride, add);
+  dot_tile<kPrefetch, M>(x, stride, w, inputs, out, out_stride, add);
+}
+
+// out[r][0..32) = (add ? out : 0) + x[r] w, for any number of rows.
+template <bool kPrefetch>
+inline void dot_rows(const Bf16* x, int64_t stride, int rows, const Bf16* w, int64_t inputs, float* out,
+                     int64_t out_stride, bool add) {
+  const int tiles = (rows + Vec::kRows - 1) / Vec::kRows;
+  for (int i = 0; i < tiles; ++i) {
+    const int begin = rows * i / tiles, end = rows * (i + 1) / tiles;
+    dot_tile_of<kPrefetch>(end - begin, x + begin * stride, stride, w, inputs, out + begin * out_stride, out_stride,
+                           add);
+  }
 }
 
 void dot_product(const void* rows, int64_t stride, int count, const void* panel, int64_t inputs, float* out) {
-  const Bf16 *x = static_cast<const Bf16*>(rows), *w = static_cast<const Bf16*>(panel);
-  const int tiles = (count + Vec::kRows - 1) / Vec::kRows;
-  for (int i = 0; i < tiles; ++i) {
-    const int begin = count * i / tiles, end = count * (i + 1) / tiles;
-    dot_tile_of(end - begin, x + begin * stride, stride, w, inputs, out + begin * kPanel);
-  }
+  dot_rows<true>(static_cast<const Bf16*>(rows), stride, count, static_cast<const Bf16*>(panel), inputs, out, kPanel,
+                 false);
 }
 
 }  // namespace

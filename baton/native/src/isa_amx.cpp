@@ -1,7 +1,6 @@
 #include "vec_avx512.h"
 
-#include "attend.h"
-#include "dot_bf16.h"
+#include "attend_bf16.h"
 
 namespace baton {
 namespace {
@@ -67,7 +66,7 @@ void tile_product(const void* rows, int64_t stride, int count, const void* panel
 
 const Kernels& amx_bfloat16() {
   static const Kernels table = [] {
-    Kernels made = table_of<Bf16Panel, Bf16>(tile_product);
+    Kernels made = table_of<Bf16Panel, Bf16, Pairs>(tile_product);
     made.begin_thread = begin_thread;
     made.end_thread = end_thread;
     return made;

@@ -1,12 +1,11 @@
 #include "vec_avx512.h"
 
-#include "attend.h"
-#include "dot_bf16.h"
+#include "attend_bf16.h"
 
 namespace baton {
 
 const Kernels& avx512_bf16_bfloat16() {
-  static const Kernels table = table_of<Bf16Panel, Bf16>(dot_product);
+  static const Kernels table = table_of<Bf16Panel, Bf16, Pairs>(dot_product);
   return table;
 }
 

@@ -114,19 +114,26 @@ def test_attention_keeps_its_contract(library: ctypes.CDLL, case: Case, threads:
     check(NativeAttention(library, threads), case, CPU, tolerance=2e-5 if case.sharpness == 1 else 2e-4)
 
 
-@pytest.mark.parametrize("case", in_dtypes(decode_cases()[::4], torch.bfloat16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    in_dtypes([*cases()[::9], *decode_cases()[::4], *block_cases()[::5]], torch.bfloat16, torch.bfloat16),
+    ids=str,
+)
 def test_attention_over_bfloat16_pages(library: ctypes.CDLL, case: Case) -> None:
     check(NativeAttention(library, 2, torch.bfloat16), case, CPU, tolerance=2e-2)
 
 
 @pytest.mark.parametrize("window", [None, 9, 1500])
-def test_attention_of_a_token_does_not_depend_on_the_others(library: ctypes.CDLL, window: int | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_of_a_token_does_not_depend_on_the_others(
+    library: ctypes.CDLL, dtype: torch.dtype, window: int | None
+) -> None:
     """A chunk, its tokens one by one, and the parts of a long context by several threads: the same bits."""
     torch.manual_seed(0)
     length, query, heads, kv_heads, size = 2600, 150, 6, 2, 32
-    kv = cache_of(length, kv_heads, size)
+    kv = cache_of(length, kv_heads, size, dtype)
     table = torch.randperm(kv.num_pages).int()[None]
-    backend = NativeAttention(library)
+    backend = NativeAttention(library, weights=dtype)
     k, v = torch.randn(2, length, kv_heads, size).unbind()
     backend.append(kv, 0, k, v, AttentionBatch.build([length], [length], table, kv.page_size))
     q = torch.randn(query, heads, size)
@@ -134,20 +141,21 @@ def test_attention_of_a_token_does_not_depend_on_the_others(library: ctypes.CDLL
     chunk = backend.attend(kv, 0, q, AttentionBatch.build([query], [length], table, kv.page_size), window)
     for token in (0, 1, 77, query - 1):
         context = length - query + 1 + token
-        alone = NativeAttention(library, threads=3)
+        alone = NativeAttention(library, 3, dtype)
         alone._new[0] = k[context - 1 : context], v[context - 1 : context]
         batch = AttentionBatch.build([1], [context], table, kv.page_size)
         assert torch.equal(alone.attend(kv, 0, q[token : token + 1], batch, window)[0], chunk[token])
 
 
 @pytest.mark.parametrize("query", [1, 20])
-def test_keys_before_the_window_are_not_read(library: ctypes.CDLL, query: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_before_the_window_are_not_read(library: ctypes.CDLL, dtype: torch.dtype, query: int) -> None:
     """Their pages may hold anything by then."""
     torch.manual_seed(0)
     length, window = 200, 9
-    kv = cache_of(length, 2, 32)
+    kv = cache_of(length, 2, 32, dtype)
     batch = AttentionBatch.build([length], [length], torch.arange(kv.num_pages).int()[None], kv.page_size)
-    backend = NativeAttention(library)
+    backend = NativeAttention(library, weights=dtype)
     k, v = torch.randn(2, length, 2, 32).unbind()
     backend.append(kv, 0, k, v, batch)
     backend._new[0] = k[-query:], v[-query:]
@@ -158,9 +166,9 @@ def test_keys_before_the_window_are_not_read(library: ctypes.CDLL, query: int) -
     assert torch.equal(backend.attend(kv, 0, q, new, window), expected)
 
 
-def cache_of(tokens: int, kv_heads: int, size: int, page_size: int = 16) -> KvCache:
+def cache_of(tokens: int, kv_heads: int, size: int, dtype: torch.dtype = torch.float32, page_size: int = 16) -> KvCache:
     shape = (1, -(-tokens // page_size), page_size, kv_heads, size)
-    return KvCache({KEYS: torch.zeros(shape), VALUES: torch.zeros(shape)})
+    return KvCache({KEYS: torch.zeros(shape, dtype=dtype), VALUES: torch.zeros(shape, dtype=dtype)})
 
 
 @pytest.mark.parametrize("width", [1, 5, 128])
