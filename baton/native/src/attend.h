@@ -41,23 +41,20 @@ struct Slots {
   }
 };
 
-// The rows of a later block on their way to the caches, some at a time: a CPU drops prefetches while about 24 of a core
-// are under way, and GCC 12 leaves out calls of a function that does nothing but prefetch.
+// Rows of a block that will be read, on their way to the caches a quarter at a time: a core drops prefetches while about
+// 24 are under way. GCC 12 leaves out calls of a function that does nothing but prefetch; this one counts too.
 template <class T>
 class Ahead {
  public:
-  Ahead(const Slots<T>& slots, int head_dim) : slots_(slots), head_dim_(head_dim) {}
+  Ahead(const T* const* rows, int head_dim) : rows_(rows), head_dim_(head_dim) {}
 
   void fetch() {
-    for (const int end = next_ + kKeys / 8; next_ < end && next_ < kKeys; ++next_)
-      for (int d = 0; d < head_dim_; d += 64 / int(sizeof(T))) {
-        __builtin_prefetch(slots_.keys[next_] + d);
-        __builtin_prefetch(slots_.values[next_] + d);
-      }
+    for (const int end = next_ + kKeys / 4; next_ < end && next_ < kKeys; ++next_)
+      for (int d = 0; d < head_dim_; d += 64 / int(sizeof(T))) __builtin_prefetch(rows_[next_] + d);
   }
 
  private:
-  const Slots<T>& slots_;
+  const T* const* rows_;
   const int head_dim_;
   int next_ = 0;
 };
@@ -184,21 +181,21 @@ inline void attend_to(const Attention& a, const AttentionRoom& room, Partial res
   Slots slots(a, first), next = slots;
   for (int64_t block = first; block < a.high; block += kKeys, slots = next) {
     if (block + kKeys < a.high) next = Slots(a, block + kKeys);
-    Ahead<typename Math::T> ahead(next, size);
-    ahead.fetch();
+    Ahead<typename Math::T> values_ahead(slots.values, size), keys_ahead(next.keys, size);
+    values_ahead.fetch();
     Math::load_keys(slots.keys, size, keys);
-    ahead.fetch();
+    values_ahead.fetch();
     for (int panel = 0; panel < kKeys; panel += kPanel) {
       Math::multiply(queries, inputs, rows, keys + panel * inputs, inputs, room.scores + panel, kKeys, false);
-      ahead.fetch();
+      values_ahead.fetch();
     }
     weigh_rows<Math>(a, block, room.scores, result);
-    ahead.fetch();
+    keys_ahead.fetch();
     Math::load_values(slots.values, size, values);
-    ahead.fetch();
+    keys_ahead.fetch();
     for (int64_t panel = 0; panel < width; panel += kPanel) {
       Math::multiply(weights, kStride, rows, values + panel * kKeys, kKeys, result.out + panel, width, true);
-      ahead.fetch();
+      keys_ahead.fetch();
     }
   }
 }
