@@ -12,6 +12,7 @@ NATIVE := baton/native/_baton_native.so
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
+	@echo "installing into $(VENV): some minutes, 300 MB of downloads with the CPU build of torch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --only-binary=:all: $(PIP_FLAGS) \
 		-c constraints.txt -e '.[worker,test]'

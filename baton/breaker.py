@@ -22,8 +22,8 @@ class Breaker:
 
     That call is the trial. No other is allowed until the trial has succeeded, failed or been released.
 
-    Failures within `same_event_s` of each other count once. The pause lasts from `first_s` to `most_s` seconds; only a
-    success that finds the breaker closed makes it short again.
+    Failures within `same_event_s` of each other count once. The pause lasts from `first_s` to `most_s` seconds; it is
+    short again only after a success while the breaker is closed.
     """
 
     def __init__(

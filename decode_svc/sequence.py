@@ -73,7 +73,7 @@ def pinnable_digests(request: Reserve) -> list[bytes]:
 def _check_digests(spec: EngineSpec, request: Reserve) -> None:
     size, most = len(request.prefix_digests), request.context_tokens // spec.kv_format.block_size
     if size % DIGEST_BYTES:
-        raise InvalidReservation("prefix_digests", f"must have a multiple of {DIGEST_BYTES} bytes", size)
+        raise InvalidReservation("prefix_digests", f"its length must be a multiple of {DIGEST_BYTES} bytes", size)
     if size > most * DIGEST_BYTES:
         problem = f"must name at most the {most} full blocks of the context"
         raise InvalidReservation("prefix_digests", problem, size // DIGEST_BYTES)

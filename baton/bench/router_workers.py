@@ -105,7 +105,7 @@ class Decode(decode_pb2_grpc.DecodeServicer, inference_pb2_grpc.InferenceService
     async def Session(
         self, requests: AsyncIterator[decode_pb2.SessionUp], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[decode_pb2.SessionDown]:
-        """One router."""
+        """Serve the session of one router."""
         queue: asyncio.Queue[decode_pb2.SessionDown] = asyncio.Queue()
         batch = self._batches[queue] = {}
         reading = asyncio.create_task(_read(requests, queue, batch))

@@ -123,7 +123,11 @@ class _PromptBar:
     def __init__(self, *, wanted: bool) -> None:
         console = Console(stderr=True)
         self.wanted = wanted and sys.stderr.isatty() and console.is_interactive
-        columns = TextColumn("prompt"), BarColumn(bar_width=20), TextColumn("{task.description}")
+        columns = (
+            TextColumn("prompt"),
+            BarColumn(bar_width=20, finished_style="bar.complete"),
+            TextColumn("{task.description}"),
+        )
         self._bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task("")
         self._began = time.monotonic()

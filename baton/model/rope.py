@@ -33,9 +33,9 @@ class RopeConfig:
     attention_factor: float = 1.0
 
     def max_position(self, configured: int) -> int:
-        """Positions that the model is made for, from `max_position_embeddings`.
+        """The model's largest number of positions; `configured` is `max_position_embeddings`.
 
-        As in vLLM: where that counts positions before scaling, they are multiplied by the factor.
+        As in vLLM, the factor multiplies it if it is the length before scaling.
         """
         match self.kind:
             case "linear":

@@ -33,7 +33,7 @@ class LineFormatter(logging.Formatter):
 
 
 def configure(level: str, role: str, worker_id: str = "", stream: TextIO | None = None) -> None:
-    """Send the process's logs from `level` up to `stream` (default: stderr), marked with role and id."""
+    """Write the process's logs of `level` and above to `stream` (default: stderr), marked with role and id."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(f"{role}/{worker_id}" if worker_id else role))
     root = logging.getLogger()

@@ -248,4 +248,4 @@ def _text(data: memoryview) -> str:
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError:
-        raise CorruptFrame(f"a name is not UTF-8: {preview(bytes(data))}") from None
+        raise CorruptFrame(f"a name in the frame's header is not UTF-8: {preview(bytes(data))}") from None

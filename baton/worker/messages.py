@@ -34,7 +34,7 @@ class DecodeTimings:
 
 @dataclass(slots=True)
 class Output:
-    """Tokens of one choice; `output_index` is that of the first token, `finish` belongs to the last.
+    """Tokens of one choice; `output_index` is the index of the first token; `finish` is set if the last token ends it.
 
     `timings` come with the first output of a choice. An Output is made for every token, so it is not frozen: a frozen
     dataclass takes three times as long to make.

@@ -81,9 +81,9 @@ class RefusalGate(Generic[T]):
         return self._may_try(entry, ask, first)
 
     def narrowed_may_try(self, ask: Ask, first: T | None) -> bool:
-        """Whether it is the turn of the first of those that are narrowed, and not that of the first of all.
+        """Whether the first narrowed entry may ask before the head of the queue.
 
-        The first of all could use any placement, and would take those that alone the other one can use.
+        The head can use any placement, and would take the only ones that the narrowed entry can use.
         """
         entry = self._narrowed
         if entry is None or entry in self._blocked:

@@ -249,7 +249,7 @@ class Pool:
         self._notify()
 
     def update_view(self, link: WorkerLink) -> None:
-        """Show placement what a worker is and has now."""
+        """Update the worker's entry in the view that placement reads."""
         accepted = _key(link) in self._accepted
         if link.role is WorkerRole.PREFILL:
             prefill = link.prefill_view() if accepted else None

@@ -42,7 +42,7 @@ def lengths(text: str) -> Lengths:
     if kind == "uniform" and len(values) == 2:
         low, high = map(_count, values)
         if low > high:
-            raise ValueError(f"{low} is more than {high}")
+            raise ValueError(f"the lower bound {low} is greater than the upper bound {high}")
         return Lengths(text, high, lambda draw: draw.randint(low, high))
     if kind == "lognormal" and len(values) in (2, 3):
         return _lognormal(text, values)

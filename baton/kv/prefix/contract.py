@@ -111,7 +111,7 @@ class PrefixCache(Protocol):
         """
 
     async def stats(self) -> list[CacheTier]:
-        """The tiers, nearest first; bounded in time."""
+        """The tiers, nearest first. Returns within a limited time."""
 
     async def clear(self, *, shared: bool) -> list[CacheTier]:
         """Drop all blocks in this process, and if `shared` those of this KV format in shared stores.

@@ -57,7 +57,7 @@ def test_lengths_of_each_distribution(tmp_path: Path) -> None:
         ("-1", "at least 1, got '-1'"),
         ("many", "at least 1, got 'many'"),
         ("uniform:5", "must be N, uniform"),
-        ("uniform:5:4", "5 is more than 4"),
+        ("uniform:5:4", "the lower bound 5 is greater than the upper bound 4"),
         ("lognormal:100", "must be N, uniform"),
         ("lognormal:100:nan", "sigma must be a number from 0 to 5, got 'nan'"),
         ("lognormal:100:-1", "sigma must be a number"),

@@ -236,7 +236,7 @@ def test_a_replay_finds_prompt_and_outputs() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"prefix_digests": b"x" * 33}, "prefix_digests: must have a multiple of 32 bytes, got 33"),
+        ({"prefix_digests": b"x" * 33}, "prefix_digests: its length must be a multiple of 32 bytes, got 33"),
         ({"prefix_digests": b"x" * 96}, "prefix_digests: must name at most the 2 full blocks of the context, got 3"),
         ({"cache_salt": b"x" * 65}, "cache_salt: must have at most 64 bytes, got 65"),
     ],
