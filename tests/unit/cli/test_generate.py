@@ -98,7 +98,11 @@ async def on_terminal(monkeypatch: pytest.MonkeyPatch, router: Router, *argument
                 await asyncio.to_thread(main, command, standalone_mode=False)
         stream.write("the end")
         stream.flush()
-        return screen.read(1 << 16).decode()
+        # What was written reaches the other end a moment later.
+        seen = screen.read(1 << 16)
+        while not seen.endswith(b"the end"):
+            seen += screen.read(1 << 16)
+        return seen.decode()
 
 
 async def test_a_long_prompt_has_a_progress_bar_until_its_output_comes(monkeypatch: pytest.MonkeyPatch) -> None:
