@@ -25,8 +25,9 @@ def test_every_figure_is_there_and_positive() -> None:
     for name in ("decode", *gpu.VARIANTS):
         assert [row["batch"] for row in results[name]] == [1, 3]
         for row in (*results[name], *results["prefill"], results["overlap"], results["transformers"]):
-            # Shares of a peak are rounded, and a busy machine's may round to none.
-            assert all(value > 0 or (value == 0 and name in ("mfu", "mbu")) for name, value in row.items()), row
+            # On a busy machine the steps may be over before the first copy is.
+            assert all(value > 0 for key, value in row.items() if key != "gb_per_s_each_way"), row
+    assert results["overlap"]["gb_per_s_each_way"] >= 0
     ours, peer = results["decode"][1], results["transformers"]
     assert results["over_transformers"] == pytest.approx(ours["tokens_per_s"] / peer["tokens_per_s"])
 
