@@ -1,260 +1,252 @@
-"""What memory and time a long prompt's prefill takes, by four strategies; writes bench/results/long.json.
+"""What memory and time a long prompt's prefill takes; writes bench/results/long.json.
 
-    python -m bench.long [--lengths 8192 16384 32768] [--chunk 2048] [--segment 2048] [--skip-demonstration]
+    python -m bench.long [--only strategies] [--lengths 8192 16384 32768] [--chunk 512] [--segment 1024]
 
-The strategies are plain functions over one small model with random weights, and compute the same:
+`strategies`: four orders of the same computation, on a small Llama with random weights in float32.
 
     whole             the whole prompt through each layer
     chunked_mlp       the same, but the MLP takes a chunk at a time
     chunked_layer     all chunks through a layer, then all through the next: hidden states of the whole prompt remain
     streaming         a chunk through all layers, then the next chunk: only its KV remains
 
-Weights, token ids and KV are there before a measurement begins; `peak_mib` is what tensors take beyond them. No
-strategy holds a matrix of tokens x tokens: attention takes keys in segments and merges them by online softmax.
-`Tracker` counts the tensors of torch's operators. Memory that an operator takes and frees inside itself is not seen.
+Streaming is the engine itself, with torch's operators and its KV pages in host memory. The others are plain functions
+over the same decoder's layers, with attention in the same blocks, so that no strategy holds a matrix of tokens x
+tokens. All end in the same log-probabilities. Of the last layer all compute only what the last token needs.
 
-The demonstration compares attention over a whole matrix of scores with attention by chunks of queries: one head of
-2,048, 8,192 tokens, chunks of 512, float32. Its input counts, its weights do not; the tensors alive at the peak are
-listed.
+Weights, token ids and KV are there before a measurement begins; `peak_mib` is what tensors take beyond them, and
+`at_peak` the largest of these. `seconds` is one run, with the time that counting takes (`bench.tracker`).
+
+`homes`: the time of the engine's prefill with KV pages in host memory, compared with pages on the device, in turns.
+
+`demonstration`: attention over a whole matrix of scores, and by chunks of queries: one head of 2,048, 8,192 tokens,
+chunks of 512, float32. Its input counts, its weights do not; all tensors alive at the peak are listed.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from baton.bench.pairing import ratio, turned
+from baton.engine.config import EngineConfig
+from baton.engine.core import EngineCore
+from baton.engine.factory import build
+from baton.model.attention.segmented import merge
+from baton.model.attention.torch_backend import attend_segment
+from baton.model.decoder import Decoder, DecoderLayer
 from baton.model.layers import Rotary
-from baton.model.rope import RopeConfig
+from baton.model.load import load_model
+from baton.request import SamplingParams, SequenceState
 from bench.common import save
+from bench.tracker import MIB, measure
 
-MIB = 1 << 20
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "max_position_embeddings": 1 << 20,
+}
+"""Attention dominates at these lengths, so that the model is small."""
+
+LENGTHS = [1 << power for power in range(13, 19)]
+HOMES = ("device", "host")
+_PAGES_MORE = 1 << 20
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=1, seed=0, logprobs=20)
 
 
-class Tracker(TorchDispatchMode):
-    """Bytes of the storages that operators make while this is entered: now, and at most.
+def write_checkpoint(folder: Path) -> Path:
+    """The small model with random weights, which are large enough for clear decisions."""
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.2)).save_pretrained(folder)
+    return folder
 
-    `at_peak` lists operator, shape and MiB of what lived at the peak, largest first.
+
+def draw_prompt(length: int) -> list[int]:
+    """Random token ids."""
+    ids: list[int] = torch.randint(SHAPE["vocab_size"], (length,), generator=torch.Generator().manual_seed(2)).tolist()
+    return ids
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """The parts of the plain strategies: a decoder's layers, over KV in one tensor.
+
+    Attention takes `chunk` queries and `segment` keys at once.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self.at_peak: list[tuple[str, list[int], float]] = []
-        self._alive: dict[int, tuple[str, list[int], int]] = {}
-        self._refs: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator, and count each storage of its results that none of its arguments has."""
-        given = {_storage(x)._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        results = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor) and _storage(tensor)._cdata not in given:
-                self._add(str(func), tensor)
-        if self.now > self.peak:
-            self.peak = self.now
-            alive = sorted(self._alive.values(), key=lambda each: -each[2])
-            self.at_peak = [(name, shape, size / MIB) for name, shape, size in alive]
-        return results
-
-    def _add(self, name: str, tensor: Tensor) -> None:
-        storage = _storage(tensor)
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._alive:
-            return
-
-        def freed(_: object) -> None:
-            self.now -= self._alive.pop(key)[2]
-            del self._refs[key]
-
-        self._alive[key] = (name, list(tensor.shape), size)
-        self._refs[key] = weakref.ref(storage, freed)
-        self.now += size
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
-
-
-@dataclass(frozen=True)
-class LlamaShape:
-    """The small model's numbers. Attention dominates at these lengths, so that its width is small."""
-
-    layers: int = 2
-    heads: int = 2
-    kv_heads: int = 1
-    head_dim: int = 32
-    intermediate: int = 256
-    vocab: int = 512
-
-    @property
-    def hidden(self) -> int:
-        """Width of the hidden states."""
-        return self.heads * self.head_dim
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Weights of one layer: `[rows, columns]` each."""
-
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
-@dataclass(frozen=True)
-class LongModel:
-    """A decoder with random weights, and the sizes by which it computes."""
-
-    shape: LlamaShape
+    decoder: Decoder
     chunk: int
     segment: int
-    dtype: torch.dtype = torch.float32
-    embedding: Tensor = field(init=False)
-    layers: list[Layer] = field(init=False)
-    rotary: Rotary = field(init=False)
-
-    def __post_init__(self) -> None:
-        shape, random = self.shape, torch.Generator().manual_seed(1)
-
-        def weight(rows: int, columns: int) -> Tensor:
-            result: Tensor = (torch.randn(rows, columns, generator=random) * columns**-0.5).to(self.dtype)
-            return result
-
-        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        layers = [
-            Layer(
-                weight(width, shape.hidden),
-                weight(shape.hidden, shape.hidden),
-                weight(2 * shape.intermediate, shape.hidden),
-                weight(shape.hidden, shape.intermediate),
-            )
-            for _ in range(shape.layers)
-        ]
-        object.__setattr__(self, "embedding", weight(shape.vocab, shape.hidden))
-        object.__setattr__(self, "layers", layers)
-        object.__setattr__(self, "rotary", Rotary(RopeConfig(10_000.0), shape.head_dim, torch.device("cpu")))
 
     def new_kv(self, tokens: int) -> Tensor:
-        """The home of K and V: `[layers, 2, tokens, kv_heads, head_dim]`."""
-        shape = self.shape
-        return torch.zeros(shape.layers, 2, tokens, shape.kv_heads, shape.head_dim, dtype=self.dtype)
+        """K and V: `[layers, 2, tokens, kv_heads, head_dim]`."""
+        config = self.decoder.config
+        return torch.zeros(config.num_layers, 2, tokens, config.num_kv_heads, config.head_dim)
 
-    def chunks(self, tokens: int) -> Iterator[range]:
-        """The prompt's positions, a chunk at a time."""
-        return (range(first, min(first + self.chunk, tokens)) for first in range(0, tokens, self.chunk))
+    def chunks(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Rows of `x`, a view of some at a time, with the position of the first."""
+        return ((first, x[first : first + self.chunk]) for first in range(0, len(x), self.chunk))
 
-    def attention(self, index: int, x: Tensor, kv: Tensor, at: range) -> Tensor:
-        """What layer `index` adds to `x`, rows of the positions `at`; their K and V go into `kv`."""
-        shape, layer = self.shape, self.layers[index]
-        heads = (norm(x) @ layer.qkv.T).view(len(at), -1, shape.head_dim)
-        q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
-        angles = self.rotary.angles(torch.arange(at.start, at.stop))
-        kv[index, 0, at.start : at.stop] = self.rotary.rotate(k, angles)
-        kv[index, 1, at.start : at.stop] = v
-        q = self.rotary.rotate(q, angles)
-        del heads, k, v, angles
-        return attend(q, kv[index], at.start, self.chunk, self.segment).flatten(1) @ layer.out.T
+    def append(self, index: int, x: Tensor, kv: Tensor, start: int) -> Tensor:
+        """Write K and V of `x`, at positions from `start` on; returns their queries `[tokens, heads, head_dim]`."""
+        config, layer = self.decoder.config, self._layer(index)
+        at = slice(start, start + len(x))
+        heads = layer.attention.qkv(layer.attention_norm(x)).view(len(x), -1, config.head_dim)
+        qk, kv[index, 1, at] = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), 1)
+        angles = self.decoder.rotary.angles(torch.arange(at.start, at.stop))
+        q, kv[index, 0, at] = Rotary.rotate(qk, angles).split((config.num_heads, config.num_kv_heads), 1)
+        return q
+
+    def attend(self, index: int, q: Tensor, kv: Tensor, start: int) -> Tensor:
+        """What attention adds to the hidden states of the queries at positions from `start` on."""
+        result = torch.empty_like(q)
+        for first, block in self.chunks(q):
+            begin = start + first
+            k, v = kv[index, :, begin : begin + len(block)]
+            found = attend_segment(block, k, v, 0, None)
+            for low in range(0, begin, self.segment):
+                k, v = kv[index, :, low : min(low + self.segment, begin)]
+                found = merge(found, attend_segment(block, k, v, begin - low, None))
+            result[first : first + len(block)] = found[0]
+        added: Tensor = self._layer(index).attention.o(result.flatten(1))
+        return added
 
     def mlp(self, index: int, x: Tensor) -> Tensor:
-        """What layer `index`'s MLP adds to `x`."""
-        gate, up = (norm(x) @ self.layers[index].gate_up.T).chunk(2, dim=-1)
-        return (F.silu(gate) * up) @ self.layers[index].down.T
+        """What the MLP adds to `x`."""
+        layer = self._layer(index)
+        added: Tensor = layer.mlp(layer.mlp_norm(x))
+        return added
+
+    def finish(self, q: Tensor, x: Tensor, kv: Tensor) -> Tensor:
+        """Log-probabilities after the last token `[vocab]`; `q` and `x` are its own in the last layer `[1, ...]`."""
+        last = len(self.decoder.layers) - 1
+        x = x + self.attend(last, q, kv, kv.shape[2] - 1)
+        logprobs: Tensor = self.decoder.logits(x + self.mlp(last, x))[0].log_softmax(-1)
+        return logprobs
+
+    def _layer(self, index: int) -> DecoderLayer:
+        return cast(DecoderLayer, self.decoder.layers[index])
 
 
-def norm(x: Tensor) -> Tensor:
-    """RMSNorm without a weight."""
-    return F.rms_norm(x, x.shape[-1:])
-
-
-def attend(q: Tensor, kv: Tensor, start: int, queries: int, segment: int) -> Tensor:
-    """Causal attention of `q` `[tokens, heads, head_dim]`, at positions from `start` on, over `kv` `[2, keys, ...]`.
-
-    So many queries and keys are multiplied at once; partial results are merged by online softmax (Milakov & Gimelshein
-    2018, arXiv:1805.02867).
-    """
-    result = torch.empty_like(q)
-    for first in range(0, len(q), queries):
-        block = q[first : first + queries]
-        result[first : first + queries] = _attend_block(block, kv, start + first, segment)
-    return result
-
-
-def _attend_block(q: Tensor, kv: Tensor, start: int, segment: int) -> Tensor:
-    """The same for few queries: keys in segments, each seen once."""
-    (tokens, heads, dim), (_, _, kv_heads, _) = q.shape, kv.shape
-    # The query heads of a KV head become rows: [kv_heads, group, tokens, dim].
-    rows = (q * dim**-0.5).view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3)
-    highest = q.new_full((*rows.shape[:3], 1), -torch.inf)
-    total, merged = torch.zeros_like(highest), torch.zeros_like(rows)
-    positions = torch.arange(start, start + tokens)
-    for first in range(0, start + tokens, segment):
-        end = min(first + segment, start + tokens)
-        k, v = kv[:, first:end].transpose(1, 2).unsqueeze(2)
-        scores = rows @ k.transpose(-1, -2)
-        if end > start + 1:
-            scores.masked_fill_(positions[:, None] < torch.arange(first, end), -torch.inf)
-        # The first segment holds position 0, which all see, so no maximum is -inf.
-        now = torch.maximum(highest, scores.amax(-1, keepdim=True))
-        weights = scores.sub_(now).exp_()
-        scale = (highest - now).exp_()
-        total.mul_(scale).add_(weights.sum(-1, keepdim=True))
-        merged.mul_(scale).add_(weights @ v)
-        highest = now
-    return merged.div_(total).permute(2, 0, 1, 3).reshape(tokens, heads, dim)
-
-
-def whole(model: LongModel, token_ids: Tensor, kv: Tensor) -> Tensor:
-    """The last position's hidden state `[hidden]`: the whole prompt through each layer."""
-    x, at = F.embedding(token_ids, model.embedding), range(len(token_ids))
-    for index in range(model.shape.layers):
-        x += model.attention(index, x, kv, at)
+def whole(model: PlainModel, token_ids: Tensor, kv: Tensor) -> Tensor:
+    """Log-probabilities after the prompt: the whole prompt through each layer."""
+    x, last = model.decoder.embed(token_ids), len(model.decoder.layers) - 1
+    for index in range(last):
+        x += model.attend(index, model.append(index, x, kv, 0), kv, 0)
         x += model.mlp(index, x)
-    return norm(x[-1])
+    return model.finish(model.append(last, x, kv, 0)[-1:], x[-1:], kv)
 
 
-def chunked_mlp(model: LongModel, token_ids: Tensor, kv: Tensor) -> Tensor:
+def chunked_mlp(model: PlainModel, token_ids: Tensor, kv: Tensor) -> Tensor:
     """The same; the MLP takes a chunk at a time."""
-    x, at = F.embedding(token_ids, model.embedding), range(len(token_ids))
-    for index in range(model.shape.layers):
-        x += model.attention(index, x, kv, at)
-        for rows in x.split(model.chunk):
+    x, last = model.decoder.embed(token_ids), len(model.decoder.layers) - 1
+    for index in range(last):
+        x += model.attend(index, model.append(index, x, kv, 0), kv, 0)
+        for _, rows in model.chunks(x):
             rows += model.mlp(index, rows)
-    return norm(x[-1])
+    return model.finish(model.append(last, x, kv, 0)[-1:], x[-1:], kv)
 
 
-def chunked_layer(model: LongModel, token_ids: Tensor, kv: Tensor) -> Tensor:
+def chunked_layer(model: PlainModel, token_ids: Tensor, kv: Tensor) -> Tensor:
     """The same; all chunks through a layer, then all through the next."""
-    x = F.embedding(token_ids, model.embedding)
-    for index in range(model.shape.layers):
-        for at in model.chunks(len(token_ids)):
-            rows = x[at.start : at.stop]
-            rows += model.attention(index, rows, kv, at)
+    x, last = model.decoder.embed(token_ids), len(model.decoder.layers) - 1
+    for index in range(last):
+        for start, rows in model.chunks(x):
+            rows += model.attend(index, model.append(index, rows, kv, start), kv, start)
             rows += model.mlp(index, rows)
-    return norm(x[-1])
+    for start, rows in model.chunks(x):
+        q = model.append(last, rows, kv, start)
+    return model.finish(q[-1:], x[-1:], kv)
 
 
-def streaming(model: LongModel, token_ids: Tensor, kv: Tensor) -> Tensor:
-    """The same; a chunk through all layers, then the next chunk."""
-    for at in model.chunks(len(token_ids)):
-        x = F.embedding(token_ids[at.start : at.stop], model.embedding)
-        for index in range(model.shape.layers):
-            x += model.attention(index, x, kv, at)
-            x += model.mlp(index, x)
-    return norm(x[-1])
+PLAIN: tuple[Callable[[PlainModel, Tensor, Tensor], Tensor], ...] = (whole, chunked_mlp, chunked_layer)
 
 
-STRATEGIES: tuple[Callable[[LongModel, Tensor, Tensor], Tensor], ...] = (whole, chunked_mlp, chunked_layer, streaming)
+def build_engine(path: Path, length: int, segment: int, kernels: str, kv_home: str) -> EngineCore:
+    """The engine of a prefill worker, with pages for a prompt of that length."""
+    kv_bytes = SHAPE["num_hidden_layers"] * 2 * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * 4
+    return build(
+        EngineConfig(
+            str(path),
+            device="cpu",
+            dtype="float32",
+            kernels=kernels,
+            kv_memory=length * kv_bytes + _PAGES_MORE,
+            kv_home=kv_home,
+            segment_tokens=segment,
+        )
+    )
+
+
+def stream(engine: EngineCore, token_ids: Sequence[int], chunk: int) -> dict[int, float]:
+    """Log-probabilities of the likeliest tokens after the prompt: a chunk through all layers, then the next chunk."""
+    handle, result = engine.reserve("long", len(token_ids)), None
+    for start in range(0, len(token_ids), chunk):
+        end = min(start + chunk, len(token_ids))
+        sample = [SequenceState(_GREEDY, token_ids)] if end == len(token_ids) else []
+        result = engine.prefill_chunk(handle, token_ids, start, end, on_layer=_ignore, sample=sample)
+    engine.free(handle)
+    return dict(result.tokens[0].top) if result else {}
+
+
+def _ignore(_layer: int) -> None:
+    pass
+
+
+def compare_strategies(path: Path, length: int, chunk: int, segment: int) -> dict[str, dict[str, Any]]:
+    """Memory and time of each strategy; all must end in the same log-probabilities."""
+    prompt, results = draw_prompt(length), {}
+
+    def row(name: str, run: Callable[[], Any]) -> Any:
+        print(f"{length} tokens, {name}", file=sys.stderr, flush=True)
+        result, tracker, seconds = measure(run)
+        largest = [f"{operator} {shape}: {mib:.2f} MiB" for operator, shape, mib in tracker.at_peak[:6]]
+        peak = round(tracker.peak / MIB, 3)
+        results[name] = {"peak_mib": peak, "seconds": round(seconds, 2), "at_peak": largest}
+        return result
+
+    engine = build_engine(path, length, segment, "torch", "host")
+    likeliest = row("streaming", partial(stream, engine, prompt, chunk))
+    engine.close()
+    model = PlainModel(cast(Decoder, load_model(path, dtype=torch.float32).decoder), chunk, segment)
+    ids = torch.tensor(prompt)
+    for strategy in PLAIN:
+        kv = model.new_kv(length)
+        logprobs = row(strategy.__name__, partial(strategy, model, ids, kv))
+        torch.testing.assert_close(logprobs[[*likeliest]], torch.tensor([*likeliest.values()]), rtol=1e-3, atol=1e-3)
+    return results
+
+
+def compare_homes(path: Path, length: int, chunk: int, segment: int, turns: int) -> dict[str, Any]:
+    """Seconds of the engine's prefill with either home of its KV, and host memory's time divided by the device's."""
+    prompt, results = draw_prompt(length), {}
+    for kernels in ("torch", "native"):
+        engines = {home: build_engine(path, length, segment, kernels, home) for home in HOMES}
+        found: dict[str, list[dict[str, Any]]] = {home: [] for home in HOMES}
+        for turn in range(turns):
+            for home in turned(HOMES, turn):
+                began = time.perf_counter()
+                stream(engines[home], prompt, chunk)
+                found[home].append({"seconds": round(time.perf_counter() - began, 3)})
+        results[kernels] = {**found, "host / device": ratio(found["host"], found["device"], "seconds")}
+        for engine in engines.values():
+            engine.close()
+    return results
 
 
 def standard_attention(x: Tensor, weights: Tensor) -> Tensor:
@@ -280,31 +272,6 @@ def chunked_attention(x: Tensor, weights: Tensor, chunk: int) -> Tensor:
     return result
 
 
-def measure(run: Callable[[], Tensor]) -> tuple[Tensor, Tracker, float]:
-    """Its result, the tensors it made, and its seconds."""
-    with torch.no_grad(), Tracker() as tracker:
-        began = time.perf_counter()
-        result = run()
-        return result, tracker, time.perf_counter() - began
-
-
-def compare(model: LongModel, length: int) -> dict[str, dict[str, float]]:
-    """Memory and time of each strategy; all must end in the same hidden state."""
-    token_ids = torch.randint(model.shape.vocab, (length,), generator=torch.Generator().manual_seed(2))
-    results, first = {}, None
-    for strategy in STRATEGIES:
-        kv = model.new_kv(length)
-        hidden, tracker, seconds = measure(lambda run=strategy, home=kv: run(model, token_ids, home))  # type: ignore[misc]
-        first = hidden if first is None else first
-        torch.testing.assert_close(hidden, first, rtol=1e-3, atol=1e-4)
-        results[strategy.__name__] = {
-            "peak_mib": round(tracker.peak / MIB, 3),
-            "kv_mib": round(kv.nbytes / MIB, 3),
-            "seconds": round(seconds, 2),
-        }
-    return results
-
-
 def demonstrate(length: int = 8192, width: int = 2048, chunk: int = 512) -> dict[str, Any]:
     """The single attention, standard and chunked: peak, time, and the tensors of the peak."""
     random = torch.Generator().manual_seed(3)
@@ -313,7 +280,7 @@ def demonstrate(length: int = 8192, width: int = 2048, chunk: int = 512) -> dict
 
     def row(attention: Callable[[Tensor], Tensor]) -> tuple[Tensor, dict[str, Any]]:
         result, tracker, seconds = measure(lambda: attention(given.clone()))
-        alive = [{"operator": name, "shape": size, "mib": round(mib, 2)} for name, size, mib in tracker.at_peak]
+        alive = [f"{operator} {shape}: {mib:.2f} MiB" for operator, shape, mib in tracker.at_peak]
         return result, {"peak_mib": round(tracker.peak / MIB, 1), "seconds": round(seconds, 2), "at_peak": alive}
 
     standard, standard_row = row(lambda x: standard_attention(x, weights))
@@ -323,19 +290,30 @@ def demonstrate(length: int = 8192, width: int = 2048, chunk: int = 512) -> dict
 
 
 def main() -> None:
-    """Measure and save."""
+    """Measure and save, each part as soon as it is known."""
+    parts = ("demonstration", "homes", "strategies")
     parser = argparse.ArgumentParser(prog="python -m bench.long")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1 << power for power in range(13, 19)])
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens")
-    parser.add_argument("--segment", type=int, default=2048, help="tokens of KV that attention takes at once")
-    parser.add_argument("--skip-demonstration", action="store_true")
+    parser.add_argument("--only", choices=parts)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--chunk", type=int, default=512, help="tokens")
+    parser.add_argument("--segment", type=int, default=1024, help="tokens of KV that attention takes at once")
+    parser.add_argument("--homes-length", type=int, default=32768, help="tokens of the prompt for `homes`")
+    parser.add_argument("--turns", type=int, default=5, help="of `homes`")
     options = parser.parse_args()
-    model = LongModel(LlamaShape(), options.chunk, options.segment)
-    results: dict[str, Any] = {"shape": vars(model.shape), "chunk": model.chunk, "segment": model.segment}
-    results["strategies"] = {str(length): compare(model, length) for length in options.lengths}
-    if not options.skip_demonstration:
-        results["demonstration"] = demonstrate()
-    save("long", results)
+    chosen, sizes = [options.only] if options.only else parts, (options.chunk, options.segment)
+    about = {"shape": SHAPE, "chunk": options.chunk, "segment": options.segment}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder))
+        if "demonstration" in chosen:
+            save("long", demonstrate(), "demonstration")
+        if "homes" in chosen:
+            found = compare_homes(path, options.homes_length, *sizes, options.turns)
+            save("long", {**about, "length": options.homes_length, "seconds": found}, "homes")
+        if "strategies" in chosen:
+            rows = {}
+            for length in options.lengths:
+                rows[str(length)] = compare_strategies(path, length, *sizes)
+                save("long", {**about, "by_length": rows}, "strategies")
 
 
 if __name__ == "__main__":
