@@ -109,8 +109,9 @@ class PlainModel:
         heads = layer.attention.qkv(layer.attention_norm(x)).view(len(x), -1, config.head_dim)
         qk, kv[index, 1, at] = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), 1)
         angles = self.decoder.rotary.angles(torch.arange(at.start, at.stop))
-        q, kv[index, 0, at] = Rotary.rotate(qk, angles).split((config.num_heads, config.num_kv_heads), 1)
-        return q
+        rotated: Tensor = Rotary.rotate(qk, angles)
+        kv[index, 0, at] = rotated[:, config.num_heads :]
+        return rotated[:, : config.num_heads]
 
     def attend(self, index: int, q: Tensor, kv: Tensor, start: int) -> Tensor:
         """What attention adds to the hidden states of the queries at positions from `start` on."""
