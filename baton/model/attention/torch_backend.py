@@ -85,9 +85,11 @@ def attend_segment(q: Tensor, k: Tensor, v: Tensor, distance: int, window: int |
         if distance + begin < keys - 1 or (window is not None and distance + end - 1 >= window):
             apart = torch.arange(distance + begin, distance + end)[:, None] - torch.arange(keys)
             scores.masked_fill_(((apart < 0) | (apart >= (window or apart.max() + 1))).to(q.device), -torch.inf)
-        total = scores.logsumexp(-1)
         # A query without keys: exponentials of -inf, not of -inf - -inf.
-        weights = scores.sub_(total.clamp(min=torch.finfo(total.dtype).min).unsqueeze(-1)).exp_()
-        result[begin:end] = (weights @ v).permute(2, 0, 1, 3).reshape(end - begin, heads, dim)
-        lse[begin:end] = total.permute(2, 0, 1).reshape(end - begin, heads)
+        highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
+        weights = scores.sub_(highest).exp_()
+        total = weights.sum(-1, keepdim=True)
+        found = (weights @ v).div_(total.clamp(min=torch.finfo(dtype).tiny))
+        result[begin:end] = found.permute(2, 0, 1, 3).reshape(end - begin, heads, dim)
+        lse[begin:end] = (highest + total.log()).permute(2, 0, 1, 3).reshape(end - begin, heads)
     return result, lse
