@@ -14,7 +14,7 @@ over the same decoder's layers, with attention in the same blocks, so that no st
 tokens. All end in the same log-probabilities. Of the last layer all compute only what the last token needs.
 
 Weights, token ids and KV are there before a measurement begins; `peak_mib` is what tensors take beyond them, and
-`at_peak` the largest of these. `seconds` is one run, with the time that counting takes (`bench.tracker`).
+`at_peak` the largest of these. Times are of one run, with the time that counting takes (`bench.tracker`).
 
 `homes`: the time of the engine's prefill with KV pages in host memory, compared with pages on the device, in turns.
 
@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +48,7 @@ from baton.model.layers import Rotary
 from baton.model.load import load_model
 from baton.request import SamplingParams, SequenceState
 from bench.common import save
-from bench.tracker import MIB, measure
+from bench.tracker import MIB, clocked, track
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -215,10 +214,9 @@ def compare_strategies(path: Path, length: int, chunk: int, segment: int) -> dic
 
     def row(name: str, run: Callable[[], Any]) -> Any:
         print(f"{length} tokens, {name}", file=sys.stderr, flush=True)
-        result, tracker, seconds = measure(run)
+        result, tracker, times = track(run)
         largest = [f"{operator} {shape}: {mib:.2f} MiB" for operator, shape, mib in tracker.at_peak[:6]]
-        peak = round(tracker.peak / MIB, 3)
-        results[name] = {"peak_mib": peak, "seconds": round(seconds, 2), "at_peak": largest}
+        results[name] = {"peak_mib": round(tracker.peak / MIB, 3), **times, "at_peak": largest}
         return result
 
     engine = build_engine(path, length, segment, "torch", "host")
@@ -234,17 +232,16 @@ def compare_strategies(path: Path, length: int, chunk: int, segment: int) -> dic
 
 
 def compare_homes(path: Path, length: int, chunk: int, segment: int, turns: int) -> dict[str, Any]:
-    """Seconds of the engine's prefill with either home of its KV, and host memory's time divided by the device's."""
+    """Times of the engine's prefill with either home of its KV, and host memory's time divided by the device's."""
     prompt, results = draw_prompt(length), {}
     for kernels in ("torch", "native"):
         engines = {home: build_engine(path, length, segment, kernels, home) for home in HOMES}
         found: dict[str, list[dict[str, Any]]] = {home: [] for home in HOMES}
         for turn in range(turns):
             for home in turned(HOMES, turn):
-                began = time.perf_counter()
-                stream(engines[home], prompt, chunk)
-                found[home].append({"seconds": round(time.perf_counter() - began, 3)})
-        results[kernels] = {**found, "host / device": ratio(found["host"], found["device"], "seconds")}
+                found[home].append(clocked(partial(stream, engines[home], prompt, chunk))[1])
+        ratios = {name: ratio(found["host"], found["device"], name) for name in ("seconds", "cpu_seconds")}
+        results[kernels] = {**found, "host / device": ratios}
         for engine in engines.values():
             engine.close()
     return results
@@ -280,9 +277,9 @@ def demonstrate(length: int = 8192, width: int = 2048, chunk: int = 512) -> dict
     given = torch.randn(length, width, generator=random)
 
     def row(attention: Callable[[Tensor], Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        result, tracker, seconds = measure(lambda: attention(given.clone()))
+        result, tracker, times = track(lambda: attention(given.clone()))
         alive = [f"{operator} {shape}: {mib:.2f} MiB" for operator, shape, mib in tracker.at_peak]
-        return result, {"peak_mib": round(tracker.peak / MIB, 1), "seconds": round(seconds, 2), "at_peak": alive}
+        return result, {"peak_mib": round(tracker.peak / MIB, 1), **times, "at_peak": alive}
 
     standard, standard_row = row(lambda x: standard_attention(x, weights))
     chunked, chunked_row = row(lambda x: chunked_attention(x, weights, chunk))
@@ -298,7 +295,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--chunk", type=int, default=512, help="tokens")
     parser.add_argument("--segment", type=int, default=1024, help="tokens of KV that attention takes at once")
-    parser.add_argument("--homes-length", type=int, default=32768, help="tokens of the prompt for `homes`")
+    parser.add_argument("--homes-length", type=int, default=32768, help="tokens of the prompt of `homes`")
     parser.add_argument("--turns", type=int, default=5, help="of `homes`")
     options = parser.parse_args()
     chosen, sizes = [options.only] if options.only else parts, (options.chunk, options.segment)
@@ -309,7 +306,7 @@ def main() -> None:
             save("long", demonstrate(), "demonstration")
         if "homes" in chosen:
             found = compare_homes(path, options.homes_length, *sizes, options.turns)
-            save("long", {**about, "length": options.homes_length, "seconds": found}, "homes")
+            save("long", {**about, "length": options.homes_length, "times": found}, "homes")
         if "strategies" in chosen:
             rows = {}
             for length in options.lengths:

@@ -32,7 +32,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, (memory, seconds) = plt.subplots(1, 2, figsize=(9, 4))
     for axes, figure_name, label in (
         (memory, "peak_mib", "peak beyond weights and KV, MiB"),
-        (seconds, "seconds", "s"),
+        (seconds, "cpu_seconds", "CPU time of all threads, s"),
     ):
         for name, words in NAMES.items():
             axes.plot(lengths, [rows[length][name][figure_name] for length in lengths], marker="o", label=words)

@@ -73,9 +73,16 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-def measure(run: Callable[[], Result]) -> tuple[Result, Tracker, float]:
-    """Its result, the tensors it made, and its seconds, which the count of tensors makes longer."""
+def track(run: Callable[[], Result]) -> tuple[Result, Tracker, dict[str, float]]:
+    """Its result, the tensors it made, and its `clocked` times, which the count of tensors makes longer."""
     with torch.inference_mode(), Tracker() as tracker:
-        began = time.perf_counter()
-        result = run()
-        return result, tracker, time.perf_counter() - began
+        result, times = clocked(run)
+        return result, tracker, times
+
+
+def clocked(run: Callable[[], Result]) -> tuple[Result, dict[str, float]]:
+    """Its result, its `seconds`, and the `cpu_seconds` of all threads, which other processes disturb less."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = run()
+    seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+    return result, {"seconds": round(seconds, 3), "cpu_seconds": round(cpu_seconds, 3)}
