@@ -308,10 +308,9 @@ def main() -> None:
             found = compare_homes(path, options.homes_length, *sizes, options.turns)
             save("long", {**about, "length": options.homes_length, "times": found}, "homes")
         if "strategies" in chosen:
-            rows = {}
             for length in options.lengths:
-                rows[str(length)] = compare_strategies(path, length, *sizes)
-                save("long", {**about, "by_length": rows}, "strategies")
+                found = compare_strategies(path, length, *sizes)
+                save("long", {**about, "length": length, "strategies": found}, f"strategies-{length}")
 
 
 if __name__ == "__main__":

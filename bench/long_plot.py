@@ -24,10 +24,11 @@ NAMES = {
 }
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Write the picture of the `strategies` of `bench.long`; the suffix of `path` names the format."""
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Write the picture of the strategies in what `bench.long` saved; the suffix of `path` names the format."""
     matplotlib.use("Agg")
-    rows = {int(length): row for length, row in results["by_length"].items()}
+    found = [part["results"] for name, part in report.items() if name.startswith("strategies-")]
+    rows = {each["length"]: each["strategies"] for each in found}
     lengths = sorted(rows)
     figure, (memory, seconds) = plt.subplots(1, 2, figsize=(9, 4))
     for axes, figure_name, label in (
@@ -52,7 +53,7 @@ def _scale(axes: Axes, lengths: list[int], label: str) -> None:
 
 
 def main() -> None:
-    draw(json.loads((RESULTS / "long.json").read_text())["strategies"]["results"], PICTURE)
+    draw(json.loads((RESULTS / "long.json").read_text()), PICTURE)
 
 
 if __name__ == "__main__":
