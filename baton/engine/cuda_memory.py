@@ -12,7 +12,7 @@ their copy is complete; callers are threads of the transfer, and waiting takes n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -49,6 +49,10 @@ class CudaMemory:
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         event.synchronize()
+
+    def copying(self) -> AbstractContextManager[None]:
+        """For copies that the caller queues, of nothing that a chunk computes now: on a stream of their own."""
+        return self._copying(self._in)
 
     @contextmanager
     def copying_all(self) -> Iterator[None]:

@@ -118,53 +118,65 @@ class HostedMemory:
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
         """See KvMemory."""
-        with self._of((source, target)) as memory:
+        with self._written((source, target)) as memory:
             memory.copy_page(source, target, tokens)
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
         """See KvMemory."""
-        with self._of(pages, range(layer, layer + 1)) as memory:
+        with self._read(pages, range(layer, layer + 1)) as memory:
             return memory.read(pages, layer, tokens, heads)
 
     def write(
         self, pages: Sequence[int], layer: int, token_start: int, head_start: int, parts: Sequence[PartData]
     ) -> None:
         """See KvMemory."""
-        with self._of(pages) as memory:
+        with self._written(pages) as memory:
             memory.write(pages, layer, token_start, head_start, parts)
 
     def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
         """See KvMemory."""
-        with self._of(pages) as memory:
+        with self._read(pages) as memory:
             return memory.read_blocks(pages, token_start, block_size, count)
 
     def write_blocks(
         self, pages: Sequence[int], token_start: int, block_size: int, payloads: Sequence[bytes | memoryview]
     ) -> None:
         """See KvMemory."""
-        with self._of(pages) as memory:
+        with self._written(pages) as memory:
             memory.write_blocks(pages, token_start, block_size, payloads)
 
     def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
         """See KvMemory."""
-        with self._of(pages) as memory:
+        with self._read(pages) as memory:
             return memory.save(pages, tokens)
 
     def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
         """See KvMemory."""
-        with self._of(pages) as memory:
+        with self._written(pages) as memory:
             memory.restore(pages, saved)
 
     @contextmanager
-    def _of(self, pages: Sequence[int], layers: range | None = None) -> Iterator[CudaMemory | SpanMemory]:
+    def _written(self, pages: Sequence[int]) -> Iterator[CudaMemory | SpanMemory]:
+        """The memory of these pages, for writes: no chunk computes what is written, so none is waited for."""
+        if self._is_on_device(pages):
+            yield self._device
+            return
+        with self._device.copying():
+            yield self._spans
+
+    @contextmanager
+    def _read(self, pages: Sequence[int], layers: range | None = None) -> Iterator[CudaMemory | SpanMemory]:
         """The memory of these pages, once what a chunk has computed of these layers, or of all, is there."""
-        if max(pages, default=0) < self._kv.host_from:
+        if self._is_on_device(pages):
             yield self._device
             return
         for layer in range(self._kv.num_layers) if layers is None else layers:
             self._source.wait_stored(layer)
         with self._device.copying_all():
             yield self._spans
+
+    def _is_on_device(self, pages: Sequence[int]) -> bool:
+        return max(pages, default=0) < self._kv.host_from
 
 
 def _bytes(rows: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from baton.engine.hosted_memory import HostedMemory
 from baton.engine.torch_memory import TorchMemory
 from baton.kv.format import attention_parts
 from baton.model.attention import KvCache, SegmentRing
-from tests.unit.engine.cuda_standin import Cuda, Event, cuda
+from tests.unit.engine.cuda_standin import Cuda, Event, Stream, cuda
 
 __all__ = ["cuda"]
 
@@ -79,3 +79,25 @@ def test_pages_in_host_memory_are_read_after_they_were_stored(cuda: Cuda, monkey
     waited.clear()
     memory.read_blocks((6,), 0, 4, 1)
     assert waited[:2] == stored
+
+
+def test_writes_wait_for_nothing_that_is_being_computed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, kv = caches()
+    device, source = CudaMemory(kv), SegmentRing(kv, torch.device("cpu"), 2, 8)
+    memory, waited = HostedMemory(device, kv, source), list[Event]()
+    k = v = torch.randn(4, HEADS, WIDTH)
+    read, blocks = memory.read((6,), 0, range(4), range(HEADS)), memory.read_blocks((6,), 0, 4, 1)
+    saved = memory.save((6,), 4)
+    monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(event))
+    monkeypatch.setattr(Stream, "wait_event", lambda stream, event: waited.append(event))
+    for layer in range(LAYERS):
+        source.store(layer, (6,), range(4), k, v)
+        device.produced(layer)
+    computed = {*source._stored.values(), *device._produced.values()}
+    waited.clear()
+    memory.copy_page(7, 8, 4)
+    memory.write((7, 2), 0, 0, 0, read)
+    memory.write_blocks((7, 2), 0, 4, blocks)
+    memory.restore((7, 2), saved)
+    assert len(waited) >= 4
+    assert computed.isdisjoint(waited)
