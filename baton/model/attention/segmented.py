@@ -37,9 +37,10 @@ class SegmentedAttention:
             self._device.append(kv, layer, k[rest.tokens], v[rest.tokens], rest.batch)
         for row, pages in self._host.tables.items():
             tokens, context = batch.tokens_of(row), batch.context_lens[row]
-            own = k[tokens.start : tokens.stop], v[tokens.start : tokens.stop]
-            self._new[row] = own
-            self._host.source.store(layer, pages, range(context - len(tokens), context), *own)
+            # As later passes read them from their pages: these may have another dtype.
+            own_k, own_v = (part[tokens.start : tokens.stop].to(kv.dtype) for part in (k, v))
+            self._new[row] = own_k, own_v
+            self._host.source.store(layer, pages, range(context - len(tokens), context), own_k, own_v)
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
         """See AttentionBackend; each sequence's queries are the last of the tokens that it appended."""

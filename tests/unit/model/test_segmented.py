@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.kv.format import KEYS, VALUES
+from baton.kv.format import KEYS, VALUES, attention_parts
 from baton.model.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -105,6 +105,22 @@ def test_a_ring_of_two_buffers_equals_dense_attention(cuda: Cuda) -> None:
 def test_flash_attention_takes_segments() -> None:
     for case in in_dtypes(FEW, torch.bfloat16, torch.bfloat16):
         check(Hosted(views(50), FlashAttention(KERNELS)), case, CPU, tolerance=3e-2)
+
+
+@pytest.mark.parametrize("chunk", [12, 40])
+def test_new_tokens_are_attended_in_the_dtype_of_the_pages(chunk: int) -> None:
+    parts = attention_parts("bfloat16", 2, 16)
+    q, k, v = (torch.randn(40, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    found = []
+    for backend in (TorchAttention(), Hosted(views(16))):
+        kv = KvCache.allocate(parts, num_layers=LAYERS, num_pages=5, page_size=8, device=CPU)
+        for begin in range(0, 40, chunk):
+            end = min(begin + chunk, 40)
+            batch = AttentionBatch.build([end - begin], [end], torch.arange(5, dtype=torch.int32)[None], 8)
+            backend.append(kv, 0, k[begin:end], v[begin:end], batch)
+            found.append(backend.attend(kv, 0, q[begin:end], batch, None))
+    plain, hosted = torch.cat(found).chunk(2)
+    torch.testing.assert_close(hosted, plain, rtol=2e-5, atol=2e-5)
 
 
 @settings(max_examples=150, deadline=None)
