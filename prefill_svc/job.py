@@ -36,8 +36,9 @@ from prefill_svc.estimate import PrefillEstimate
 from prefill_svc.load_plan import TierRun
 from prefill_svc.scheduler import Prompt
 
-QUEUED_S = 120.0
-"""Longest wait for the first chunk. After that, another worker or the router's queue is the better place."""
+QUEUED_S, _QUEUED_TOKEN_S = 120.0, 0.002
+"""Longest wait for the first chunk, and what each token of the prompt adds, since its cached blocks are loaded
+meanwhile. After that, another worker or the router's queue is the better place."""
 
 _PREFILLING_S = 60.0
 
@@ -146,8 +147,9 @@ class PrefillJob:
     def create(cls, task: PrefillTask, prompt: Prompt, now: float) -> PrefillJob:
         """The job of a task that was just admitted."""
         deadline = math.inf if task.deadline is None else task.deadline
-        life = Lifecycle(State.QUEUED, now, request_deadline=deadline, limit_s=QUEUED_S)
-        return cls(task, prompt, [*task.prompt_ids, *task.output_ids], life)
+        ids = [*task.prompt_ids, *task.output_ids]
+        limit_s = QUEUED_S + _QUEUED_TOKEN_S * len(ids)
+        return cls(task, prompt, ids, Lifecycle(State.QUEUED, now, request_deadline=deadline, limit_s=limit_s))
 
     def start(self, now: float) -> None:
         """Enter PREFILLING, when the first chunk begins."""
@@ -203,16 +205,17 @@ class PrefillJob:
         job.
         """
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await self._changed.wait()
-            self._changed.clear()
+            if self._outcome is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await self._changed.wait()
+                self._changed.clear()
             progress, self._progress = self._progress, None
             if progress is not None or self._outcome is None:
                 yield progress
-            if isinstance(self._outcome, BatonError):
+            elif isinstance(self._outcome, BatonError):
                 raise self._outcome
-            if self._outcome is not None:
+            else:
                 yield self._outcome
                 return
 
@@ -255,5 +258,6 @@ def overdue_error(job: PrefillJob) -> BatonError:
     if job.life.is_request_deadline():
         return DeadlineExceeded(f"the deadline passed with {done}")
     if job.life.state is State.QUEUED:
-        return Overloaded(f"no chunk of the prompt was computed within {QUEUED_S:g} s", retry_after=1.0)
+        limit_s = job.life.deadline - job.life.since
+        return Overloaded(f"no chunk of the prompt was computed within {limit_s:.3g} s", retry_after=1.0)
     return Unavailable(f"the prefill was given up with {done}")

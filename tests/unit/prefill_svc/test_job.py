@@ -1,0 +1,41 @@
+"""What a job tells its caller, in which order, and how long it may wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.engine.fake import FakeEngine
+from baton.request import CachedTokens, PrefillProgress, SamplingParams
+from prefill_svc.job import QUEUED_S, PrefillDone, PrefillJob, PrefillTask
+from prefill_svc.scheduler import PrefillScheduler
+
+DONE = PrefillDone((), CachedTokens(), ())
+
+
+def create(ids: Sequence[int]) -> PrefillJob:
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    task = PrefillTask("r", 0, "", ids, (), (0,), params, report_progress=True)
+    return PrefillJob.create(task, PrefillScheduler(FakeEngine().spec, 0, 8).admit(100), 1000.0)
+
+
+async def test_a_caller_that_reads_slowly_gets_the_last_progress_before_the_result() -> None:
+    job = create(range(100))
+    job.start(1000.0)
+    events = job.events()
+    assert await anext(events) == PrefillProgress(0, 100)
+    for done in (30, 60):
+        job.computed = done
+        job.report_progress(1000.0 + done)
+    assert (await anext(events)) == PrefillProgress(60, 100, 1.0, 40.0)
+    # The caller does not ask for more until all is over.
+    job.computed = 100
+    job.report_progress(1100.0)
+    job.finish(DONE)
+    assert [event async for event in events] == [PrefillProgress(100, 100, 1.0, 0.0), DONE]
+
+
+def test_a_long_prompt_may_be_loaded_for_longer() -> None:
+    waits = [create(range(tokens)).life.deadline - 1000.0 for tokens in (1, 1_000_000)]
+    assert QUEUED_S <= waits[0] < QUEUED_S + 1
+    # 64 MB/s for 128 KiB of KV a token.
+    assert waits[1] >= 2000
