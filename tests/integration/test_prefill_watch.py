@@ -53,7 +53,7 @@ async def test_a_prompt_that_gets_no_chunk_in_time_is_refused_with_a_delay(monke
 
 async def test_a_prefill_that_crawls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill_svc.job._PREFILLING_S", 0.0)
-    monkeypatch.setattr("prefill_svc.job._PREFILLING_TOKEN_S", 0.0)
+    monkeypatch.setattr("prefill_svc.job.PREFILL_TOKEN_S", 0.0)
     async with serving() as client:
         assert await status_of(client.call(transfer_id="t")) == (
             grpc.StatusCode.UNAVAILABLE,
