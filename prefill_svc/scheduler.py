@@ -47,6 +47,8 @@ MIN_CHUNK = 256
 MIN_CHUNK_S = 5.0
 UNKNOWN_RATE = 1000.0
 MIN_RATE_TOKENS = 64
+FAR_TOKENS = 32_000
+"""From this position on, attention to the past is most of a token's time: the rate of other prompts says little."""
 _CHUNK_SIZES = ((512_000, 4_096), (128_000, 8_192), (32_000, 16_384))
 _RETRY_AFTER_S = (0.1, 60.0)
 
@@ -88,7 +90,7 @@ class Prompt:
     """A prompt as the scheduler knows it.
 
     `done` tokens are computed, or expected to be loaded from a cache. `overtaken_s` is how long later prompts of the
-    tenant were computed meanwhile. Times are in seconds.
+    tenant were computed meanwhile. `rate` is that of its own last chunk, in tokens/s; 0 before. Times are in seconds.
     """
 
     tokens: int
@@ -99,6 +101,7 @@ class Prompt:
     done: int = 0
     started: bool = False
     overtaken_s: float = 0.0
+    rate: float = 0.0
     refused_at: float | None = None
 
     @property
@@ -214,7 +217,10 @@ class PrefillScheduler:
             return None
         prompt = self._turn_order(ready)[0]
         hiding = self.spec.hiding_chunk if prompt.pages > self.spec.device_pages else 0
-        size = chunk_size(prompt.tokens, self.chunk_size, self.rate.value, hiding)
+        size = chunk_size(prompt.tokens, self.chunk_size, prompt.rate or self.rate.value, hiding)
+        if not prompt.rate and not self.chunk_size and prompt.done >= FAR_TOKENS:
+            # Resumed from cached blocks: nothing is known of its tokens' time.
+            size = min(size, MIN_CHUNK)
         return prompt, min(prompt.tokens, prompt.done + size)
 
     def start_chunk(self, prompt: Prompt) -> None:
@@ -232,6 +238,8 @@ class PrefillScheduler:
         significant = tokens >= min(self.chunk_size or MIN_RATE_TOKENS, MIN_RATE_TOKENS)
         if significant or 0 < self.rate.value * seconds < tokens:
             self.rate.add(tokens, seconds)
+        if significant and seconds > 0:
+            prompt.rate = tokens / seconds
         prompt.done, prompt.started = end, True
 
     def charge(self, prompt: Prompt, seconds: float) -> None:

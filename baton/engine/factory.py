@@ -180,15 +180,27 @@ def _host_pages(config: EngineConfig, page_bytes: int, device_pages: int, longes
     if config.kv_home != "auto":
         return 0
     if config.host_pool_memory:
-        host = torch.device("cpu")
-        _check_room("host_pool_memory", config.host_pool_memory, host)
+        # On a CPU both are host memory.
+        beside = config.kv_memory if device.type == "cpu" else 0
+        name = "host_pool_memory with kv_memory" if beside else "host_pool_memory"
+        _check_room(name, config.host_pool_memory + beside, torch.device("cpu"))
         if (pages := config.host_pool_memory // page_bytes) < 1:
             given = config.host_pool_memory
             raise ConfigError(f"host_pool_memory: {given} bytes hold no page, which has {page_bytes} bytes")
         return pages
     if device.type != "cuda" or device_pages >= longest:
         return 0
-    return min(longest, int(host_memory.available() * _HOST_SHARE) // page_bytes)
+    pages = min(longest, int(host_memory.available() * _HOST_SHARE) // page_bytes)
+    if pages < longest:
+        room = pages * page_bytes
+        _log.warning(
+            "the device has no room for a sequence of max_model_len, %d bytes of host memory hold %d of its %d pages: "
+            "raise --host-pool-memory",
+            room,
+            pages,
+            longest,
+        )
+    return pages
 
 
 def _hiding_chunk(model: LoadedModel, device: torch.device) -> int:

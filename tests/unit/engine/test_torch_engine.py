@@ -252,13 +252,30 @@ def test_pages_lie_where_kv_home_says(checkpoint: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="kv_home: must be auto, device, host, got 'disk'"):
         homes(kv_home="disk")
     monkeypatch.setattr(factory.host_memory, "available", lambda: 50 << 20)
-    with pytest.raises(ConfigError, match=f"host_pool_memory: {900 << 30} bytes are asked for, {50 << 20} bytes are"):
+    with pytest.raises(
+        ConfigError, match=r"host_pool_memory with kv_memory: \d+ bytes are asked for, 52428800 bytes are"
+    ):
         homes(host_pool_memory=900 << 30)
 
 
-def test_a_device_without_room_for_the_longest_sequence_gets_host_pages_for_it() -> None:
+def test_a_device_without_room_for_the_longest_sequence_gets_host_pages_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(factory.host_memory, "available", lambda: 1 << 30)
     config, cuda = EngineConfig("unused"), torch.device("cuda")
     assert factory._host_pages(config, 1 << 20, 99, 100, cuda) == 100
     assert factory._host_pages(config, 1 << 20, 100, 100, cuda) == 0
     assert factory._host_pages(config, 1 << 20, 99, 100, torch.device("cpu")) == 0
     assert factory._host_pages(EngineConfig("unused", kv_home="device"), 1 << 20, 99, 100, cuda) == 0
+    assert not caplog.messages
+    monkeypatch.setattr(factory.host_memory, "available", lambda: 100 << 20)
+    assert factory._host_pages(config, 1 << 20, 99, 100, cuda) == 15
+    assert "hold 15 of its 100 pages: raise --host-pool-memory" in caplog.text
+
+
+def test_both_pools_of_a_cpu_must_fit_its_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory.host_memory, "available", lambda: 50 << 20)
+    with pytest.raises(
+        ConfigError, match=f"host_pool_memory with kv_memory: {60 << 20} bytes are asked for, {50 << 20} bytes are"
+    ):
+        engine_of(checkpoint, kv_memory=30 << 20, host_pool_memory=30 << 20)

@@ -362,3 +362,35 @@ def test_waiting_is_bounded_and_tells_when_to_retry() -> None:
     with pytest.raises(Overloaded) as caught:
         s.admit(1)
     assert caught.value.retry_after == pytest.approx(35.1)
+
+
+def test_quick_short_prompts_do_not_lengthen_the_chunks_of_a_long_one() -> None:
+    s = scheduler(pages=100_000, chunk=0, max_model_len=1_000_000)
+    long = admit_ready(s, 900_000)
+    chosen, end = s.next_chunk() or (None, 0)
+    assert (chosen, end) == (long, 500), "nothing is known of the machine yet"
+    s.start_chunk(long)
+    s.finish_chunk(long, 500, 0.5)
+    s.make_ready(long, 500)
+    for _ in range(20):
+        short = admit_ready(s, 200)
+        assert s.next_chunk() == (short, 200)
+        s.start_chunk(short)
+        s.finish_chunk(short, 200, 0.01)
+        s.remove(short)
+    assert s.rate.value > 5_000
+    assert s.next_chunk() == (long, 1_000)
+
+
+def test_the_first_chunk_of_a_resumed_prompt_is_short() -> None:
+    s = scheduler(pages=100_000, chunk=0, max_model_len=1_000_000)
+    s.rate.add(100_000, 1.0)
+    resumed = admit_ready(s, 900_000, done=800_000)
+    assert s.next_chunk() == (resumed, 800_256)
+    s.start_chunk(resumed)
+    s.finish_chunk(resumed, 800_256, 0.25)
+    s.make_ready(resumed, 800_256)
+    assert s.next_chunk() == (resumed, 800_256 + 512)
+    fixed = scheduler(pages=100_000, chunk=1_000, max_model_len=1_000_000)
+    resumed = admit_ready(fixed, 900_000, done=800_000)
+    assert fixed.next_chunk() == (resumed, 801_000)
