@@ -16,12 +16,12 @@ from baton.engine.host_link import measure_hiding_chunk
 from baton.engine.model_runner import ModelRunner
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, attention_parts
-from baton.model.attention import SegmentRing, SegmentSource, SegmentViews
+from baton.model.attention import KvCache, SegmentRing, SegmentSource, SegmentViews
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.dtypes import DTYPES, dtype_name
 from baton.model.load import LoadedModel, load_model
-from baton.native.decoder import unsupported
+from baton.native.decoder import NativeDecoder, unsupported
 from baton.native.library import Kernels, select_kernels
 
 _log = logging.getLogger(__name__)
@@ -63,10 +63,8 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     page_size = config.page_size or (CUDA_PAGE_SIZE if device.type == "cuda" else CPU_PAGE_SIZE)
     page_bytes = kv_format.token_bytes * page_size
     pages = _pages(config, page_bytes, page_size, max_model_len, home)
-    if config.kv_home == "host":
-        device_pages, host_pages = 0, pages
-    else:
-        device_pages, host_pages = pages, _host_pages(config, page_bytes, pages, -(-max_model_len // page_size), device)
+    host_pages = _host_pages(config, page_bytes, pages, -(-max_model_len // page_size), device)
+    device_pages = 0 if config.kv_home == "host" else pages
     spec = EngineSpec(
         fingerprint=model.fingerprint,
         kv_format=kv_format,
@@ -82,32 +80,42 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     )
     # On CUDA a page more, which the rows of a graph write to that no sequence has.
     kv = model.new_kv_cache(device_pages + int(device.type == "cuda"), page_size, kv_dtype, host_pages)
-    source: SegmentSource | None = None
-    if host_pages and device.type == "cuda":
-        source = SegmentRing(kv, device, config.num_kv_buffers, config.segment_tokens)
-    elif host_pages and kernels.library is None:
-        source = SegmentViews(kv, config.segment_tokens)
-    engine = EngineCore(spec, InProcessExecutor(ModelRunner(model, kv, spec, source)), config.host_kv_memory)
+    engine = EngineCore(
+        spec, InProcessExecutor(ModelRunner(model, kv, spec, _source(config, model, kv, spec))), config.host_kv_memory
+    )
+    _log_loaded(model, spec, kv_dtype, time.monotonic() - began)
+    return engine
+
+
+def _source(config: EngineConfig, model: LoadedModel, kv: KvCache, spec: EngineSpec) -> SegmentSource | None:
+    """The way to KV in host memory; None if there is none, or if kernels read all pages where they lie."""
+    if not spec.host_pages or isinstance(model.decoder, NativeDecoder):
+        return None
+    if model.device.type == "cuda":
+        return SegmentRing(kv, model.device, config.num_kv_buffers, config.segment_tokens)
+    return SegmentViews(kv, config.segment_tokens)
+
+
+def _log_loaded(model: LoadedModel, spec: EngineSpec, kv_dtype: torch.dtype, seconds: float) -> None:
     memory = huge_pages.resident()
     _log.info(
         "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes)%s, "
         "max_model_len %d, slots %d, threads %d, %d of %d MiB of memory in huge pages",
-        path,
-        device,
-        time.monotonic() - began,
-        dtype_name(dtype),
+        model.path,
+        model.device,
+        seconds,
+        dtype_name(model.dtype),
         dtype_name(kv_dtype),
         spec.pages,
-        page_size,
-        spec.pages * page_bytes,
-        f", {host_pages} of them in host memory" if host_pages else "",
-        max_model_len,
-        config.slots,
+        spec.page_size,
+        spec.pages * spec.page_size * spec.kv_format.token_bytes,
+        f", {spec.host_pages} of them in host memory" if spec.host_pages else "",
+        spec.max_model_len,
+        spec.slots,
         torch.get_num_threads(),
         memory.huge >> 20,
         memory.total >> 20,
     )
-    return engine
 
 
 def _device(name: str) -> torch.device:
@@ -175,32 +183,34 @@ def _pages(config: EngineConfig, page_bytes: int, page_size: int, max_model_len:
     return min(pages, (config.slots + _WAITING_SEQUENCES) * -(-max_model_len // page_size))
 
 
-def _host_pages(config: EngineConfig, page_bytes: int, device_pages: int, longest: int, device: torch.device) -> int:
-    """Pages in host memory beside those on the device; `longest`: pages of a sequence of `max_model_len` tokens."""
+def _host_pages(config: EngineConfig, page_bytes: int, pages: int, longest: int, device: torch.device) -> int:
+    """Pages in host memory: all `pages` of the pool, none, or more beside those.
+
+    `longest`: pages of a sequence of `max_model_len` tokens.
+    """
     if config.kv_home != "auto":
-        return 0
+        return pages if config.kv_home == "host" else 0
     if config.host_pool_memory:
         # On a CPU both are host memory.
         beside = config.kv_memory if device.type == "cpu" else 0
         name = "host_pool_memory with kv_memory" if beside else "host_pool_memory"
         _check_room(name, config.host_pool_memory + beside, torch.device("cpu"))
-        if (pages := config.host_pool_memory // page_bytes) < 1:
+        if (more := config.host_pool_memory // page_bytes) < 1:
             given = config.host_pool_memory
             raise ConfigError(f"host_pool_memory: {given} bytes hold no page, which has {page_bytes} bytes")
-        return pages
-    if device.type != "cuda" or device_pages >= longest:
+        return more
+    if device.type != "cuda" or pages >= longest:
         return 0
-    pages = min(longest, int(host_memory.available() * _HOST_SHARE) // page_bytes)
-    if pages < longest:
-        room = pages * page_bytes
+    more = min(longest, int(host_memory.available() * _HOST_SHARE) // page_bytes)
+    if more < longest:
         _log.warning(
             "the device has no room for a sequence of max_model_len, %d bytes of host memory hold %d of its %d pages: "
             "raise --host-pool-memory",
-            room,
-            pages,
+            more * page_bytes,
+            more,
             longest,
         )
-    return pages
+    return more
 
 
 def _hiding_chunk(model: LoadedModel, device: torch.device) -> int:
