@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 
 from baton.engine.contract import ChunkResult, Engine
+from baton.tasks import wait_to_end
 from baton.telemetry import metrics
 from baton.worker.progress import Progress
 from baton.worker.thread import EngineThread
@@ -64,12 +65,10 @@ class ChunkRunner:
         job.computing_end = end
         call = self._thread.run(self._compute, job, start, end)
         cancelled = False
-        while not call.done():
-            # A job may be cancelled more than once, by its caller and by its deadline.
-            try:
-                await asyncio.wait({call})
-            except asyncio.CancelledError:
-                cancelled = True
+        try:
+            await wait_to_end(call)
+        except asyncio.CancelledError:
+            cancelled = True
         seconds = time.monotonic() - began
         self._scheduler.charge(job.prompt, seconds)
         result = call.result()

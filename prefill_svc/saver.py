@@ -18,6 +18,7 @@ import asyncio
 import logging
 
 from baton.kv.prefix import PrefixCache
+from baton.tasks import wait_to_end
 from baton.worker.block_copier import BlockCopier
 from prefill_svc.job import PrefillJob
 
@@ -55,7 +56,7 @@ class ChunkSaver:
         """End the save of a job; returns when its pages are not read any more."""
         if job.saving is not None:
             job.saving.cancel()
-            await asyncio.wait({job.saving})
+            await wait_to_end(job.saving)
 
     async def remove(self, job: PrefillJob) -> None:
         """Remove what was saved of a job."""

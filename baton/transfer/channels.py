@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import grpc
 
 from baton.rpc.channel import kv_channel
 from baton.rpc.tls import Tls
+from baton.tasks import wait_to_end
 
 MAX_IDLE = 32
 
@@ -44,7 +46,8 @@ class KvChannels:
             yield entry.channel
         finally:
             entry.users -= 1
-            await self._close_idle(MAX_IDLE)
+            # The channels to close are in the pool no longer: a cancellation must not leave some of them open.
+            await wait_to_end(asyncio.ensure_future(self._close_idle(MAX_IDLE)))
 
     async def close(self) -> None:
         """Close all channels that are not in use."""

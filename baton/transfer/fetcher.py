@@ -17,12 +17,12 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import CorruptFrame, IncompleteTransfer, TransferError, WrongPrefix
 from baton.kv.format import Shard
 from baton.request import Handoff
+from baton.tasks import wait_to_end
 from baton.telemetry.metrics import TRANSFER_FAULTS
 from baton.transfer.coverage import Box
 from baton.transfer.receiver import Receiver
@@ -95,7 +95,7 @@ async def _release_at_end(sources: Sequence[KvSource]) -> AsyncIterator[None]:
         yield
     finally:
         # A cancellation must not cancel the release: the exporter would keep its pages until the lease ends.
-        await _wait_to_end(asyncio.gather(*(source.release() for source in sources)))
+        await wait_to_end(asyncio.gather(*(source.release() for source in sources)))
 
 
 @asynccontextmanager
@@ -172,18 +172,5 @@ async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:
                 await asyncio.shield(writing)
         finally:
             if writing is not None:
-                await _wait_to_end(writing)
+                await wait_to_end(writing)
     return receiver.gaps()
-
-
-async def _wait_to_end(work: asyncio.Future[Any]) -> None:
-    """Wait for a write or a release to end. A cancellation meanwhile is raised after that."""
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait({work})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    work.exception()
-    if cancelled is not None:
-        raise cancelled

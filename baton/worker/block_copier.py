@@ -9,13 +9,17 @@ handle until they have returned.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 from baton.engine.contract import Engine, KvHandle
 from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix import Payload, PrefixCache
+from baton.tasks import wait_to_end
 from baton.telemetry import metrics
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SLICE_BYTES = 16 << 20
 COPY_BYTES = 4 << 20
@@ -75,7 +79,7 @@ class BlockCopier:
                     break
                 if len(payloads) == wanted:
                     fetching = self._fetch(digests, rest)
-                await _wait_to_end(asyncio.to_thread(self._write, handle, start, payloads, should_continue))
+                await _in_thread(self._write, handle, start, payloads, should_continue)
                 if not self._should_continue(should_continue):
                     break
                 at = rest.start
@@ -83,7 +87,7 @@ class BlockCopier:
         finally:
             if fetching is not None:
                 fetching.cancel()
-                await asyncio.wait({fetching})
+                await wait_to_end(fetching)
         return at
 
     async def write_back(
@@ -112,7 +116,7 @@ class BlockCopier:
             for blocks in _slices(wanted, self._slice):
                 if not self._should_continue(should_continue):
                     return
-                payloads = await _wait_to_end(asyncio.to_thread(self._read, handle, blocks))
+                payloads = await _in_thread(self._read, handle, blocks)
                 for block, payload in zip(blocks, payloads, strict=True):
                     if not self._cache.put(digests[block], payload):
                         return
@@ -134,7 +138,7 @@ class BlockCopier:
         for run in _slices([block for block in blocks if wanted[block]], self._copy):
             if self._stopped:
                 return run.start
-            payloads = await _wait_to_end(asyncio.to_thread(self._read, handle, run))
+            payloads = await _in_thread(self._read, handle, run)
             saved = await self._cache.save(digests[run.start : run.stop], payloads)
             if saved < len(run):
                 return run.start + saved
@@ -161,14 +165,11 @@ class BlockCopier:
         return self._engine.read_blocks(handle, blocks.start * self._format.block_size, len(blocks))
 
 
-async def _wait_to_end(copy: Coroutine[Any, Any, Any]) -> Any:
-    """Wait for a copy to end. A cancellation meanwhile is raised after that."""
-    copying = asyncio.ensure_future(copy)
-    try:
-        return await asyncio.shield(copying)
-    except asyncio.CancelledError:
-        await asyncio.wait({copying})
-        raise
+async def _in_thread(copy: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a copy in a thread. Returns or raises, also when cancelled, only after the copy has ended."""
+    copying = asyncio.ensure_future(asyncio.to_thread(copy, *args, **kwargs))
+    await wait_to_end(copying)
+    return copying.result()
 
 
 def _slices(blocks: Sequence[int], max_blocks: int) -> list[range]:
