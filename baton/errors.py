@@ -20,7 +20,8 @@
     │   ├── TicketRefused                          the exporter does not let this worker have it
     │   └── SourceUnreachable                      the exporter can't be reached, or the link broke
     ├── EngineError           INTERNAL             the model runtime failed
-    │   └── NoToken                                for one sequence; the others of its batch are not concerned
+    │   ├── NoToken                                for one sequence; the others of its batch are not concerned
+    │   └── JoinFailed                             a plan can't give a slot its sequence; nothing was computed
     ├── ConfigError                                start-up: a flag, variable or key is wrong
     └── ModelError                                 start-up: a checkpoint is unusable
 
@@ -166,7 +167,15 @@ class EngineError(BatonError):
 
 
 class NoToken(EngineError):
-    """No token can be chosen for a sequence: its logits are not finite, or none is allowed."""
+    """No token can be chosen for a sequence: its logits are not finite, none is allowed, or it can't join the batch."""
+
+
+class JoinFailed(EngineError):
+    """A forward pass did not begin, because its plan's sequence for `slot` can't join the batch."""
+
+    def __init__(self, slot: int, problem: str) -> None:
+        super().__init__(f"can't join the batch: {problem}")
+        self.slot = slot
 
 
 class ConfigError(BatonError):

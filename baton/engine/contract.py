@@ -101,8 +101,8 @@ class StepHandle(Protocol):
     def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...] | NoToken]]:
         """Wait for the step; 0..k tokens for each sequence that was in the batch and was not freed since.
 
-        A sequence whose logits are not finite gets NoToken instead. It has left the batch and its slot, and the caller
-        must `free` it. Other sequences are not affected.
+        A sequence whose logits are not finite, or that could not join the batch, gets NoToken instead. It has left the
+        batch and its slot, and the caller must `free` it. Other sequences are not affected.
 
         If the step failed, this raises. Then steps launched after it are undone and raise too, and all sequences are as
         they were before it.

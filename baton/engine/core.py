@@ -21,7 +21,7 @@ from baton.engine.executor import Executor
 from baton.engine.inflight import InflightSteps, LaunchedStep
 from baton.engine.kv_manager import KvManager, RunningSequence
 from baton.engine.plan import Chunk, ForwardPlan, PlanResult
-from baton.errors import CorruptFrame, EngineError, NoToken
+from baton.errors import CorruptFrame, EngineError, JoinFailed, NoToken
 from baton.kv.cached_blocks import PrefixesChanged
 from baton.kv.format import PartData
 from baton.kv.pool import PageCopy, PageHandle, PoolStats
@@ -160,16 +160,24 @@ class EngineCore:
 
     def step(self) -> LaunchedStep:
         """See `Engine.step`. Raises EngineError naming a sequence without room; then no sequence has moved."""
-        ahead = self._spec.steps_ahead
-        self._read(0 if self._kv.must_read_first else ahead)
-        with ExitStack() as pins:
-            batch = pins.enter_context(self._kv.pin_batch())
-            wait = self._launch(batch) if batch else PlanResult
-            step = LaunchedStep(batch, wait, pins.pop_all(), self._read_up_to)
-        self._inflight.add(step)
-        if not ahead:
-            self._read(0)
-        return step
+        ahead, refused = self._spec.steps_ahead, list[tuple[RunningSequence, NoToken]]()
+        while True:
+            self._read(0 if self._kv.must_read_first else ahead)
+            with ExitStack() as pins:
+                batch = pins.enter_context(self._kv.pin_batch())
+                try:
+                    wait = self._launch(batch) if batch else PlanResult
+                except JoinFailed as error:
+                    # No KV has changed, and the next plan resets what runs it: the others don't notice.
+                    failed = next(each for each in batch if each.slot == error.slot)
+                    self._kv.remove(failed)
+                    refused.append((failed, NoToken(f"{failed.handle.owner}: {error}")))
+                    continue
+                step = LaunchedStep(batch, wait, pins.pop_all(), self._read_up_to, refused)
+            self._inflight.add(step)
+            if not ahead:
+                self._read(0)
+            return step
 
     def pause(self, handle: KvHandle) -> None:
         """See `Engine.pause`."""

@@ -60,7 +60,7 @@ class Runner(Protocol):
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> Any:
         """Take the plan's changes, then its tokens through all layers; what comes back is for `sample` alone.
 
-        If it raises, the next plan must reset.
+        If it raises, the next plan must reset. JoinFailed says that it has computed nothing, because of one slot.
         """
 
     def sample(self, plan: ForwardPlan, forwarded: Any) -> Callable[[], PlanResult]:

@@ -36,7 +36,7 @@ from baton.engine.contract import ChunkResult, EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor, OnLayer
 from baton.engine.plan import Chunk, ForwardPlan, PlanResult
-from baton.errors import EngineError, NoToken
+from baton.errors import EngineError, JoinFailed, NoToken
 from baton.kv.format import DTYPE_BYTES, KvFormat, PartData, attention_parts
 from baton.request import SamplingParams, SequenceState, TokenInfo
 
@@ -258,7 +258,11 @@ class FakeRunner:
             del self._slots[number]
         for join in plan.joined:
             ids = [*join.state.prompt_ids, *join.state.output_ids]
-            self._slots[join.slot] = _FakeSlot(join.state, list(join.pages), ids, bytearray(self._imply(ids[:-1])))
+            try:
+                implied = bytearray(self._imply(ids[:-1]))
+            except Exception as error:
+                raise JoinFailed(join.slot, f"{type(error).__name__}: {error}") from error
+            self._slots[join.slot] = _FakeSlot(join.state, list(join.pages), ids, implied)
         for growth in plan.grew:
             self._slots[growth.slot].pages += growth.pages
 

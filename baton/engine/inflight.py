@@ -33,10 +33,14 @@ class LaunchedStep:
         wait: Callable[[], PlanResult],
         pins: ExitStack,
         read: Callable[[LaunchedStep], object],
+        refused: Sequence[tuple[RunningSequence, NoToken]] = (),
     ) -> None:
-        """`wait` returns the plan's result once the device is done, or raises; `read` reads steps up to this one."""
+        """`wait` returns the plan's result once the device is done, or raises; `read` reads steps up to this one.
+
+        `refused` sequences are not in the batch, because they could not join it.
+        """
         self.batch = batch
-        self.found: list[tuple[RunningSequence, tuple[TokenInfo, ...] | NoToken]] = []
+        self.found: list[tuple[RunningSequence, tuple[TokenInfo, ...] | NoToken]] = [*refused]
         self._wait = wait
         self._pins = pins
         self._read = read

@@ -23,10 +23,10 @@ from baton.engine.cuda_graphs import DecodeGraphs, padded
 from baton.engine.cuda_memory import CudaMemory
 from baton.engine.executor import KvMemory, OnLayer
 from baton.engine.hosted_memory import HostedMemory
-from baton.engine.plan import Chunk, ForwardPlan, PlanResult, Step
+from baton.engine.plan import Chunk, ForwardPlan, Join, PlanResult, Step
 from baton.engine.step_inputs import StepInputs
 from baton.engine.torch_memory import TorchMemory
-from baton.errors import EngineError, NoToken
+from baton.errors import EngineError, JoinFailed, NoToken
 from baton.model.attention import AttentionBatch, HostKv, KvCache, SegmentSource, select
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.gumbel import lowest_noise
@@ -126,16 +126,22 @@ class ModelRunner:
         for number in plan.left:
             self._remove(self._slots.pop(number))
         for join in plan.joined:
-            self._sampler.add(join.state)
-            last = join.state.output_ids[-1] if join.state.output_ids else join.state.prompt_ids[-1]
-            self._inputs.add(last, join.state.length - 1, join.pages)
-            self._slots[join.slot] = slot = _Slot(len(self._rows), list(join.pages), self._in_host(join.pages))
-            self._rows.append(slot)
+            try:
+                self._join(join)
+            except Exception as error:
+                raise JoinFailed(join.slot, f"{type(error).__name__}: {error}") from error
         for growth in plan.grew:
             slot = self._slots[growth.slot]
             self._inputs.extend(slot.row, growth.pages)
             slot.pages += growth.pages
             slot.in_host = slot.in_host or self._in_host(growth.pages)
+
+    def _join(self, join: Join) -> None:
+        self._sampler.add(join.state)
+        last = join.state.output_ids[-1] if join.state.output_ids else join.state.prompt_ids[-1]
+        self._inputs.add(last, join.state.length - 1, join.pages)
+        self._slots[join.slot] = slot = _Slot(len(self._rows), list(join.pages), self._in_host(join.pages))
+        self._rows.append(slot)
 
     def _remove(self, slot: _Slot) -> None:
         """The last row takes its place."""

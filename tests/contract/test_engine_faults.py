@@ -1,6 +1,8 @@
-"""What every engine does with a sequence whose numbers are not finite: it fails alone."""
+"""What every engine does with a sequence that can't join, or whose numbers are not finite: it fails alone."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import pytest
 
@@ -49,6 +51,33 @@ def test_a_sequence_without_a_token_fails_alone(rig: Rig, ahead: int) -> None:
     assert outputs == generate(rig.engine(), other, 2)
     engine.free(bad)
     assert "bad/1" not in engine.audit()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_sequence_that_cant_join_fails_alone(rig: Rig, ahead: int) -> None:
+    engine = rig.engine(slots=6, steps_ahead=ahead)
+    wanted = [state(rig.prompt(9 + i, seed=i), params) for i, params in enumerate(MIXED)]
+    expected = [generate(rig.engine(), one, 5) for one in wanted]
+    running = [start(engine, f"a/{i}", one) for i, one in enumerate(wanted[:2])]
+    steps = [engine.step(), engine.step()]
+    running += [start(engine, f"a/{i}", one) for i, one in enumerate(wanted[2:], 2)]
+    bad = engine.reserve("bad/1", 40)
+    # No prompt that was checked has such tokens: they stand for all that may go wrong while a sequence joins.
+    engine.insert(bad, SequenceState(MIXED[3], cast(list[int], [None] * 12), [1]))
+    steps += [engine.step() for _ in range(4)]
+    lost: list[str] = []
+    for each in steps:
+        for handle, found in each.result():
+            if isinstance(found, NoToken):
+                assert handle is bad
+                lost.append(str(found))
+            else:
+                next(outputs for one, outputs in running if one is handle).extend(info.token_id for info in found)
+    assert [outputs[:5] for _, outputs in running] == expected
+    ((message),) = lost
+    assert message.startswith("bad/1: can't join the batch: TypeError")
+    engine.free(bad)
+    assert len(step(engine)) == len(wanted), "its slot is free, and no one else's"
 
 
 def test_the_next_owner_of_its_pages_sees_nothing_of_it(rig: Rig) -> None:
