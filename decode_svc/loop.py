@@ -6,8 +6,9 @@ publishes its blocks and frees its pages and its slot, so that the next step run
 
 If a step raises, all sequences of its batch fail and publish nothing, and the engine drops its cached blocks, because
 they may be wrong too. The loop then audits the engine's pages: it goes on if the audit passes, and raises otherwise,
-which ends the worker. If one sequence gets no token in a step, only that sequence fails; `baton.worker.faults` decides
-when the worker is to blame.
+which ends the worker. If one sequence can't join the batch, or gets no token, only that sequence fails. If steps give
+no token at all, `baton.worker.faults` suspects the worker; then nothing joins the batch until there is a token, or
+until the batch is empty and the engine has been tested.
 
 While there is a batch, `spec.steps_ahead` steps stay unread, so that the device always has the next step to run. A
 sequence that ends has then been in one more step, and the token of that step is dropped. No step stays unread when the
@@ -179,12 +180,15 @@ class DecodeLoop:
         if not self._receive():
             return False
         changes = StepReport()
-        self._resume(changes)
-        self._admit(changes)
+        if not self._faults.suspected:
+            self._resume(changes)
+            self._admit(changes)
         self._make_room(changes)
         if changes.states or changes.failures:
             self._emit_report(changes)
         self._read(self._launch())
+        if self._faults.suspected and not self._scheduler.running:
+            self._faults.check_engine(self._engine, self._progress, step=True)
         return True
 
     def _emit_report(self, report: StepReport) -> None:
@@ -351,7 +355,7 @@ class DecodeLoop:
         self._fail_sequences([sequence.id], FailureKind.ENGINE, f"{type(error).__name__}: {error}", report)
 
     def _fail_without_token(self, handle: KvHandle, error: NoToken, report: StepReport, counts: bool) -> None:
-        """Fail a sequence that got no token. Raises if this `counts` against the worker and the limit is reached."""
+        """Fail a sequence that got no token; `counts` if it speaks against the worker."""
         sequence = self._scheduler.find(handle)
         if sequence is None:
             return

@@ -17,6 +17,8 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from baton.config.prefill import PrefillConfig
 from baton.engine.contract import ChunkResult, Engine
@@ -32,6 +34,7 @@ from baton.errors import (
 )
 from baton.ledger import Ledger
 from baton.lifecycle import State
+from baton.tasks import wait_to_end
 from baton.telemetry import metrics
 from baton.transfer.registry import ExportRegistry
 from baton.worker.audit import IdleAudit, build_ledger
@@ -76,13 +79,14 @@ class PrefillWorker:
         """Jobs whose callers wait for the answer."""
         self._live_jobs: dict[PrefillJob, None] = {}
         """Jobs that may hold pages or an export."""
+        self._progress = progress
         self._chunks = ChunkRunner(engine, thread, self._scheduler, progress, self._open_jobs)
         self._refusal = ""
         self._faults = FaultCounter()
         self._closing = False
         self._audit = IdleAudit(self.ledger, lambda: not self._live_jobs, self._fail_engine)
         self._audit_task = asyncio.create_task(self._audit.run(), name="idle-audit")
-        self._audit_task.add_done_callback(self._on_audit_end)
+        self._audit_task.add_done_callback(self._on_checked)
 
     def submit(self, task: PrefillTask) -> PrefillJob:
         """Accept a task.
@@ -355,19 +359,23 @@ class PrefillWorker:
         _log.error("%s: a chunk failed", job.task.name, exc_info=error)
         if isinstance(error, NoToken) and job.handle is not None:
             self._engine.retract(job.handle)
-            try:
-                self._faults.record_failure(job.task.request_id)
-            except EngineError as broken:
-                self._fail_engine(broken)
+            self._faults.record_failure(job.task.request_id)
+            job.error = error
+            if self._faults.suspected:
+                check = partial(self._faults.check_engine, self._engine, self._progress, step=False)
+                await self._check(self._thread.run(check))
             return error
         # The error may also have damaged cached blocks. The end of the job gives its pages to others, which must not
         # find any of these blocks.
         self._engine.drop_cached()
-        try:
-            await self._thread.run(self._engine.audit)
-        except Exception as broken:
-            self._fail_engine(broken)
-        return EngineError(f"{type(error).__name__}: {error}")
+        job.error = EngineError(f"{type(error).__name__}: {error}")
+        await self._check(self._thread.run(self._engine.audit))
+        return job.error
+
+    async def _check(self, check: asyncio.Future[Any]) -> None:
+        """Wait for a check of the engine, also when cancelled; if it raises, the engine has failed."""
+        check.add_done_callback(self._on_checked)
+        await wait_to_end(check)
 
     def _fail_engine(self, error: BaseException) -> None:
         """End all jobs because the engine can't be trusted any more, and set `failed`."""
@@ -377,8 +385,8 @@ class PrefillWorker:
         if not self.failed.done():
             self.failed.set_exception(error)
 
-    def _on_audit_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+    def _on_checked(self, check: asyncio.Future[Any]) -> None:
+        if not check.cancelled() and (error := check.exception()) is not None:
             self._fail_engine(error)
 
 

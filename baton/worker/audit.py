@@ -19,6 +19,7 @@ from baton.errors import EngineError
 from baton.kv.pool import DRAINING
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import State
+from baton.worker.faults import SELF_TEST
 from baton.worker.status import WorkerIdentity
 
 MIN_INTERVAL_S = 1.0
@@ -42,7 +43,7 @@ async def build_ledger(
             if name.endswith(DRAINING):
                 owner = name.removesuffix(DRAINING)
                 draining.append(LedgerEntry(owner, "draining", State.ENDED.value, count, count * page_bytes))
-        orphans = _owners(pages) - {entry.owner for entry in listed}
+        orphans = _owners(pages) - {entry.owner for entry in listed} - {SELF_TEST}
         if orphans:
             orphans &= _owners(await asyncio.to_thread(engine.audit))
             orphans -= {entry.owner for entry in entries()}

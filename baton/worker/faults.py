@@ -1,33 +1,79 @@
-"""Detects a worker that computes wrong values, by requests that get no token."""
+"""Finds out whether a worker computes wrong values, when requests get no token.
+
+If the logits of a request are not finite, its input may be the cause, or the worker: bad weights, bad memory. When
+LIMIT different requests got no token, and no request between them got one, the worker computes tokens for a prompt of
+its own. If it gets them, the requests were the cause. If not, the worker is.
+"""
 
 from __future__ import annotations
 
-from baton.errors import EngineError
+import logging
+
+from baton.engine.contract import Engine
+from baton.errors import EngineError, NoToken, OutOfPages
+from baton.request import SamplingParams, SequenceState
+from baton.worker.progress import Progress
 
 LIMIT = 3
+SELF_TEST = "self-test"
+"""The owner of the pages that the worker's own prompt uses."""
+
+_PROMPT_TOKENS = 16
+
+_log = logging.getLogger(__name__)
 
 
 class FaultCounter:
-    """The latest requests for which no token could be computed.
-
-    If the logits of one request are not finite, the request is the cause, however often it comes. If this happens to
-    LIMIT different requests without a good token of any request between them, the worker has bad weights or bad memory.
-    """
+    """The latest requests for which no token could be computed."""
 
     def __init__(self) -> None:
         self._requests: set[str] = set()
+
+    @property
+    def suspected(self) -> bool:
+        """Whether LIMIT different requests have failed since the last token. `check_engine` must say why."""
+        return len(self._requests) >= LIMIT
 
     def record_success(self) -> None:
         """Record that a token was computed."""
         self._requests.clear()
 
     def record_failure(self, request_id: str) -> None:
-        """Record that no token could be computed for this request.
-
-        Raises EngineError after LIMIT different requests.
-        """
+        """Record that no token could be computed for this request."""
         self._requests.add(request_id)
-        if len(self._requests) >= LIMIT:
+
+    def check_engine(self, engine: Engine, progress: Progress, *, step: bool) -> None:
+        """Compute a token for a prompt of the worker's own, and another one by a `step`, then count anew.
+
+        Call it on the engine thread; for a `step`, with an empty batch. Raises EngineError if there is no token. If no
+        page is free, nothing is found out.
+        """
+        requests = sorted(self._requests)
+        self._requests.clear()
+        try:
+            _compute_own(engine, progress, step=step)
+        except OutOfPages as error:
+            _log.warning("%s got no token, and the worker can't be tested: %s", ", ".join(requests), error)
+        except Exception as error:
             raise EngineError(
-                f"{LIMIT} different requests got no token, with no good token between them: {sorted(self._requests)}"
-            )
+                f"{len(requests)} different requests got no token, with no good token between them, and neither did "
+                f"the worker's own prompt ({error}): {requests}"
+            ) from error
+        else:
+            _log.warning("%s got no token; the worker's own prompt did, so they are the cause", ", ".join(requests))
+
+
+def _compute_own(engine: Engine, progress: Progress, *, step: bool) -> None:
+    spec, greedy = engine.spec, SamplingParams(temperature=0.0)
+    ids = tuple(range(min(_PROMPT_TOKENS, spec.vocab_size, max(1, spec.max_model_len - 2))))
+    handle = engine.reserve(SELF_TEST, len(ids) + 1)
+    try:
+        prompt = SequenceState(greedy, ids)
+        result = engine.prefill_chunk(handle, ids, 0, len(ids), on_layer=lambda _: progress.record(), sample=(prompt,))
+        if step:
+            engine.insert(handle, SequenceState(greedy, ids, (result.tokens[0].token_id,)))
+            for _, found in engine.step().result():
+                if isinstance(found, NoToken):
+                    raise found
+    finally:
+        engine.free(handle)

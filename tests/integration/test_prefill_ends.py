@@ -5,12 +5,14 @@ import contextlib
 import gc
 import logging
 import random
+import threading
 from collections import Counter
 from typing import Any
 
 import grpc
 import pytest
 
+from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import EngineError, NoToken, TransferError
 from prefill_svc.job import PrefillJob
@@ -84,13 +86,14 @@ async def test_a_chunk_that_raises_fails_its_job_alone() -> None:
 
 
 class NanEngine(FakeEngine):
-    """Computes no token while told so."""
+    """Computes no token while told so; with `spares_own`, only for requests."""
 
     finite = False
+    spares_own = False
 
-    def prefill_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().prefill_chunk(*args, **kwargs)
-        if not self.finite:
+    def prefill_chunk(self, handle: KvHandle, *args: Any, **kwargs: Any) -> Any:
+        result = super().prefill_chunk(handle, *args, **kwargs)
+        if not self.finite and not (self.spares_own and handle.owner == "self-test"):
             raise NoToken("logits are not finite")
         return result
 
@@ -114,6 +117,48 @@ async def test_prompts_without_a_token_fail_alone_and_many_in_succession_end_the
             assert not client.app.failed.done()
         await status_of(client.call())
         with pytest.raises(EngineError, match="3 different requests got no token"):
+            await asyncio.wait_for(asyncio.shield(client.app.failed), WAIT_S)
+
+
+async def test_prompts_without_a_token_do_not_end_a_worker_that_computes_others() -> None:
+    engine = NanEngine()
+    engine.spares_own = True
+    async with serving(engine) as client:
+        for _ in range(7):
+            assert (await status_of(client.call()))[0] is grpc.StatusCode.INTERNAL
+        assert not client.app.failed.done()
+        engine.finite = True
+        assert (await client.done()).first_tokens
+        await client.pages_back()
+
+
+class HeldAudit(BrokenEngine):
+    """Its first audit waits, and then fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.audits = False
+        self.auditing, self.go = threading.Event(), threading.Event()
+
+    def audit(self) -> dict[str, int]:
+        if not self.audits:
+            self.auditing.set()
+            assert self.go.wait(WAIT_S)
+        return super().audit()
+
+
+async def test_a_cancel_during_the_audit_after_a_fault_does_not_lose_its_result() -> None:
+    engine = HeldAudit()
+    async with serving(engine) as client:
+        call = client.call()
+        reading = asyncio.create_task(status_of(call))
+        assert await asyncio.to_thread(engine.auditing.wait, WAIT_S)
+        aborted = client.watch_aborts()
+        call.cancel()
+        await asyncio.wait_for(aborted.wait(), WAIT_S)
+        reading.cancel()
+        engine.go.set()
+        with pytest.raises(EngineError, match="pages are missing"):
             await asyncio.wait_for(asyncio.shield(client.app.failed), WAIT_S)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.engine.contract import KvHandle
 from baton.errors import EngineError
 from baton.lifecycle import State
 from baton.request import FinishReason, SequenceState
@@ -143,26 +144,64 @@ def test_a_sequence_without_a_token_fails_alone_and_its_mates_get_theirs() -> No
     assert turns.engine.audit() == {}
 
 
-def test_one_request_without_tokens_is_no_fault_of_the_worker_but_many_in_succession_are() -> None:
-    turns = Turns()
-    number = 0
-
-    def fails_alone(request: str) -> None:
-        nonlocal number
-        number += 1
+def fail_alone(turns: Turns, *requests: str, first: int = 1) -> None:
+    """Add a sequence of each request, one after the other; none of them gets a token."""
+    for number, request in enumerate(requests, first):
         sequence = turns.add(number, [number, 5, 6], 4)
         sequence.request_id = request
         spoil(turns.engine, sequence.handle, 1)
-        assert turns.turn().failures
+        told = len(turns.reports)
+        while not any(report.failures for report in turns.reports[told:]):
+            assert turns.loop.turn()
 
-    for request in ("a", "a", "a", "a", "b"):
-        fails_alone(request)
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_requests_without_tokens_are_no_fault_of_a_worker_that_computes_its_own_prompt(ahead: int) -> None:
+    turns = Turns(steps_ahead=ahead)
+    fail_alone(turns, "a", "a", "a", "b")
+    assert ["self-test"] not in turns.engine.steps
+    fail_alone(turns, "c", first=5)
+    assert turns.engine.steps[-1] == ["self-test"]
+    assert turns.engine.audit() == {}
+    fail_alone(turns, "d", "e", first=6)
+    assert turns.engine.steps.count(["self-test"]) == 1, "they are counted anew"
+    turns.add(100, [7], 2)
+    while not (outputs := [output for report in turns.reports for output in report.outputs]):
+        assert turns.loop.turn()
+    assert [token.token_id for token in outputs[0].tokens] == alone([7], greedy(2))[1:]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_worker_that_computes_tokens_for_nobody_ends(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, insert = Turns(steps_ahead=ahead), LoggingEngine.insert
+
+    def spoiled(engine: LoggingEngine, handle: KvHandle, state: SequenceState) -> None:
+        insert(engine, handle, state)
+        spoil(engine, handle, 1)
+
+    monkeypatch.setattr(LoggingEngine, "insert", spoiled)
+
+    def keep_busy() -> None:
+        # With another one in each turn, the batch would never be empty.
+        for number in range(1, 50):
+            turns.add(number, [number, 5, 6], 4).request_id = str(number)
+            turns.loop.turn()
+
+    with pytest.raises(EngineError, match=r"different requests got no token.*not finite"):
+        keep_busy()
+    assert turns.engine.steps[-1] == ["self-test"]
+    assert "self-test" not in turns.engine.audit()
+
+
+def test_a_worker_without_a_free_page_cant_be_tested_and_goes_on() -> None:
+    turns = Turns(pages=8)
+    fail_alone(turns, "a", "b")
+    other = turns.engine.reserve("other", 4 * 6)
+    fail_alone(turns, "c", first=3)
+    assert ["self-test"] not in turns.engine.steps
+    turns.engine.free(other)
     turns.add(100, [7], 2)
     turns.until_finished(100)
-    fails_alone("c")
-    fails_alone("d")
-    with pytest.raises(EngineError, match="3 different requests got no token"):
-        fails_alone("e")
 
 
 def test_a_sequence_that_cant_be_inserted_fails_alone() -> None:
