@@ -59,7 +59,7 @@ class AsyncClient:
     def __init__(
         self, target: str, *, model: str = "", api_key: str | None = None, **security: Unpack[Security]
     ) -> None:
-        self._model = model
+        self._model, self._target = model, target
         self._closed = False
         self._metadata = _metadata(api_key)
         credentials, options = client_credentials(**security)
@@ -154,7 +154,7 @@ class AsyncClient:
         return tiers_from_proto(answer.dropped)
 
     def _call(self, timeout: float | None) -> ClientCall:
-        return ClientCall(timeout, secure=self._secure)
+        return ClientCall(self._target, timeout, secure=self._secure)
 
     async def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
         call = self._call(timeout)
@@ -184,7 +184,7 @@ class Client:
     def __init__(
         self, target: str, *, model: str = "", api_key: str | None = None, **security: Unpack[Security]
     ) -> None:
-        self._model = model
+        self._model, self._target = model, target
         self._closed = False
         self._metadata = _metadata(api_key)
         credentials, options = client_credentials(**security)
@@ -279,7 +279,7 @@ class Client:
         return tiers_from_proto(answer.dropped)
 
     def _call(self, timeout: float | None) -> ClientCall:
-        return ClientCall(timeout, secure=self._secure)
+        return ClientCall(self._target, timeout, secure=self._secure)
 
     def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
         call = self._call(timeout)

@@ -21,19 +21,27 @@ MAX_TIMEOUT_S = 366 * 24 * 3600
 _SAYS_NOTHING = re.compile(r"(stream removed )?\(?(deadline exceeded)?\)?\.?", re.IGNORECASE)
 # gRPC's message when a TLS listener gets a call without TLS.
 _CLOSED = re.compile(r"failed to connect to all addresses.*Socket closed", re.DOTALL)
+# gRPC's messages when there is no such process, or no such host.
+_UNREACHED = re.compile(
+    r"failed to connect to all addresses.*"
+    r"(connection refused|no route to host|network is unreachable|connection timed out)( \(\d+\))?",
+    re.DOTALL | re.IGNORECASE,
+)
+_UNRESOLVED = re.compile(r"(errors resolving|DNS resolution failed for) .*", re.DOTALL)
 
 
 class ClientCall:
-    """A call with `timeout` in seconds, None without a deadline; `secure` says whether its channel has TLS.
+    """A call to `target`, with `timeout` in seconds, None without a deadline; `secure`: its channel has TLS.
 
     Raises InvalidRequest naming timeout, unless that is a finite number of at most MAX_TIMEOUT_S.
     """
 
-    def __init__(self, timeout: float | None, *, secure: bool) -> None:
+    def __init__(self, target: str, timeout: float | None, *, secure: bool) -> None:
         if timeout is not None and not (isinstance(timeout, numbers.Real) and _usable(timeout)):
             problem = f"must be a number of at most {MAX_TIMEOUT_S} seconds, got {preview(timeout)}"
             raise InvalidRequest("timeout", problem)
         self.timeout = timeout
+        self._target = target
         self._secure = secure
         self._tokens: int | None = None
 
@@ -54,7 +62,17 @@ class ClientCall:
             return DeadlineExceeded(f"the deadline of {self.timeout:g} s passed{self._progress()}{more}")
         if not self._secure and code is grpc.StatusCode.UNAVAILABLE and _CLOSED.fullmatch(details):
             return Unavailable(f"{details}; is it a TLS listener? Then give its CA (ca, --ca)")
+        if code is grpc.StatusCode.UNAVAILABLE and (why := self._connection_problem(details)):
+            return Unavailable(why)
         return from_rpc_error(error)
+
+    def _connection_problem(self, details: str) -> str:
+        """Why there is no connection, in plain words; "" if gRPC's message is about something else."""
+        if _UNRESOLVED.fullmatch(details):
+            return f"cannot find the host of {self._target}; check the address"
+        if (found := _UNREACHED.fullmatch(details)) is None:
+            return ""
+        return f"cannot connect to {self._target}: {found[1].lower()}; check the address, and that the process runs"
 
     def _progress(self) -> str:
         if self._tokens is None:

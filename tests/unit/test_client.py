@@ -201,9 +201,20 @@ async def test_refusals_keep_their_class(router: Router) -> None:
             await on_thread(listener.address, lambda client: client.complete("x"))
 
 
-async def test_nobody_there() -> None:
-    async with AsyncClient("127.0.0.1:1") as client:
-        with pytest.raises(Unavailable):
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (
+            "127.0.0.1:1",
+            r"cannot connect to 127.0.0.1:1: connection refused; check the address, and that the process runs",
+        ),
+        ("[::1]:1", r"cannot connect to \[::1\]:1: [a-z ]+; check the address, and that the process runs"),
+        ("nobody.invalid:1", r"cannot find the host of nobody.invalid:1; check the address"),
+    ],
+)
+async def test_nobody_there(target: str, words: str) -> None:
+    async with AsyncClient(target) as client:
+        with pytest.raises(Unavailable, match=f"^{words}$"):
             await client.complete("x", timeout=60)
 
 
