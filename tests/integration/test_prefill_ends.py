@@ -137,13 +137,13 @@ class HeldAudit(BrokenEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.audits = False
         self.auditing, self.go = threading.Event(), threading.Event()
 
     def audit(self) -> dict[str, int]:
-        if not self.audits:
+        if not self.auditing.is_set():
             self.auditing.set()
             assert self.go.wait(WAIT_S)
+            raise EngineError("pages are missing")
         return super().audit()
 
 
