@@ -231,6 +231,11 @@ class Admission:
         self.forecast.record_grant(now, pending=bool(self._attempts.pending))
         return attempt
 
+    def cancel_claim(self, claimant: Claimant) -> bool:
+        """Remove the claims of a refused attempt that does not ask again; returns whether it had any."""
+        pages, contexts = self.claims.cancel(claimant), self._context_claims.cancel(claimant)
+        return pages or contexts
+
     def drop_session(self, session: int) -> None:
         """Remove the claims of a session that has ended."""
         self.claims.drop_session(session)

@@ -2,9 +2,9 @@
 
 If a reservation is refused because pages are missing, it leaves a claim. Half of the pages that are free then, and half
 of those that come free later, are set aside for the oldest claim. Others get pages from the other half. Sequences that
-run and grow take pages from both halves. A claim ends when it is granted, or when it was not renewed for CLAIM_S. The
-router asks again when it hears from the worker, or RENEW_S after the refusal, if a prefill worker can take the request
-then.
+run and grow take pages from both halves. A claim ends when it is granted, when the router cancels it, because the
+request was cancelled or placed elsewhere, or when it was not renewed for CLAIM_S. The router asks again when it hears
+from the worker, or RENEW_S after the refusal, if a prefill worker can take the request then.
 
 Each session has at most one claim, and so have all pending forks together. The next claim of a session ranks behind the
 claims of other sessions, so routers take turns.
@@ -101,6 +101,14 @@ class Claims:
         if claim is not None and claim.claimant == claimant:
             del self._claims[claimant[0]]
         self._free = free
+
+    def cancel(self, claimant: Claimant) -> bool:
+        """Remove the claim of a claimant that does not ask again; returns whether it had one."""
+        claim = self._claims.get(claimant[0])
+        if claim is None or claim.claimant != claimant:
+            return False
+        del self._claims[claimant[0]]
+        return True
 
     def drop_session(self, session: int) -> None:
         """Remove the claim of a session that has ended."""

@@ -309,9 +309,11 @@ class DecodeWorker:
         self.advance()
 
     def _cancel(self, session: RouterSession, cancel: Cancel) -> None:
-        """End an attempt, or one choice of it."""
+        """End an attempt, one choice of it, or the claim of an attempt that was refused."""
         attempt = self.attempts.get(session.number, cancel.key)
         if attempt is None:
+            if self.admission.cancel_claim((session.number, cancel.key)):
+                self.advance()
             return
         if cancel.choice_index is not None:
             now = self._loop.time()

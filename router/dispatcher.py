@@ -93,9 +93,12 @@ class Dispatcher:
         once when the queue is full or the deadline can't be met, Unavailable when no worker came that can serve it, and
         InvalidRequest when it is larger than any decode worker's memory.
         """
-        placement = await self._isolation.place(request, deliver, suspected) if suspected() else None
-        if placement is None:
-            placement = await self._wait(request, deliver)
+        try:
+            placement = await self._isolation.place(request, deliver, suspected) if suspected() else None
+            if placement is None:
+                placement = await self._wait(request, deliver)
+        finally:
+            self._reserver.withdraw(request)
         try:
             yield placement
         finally:

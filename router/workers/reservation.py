@@ -79,6 +79,8 @@ class Reserver:
         self._breakers = breakers
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
+        self._refused: dict[tuple[str, int], dict[str, DecodeAttempt]] = {}
+        """Attempts of requests that wait, by the decode worker that refused them."""
 
     def query(self, request: PlacementRequest, never: Mapping[str, str]) -> PlacementQuery:
         """What to place, by what is known now."""
@@ -104,6 +106,7 @@ class Reserver:
         names = (*selection.decode, *self._last_resort(request, selection, never))
         request.life.enter(State.RESERVING, self._loop.time(), self._timeout_s * len(names))
         answers: dict[str, ReserveResult] = {}
+        refused = self._refused.setdefault((request.request_id, request.attempt), {})
         for name in names:
             link = self._pool.decode_link(name)
             if link is None or link.session is None or not link.session.open:
@@ -115,7 +118,10 @@ class Reserver:
             incarnation = link.status.identity.incarnation if link.status else ""
             digests = self._pool.prefixes.digests_to_pin(name, link.namespace, request.digests)
             answer = answers[name] = await self._ask(attempt, request, Prefix(digests, request.salt, request.cache))
-            if answer.granted:
+            if not answer.granted:
+                refused[name] = attempt
+            else:
+                refused.pop(name, None)
                 link.subtract_room(request.context_tokens - answer.cached_tokens, len(request.choices))
                 health = self._breakers.begin(selection.prefill, name)
                 self._dispatch(request, assignment, selection)
@@ -123,6 +129,11 @@ class Reserver:
                 return Placement(assignment, health, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
         request.life.enter(State.LINE, self._loop.time())
         return self._refusal(request, selection, answers, never)
+
+    def withdraw(self, request: PlacementRequest) -> None:
+        """The request does not ask again: workers that refused it need not set pages aside for it."""
+        for attempt in self._refused.pop((request.request_id, request.attempt), {}).values():
+            attempt.withdraw()
 
     def _refusal(
         self,

@@ -153,6 +153,10 @@ class DecodeAttempt:
             self._live.discard(choice)
             self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key, choice_index=choice)))
 
+    def withdraw(self) -> None:
+        """Tell a worker that refused the attempt that nobody asks again; it may have set pages aside."""
+        self._session.send(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=self._key)))
+
     def close(self) -> None:
         """End the attempt, and tell the worker unless it ended all choices itself."""
         if not self._session.forget(self._key):

@@ -31,6 +31,22 @@ async def test_what_a_router_does_not_list_is_ended_and_the_rest_goes_on() -> No
         assert not router.failures
 
 
+async def test_a_cancel_of_what_was_refused_gives_back_the_pages_that_were_kept_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with rig({"reserve_tokens": 4}, pages=20, max_model_len=80) as all_:
+        router, other = await all_.router(), await all_.router()
+        assert (await router.reserve("held", 36, 4)).granted
+        assert not (await router.reserve("large", 60, 4)).granted
+        assert "are kept for a larger request" in (await other.reserve("half", 28, 4)).reason
+        told: list[str] = []
+        monkeypatch.setattr(all_.app.service.status, "notify", lambda: told.append("routers"))
+        await router.cancel("large")
+        assert not (await router.reserve("barrier", 0, 1)).granted
+        assert told, "so that they ask again"
+        assert (await other.reserve("half", 28, 4)).granted
+
+
 async def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_svc.worker, "MAX_ANSWERS", 50)
     async with rig() as all_:

@@ -57,6 +57,9 @@ class FakeAttempt:
         self._pool.asked += 1
         return await self._pool.reserve(self, **asked)
 
+    def withdraw(self) -> None:
+        self._pool.withdraw(self)
+
     def close(self) -> None:
         self._pool.running[self.worker] -= 1
         self._pool.closed += 1
@@ -85,6 +88,7 @@ class FakePool:
         self.news: Callable[[], None] = lambda: None
         self.session = self
         self.order: list[str] = []
+        self.withdrawn: list[str] = []
         self.prefixes = PrefixDirectory()
         self.kept: frozenset[str] = frozenset()
         self._worker = ""
@@ -111,6 +115,9 @@ class FakePool:
 
     def close(self, attempt: FakeAttempt) -> None:
         return
+
+    def withdraw(self, attempt: FakeAttempt) -> None:
+        self.withdrawn.append(f"{attempt.request_id} {attempt.worker}")
 
     def keep(self, names: frozenset[str]) -> None:
         if names != self.kept:

@@ -80,6 +80,26 @@ async def test_after_a_mistaken_try_only_half_as_large_ones_try_before_the_next_
     await asyncio.gather(*(held.task for held in waiting), return_exceptions=True)
 
 
+@pytest.mark.parametrize("placed", [True, False])
+async def test_workers_that_refused_a_request_hear_when_it_is_placed_elsewhere_or_cancelled(placed: bool) -> None:
+    pool = FakePool(d=FULL, e=FULL)
+    d = dispatcher(pool)
+    held = Held(d, "r")
+    await settle()
+    assert (pool.asked, pool.withdrawn) == (2, [])
+    if placed:
+        pool.by_name["e"] = GRANTED
+        pool.news()
+        await asyncio.wait_for(held.placed.wait(), 60)
+        assert pool.withdrawn == ["r d"]
+    else:
+        held.task.cancel()
+        await asyncio.gather(held.task, return_exceptions=True)
+        assert sorted(pool.withdrawn) == ["r d", "r e"]
+    held.go.set()
+    await asyncio.gather(held.task, return_exceptions=True)
+
+
 async def test_a_place_that_ends_is_news() -> None:
     pool = FakePool()
     d = dispatcher(pool)

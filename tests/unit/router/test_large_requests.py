@@ -6,6 +6,7 @@ The dispatchers and what grants reservations at the worker are the real ones. A 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 from typing import Any, cast
@@ -84,6 +85,9 @@ class RouterPool(FakePool):
         if attempt.held is not None:
             self.worker.end(attempt.held)
 
+    def withdraw(self, attempt: FakeAttempt) -> None:
+        assert self.worker.admission.cancel_claim((self.number, AttemptKey(attempt.request_id, 0)))
+
 
 class Town:
     """Two routers, and what was granted when."""
@@ -99,8 +103,8 @@ class Town:
         self.worker = SharedWorker(self.loop)
         self.routers = [RouterPool(self.worker, number) for number in range(2)]
 
-    def ask(self, router: int, name: str, pages: int, tenant: str) -> None:
-        self.loop.spawn(self._held(self.routers[router].dispatcher, name, pages * PAGE - 1, tenant))
+    def ask(self, router: int, name: str, pages: int, tenant: str) -> asyncio.Task[None]:
+        return self.loop.spawn(self._held(self.routers[router].dispatcher, name, pages * PAGE - 1, tenant))
 
     async def _held(self, dispatcher: Dispatcher, name: str, context: int, tenant: str) -> None:
         came = self.loop.time()
@@ -159,6 +163,25 @@ def test_a_request_for_all_pages_does_not_starve() -> None:
     town.ask(0, "all", PAGES, "large")
     town.run(12.0)
     assert town.waited["all"] <= HOLD_S * (1 + math.ceil(math.log2(PAGES))) + 0.5
+    town.close()
+
+
+def test_pages_are_not_kept_for_a_request_that_was_cancelled() -> None:
+    town = Town()
+    town.ask(0, "first", PAGES // 2, "large")
+    town.loop.advance(0.1)
+    large = town.ask(0, "all", PAGES, "large")
+    town.loop.advance(0.1)
+    town.ask(1, "other", PAGES // 2, "other")
+    town.loop.advance(0.1)
+    assert "other" not in town.granted
+    large.cancel()
+    town.loop.advance(0.1)
+    town.routers[1].news()
+    town.loop.advance(0.1)
+    assert town.granted["other"] < 0.6
+    with contextlib.suppress(asyncio.CancelledError):
+        large.result()
     town.close()
 
 
