@@ -5,7 +5,8 @@
 So a death loses at most the chunk that was being computed, the one before it, and what a slow store has not taken yet.
 Nothing is dropped while the prompt is computed: if the wait is over, the save goes on, and later chunks find it further
 behind. After a failure of the store, the next chunk continues at the first block that is not stored. While the store
-can't be reached, saves fail at once, so nobody waits.
+can't be reached, saves fail at once, so nobody waits. The blocks before the first chunk are saved as well if the store
+has lost them: without them, no worker would find those after them.
 
 A prompt is long if it needs at least `long_chunks` chunks. A chunk takes about half a second of computing
 (`prefill_svc.scheduler.chunk_size`), so short prompts, which lose little, never wait. The job does not have the engine
@@ -15,15 +16,20 @@ while it waits; other prompts are computed. Saves do not pass through the queue 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 
 from baton.kv.prefix import PrefixCache
+from baton.kv.prefix.host import TIER as HOST
 from baton.tasks import wait_to_end
 from baton.worker.block_copier import BlockCopier
+from baton.worker.cache_tiers import POOL
 from prefill_svc.job import PrefillJob
 
 SAVE_WAIT_S = 2.0
 """A few chunks' time: a store that takes KV more slowly than the engine computes it may slow a prompt down so far."""
+
+_OWN_TIERS = (POOL, HOST)
 
 _log = logging.getLogger(__name__)
 
@@ -37,9 +43,7 @@ class ChunkSaver:
 
     async def save(self, job: PrefillJob) -> None:
         """Begin to save the final blocks of a job, if it is long; call it after each chunk but the last."""
-        if not job.to_save and self._is_long(job):
-            job.to_save = self._cache.select_saves(job.digests)
-        if not job.to_save:
+        if job.saving is None and not self._is_long(job):
             return
         await self._wait(job)
         if job.saving is None or job.saving.done():
@@ -63,6 +67,11 @@ class ChunkSaver:
         final = range(job.computed // self._block if job.to_save else 0)
         await self._cache.remove([job.digests[block] for block in final if job.to_save[block]])
 
+    def _own_blocks(self, job: PrefillJob) -> int:
+        """Leading blocks that this process had itself: the store was not asked for them."""
+        own = itertools.takewhile(lambda source: source[0] in _OWN_TIERS, job.sources)
+        return sum(tokens for _, tokens in own) // self._block
+
     def _is_long(self, job: PrefillJob) -> bool:
         missing, computed = len(job.ids) - job.cached_tokens, job.computed - job.cached_tokens
         return job.task.cache.writes and 0 < self._long_chunks * computed <= missing
@@ -75,6 +84,10 @@ class ChunkSaver:
     async def _save(self, job: PrefillJob) -> None:
         blocks = range(job.saved, job.computed // self._block)
         try:
+            if not job.to_save:
+                job.to_save = await self._cache.select_saves(job.digests, self._own_blocks(job))
+                if not job.to_save:
+                    return
             job.saved = await self._blocks.save(job.pages, job.digests, job.to_save, blocks)
         except Exception:
             _log.exception("%s: blocks could not be saved", job.task.name)

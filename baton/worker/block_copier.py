@@ -106,7 +106,7 @@ class BlockCopier:
         """
         if not self._cache.enabled:
             return
-        wants = self._cache.select_writes(digests, first)
+        wants = await self._cache.select_writes(digests, first)
         wanted = [block for block in range(least, len(digests)) if wants[block]]
         if self._writing_back >= MAX_WRITE_BACKS:
             metrics.PREFIX_BLOCKS.labels("any", "dropped").inc(len(wanted))

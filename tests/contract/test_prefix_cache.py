@@ -80,7 +80,7 @@ async def test_an_empty_cache_misses(cache: PrefixCache) -> None:
 async def test_no_digests_are_no_hits(cache: PrefixCache) -> None:
     assert await found(cache, []) == 0
     assert await cache.fetch([]) == []
-    assert cache.select_writes([]) == []
+    assert await cache.select_writes([]) == []
     cache.touch([])
 
 
@@ -117,13 +117,13 @@ async def test_payloads_may_be_views(cache: PrefixCache) -> None:
 
 
 async def test_new_blocks_are_wanted_and_hits_only_for_others(cache: PrefixCache, shared: bool) -> None:
-    assert cache.select_writes(DIGESTS) == [True] * 10
-    assert cache.select_writes(DIGESTS, 4) == [shared] * 4 + [True] * 6
+    assert await cache.select_writes(DIGESTS) == [True] * 10
+    assert await cache.select_writes(DIGESTS, 4) == [shared] * 4 + [True] * 6
 
 
 async def test_what_is_wanted_may_be_put_in_part(cache: PrefixCache) -> None:
     for upto in (4, 4, 10):
-        wanted = cache.select_writes(DIGESTS)
+        wanted = await cache.select_writes(DIGESTS)
         await fill(cache, [i for i in range(upto) if wanted[i]])
         assert await found(cache, DIGESTS) == upto
         assert await fetched(cache, DIGESTS) == BLOCKS[:upto]
@@ -131,12 +131,12 @@ async def test_what_is_wanted_may_be_put_in_part(cache: PrefixCache) -> None:
 
 async def test_what_is_saved_is_found_by_others_at_once_until_it_is_removed(cache: PrefixCache, shared: bool) -> None:
     if isinstance(cache, HostPrefixCache):
-        assert cache.select_saves(DIGESTS) == []
+        assert await cache.select_saves(DIGESTS) == []
         assert await cache.save(DIGESTS, BLOCKS) == 0
         await cache.remove(DIGESTS)
         assert await found(cache, DIGESTS) == 0
         return
-    assert cache.select_saves(DIGESTS) == [True] * 10
+    assert await cache.select_saves(DIGESTS) == [True] * 10
     assert await cache.save(DIGESTS[:3], BLOCKS[:3]) == 3
     assert await cache.save(DIGESTS[3:6], [memoryview(block) for block in BLOCKS[3:6]]) == 3
     assert (await cache.lookup(DIGESTS)).runs == (("redis" if shared else "host", 6),), (
@@ -147,7 +147,7 @@ async def test_what_is_saved_is_found_by_others_at_once_until_it_is_removed(cach
     if shared:
         await cache.clear(shared=False)  # host memory has kept what was fetched
     assert await found(cache, DIGESTS) == 2
-    assert cache.select_saves(DIGESTS)[2:] == [True] * 8
+    assert (await cache.select_saves(DIGESTS))[2:] == [True] * 8
 
 
 async def test_touching_changes_nothing(cache: PrefixCache) -> None:
@@ -208,7 +208,7 @@ async def test_what_is_cleared_is_gone(cache: PrefixCache) -> None:
     assert max(tier.bytes for tier in cleared) >= 6 * SIZE
     assert await found(cache, DIGESTS) == 0
     assert await cache.fetch(DIGESTS) == []
-    assert cache.select_writes(DIGESTS) == [True] * 10
+    assert await cache.select_writes(DIGESTS) == [True] * 10
     await fill(cache, range(6))
     assert await fetched(cache, DIGESTS) == BLOCKS[:6]
 
@@ -224,7 +224,7 @@ async def test_many_at_once_never_get_a_wrong_block(cache: PrefixCache) -> None:
     async def use(number: int) -> None:
         for turn in range(4):
             upto = (3 * number + turn) % 10 + 1
-            wanted = cache.select_writes(DIGESTS[:upto])
+            wanted = await cache.select_writes(DIGESTS[:upto])
             for i in range(upto):
                 if wanted[i]:
                     cache.put(DIGESTS[i], BLOCKS[i])
@@ -250,9 +250,9 @@ async def test_flush_without_work_returns_and_close_may_be_repeated(cache: Prefi
 async def test_no_cache_finds_nothing_and_keeps_nothing() -> None:
     cache: PrefixCache = NullPrefixCache()
     assert not cache.enabled
-    assert cache.select_writes(DIGESTS) == [False] * 10
+    assert await cache.select_writes(DIGESTS) == [False] * 10
     assert not cache.put(DIGESTS[0], BLOCKS[0])
-    assert cache.select_saves(DIGESTS) == []
+    assert await cache.select_saves(DIGESTS) == []
     assert await cache.save(DIGESTS, BLOCKS) == 0
     await cache.remove(DIGESTS)
     cache.watch(lambda *_: pytest.fail("nothing changes"))

@@ -62,6 +62,23 @@ async def test_another_worker_finds_all_but_the_last_two_chunks_at_any_time(
     assert by_tier(done) == {"redis": BLOCKS * CHUNK}
 
 
+async def test_cached_blocks_that_the_server_has_lost_are_saved_again(
+    valkey: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch_all(monkeypatch)
+    engine, prompt = Watching(valkey), [(7 * i) % 1000 for i in range(2 * len(PROMPT))]
+    async with serving(engine, redis=valkey.url, **LONG) as client:
+        await client.done()
+        await flushed(client)
+        with valkey.client() as server:
+            server.flushdb()
+        assert by_tier(await client.done(prompt)) == {"pool": BLOCKS * CHUNK}
+        await flushed(client)
+    assert engine.keys[-1] >= len(prompt) // CHUNK - 2
+    async with serving(redis=valkey.url) as other:
+        assert by_tier(await other.done(prompt)) == {"redis": len(prompt) // CHUNK * CHUNK}
+
+
 async def test_a_short_prompt_is_written_after_its_answer_only(valkey: Server) -> None:
     engine = Watching(valkey)
     async with serving(engine, redis=valkey.url, chunk_size=CHUNK, long_prompt_chunks=8) as client:

@@ -44,7 +44,7 @@ async def ask(cache: PrefixCache) -> int:
     found = (await cache.lookup(DIGESTS)).blocks
     payloads = await cache.fetch(DIGESTS[:found])
     assert [bytes(payload) for payload in payloads] == BLOCKS[: len(payloads)]
-    wants = cache.select_writes(DIGESTS, len(payloads))
+    wants = await cache.select_writes(DIGESTS, len(payloads))
     for digest, block, wanted in zip(DIGESTS, BLOCKS, wants, strict=True):
         assert not wanted or cache.put(digest, block)
     await cache.flush()

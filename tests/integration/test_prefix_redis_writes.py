@@ -26,9 +26,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def request(cache: PrefixCache, hits: int) -> int:
+async def request(cache: PrefixCache, hits: int) -> int:
     """The end of a request whose first `hits` blocks were found nearer by; how many it had to copy."""
-    wanted = [index for index, wants in enumerate(cache.select_writes(DIGESTS, hits)) if wants]
+    wanted = [index for index, wants in enumerate(await cache.select_writes(DIGESTS, hits)) if wants]
     assert all(cache.put(DIGESTS[index], BLOCKS[index]) for index in wanted)
     return len(wanted)
 
@@ -40,33 +40,33 @@ async def test_a_write_that_came_to_nothing_is_made_with_the_next_sighting(
     cache = open_prefix_cache(server.url, FORMAT, "secret", cache_memory=memory, limits=LIMITS, writes=writes)
     with server.client() as client:
         if writes == "second":
-            request(cache, 0)
+            await request(cache, 0)
             await cache.flush()
             assert client.dbsize() == 0, "seen once"
         client.config_set("maxmemory", 1)
         before, lost = faults("oom"), dropped()
-        request(cache, 0)
+        await request(cache, 0)
         await cache.flush()
         assert (client.dbsize(), faults("oom"), dropped()) == (0, before + len(BLOCKS), lost + len(BLOCKS))
         client.config_set("maxmemory", 0)
         # No look-up has missed them: they are hits in the worker's pages.
-        assert request(cache, len(BLOCKS)) == (0 if memory else len(BLOCKS)), "host memory gives what it has"
+        assert await request(cache, len(BLOCKS)) == (0 if memory else len(BLOCKS)), "host memory gives what it has"
         await cache.flush()
         assert client.dbsize() == len(BLOCKS)
-        assert request(cache, len(BLOCKS)) == 0
+        assert await request(cache, len(BLOCKS)) == 0
     await cache.close()
 
 
 async def test_what_was_queued_at_a_server_that_went_away_is_not_taken_for_stored(server: Server) -> None:
     cache = open_prefix_cache(server.url, FORMAT, "secret", limits=LIMITS)
     server.kill()
-    request(cache, 0)
+    await request(cache, 0)
     await cache.flush()
     server.start()
     async with asyncio.timeout(60):
         while (await cache.stats())[-1].state:
             await cache.check()
-    assert request(cache, len(BLOCKS)) == len(BLOCKS)
+    assert await request(cache, len(BLOCKS)) == len(BLOCKS)
     await cache.flush()
     assert (await cache.lookup(DIGESTS)).blocks == len(BLOCKS)
     await cache.close()
@@ -78,9 +78,9 @@ async def test_what_the_server_forgot_is_written_again_though_nobody_looks_for_i
 ) -> None:
     monkeypatch.setattr("baton.kv.prefix.tiered.random.random", lambda: 0.0)
     cache = open_prefix_cache(server.url, FORMAT, "secret", cache_memory=memory, limits=LIMITS)
-    request(cache, 0)
+    await request(cache, 0)
     await cache.flush()
-    assert request(cache, len(BLOCKS)) == 0
+    assert await request(cache, len(BLOCKS)) == 0
     with server.client() as client:
         client.delete(*KEYS[2:])
         # All of it is a hit in the worker's pages.
@@ -88,7 +88,7 @@ async def test_what_the_server_forgot_is_written_again_though_nobody_looks_for_i
         async with asyncio.timeout(60):
             while client.dbsize() < len(KEYS):
                 await asyncio.sleep(0)
-                assert request(cache, len(BLOCKS)) in (0, 0 if memory else len(KEYS[2:]))
+                assert await request(cache, len(BLOCKS)) in (0, 0 if memory else len(KEYS[2:]))
     assert (await cache.lookup(DIGESTS)).blocks == len(BLOCKS)
     await cache.close()
 

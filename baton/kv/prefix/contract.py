@@ -66,7 +66,7 @@ class PrefixCache(Protocol):
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         """Payloads of the leading digests, up to the first miss; callers limit the number of digests."""
 
-    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Whether each block should be put: it is not known to be stored, and was seen often enough.
 
         Call it once for each request, when its KV is final, with its whole chain from the first block on. It counts how
@@ -79,10 +79,11 @@ class PrefixCache(Protocol):
         put.
         """
 
-    def select_saves(self, digests: Sequence[bytes]) -> list[bool]:
+    async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Which blocks of a long prompt `save` should get: those that the shared store is not known to have.
 
-        Call it at most once for each request, with its whole chain. Empty if no other worker could find saved blocks.
+        The store is asked about the first `hits` blocks, which were hits: it may have lost blocks that are used here.
+        The blocks do not count as seen. Empty if no other worker could find saved blocks.
         """
 
     async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:

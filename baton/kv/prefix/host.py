@@ -6,26 +6,47 @@ run. So a chain loses its end before its beginning, and a block that many chains
 them. A chain that is too long for the memory keeps its beginning: a block that would evict its own predecessors is
 refused, and so are all blocks after it.
 
-No method waits.
+Methods that look at many blocks let others run between slices of them; no method waits for anything else.
 """
 
 from __future__ import annotations
 
+import types
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from itertools import takewhile
+from typing import TypeVar
 
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
 from baton.telemetry import metrics
+
+T = TypeVar("T")
 
 TIER = "host"
 
 _MAX_PARENTS = 1 << 16
 _STALE_ENTRIES = 4096
 
+SLICE_BLOCKS = 2048
+"""Blocks that are looked at before others run: a long prompt has tens of thousands."""
+
 _HIT, _MISS, _FETCHED, _EVICTED = (
     metrics.PREFIX_BLOCKS.labels(TIER, outcome) for outcome in ("hit", "miss", "fetched", "evicted")
 )
+
+
+@types.coroutine
+def _turn() -> Generator[None, None, None]:
+    """As `asyncio.sleep(0)`; pure modules beside this one must not load asyncio."""
+    yield
+
+
+async def slices(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
+    """Parts of at most SLICE_BLOCKS; others run between them."""
+    for start in range(0, len(items), SLICE_BLOCKS):
+        if start:
+            await _turn()
+        yield items[start : start + SLICE_BLOCKS]
 
 
 class _ChainRun:
@@ -65,7 +86,7 @@ class HostPrefixCache:
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The leading hits; marks them as used."""
         found = sum(1 for _ in takewhile(self._payloads.__contains__, digests))
-        self.mark_used(digests[:found])
+        await self.mark_used(digests[:found])
         self.count_lookup(found, len(digests) - found)
         return Hits(((TIER, found),) if found else ())
 
@@ -79,15 +100,18 @@ class HostPrefixCache:
         """A block's payload, or None."""
         return self._payloads.get(digest)
 
-    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Blocks that are not cached here and were no hits; marks the chain as used."""
-        wanted = self.select_missing(digests, hits)
-        self.mark_used(digests, wanted)
+        wanted: list[bool] = []
+        async for part in slices(digests):
+            wanted += self.select_missing(part, hits - len(wanted))
+        await self.mark_used(digests, wanted)
         return wanted
 
     def select_missing(self, digests: Sequence[bytes], hits: int) -> list[bool]:
         """The same as `select_writes`, without marking the chain as used."""
-        return [self.enabled and index >= hits and digest not in self for index, digest in enumerate(digests)]
+        held, enabled = self._payloads, self.enabled
+        return [enabled and index >= hits and digest not in held for index, digest in enumerate(digests)]
 
     def put(self, digest: bytes, payload: Payload) -> bool:
         """Keep the block; False if it would have to evict the blocks before it in its chain."""
@@ -106,7 +130,7 @@ class HostPrefixCache:
         self._notify((digest,) if kept else (), dropped)
         return kept
 
-    def mark_used(self, digests: Sequence[bytes], will_put: Sequence[bool] | None = None) -> None:
+    async def mark_used(self, digests: Sequence[bytes], will_put: Sequence[bool] | None = None) -> None:
         """Mark consecutive blocks of a chain as used; `will_put` says which missing ones will be put (default: all).
 
         A block that is put later is kept only if the block before it is still cached then.
@@ -114,16 +138,18 @@ class HostPrefixCache:
         if not self.enabled:
             return
         run, parent = _ChainRun(), None
-        for index, digest in enumerate(digests):
-            if digest in self._payloads:
-                self._place(run, digest)
-                parent = digest
-                continue
-            self._parents.pop(digest, None)
-            put_later = will_put is None or will_put[index]
-            if put_later and parent is not None:
-                self._parents[digest] = parent
-            parent = digest if put_later else None
+        async for part in slices(range(len(digests))):
+            for index in part:
+                digest = digests[index]
+                if digest in self._payloads:
+                    self._place(run, digest)
+                    parent = digest
+                    continue
+                self._parents.pop(digest, None)
+                put_later = will_put is None or will_put[index]
+                if put_later and parent is not None:
+                    self._parents[digest] = parent
+                parent = digest if put_later else None
         while len(self._parents) > _MAX_PARENTS:
             del self._parents[next(iter(self._parents))]
         if self._entries > 2 * len(self._payloads) + _STALE_ENTRIES:
@@ -140,7 +166,7 @@ class HostPrefixCache:
         _HIT.inc(hits)
         _MISS.inc(misses)
 
-    def select_saves(self, digests: Sequence[bytes]) -> list[bool]:
+    async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Empty: no other worker finds blocks in this process's memory."""
         return []
 

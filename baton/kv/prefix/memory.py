@@ -29,7 +29,7 @@ class NullPrefixCache:
         """No payloads."""
         return []
 
-    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """No block."""
         return [False] * len(digests)
 
@@ -37,7 +37,7 @@ class NullPrefixCache:
         """Drop the block."""
         return False
 
-    def select_saves(self, digests: Sequence[bytes]) -> list[bool]:
+    async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Empty: no other worker finds anything here."""
         return []
 
@@ -100,7 +100,7 @@ class MemoryPrefixCache:
         """Payloads up to the first miss."""
         return [self.blocks[digest] for digest in takewhile(self.blocks.__contains__, digests)]
 
-    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Blocks that are not cached here and were no hits in a nearer tier."""
         return [index >= hits and digest not in self.blocks for index, digest in enumerate(digests)]
 
@@ -112,7 +112,7 @@ class MemoryPrefixCache:
             self._changed((digest,), ())
         return True
 
-    def select_saves(self, digests: Sequence[bytes]) -> list[bool]:
+    async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Blocks that are not cached here."""
         return [digest not in self.blocks for digest in digests]
 

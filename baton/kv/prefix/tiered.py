@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from itertools import chain, groupby, repeat
+from itertools import chain, groupby, islice, repeat
 
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixCache, PrefixesChanged
-from baton.kv.prefix.host import TIER, HostPrefixCache
+from baton.kv.prefix.host import TIER, HostPrefixCache, slices
 from baton.kv.prefix.write_filter import BlockState, WriteFilter
 
 TOUCH_SHARE = 1 / 8
@@ -70,18 +70,26 @@ class TieredPrefixCache:
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest run of leading hits in either tier; one look-up in the store if some are not in host memory."""
-        held = [digest in self._host for digest in digests]
-        missing = [index for index, here in enumerate(held) if not here]
-        asked = [digests[index] for index in missing]
+        held, asked = list[bool](), list[bytes]()
+        async for part in slices(digests):
+            here = [digest in self._host for digest in part]
+            held += here
+            asked += [digest for digest, is_here in zip(part, here, strict=True) if not is_here]
         found = await self._shared.lookup(asked) if asked else Hits()
-        self._write_filter.mark_found(asked[: found.blocks])
-        self._write_filter.mark_missed(asked[found.blocks :])
-        end = missing[found.blocks] if found.blocks < len(missing) else len(digests)
-        self._host.mark_used(digests[:end])
-        self._host.count_lookup(end - found.blocks, len(missing))
+        async for part in slices(asked[: found.blocks]):
+            self._write_filter.mark_found(part)
+        async for part in slices(asked[found.blocks :]):
+            self._write_filter.mark_missed(part)
+        end = digests.index(asked[found.blocks]) if found.blocks < len(asked) else len(digests)
+        await self._host.mark_used(digests[:end])
+        self._host.count_lookup(end - found.blocks, len(asked))
         farther = chain.from_iterable(repeat(tier, blocks) for tier, blocks in found.runs)
-        tiers = (TIER if here else next(farther) for here in held[:end])
-        return Hits(tuple((tier, sum(1 for _ in run)) for tier, run in groupby(tiers)))
+        runs: list[tuple[str, int]] = []
+        async for places in slices(held[:end]):
+            for tier, run in groupby(TIER if here else next(farther) for here in places):
+                before = runs.pop()[1] if runs and runs[-1][0] == tier else 0
+                runs.append((tier, before + sum(1 for _ in run)))
+        return Hits(tuple(runs))
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         """Payloads up to the first miss, each from the nearest tier that has it."""
@@ -101,34 +109,47 @@ class TieredPrefixCache:
         (self._shared.touch if fetched else self.touch)(digests[: len(payloads)])
         return payloads
 
-    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Computed blocks that are not in host memory, and blocks that the store needs and host memory can't supply."""
-        seen = self._write_filter.observe(digests)
-        due = [digest for digest, times in zip(digests, seen, strict=True) if times in self._write_states]
-        absent = {digest for digest, wanted in zip(due, self._shared.select_writes(due), strict=True) if wanted}
-        for digest in due:
-            payload = self._host.get(digest)
-            if payload is not None and digest in absent:
-                absent.remove(digest)
-                if not self._store(digest, payload):
-                    absent.clear()  # it would refuse the rest too, but only after a copy out of the engine
-                    break
-        missing = self._host.select_missing(digests, hits)
-        wanted = [lacks or digest in absent for lacks, digest in zip(missing, digests, strict=True)]
-        self._host.mark_used(digests, wanted)
+        seen, wanted, refused = self._write_filter.observe(digests), list[bool](), False
+        async for part in slices(digests):
+            states = zip(part, islice(seen, len(part)), strict=True)
+            due = [digest for digest, state in states if state in self._write_states]
+            absent = set[bytes]() if refused else await self._absent(due)
+            for digest in due:
+                payload = self._host.get(digest)
+                if payload is not None and digest in absent:
+                    absent.remove(digest)
+                    if not self._store(digest, payload):
+                        # It would refuse the rest too, but only after a copy out of the engine.
+                        refused = True
+                        absent.clear()
+                        break
+            missing = self._host.select_missing(part, hits - len(wanted))
+            wanted += [lacks or digest in absent for lacks, digest in zip(missing, part, strict=True)]
+        await self._host.mark_used(digests, wanted)
         return wanted
 
     def put(self, digest: bytes, payload: Payload) -> bool:
         """Keep the block in host memory, and write it to the store if `writes` says so; False if neither was done."""
         kept = self._host.put(digest, payload)
-        seen = self._write_filter.state(digest) or self._write_filter.observe([digest])[0]
+        seen = self._write_filter.state(digest) or next(self._write_filter.observe([digest]))
         return (seen in self._write_states and self._store(digest, payload)) or kept or seen is BlockState.STORED
 
-    def select_saves(self, digests: Sequence[bytes]) -> list[bool]:
+    async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """Blocks that are not known to be in the store; empty if `writes` is never."""
         if not self._write_states:
             return []
-        return [seen is not BlockState.STORED for seen in self._write_filter.observe(digests)]
+        used, wanted = list[bytes](), list[bool]()
+        async for part in slices(digests[:hits]):
+            used += [digest for digest in part if self._write_filter.state(digest) is BlockState.STORED]
+        there = (await self._shared.lookup(used)).blocks if used else 0
+        async for part in slices(used[there:]):
+            self._write_filter.mark_missed(part)
+        states = self._write_filter.states(digests)
+        async for part in slices(digests):
+            wanted += [state is not BlockState.STORED for state in islice(states, len(part))]
+        return wanted
 
     async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
         """Save the blocks in the store."""
@@ -174,6 +195,11 @@ class TieredPrefixCache:
         """Close both."""
         await self._host.close()
         await self._shared.close()
+
+    async def _absent(self, digests: Sequence[bytes]) -> set[bytes]:
+        """Those that the store would take."""
+        wanted = await self._shared.select_writes(digests)
+        return {digest for digest, wants in zip(digests, wanted, strict=True) if wants}
 
     def _store(self, digest: bytes, payload: Payload) -> bool:
         taken = self._shared.put(digest, payload)

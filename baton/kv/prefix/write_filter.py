@@ -10,7 +10,7 @@ that counted as stored: a look-up compares sizes only, and what damaged one reco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 
 KEY_BYTES = 8
@@ -48,17 +48,20 @@ class WriteFilter:
             self._young, self._old = {}, self._young
         self._young[digest[:KEY_BYTES]] = state
 
-    def observe(self, digests: Sequence[bytes]) -> list[BlockState]:
-        """Record that the blocks of a chain were seen once more; returns their new states, in the same order."""
-        seen: list[BlockState] = []
+    def states(self, digests: Iterable[bytes]) -> Iterator[BlockState]:
+        """The state of each block of a chain; AGAIN for one that counts as stored, but is behind a refused one."""
         doubted = False
         for digest in digests:
-            before = self.state(digest)
-            doubted = doubted or before is BlockState.REFUSED
-            now = BlockState.AGAIN if doubted and before is BlockState.STORED else _NEXT[before]
+            state = self.state(digest)
+            doubted = doubted or state is BlockState.REFUSED
+            yield BlockState.AGAIN if doubted and state is BlockState.STORED else state
+
+    def observe(self, digests: Sequence[bytes]) -> Iterator[BlockState]:
+        """Record that the blocks of a chain were seen once more; yields the new state of each when it is recorded."""
+        for digest, before in zip(digests, self.states(digests), strict=True):
+            now = _NEXT[before]
             self.set(digest, now)
-            seen.append(now)
-        return seen
+            yield now
 
     def mark_stored(self, digests: Iterable[bytes]) -> None:
         """Record that these blocks are stored."""

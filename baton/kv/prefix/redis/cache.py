@@ -169,7 +169,7 @@ class RedisPrefixCache:
         metrics.PREFIX_BLOCKS.labels(TIER, "fetched").inc(len(payloads))
         return payloads
 
-    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """All blocks that are not being written already, and whose node can be reached."""
         return [
             not self._closed and digest not in self._queue and self._calls.can_write(self._key(digest))
@@ -180,7 +180,7 @@ class RedisPrefixCache:
         """Queue a block for writing; False if the queue is full or its node can't be reached."""
         return self._queue.put(digest, payload, not self._closed and self._calls.can_write(self._key(digest)))
 
-    def select_saves(self, digests: Sequence[bytes]) -> list[bool]:
+    async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         """All blocks."""
         return [True] * len(digests)
 

@@ -5,12 +5,19 @@ import os
 from collections.abc import Sequence
 from itertools import accumulate, count
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.kv.prefix.host import HostPrefixCache
 
 SIZE = 64
+
+
+@pytest.fixture(autouse=True)
+def slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even short chains are looked at in several slices."""
+    monkeypatch.setattr("baton.kv.prefix.host.SLICE_BLOCKS", 1)
 
 
 def chain(*words: str) -> list[bytes]:
@@ -24,9 +31,9 @@ def payload(digest: bytes) -> bytes:
     return digest * (SIZE // 32)
 
 
-def write(cache: HostPrefixCache, digests: Sequence[bytes], upto: int | None = None) -> list[bool]:
+async def write(cache: HostPrefixCache, digests: Sequence[bytes], upto: int | None = None) -> list[bool]:
     """What a worker does with a chain that it computed."""
-    wanted = [digest for digest, wanted in zip(digests, cache.select_writes(digests), strict=True) if wanted]
+    wanted = [digest for digest, wanted in zip(digests, await cache.select_writes(digests), strict=True) if wanted]
     return [cache.put(digest, payload(digest)) for digest in wanted[:upto]]
 
 
@@ -43,17 +50,17 @@ async def test_a_block_larger_than_the_bound_is_not_kept() -> None:
 async def test_no_memory_keeps_nothing() -> None:
     cache = HostPrefixCache(0)
     assert not cache.enabled
-    assert cache.select_writes(LONG) == [False] * 8
+    assert await cache.select_writes(LONG) == [False] * 8
     assert not cache.put(LONG[0], b"x")
 
 
 async def test_many_look_ups_leave_no_trace() -> None:
     cache = HostPrefixCache(8 * SIZE)
-    write(cache, LONG)
+    await write(cache, LONG)
     for _ in range(1000):
         await cache.lookup(LONG)
     assert sum(len(run.digests) for run in cache._runs) < 5000
-    cache.select_writes([os.urandom(32) for _ in range(70_000)])
+    await cache.select_writes([os.urandom(32) for _ in range(70_000)])
     assert len(cache._parents) == 1 << 16
     assert (await cache.lookup(LONG)).blocks == 8
 
@@ -131,7 +138,7 @@ async def test_equals_the_model(most: int, sequence: list[tuple[str, list[bytes]
         else:
             first = number if step == "wants" else 0
             wanted = [i >= first and digest not in model.places for i, digest in enumerate(digests)]
-            assert cache.select_writes(digests, first) == wanted
+            assert await cache.select_writes(digests, first) == wanted
             model.use(digests, wanted)
             if step == "write":
                 mine = [digest for digest, wants in zip(digests, wanted, strict=True) if wants][:number]

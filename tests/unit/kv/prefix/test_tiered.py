@@ -19,6 +19,8 @@ SIZE = 64
 TIER = "redis"
 """Of the shared store."""
 DIGESTS = [os.urandom(32) for _ in range(10)]
+SLICE = 3
+"""Blocks that are looked at before others run."""
 BLOCKS = {digest: os.urandom(SIZE) for digest in DIGESTS}
 
 
@@ -44,7 +46,7 @@ class Store(MemoryPrefixCache):
         await self.go.wait()
         return await super().fetch(digests)
 
-    def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
+    async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
         return [digest not in self.blocks for digest in digests]
 
     def put(self, digest: bytes, payload: Payload) -> bool:
@@ -66,6 +68,11 @@ class Store(MemoryPrefixCache):
         return {TIER: FetchRate(0.001, 1e9)}
 
 
+@pytest.fixture(autouse=True)
+def slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.kv.prefix.host.SLICE_BLOCKS", SLICE)
+
+
 @pytest.fixture
 async def store() -> Store:
     return Store()
@@ -75,9 +82,9 @@ def tiered(store: Store, writes: str = "first", blocks: int = 100, touch_share: 
     return TieredPrefixCache(HostPrefixCache(blocks * SIZE), store, writes, touch_share=touch_share)
 
 
-def request(cache: TieredPrefixCache, digests: Sequence[bytes], hits: int = 0) -> list[bytes]:
+async def request(cache: TieredPrefixCache, digests: Sequence[bytes], hits: int = 0) -> list[bytes]:
     """What a worker does at the end of a request; returns what it copied out."""
-    wanted = [digest for digest, wants in zip(digests, cache.select_writes(digests, hits), strict=True) if wants]
+    wanted = [digest for digest, wants in zip(digests, await cache.select_writes(digests, hits), strict=True) if wants]
     for digest in wanted:
         cache.put(digest, BLOCKS[digest])
     return wanted
@@ -90,7 +97,7 @@ async def only_stored(store: Store, *indexes: int) -> None:
 
 async def test_the_store_is_asked_once_and_only_for_what_host_lacks(store: Store) -> None:
     cache = tiered(store)
-    request(cache, DIGESTS[:4])
+    await request(cache, DIGESTS[:4])
     assert (await cache.lookup(DIGESTS[:4])).runs == (("host", 4),)
     assert store.lookups == []
     assert (await cache.lookup(DIGESTS)).runs == (("host", 4),)
@@ -145,7 +152,7 @@ async def test_nothing_is_served_past_a_block_that_is_gone(store: Store) -> None
 
 async def test_what_is_evicted_during_a_fetch_is_served_all_the_same(store: Store) -> None:
     cache = tiered(store, writes="never", blocks=3)
-    request(cache, DIGESTS[:3])
+    await request(cache, DIGESTS[:3])
     await only_stored(store, 3, 4)
     assert (await cache.lookup(DIGESTS)).blocks == 5
     store.go.clear()
@@ -158,35 +165,35 @@ async def test_what_is_evicted_during_a_fetch_is_served_all_the_same(store: Stor
 
 async def test_first_writes_at_once_and_not_again(store: Store) -> None:
     cache = tiered(store, "first")
-    assert request(cache, DIGESTS) == DIGESTS
-    assert request(cache, DIGESTS) == []
+    assert await request(cache, DIGESTS) == DIGESTS
+    assert await request(cache, DIGESTS) == []
     assert store.puts == DIGESTS
 
 
 async def test_second_writes_what_another_request_had_too(store: Store) -> None:
     cache = tiered(store, "second")
-    assert request(cache, DIGESTS[:6]) == DIGESTS[:6]
+    assert await request(cache, DIGESTS[:6]) == DIGESTS[:6]
     assert store.puts == []
-    assert request(cache, DIGESTS[:4], hits=4) == []
+    assert await request(cache, DIGESTS[:4], hits=4) == []
     assert store.puts == DIGESTS[:4], "from host memory"
-    assert request(cache, DIGESTS) == DIGESTS[6:]
+    assert await request(cache, DIGESTS) == DIGESTS[6:]
     assert store.puts == DIGESTS[:6]
 
 
 async def test_second_asks_for_what_only_the_pages_hold(store: Store) -> None:
     cache = tiered(store, "second", blocks=0)
-    assert request(cache, DIGESTS[:4]) == []
-    assert request(cache, DIGESTS, hits=4) == DIGESTS[:4]
+    assert await request(cache, DIGESTS[:4]) == []
+    assert await request(cache, DIGESTS, hits=4) == DIGESTS[:4]
     assert store.puts == DIGESTS[:4]
-    assert request(cache, DIGESTS, hits=10) == DIGESTS[4:]
-    assert request(cache, DIGESTS) == []
+    assert await request(cache, DIGESTS, hits=10) == DIGESTS[4:]
+    assert await request(cache, DIGESTS) == []
 
 
 async def test_hits_in_pages_are_not_copied_to_host_memory(store: Store) -> None:
     cache = tiered(store)
-    request(cache, DIGESTS)
+    await request(cache, DIGESTS)
     await cache.clear(shared=False)
-    assert request(cache, DIGESTS, hits=6) == DIGESTS[6:]
+    assert await request(cache, DIGESTS, hits=6) == DIGESTS[6:]
     assert store.puts == DIGESTS
 
 
@@ -195,17 +202,17 @@ async def test_what_the_store_was_found_to_have_is_not_written(store: Store) -> 
     await only_stored(store, *range(5))
     await cache.lookup(DIGESTS)
     store.blocks.clear()
-    assert request(cache, DIGESTS) == DIGESTS[5:], "nobody has missed the first five yet"
+    assert await request(cache, DIGESTS) == DIGESTS[5:], "nobody has missed the first five yet"
 
 
 async def test_what_the_store_lost_is_written_again_once_it_is_missed(store: Store) -> None:
     cache = tiered(store)
-    request(cache, DIGESTS)
+    await request(cache, DIGESTS)
     await cache.clear(shared=False)
     store.blocks.clear()
     store.puts.clear()
     assert (await cache.lookup(DIGESTS)).blocks == 0
-    assert request(cache, DIGESTS) == DIGESTS
+    assert await request(cache, DIGESTS) == DIGESTS
     assert store.puts == DIGESTS
 
 
@@ -213,18 +220,18 @@ async def test_what_a_full_store_dropped_is_offered_again_from_host_memory(store
     cache = tiered(store)
     store.full = True
     assert cache.put(DIGESTS[0], BLOCKS[DIGESTS[0]]), "host memory has it"
-    assert request(cache, DIGESTS[:3]) == DIGESTS[1:3]
+    assert await request(cache, DIGESTS[:3]) == DIGESTS[1:3]
     store.full = False
-    assert request(cache, DIGESTS[:3], hits=3) == []
+    assert await request(cache, DIGESTS[:3], hits=3) == []
     assert store.puts == DIGESTS[:3]
 
 
 async def test_a_store_that_refuses_has_nothing_copied_for_it(store: Store) -> None:
     cache = tiered(store, blocks=6)
     store.full = True
-    assert request(cache, DIGESTS) == DIGESTS
-    assert request(cache, DIGESTS, hits=10) == []
-    assert request(cache, DIGESTS, hits=8) == DIGESTS[8:], "what was computed may fit in host memory"
+    assert await request(cache, DIGESTS) == DIGESTS
+    assert await request(cache, DIGESTS, hits=10) == []
+    assert await request(cache, DIGESTS, hits=8) == DIGESTS[8:], "what was computed may fit in host memory"
 
 
 async def test_dropped_by_both_is_dropped(store: Store) -> None:
@@ -240,7 +247,7 @@ async def test_dropped_by_both_is_dropped(store: Store) -> None:
 @pytest.mark.parametrize("touch_share", [0.0, 1.0])
 async def test_hits_keep_the_store_fresh(store: Store, touch_share: float) -> None:
     cache = tiered(store, touch_share=touch_share)
-    request(cache, DIGESTS[:3])
+    await request(cache, DIGESTS[:3])
     await cache.fetch(DIGESTS)
     cache.touch(DIGESTS[7:])
     assert store.touched == (DIGESTS[:3] + DIGESTS[7:] if touch_share else [])
@@ -258,13 +265,13 @@ async def test_a_refused_record_is_written_again_with_all_behind_it(store: Store
     cache = TieredPrefixCache(HostPrefixCache(0), store, writes, write_filter=write_filter)
     await only_stored(store, *range(6))
     assert (await cache.lookup(DIGESTS[:6])).blocks == 6
-    assert request(cache, DIGESTS[:6]) == []
+    assert await request(cache, DIGESTS[:6]) == []
     write_filter.mark_refused(DIGESTS[2:3])
     del store.blocks[DIGESTS[2]]
-    assert request(cache, DIGESTS[:6]) == ([] if writes == "never" else DIGESTS[2:3]), "the store has the others"
+    assert await request(cache, DIGESTS[:6]) == ([] if writes == "never" else DIGESTS[2:3]), "the store has the others"
     store.blocks.clear()
     write_filter.mark_refused(DIGESTS[2:3])
-    assert request(cache, DIGESTS[:6]) == ([] if writes == "never" else DIGESTS[2:6]), "they are behind it"
+    assert await request(cache, DIGESTS[:6]) == ([] if writes == "never" else DIGESTS[2:6]), "they are behind it"
 
 
 async def test_a_refused_record_is_not_taken_for_stored_until_it_was_read(store: Store) -> None:
@@ -297,10 +304,10 @@ async def test_rates_of_both(store: Store) -> None:
 
 def test_sightings_forget_the_oldest() -> None:
     write_filter = WriteFilter(max_blocks=4)
-    assert write_filter.observe(DIGESTS[:2]) == [BlockState.ONCE] * 2
-    assert write_filter.observe(DIGESTS[1:3]) == [BlockState.AGAIN, BlockState.ONCE]
+    assert list(write_filter.observe(DIGESTS[:2])) == [BlockState.ONCE] * 2
+    assert list(write_filter.observe(DIGESTS[1:3])) == [BlockState.AGAIN, BlockState.ONCE]
     write_filter.mark_stored(DIGESTS[3:8])
-    assert write_filter.observe(DIGESTS[3:8]) == [BlockState.STORED] * 5
+    assert list(write_filter.observe(DIGESTS[3:8])) == [BlockState.STORED] * 5
     assert write_filter.state(DIGESTS[0]) is BlockState.NEVER
     write_filter.mark_missed(DIGESTS[6:])
     assert [write_filter.state(digest) for digest in DIGESTS[5:9]] == [
@@ -310,7 +317,7 @@ def test_sightings_forget_the_oldest() -> None:
         BlockState.NEVER,
     ]
     write_filter.clear()
-    assert write_filter.observe(DIGESTS[5:6]) == [BlockState.ONCE]
+    assert list(write_filter.observe(DIGESTS[5:6])) == [BlockState.ONCE]
 
 
 steps = st.tuples(
@@ -342,7 +349,7 @@ async def test_whatever_happens_a_look_up_tells_the_truth(
             assert await cache.fetch(digests) == [BLOCKS[digest] for digest in digests[:run]]
         else:
             hits = first if step == "hits" else 0
-            copied = request(cache, DIGESTS[:upto], hits)
+            copied = await request(cache, DIGESTS[:upto], hits)
             assert writes != "never" or not set(copied) & set(DIGESTS[:hits])
         assert len(here) <= blocks
         assert writes != "never" or not store.puts
@@ -353,17 +360,17 @@ async def test_a_long_prompt_is_saved_when_first_seen_and_not_in_host_memory(sto
     cache = tiered(store, writes)
     await only_stored(store, 0)
     await cache.lookup(DIGESTS[:1])
-    assert cache.select_saves(DIGESTS) == [False] + [True] * 9
+    assert await cache.select_saves(DIGESTS) == [False] + [True] * 9
     assert await cache.save(DIGESTS[1:4], [BLOCKS[digest] for digest in DIGESTS[1:4]]) == 3
     assert list(store.blocks) == DIGESTS[:4]
     assert (await cache.stats())[0].blocks == 0
-    assert cache.select_saves(DIGESTS) == [False] * 4 + [True] * 6
+    assert await cache.select_saves(DIGESTS) == [False] * 4 + [True] * 6
     await cache.remove(DIGESTS[2:4])
-    assert cache.select_saves(DIGESTS) == [False] * 2 + [True] * 8
+    assert await cache.select_saves(DIGESTS) == [False] * 2 + [True] * 8
 
 
 async def test_workers_that_never_write_save_nothing(store: Store) -> None:
-    assert tiered(store, "never").select_saves(DIGESTS) == []
+    assert await tiered(store, "never").select_saves(DIGESTS) == []
 
 
 async def test_what_the_store_did_not_save_is_not_taken_for_stored(store: Store) -> None:
@@ -373,4 +380,36 @@ async def test_what_the_store_did_not_save_is_not_taken_for_stored(store: Store)
 
     cache = tiered(Full())
     assert await cache.save(DIGESTS[:3], [BLOCKS[digest] for digest in DIGESTS[:3]]) == 1
-    assert cache.select_saves(DIGESTS[:3]) == [False, True, True]
+    assert await cache.select_saves(DIGESTS[:3]) == [False, True, True]
+
+
+async def test_a_long_prompt_that_could_not_be_saved_was_seen_once(store: Store) -> None:
+    cache = tiered(store, "second", blocks=0)
+    assert await cache.select_saves(DIGESTS) == [True] * 10
+    assert await request(cache, DIGESTS) == []
+    assert await request(cache, DIGESTS) == DIGESTS
+
+
+async def test_what_is_used_here_is_saved_again_where_the_store_has_lost_it(store: Store) -> None:
+    cache = tiered(store)
+    assert await cache.save(DIGESTS, [BLOCKS[digest] for digest in DIGESTS]) == 10
+    del store.blocks[DIGESTS[2]]
+    assert await cache.select_saves(DIGESTS) == [False] * 10, "nobody has asked"
+    assert await cache.select_saves(DIGESTS, 5) == [False] * 2 + [True] * 3 + [False] * 5
+
+
+async def test_others_run_while_a_long_chain_is_looked_at(store: Store) -> None:
+    cache, turns = tiered(store), 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counter = asyncio.create_task(count())
+    for call in (cache.lookup(DIGESTS), cache.select_writes(DIGESTS), cache.select_saves(DIGESTS)):
+        before = turns
+        await call
+        assert turns - before >= len(DIGESTS) // SLICE
+    counter.cancel()
