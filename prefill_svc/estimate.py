@@ -72,18 +72,21 @@ class PrefillEstimate:
     def record(self, done: int, now: float) -> PrefillProgress | None:
         """Record that `done` tokens are done at `now` (seconds), the first time those found in a cache.
 
-        Returns the progress to report, or None if the last one is younger than INTERVAL_S and this is not the end.
+        Returns the progress to report, or None if the last one is younger than INTERVAL_S and this is not the end. It
+        has no rate and no time left as long as no token is known to take time.
         """
-        if self._last is not None:
-            before, since = self._last
-            if done < self._total and now < since + INTERVAL_S:
-                return None
+        if self._last is None:
+            self._last = done, now
+        before, since = self._last
+        if before < done < self._total and now < since + INTERVAL_S:
+            return None
+        if done > before:
             chunk = _Chunk(before, done, now - since)
             self._fit.add(chunk)
             self._latest.append(chunk)
-        self._last = done, now
+            self._last = done, now
         latest_s = sum(chunk.seconds for chunk in self._latest)
-        if not latest_s:
+        if latest_s <= 0:
             return PrefillProgress(done, self._total)
         base, slope = self._fit.solve()
         busy = latest_s / sum(chunk.tokens * (base + slope * chunk.middle) for chunk in self._latest)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -79,6 +80,9 @@ _PLAIN = (
     "include_stop_in_output",
 )
 _REPEATED = ("stop", "stop_token_ids", "allowed_token_ids")
+
+LONGEST_ESTIMATE_S = 1e9
+"""A longer time left is a fault of who says it."""
 
 _TOKEN_IDS = 2**32
 _PIECE = 16_384
@@ -325,9 +329,10 @@ def progress_to_proto(progress: PrefillProgress) -> inference_pb2.PrefillProgres
 
 
 def progress_from_proto(message: inference_pb2.PrefillProgress) -> PrefillProgress:
-    """The progress in a message."""
-    left = message.seconds_left if message.HasField("seconds_left") else None
-    return PrefillProgress(message.tokens_done, message.tokens_total, message.tokens_per_second, left)
+    """The progress in a message; without rate and time left if one of them is absent, not finite, or out of range."""
+    done, total, rate, left = message.tokens_done, message.tokens_total, message.tokens_per_second, message.seconds_left
+    known = message.HasField("seconds_left") and 0 <= left <= LONGEST_ESTIMATE_S and 0 <= rate < math.inf
+    return PrefillProgress(done, total, rate, left) if known else PrefillProgress(done, total)
 
 
 def timings_to_proto(timings: Timings) -> inference_pb2.Timings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import os
 import pty
 import signal
@@ -77,6 +78,7 @@ async def test_several_choices_are_shown_whole() -> None:
 
 PROGRESS = [
     pb.PrefillProgress(tokens_done=1_000, tokens_total=1_000_000),
+    pb.PrefillProgress(tokens_done=2_000, tokens_total=1_000_000, tokens_per_second=math.inf, seconds_left=math.nan),
     pb.PrefillProgress(tokens_done=500_000, tokens_total=1_000_000, tokens_per_second=4000.4, seconds_left=200.2),
     pb.PrefillProgress(tokens_done=1_000_000, tokens_total=1_000_000, tokens_per_second=3000, seconds_left=0),
 ]
@@ -108,6 +110,7 @@ async def on_terminal(monkeypatch: pytest.MonkeyPatch, router: Router, *argument
 async def test_a_long_prompt_has_a_progress_bar_until_its_output_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = await on_terminal(monkeypatch, Router())
     assert "1,000/1,000,000 tokens" in seen
+    assert "2,000/1,000,000 tokens\r" in seen
     assert "500,000/1,000,000 tokens, 4,000/s, 0:03:20 left" in seen
     assert "1,000,000/1,000,000 tokens, 3,000/s, 0:00:00 left" in seen
     show_cursor, erase_line = "\x1b[?25h", "\x1b[2K"

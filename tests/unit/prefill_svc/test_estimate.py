@@ -90,6 +90,13 @@ def test_reports_are_not_more_frequent_than_the_interval_and_the_end_is_reported
     assert (last.tokens_done, last.seconds_left) == (1000, 0.0)
 
 
+def test_a_report_without_new_tokens_changes_nothing() -> None:
+    estimate = PrefillEstimate(100)
+    for done, now in ((0, 5.0), (0, 6.0), (20, 7.0), (20, 9.0)):
+        progress = estimate.record(done, now)
+    assert progress == PrefillProgress(20, 100, pytest.approx(10), pytest.approx(8))
+
+
 def test_a_clock_that_stands_still_tells_no_rate() -> None:
     estimate = PrefillEstimate(100)
     estimate.record(0, 5.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from baton.errors import InvalidRequest
@@ -115,6 +117,15 @@ def test_no_cache_policy_is_the_default_and_an_unknown_one_is_refused() -> None:
 @pytest.mark.parametrize("progress", [PrefillProgress(0, 9), PrefillProgress(5, 9, 2.5, 0.0)])
 def test_progress(progress: PrefillProgress) -> None:
     assert convert.progress_from_proto(convert.progress_to_proto(progress)) == progress
+
+
+@pytest.mark.parametrize(
+    ("rate", "left"),
+    [(2.5, math.nan), (2.5, math.inf), (2.5, -1.0), (2.5, 1e300), (math.nan, 3.0), (math.inf, 0.0), (-1.0, 3.0)],
+)
+def test_no_client_sees_a_rate_or_time_left_that_is_no_number(rate: float, left: float) -> None:
+    sent = convert.progress_to_proto(PrefillProgress(5, 9, rate, left))
+    assert convert.progress_from_proto(sent) == PrefillProgress(5, 9)
 
 
 def test_usage_and_timings() -> None:
