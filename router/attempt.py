@@ -55,7 +55,7 @@ _FINAL = (InvalidRequest, NotFound, DeadlineExceeded)
 class AttemptFailed(Exception):
     """An attempt failed, and another may succeed; `culprit` names the worker or pair that it lies in.
 
-    `alone` tells that nothing else ran there.
+    `alone` tells that nothing else ran at the worker that it lies in.
     """
 
     def __init__(self, failed: Failed, culprit: str, *, alone: bool) -> None:
@@ -140,7 +140,7 @@ class Attempt:
                 async with asyncio.timeout_at(_until(self._life.request_deadline)):
                     await asyncio.sleep(delay_s)
                     request, message = await self._placement_request(), await self._message()
-                    placing = dispatcher.place(request, self._deliver, lambda: self._history.must_run_alone)
+                    placing = dispatcher.place(request, self._deliver, lambda: self._history.suspicion)
                     self._placement = await stack.enter_async_context(placing)
             except TimeoutError:
                 pool, waited_s = self._deps.pool, self._loop.time() - began
@@ -365,7 +365,8 @@ class Attempt:
         self._prefill_failed = failed.blame is Blame.PREFILL and not self._prefilled
         if self._prefilled and not self._fetched and placement.decode is not None:
             WASTED_PREFILL_TOKENS.inc(len(self._request.prompt_ids) + len(self._output_ids))
-        alone = placement.isolation is not None and not placement.isolation.released
+        grant = placement.isolation
+        alone = grant is not None and not grant.released and (failed.blame is Blame.PREFILL or grant.of_pair)
         return AttemptFailed(failed, self._blame(placement, failed), alone=alone)
 
     def _blame(self, placement: Placement, failed: Failed) -> str:

@@ -24,7 +24,7 @@ from baton.telemetry.metrics import BREAKERS_OPEN, LINE_LENGTH
 from router.isolation import Isolation
 from router.placement.policy import Selection, can_serve
 from router.placement.scheduler import PlacementRequest, PlacementScheduler, Waiter
-from router.request import Deliver
+from router.request import Deliver, Suspicion
 from router.workers.failures import Breakers
 from router.workers.pool import Pool
 from router.workers.prefill import PrefillAssignment
@@ -85,16 +85,16 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def place(
-        self, request: PlacementRequest, deliver: Deliver, suspected: Callable[[], bool] = lambda: False
+        self, request: PlacementRequest, deliver: Deliver, suspicion: Callable[[], Suspicion] = lambda: Suspicion.NONE
     ) -> AsyncIterator[Placement]:
         """Wait for a placement and hold it until the block ends; an unfinished decode attempt is then cancelled.
 
-        A request that is `suspected` of killing workers gets a pair of its own, as long as it is. Raises Overloaded at
+        A request that is suspected of killing workers gets workers of its own as long as it is. Raises Overloaded at
         once when the queue is full or the deadline can't be met, Unavailable when no worker came that can serve it, and
         InvalidRequest when it is larger than any decode worker's memory.
         """
         try:
-            placement = await self._isolation.place(request, deliver, suspected) if suspected() else None
+            placement = await self._isolation.place(request, deliver, suspicion) if suspicion() else None
             if placement is None:
                 placement = await self._wait(request, deliver)
         finally:

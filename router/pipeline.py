@@ -26,7 +26,7 @@ from router.attempt import Attempt, AttemptDeps, AttemptFailed, RequestState
 from router.dispatcher import Dispatcher
 from router.output.processor import OutputProcessor
 from router.placement.prefix_directory import BlockHasher
-from router.request import Cause, Failed, Request
+from router.request import Blame, Cause, Failed, Request
 from router.retries import History, RetryBudget
 from router.serving.tenants import Threads
 from router.workers.pool import Pool
@@ -146,7 +146,7 @@ class Pipeline:
         loss, losses = attempt.failed.loss, self._deps.pool.losses
         if loss is None:
             return
-        history.record_loss(loss, alone=attempt.alone)
+        history.record_loss(loss, at_decode=attempt.failed.blame is Blame.DECODE, alone=attempt.alone)
         if not history.is_guilty(losses.count_others(history.losses)):
             return
         settled, until = asyncio.Event(), self._loop.time() + VERDICT_S

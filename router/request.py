@@ -78,6 +78,16 @@ class Cause(enum.Enum):
     """The worker was full."""
 
 
+class Suspicion(enum.IntEnum):
+    """Which workers a request is suspected of killing, and so must have for itself."""
+
+    NONE = 0
+    PREFILL = 1
+    """Deaths of workers point at it, but too few of decode workers."""
+    DECODE = 2
+    """Those of decode workers do by themselves; it has a prefill worker for itself as well."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """Prefill is done; `prompt_tokens` carry prompt log-probabilities, if they were asked for.

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from baton.errors import Overloaded
 from router.placement.fleet import DecodeView, PrefillView
-from router.request import Cause, Failed
+from router.request import Cause, Failed, Suspicion
 from router.workers.failures import SAME_EVENT_S, WorkerLoss
 
 MOST_ATTEMPTS = 16
@@ -95,19 +95,24 @@ class History:
     avoid_pairs: frozenset[tuple[str, str]] = frozenset()
     losses: list[WorkerLoss] = field(default_factory=list)
     """Lost connections of which it is a suspect."""
+    losses_at_decode: list[WorkerLoss] = field(default_factory=list)
+    """Those of them that are of decode workers."""
     losses_alone: list[WorkerLoss] = field(default_factory=list)
     """Those of them at which nothing else was there."""
 
     @property
-    def must_run_alone(self) -> bool:
-        """Whether the next attempt must run where nothing else does, for all that is known now of its losses."""
-        shares = [loss.share for loss in self.losses if loss.death]
-        return len(shares) >= DEATHS_UNTIL_ALONE and sum(shares) >= 1 - _ROUNDING
+    def suspicion(self) -> Suspicion:
+        """Which workers the next attempt must have for itself, for all that is known now of its losses."""
+        if _point_at_it(self.losses_at_decode):
+            return Suspicion.DECODE
+        return Suspicion.PREFILL if _point_at_it(self.losses) else Suspicion.NONE
 
-    def record_loss(self, loss: WorkerLoss, *, alone: bool) -> None:
+    def record_loss(self, loss: WorkerLoss, *, at_decode: bool, alone: bool) -> None:
         """It is a suspect of a loss; `alone` when no other request of this router was there."""
         if loss not in self.losses:
             self.losses.append(loss)
+            if at_decode:
+                self.losses_at_decode.append(loss)
             if alone and not loss.shared:
                 self.losses_alone.append(loss)
 
@@ -117,6 +122,7 @@ class History:
         One that kills does so at its next token, since a new attempt begins where the last one ended.
         """
         self.losses.clear()
+        self.losses_at_decode.clear()
         self.losses_alone.clear()
 
     def is_guilty(self, others: int) -> bool:
@@ -125,7 +131,12 @@ class History:
 
     def fork(self) -> History:
         """The history of one of the choices from here on; numbers stay common, since they name attempts."""
-        return replace(self, losses=self.losses.copy(), losses_alone=self.losses_alone.copy())
+        return replace(
+            self,
+            losses=self.losses.copy(),
+            losses_at_decode=self.losses_at_decode.copy(),
+            losses_alone=self.losses_alone.copy(),
+        )
 
     def record_progress(self, tokens: int) -> None:
         """The latest attempt brought so many tokens of each choice.
@@ -166,6 +177,11 @@ class History:
             hint = error.retry_after if isinstance(error, Overloaded) else None
             return max(_pause(self.refusals - 1, jitter), min(hint or 0.0, _LONGEST_PAUSE_S))
         return 0.0
+
+
+def _point_at_it(losses: Iterable[WorkerLoss]) -> bool:
+    shares = [loss.share for loss in losses if loss.death]
+    return len(shares) >= DEATHS_UNTIL_ALONE and sum(shares) >= 1 - _ROUNDING
 
 
 def _pause(doublings: int, jitter: Callable[[float, float], float]) -> float:

@@ -130,11 +130,11 @@ def select_workers(
 
 
 def quietest_pair(
-    fleet: FleetView, query: PlacementQuery, excluded: Excluded = NOTHING_EXCLUDED
+    fleet: FleetView, query: PlacementQuery, excluded: Excluded = NOTHING_EXCLUDED, *, of_pair: bool = True
 ) -> tuple[Selection, bool] | None:
     """The pair to be kept for a request that runs alone, and whether nothing of ours runs there now.
 
-    None when there is no pair at all.
+    If not `of_pair`, only the prefill worker is kept, and must be empty. None when there is no pair at all.
     """
     penalty = Penalty(query, excluded)
 
@@ -147,14 +147,20 @@ def quietest_pair(
         return (Selection(prefills[0].name), prefills[0].own_requests == 0) if prefills else None
     decodes = {view.name: view for _, group in groups for view in group}
     pairs = [
-        (penalty.of_pair(prefill.name, decode.name), prefill.own_requests + decode.own_requests, prefill.name, name)
+        (
+            penalty.of_pair(prefill.name, decode.name),
+            prefill.own_requests + decode.own_requests * of_pair,
+            decode.own_requests,
+            prefill.name,
+            name,
+        )
         for prefill in prefills
         for name, decode in ((each.name, each) for each in heapq.nsmallest(ALL_ASKED, decodes.values(), key=busy))
         if can_pair(prefill.kv_format, decode.kv_format, converts=decode.converts_kv)
     ]
     if not pairs:
         return None
-    _, requests, prefill_name, decode_name = min(pairs)
+    _, requests, _, prefill_name, decode_name = min(pairs)
     return Selection(prefill_name, (decode_name,)), requests == 0
 
 

@@ -25,10 +25,11 @@ _logger = logging.getLogger(__name__)
 
 
 class IsolationGrant:
-    """The right of an attempt to run where no other request does, until `release`."""
+    """The right of an attempt to run where no other request does, until `release`; `of_pair`: also on decode."""
 
-    def __init__(self, on_release: Callable[[], None]) -> None:
+    def __init__(self, on_release: Callable[[], None], *, of_pair: bool) -> None:
         self._on_release = on_release
+        self.of_pair = of_pair
         self.released = False
 
     def release(self) -> None:
@@ -63,7 +64,7 @@ class Placement:
     pinned_tokens: int = 0
     peer: Peer | None = None
     isolation: IsolationGrant | None = None
-    """Set for a request that runs where nothing else does."""
+    """Set for a request that has workers for itself."""
 
     def describe(self) -> str:
         """The workers, for people."""

@@ -66,6 +66,8 @@ class Storm:
         self.back_s = back_s
         self.kills_prefill: Callable[[Any], bool] = lambda asked: False
         """Whether a prompt kills the worker that computes it."""
+        self.computes_slowly: Callable[[Any], bool] = lambda asked: False
+        """Whether a prompt takes as long as the test wants."""
         self.kills_decode: Callable[[Any, int], bool] = lambda asked, index: False
         """Whether a sequence kills the worker that computes its token of that index."""
         self._step_s = step_s
@@ -166,7 +168,7 @@ class Storm:
             for job in worker.jobs[:1] if not self.paused else ():
                 if self.kills_prefill(job.request):
                     self.kill(worker)
-                else:
+                elif not self.computes_slowly(job.request):
                     worker.finish(job)
 
     async def _decode(self, worker: Worker) -> None:

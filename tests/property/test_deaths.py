@@ -11,6 +11,7 @@ import pytest
 
 from baton.errors import DeadlineExceeded, EngineError, Overloaded, Unavailable
 from baton.pb import decode_pb2
+from tests.property.fleet import Worker
 from tests.property.storm import Storm, simulated
 
 AN_HOUR_S = 3600
@@ -48,6 +49,46 @@ def test_a_request_that_kills_is_found_and_its_mates_finish(where: str, mates: i
         assert "at the last one alone" in str(poison.error)
         assert all(stream.right for stream in storm.streams)
         assert 3 <= storm.deaths <= 12
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_others_go_on_while_a_long_prompt_is_computed_alone(kills: bool) -> None:
+    """Workers die of something else while it is computed; it may kill decode workers afterwards."""
+
+    def is_long(asked: Any) -> bool:
+        return list(asked.prompt_token_ids) == [1, 2, 3]
+
+    def its_worker() -> Worker | None:
+        jobs = ((worker, job) for worker in storm.fleet.prefills for job in worker.jobs)
+        return next((worker for worker, job in jobs if is_long(job.request)), None)
+
+    async def work() -> None:
+        async with storm.running():
+            long = storm.stream(max_tokens=40)
+            for _ in range(2):
+                await storm.until(its_worker)
+                storm.kill(its_worker() or storm.fleet.prefills[0])
+                await storm.until(lambda: its_worker() is None)
+            await storm.until(its_worker)
+            assert storm.pool.fleet.kept == {worker.address for worker in [its_worker()] if worker}
+            await asyncio.gather(*(storm.stream(max_tokens=40) for _ in range(8)))
+            assert its_worker() is not None
+            # No proof: it did not have this worker for itself.
+            storm.kill(storm.fleet.decodes[0])
+            await storm.until(lambda: its_worker() is None)
+            await storm.until(its_worker)
+            storm.computes_slowly = lambda asked: False
+            others = asyncio.gather(*(storm.stream(max_tokens=40) for _ in range(8)))
+            await asyncio.gather(long, others)
+
+    with simulated(decodes=1) as storm:
+        storm.computes_slowly = is_long
+        storm.kills_decode = lambda asked, index: kills and is_long(asked)
+        run(storm, work())
+        long, *others = storm.streams
+        assert all(stream.right for stream in others)
+        assert (isinstance(long.error, EngineError) and "alone" in str(long.error)) if kills else long.right
+        assert storm.deaths <= 3 + 6 * kills
 
 
 def test_one_choice_of_three_that_kills_ends_its_request_and_the_choices_wait_for_no_other() -> None:

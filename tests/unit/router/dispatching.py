@@ -17,6 +17,7 @@ from router.placement.fleet import DecodeView, FleetView, PrefillView
 from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import PrefixDirectory
 from router.placement.scheduler import PlacementRequest
+from router.request import Suspicion
 from router.retries import AvoidedWorker
 from router.workers.pool import Pool
 from router.workers.reservation import Placement
@@ -159,7 +160,7 @@ class Held:
         *,
         again: bool = False,
         decodes: bool = True,
-        alone: bool = False,
+        alone: Suspicion = Suspicion.NONE,
         deadline: float = math.inf,
         tokens: int = 8,
         tenant: str = "",

@@ -11,6 +11,7 @@ from baton.errors import Unavailable
 from baton.lifecycle import Lifecycle, State
 from router.placement.policy import PlacementQuery, Selection
 from router.placement.scheduler import PlacementRequest
+from router.request import Suspicion
 from router.workers.failures import Breakers
 from router.workers.pool import Pool
 from router.workers.reservation import Placement, Reserver
@@ -35,7 +36,7 @@ async def test_alone_waits_for_an_empty_pair_and_keeps_it_until_its_end() -> Non
         d.release(held.place.prefill)
     assert pool.running == {"d": 1, "e": 1} or pool.running == {"d": 2, "e": 0}
     pool.running["e"] = 1
-    alone = Held(d, "alone", again=True, alone=True)
+    alone = Held(d, "alone", again=True, alone=Suspicion.DECODE)
     waiting = Held(d, "waiting")
     await settle()
     # The only prefill worker is kept too, so that nothing else is placed.
@@ -57,7 +58,7 @@ async def test_alone_runs_among_others_when_no_worker_empties_in_time_and_others
     d = dispatcher(pool, isolation_wait_s=0.05)
     running = Held(d, "running")
     await running.placed.wait()
-    alone, other = Held(d, "alone", again=True, alone=True), Held(d, "other")
+    alone, other = Held(d, "alone", again=True, alone=Suspicion.DECODE), Held(d, "other")
     await settle()
     assert not other.placed.is_set()
     await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
@@ -72,10 +73,10 @@ async def test_who_is_no_longer_suspected_stops_waiting_to_run_alone() -> None:
     d = dispatcher(pool)
     running = Held(d, "running")
     await running.placed.wait()
-    alone = Held(d, "alone", again=True, alone=True)
+    alone = Held(d, "alone", again=True, alone=Suspicion.DECODE)
     await settle()
     assert not alone.placed.is_set()
-    alone.suspected = False
+    alone.suspected = Suspicion.NONE
     pool.news()
     await asyncio.wait_for(alone.placed.wait(), 60)
     await asyncio.gather(running.end(), alone.end())
@@ -84,7 +85,10 @@ async def test_who_is_no_longer_suspected_stops_waiting_to_run_alone() -> None:
 async def test_the_wait_for_a_turn_ends_with_the_callers_patience_alone() -> None:
     pool = FakePool(d=GRANTED)
     d = dispatcher(pool, isolation_wait_s=0.01)
-    first, second = Held(d, "first", again=True, alone=True), Held(d, "second", again=True, alone=True)
+    first, second = (
+        Held(d, "first", again=True, alone=Suspicion.DECODE),
+        Held(d, "second", again=True, alone=Suspicion.DECODE),
+    )
     await asyncio.wait_for(first.placed.wait(), 60)
     await asyncio.sleep(0.1)
     assert not second.task.done()
@@ -100,20 +104,20 @@ async def test_the_wait_for_a_turn_ends_with_the_callers_patience_alone() -> Non
 async def test_alone_tries_the_next_worker_where_one_can_never_hold_it_and_fails_typed_without_any() -> None:
     pool = FakePool(a=NEVER, b=GRANTED)
     d = dispatcher(pool, worker_wait_s=0.05)
-    held = Held(d, "big", again=True, alone=True)
+    held = Held(d, "big", again=True, alone=Suspicion.DECODE)
     await asyncio.wait_for(held.placed.wait(), 60)
     assert pool.order == ["big a", "big b"]
     await held.end()
     pool.by_name.clear()
     with pytest.raises(Unavailable, match=r"no decode worker is there after a wait of 0\.05 s"):
-        await asyncio.wait_for(Held(d, "nowhere", again=True, alone=True).task, 60)
+        await asyncio.wait_for(Held(d, "nowhere", again=True, alone=Suspicion.DECODE).task, 60)
     assert pool.assignments == 0
 
 
 async def test_one_request_at_a_time_runs_alone_and_a_refusal_is_no_storm() -> None:
     pool = FakePool(d=FULL)
     d = dispatcher(pool)
-    first, second = (Held(d, name, again=True, alone=True) for name in ("first", "second"))
+    first, second = (Held(d, name, again=True, alone=Suspicion.DECODE) for name in ("first", "second"))
     await settle()
     assert pool.order == ["first d"]
     pool.by_name["d"] = GRANTED
@@ -148,7 +152,7 @@ async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
     await asyncio.wait_for(other.placed.wait(), 60)
     assert other.place is not None
     d.release(other.place.prefill)
-    alone = Held(d, "alone", again=True, alone=True, avoid=("e",))
+    alone = Held(d, "alone", again=True, alone=Suspicion.DECODE, avoid=("e",))
     await settle()
     assert pool.order == ["other d", "other e", "alone d"]
     assert not alone.placed.is_set()
@@ -158,3 +162,50 @@ async def test_alone_does_not_fall_back_on_a_worker_where_others_run() -> None:
     assert alone.place is not None
     assert alone.place.decode_name == "d"
     await asyncio.gather(alone.end(), other.end())
+
+
+async def test_others_decode_beside_one_that_has_only_its_prefill_worker_for_itself() -> None:
+    pool = FakePool(prefill=("p", "q"), d=GRANTED)
+    d = dispatcher(pool)
+    before = Held(d, "before")
+    await asyncio.wait_for(before.placed.wait(), 60)
+    alone, other = Held(d, "alone", again=True, alone=Suspicion.PREFILL), Held(d, "other")
+    await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
+    assert pool.kept == {"q"}
+    assert alone.place is not None
+    assert alone.place.isolation is not None
+    assert not alone.place.isolation.of_pair
+    waiting = Held(d, "waiting", decodes=False)
+    await asyncio.wait_for(waiting.placed.wait(), 60)
+    assert pool.seats == {"p": 3, "q": 1}
+    await alone.end()
+    assert pool.kept == frozenset()
+    await asyncio.gather(before.end(), other.end(), waiting.end())
+    assert pool.assignments == 0
+
+
+async def test_a_full_decode_worker_is_kept_until_it_has_pages_for_one_that_must_not_wait_behind_others() -> None:
+    pool = FakePool(prefill=("p", "q"), d=FULL)
+    d = dispatcher(pool)
+    alone, other = Held(d, "alone", again=True, alone=Suspicion.PREFILL), Held(d, "other")
+    await settle()
+    assert pool.kept == {"p", "d"}
+    assert not other.placed.is_set()
+    pool.by_name["d"] = GRANTED
+    pool.news()
+    await asyncio.wait_for(asyncio.gather(alone.placed.wait(), other.placed.wait()), 60)
+    assert pool.kept == {"p"}
+    assert pool.order[-2:] == ["alone d", "other d"]
+    await asyncio.gather(alone.end(), other.end())
+
+
+async def test_a_choice_that_needs_a_decode_worker_for_itself_does_not_take_one_where_others_run() -> None:
+    pool = FakePool(prefill=("p", "q"), d=GRANTED)
+    d = dispatcher(pool, isolation_wait_s=0.05)
+    first = Held(d, "first", request="r", again=True, alone=Suspicion.PREFILL)
+    await asyncio.wait_for(first.placed.wait(), 60)
+    second = Held(d, "second", request="r", again=True, alone=Suspicion.DECODE)
+    await asyncio.wait_for(second.placed.wait(), 60)
+    assert second.place is not None
+    assert second.place.isolation is None
+    await asyncio.gather(first.end(), second.end())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import BatonError, Overloaded, TransferError, Unavailable
-from router.request import Blame, Cause, Failed
+from router.request import Blame, Cause, Failed, Suspicion
 from router.retries import FORGIVEN_TOKENS, MOST_ATTEMPTS, MOST_EXCUSED, History, RetryBudget
 from router.workers.failures import WorkerLoss, WorkerLosses
 
@@ -77,9 +77,9 @@ def test_deaths_without_a_token_from_decode_are_not_endless() -> None:
     history = History()
     for _ in range(MOST_ATTEMPTS - 1):
         history.record_progress(1)
-        history.record_loss(loss(1.0), alone=False)
+        history.record_loss(loss(1.0), at_decode=True, alone=False)
         assert retry(history, LOST) == 0
-    history.record_loss(loss(1.0), alone=False)
+    history.record_loss(loss(1.0), at_decode=True, alone=False)
     with pytest.raises(Unavailable, match="silent"):
         retry(history, LOST)
 
@@ -102,46 +102,69 @@ def loss(share: float) -> WorkerLoss:
 def test_two_deaths_that_say_enough_isolate(shares: list[float], alone: bool) -> None:
     history = History()
     for share in shares:
-        history.record_loss(loss(share), alone=False)
-    assert history.must_run_alone is alone
-    assert history.fork().must_run_alone is alone
+        history.record_loss(loss(share), at_decode=True, alone=False)
+    assert history.suspicion is (Suspicion.DECODE if alone else Suspicion.NONE)
+    assert history.fork().suspicion is (Suspicion.DECODE if alone else Suspicion.NONE)
+
+
+@pytest.mark.parametrize(
+    ("at_decode", "suspicion"),
+    [
+        ((False, False), Suspicion.PREFILL),
+        ((True, True), Suspicion.DECODE),
+        ((False, True), Suspicion.PREFILL),
+        ((False, False, True), Suspicion.PREFILL),
+        ((True, False, True), Suspicion.DECODE),
+    ],
+)
+def test_only_deaths_of_decode_workers_give_a_request_one_of_its_own(
+    at_decode: tuple[bool, ...], suspicion: Suspicion
+) -> None:
+    history = History()
+    for each in at_decode:
+        history.record_loss(loss(1.0), at_decode=each, alone=False)
+    assert history.suspicion is history.fork().suspicion is suspicion
+    history.clear_losses()
+    assert history.suspicion is Suspicion.NONE
 
 
 def test_what_was_no_death_or_was_before_a_token_counts_for_nothing() -> None:
     history, broken = History(), loss(1.0)
     for each in (broken, broken, loss(1.0)):
-        history.record_loss(each, alone=False)
-    assert history.must_run_alone
+        history.record_loss(each, at_decode=True, alone=False)
+    assert history.suspicion
     fork = history.fork()
     broken.settle(death=False)
-    assert not history.must_run_alone
-    assert not fork.must_run_alone
-    fork.record_loss(loss(1.0), alone=True)
-    assert fork.must_run_alone
+    assert not history.suspicion
+    assert not fork.suspicion
+    fork.record_loss(loss(1.0), at_decode=True, alone=True)
+    assert fork.suspicion
     assert fork.is_guilty(0)
     assert not history.is_guilty(0), "choices that part have histories of their own"
     fork.clear_losses()
-    assert not fork.must_run_alone
+    assert not fork.suspicion
     assert not fork.is_guilty(0)
 
 
 def test_a_death_alone_is_proof_unless_others_die_without_it_and_several_always_are() -> None:
     history = History()
     for deaths in range(1, MOST_EXCUSED + 1):
-        history.record_loss(loss(1.0), alone=True)
+        history.record_loss(loss(1.0), at_decode=True, alone=True)
         assert history.is_guilty(deaths - 1)
         assert not history.is_guilty(deaths)
-    history.record_loss(loss(1.0), alone=True)
+    history.record_loss(loss(1.0), at_decode=True, alone=True)
     assert history.is_guilty(1000)
 
 
 def test_a_death_is_no_proof_where_requests_of_another_router_were() -> None:
     losses, history = WorkerLosses(), History()
     for number in range(MOST_EXCUSED + 2):
-        history.record_loss(losses.record_loss("decode d:1", str(number), 1, 10.0 * number, shared=True), alone=True)
-    assert history.must_run_alone
+        history.record_loss(
+            losses.record_loss("decode d:1", str(number), 1, 10.0 * number, shared=True), at_decode=True, alone=True
+        )
+    assert history.suspicion
     assert not history.is_guilty(0)
-    history.record_loss(losses.record_loss("decode d:1", "last", 1, 100.0, shared=False), alone=True)
+    history.record_loss(losses.record_loss("decode d:1", "last", 1, 100.0, shared=False), at_decode=True, alone=True)
     assert history.is_guilty(0)
 
 
