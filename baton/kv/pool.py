@@ -7,10 +7,10 @@
 A handle has a *lease* on a list of pages. `free` and `detach` end the lease at once for the handle, but the pages
 return to the pool only when all pins on that lease have ended: a late frame or a running forward pass never touches
 pages that have a new owner. Leases share full pages: a fork shares those of its parent, and a handle reserved with a
-prefix shares its published pages (`baton.kv.cached_blocks`). So each page has a reference count, and a page that is
-shared or published is never written. `audit` checks this invariant: each page is free, cached (published, and without
-owner), or its count equals the number of leases that list it. Cached pages are evicted when no page is free. `watch`
-reports every return of pages, also a late one.
+prefix shares its published pages (`baton.kv.cached_blocks`). So each page has a reference count
+(`baton.kv.page_allocator`), and a page that is shared or published is never written. `audit` checks this invariant:
+each page is free, cached (published, and without owner), or its count equals the number of leases that list it. Cached
+pages are evicted when no page is free. `watch` reports every return of pages, also a late one.
 
 Pure bookkeeping: pages are numbers, and the memory behind them belongs to the engine. Every method may be called from
 any thread.
@@ -24,7 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.errors import EngineError, OutOfPages
-from baton.kv.cached_blocks import CachedBlockIndex, PrefixesChanged
+from baton.kv.cached_blocks import PrefixesChanged
+from baton.kv.page_allocator import PageAllocator
 
 DRAINING = " (draining)"
 """Suffix of an owner's name in the audit if it freed pages that are still pinned."""
@@ -106,11 +107,8 @@ class PagePool:
         self.pages = pages
         self.page_size = page_size
         self._lock = threading.Lock()
-        self._device_pages = pages - host_pages
-        # On the device, and in host memory.
-        self._free = [list(reversed(range(self._device_pages))), list(reversed(range(self._device_pages, pages)))]
-        self._refs = [0] * pages
-        self._block_index = CachedBlockIndex(self._refs, page_size, block_size or page_size, self._device_pages)
+        self._allocator = PageAllocator(pages, page_size, block_size or page_size, pages - host_pages)
+        self._block_index = self._allocator.block_index
         self._leases: set[_Lease] = set()
         self._returns = 0
         self._on_returned: Callable[[], object] | None = None
@@ -144,12 +142,12 @@ class PagePool:
         with self._locked():
             shared, cut, cached = self._block_index.match_prefix(prefix, most)
             need = self.pages_for(tokens) - len(shared)
-            if copy is None or need > self._available(shared + cut):
+            if copy is None or need > self._allocator.available(shared + cut):
                 cut, cached = [], len(shared) * self.page_size
-            if need > (available := self._available(shared)):
+            if need > (available := self._allocator.available(shared)):
                 raise OutOfPages(need + len(shared), available + len(shared), self.pages)
-            self._share(shared + cut)
-            own = self._allocate(need)
+            self._allocator.share(shared + cut)
+            own = self._allocator.allocate(need)
             handle = PageHandle(self._lease(owner, shared + own), self.page_size, cached)
             if not cut or copy is None:
                 return handle
@@ -182,14 +180,14 @@ class PagePool:
     def drop_cached(self) -> int:
         """See `Engine.drop_cached`."""
         with self._locked():
-            self._add_free(freed := self._block_index.clear())
+            self._allocator.add_free(freed := self._block_index.clear())
             return len(freed)
 
     def retract(self, handle: PageHandle) -> None:
         """See `Engine.retract`."""
         with self._locked():
             if handle.alive:
-                self._add_free(self._block_index.remove(handle._lease.pages))
+                self._allocator.add_free(self._block_index.remove(handle._lease.pages))
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
         """See `Engine.watch_prefixes`."""
@@ -201,7 +199,7 @@ class PagePool:
         with self._locked():
             handle.check_alive()
             pages = handle._lease.pages
-            pages += self._allocate(max(0, self.pages_for(tokens) - len(pages)))
+            pages += self._allocator.allocate(max(0, self.pages_for(tokens) - len(pages)))
 
     def fork(
         self, handle: PageHandle, owner: str, shared_tokens: int, tokens: int, spare: PageHandle | None = None
@@ -219,8 +217,8 @@ class PagePool:
             full, rest = divmod(shared_tokens, self.page_size)
             need = self.pages_for(tokens) - full
             shared = handle._lease.pages[:full]
-            own = self._allocate(need) if spare is None else self._reuse_pages(spare, need)
-            self._share(shared)
+            own = self._allocator.allocate(need) if spare is None else self._reuse_pages(spare, need)
+            self._allocator.share(shared)
             copy = PageCopy(handle._lease.pages[full], own[0], rest) if rest else None
             return PageHandle(self._lease(owner, shared + own), self.page_size), copy
 
@@ -285,14 +283,14 @@ class PagePool:
     def free_all(self) -> None:
         """Free every handle, and remove all published blocks."""
         with self._locked():
-            self._add_free(self._block_index.clear())
+            self._allocator.add_free(self._block_index.clear())
             for lease in [lease for lease in self._leases if lease.active]:
                 self._end_lease(lease)
 
     def stats(self) -> PoolStats:
         """Count pages."""
         with self._lock:
-            free, cached = self._count_free(), self._block_index.idle_pages
+            free, cached = self._allocator.free, self._block_index.idle_pages
         return PoolStats(used=self.pages - free - cached, free=free, cached=cached, total=self.pages)
 
     def audit(self) -> dict[str, int]:
@@ -312,15 +310,7 @@ class PagePool:
                     counts[page] += 1
                 if not lease.active and lease.pins <= 0:
                     faults.append(f"{lease.owner} freed {len(lease.pages)} pages that did not return")
-            free = {page for pages in self._free for page in pages}
-            if len(free) != self._count_free() or any(page >= self._device_pages for page in self._free[False]):
-                faults.append("a page is twice in the free lists, or in the wrong one")
-            for page in range(self.pages):
-                cached = not counts[page] and self._block_index.is_cached(page)
-                if counts[page] != self._refs[page] or (page in free) != (not counts[page] and not cached):
-                    state = "free" if page in free else "cached" if cached else "not free"
-                    faults.append(f"page {page}: count {self._refs[page]}, owners {counts[page]}, {state}")
-            faults += self._block_index.check_integrity()
+            faults += self._allocator.check_integrity(counts)
         if faults:
             raise EngineError(f"page audit failed: {'; '.join(faults[:20])}; ledger {ledger}")
         return ledger
@@ -341,47 +331,13 @@ class PagePool:
         self._leases.add(lease)
         return lease
 
-    def _available(self, shared: Sequence[int] = ()) -> int:
-        """Pages that can be allocated if the cached ones among `shared` must stay."""
-        return self._count_free() + self._block_index.idle_pages - sum(not self._refs[page] for page in shared)
-
-    def _allocate(self, count: int) -> list[int]:
-        if count > (available := self._available()):
-            raise OutOfPages(count, available, self.pages)
-        device, host = (len(self._free[home]) + self._block_index.idle_pages_in(home) for home in (False, True))
-        on_device = count if count <= device else 0 if count <= host else device
-        taken = self._pop_free(False, on_device) + self._pop_free(True, count - on_device)
-        for page in taken:
-            self._refs[page] = 1
-        return taken
-
-    def _pop_free(self, host: bool, count: int) -> list[int]:
-        """Free pages of the device, or of host memory; least recently used cached ones where these are too few."""
-        free = self._free[host]
-        while len(free) < count:
-            self._add_free(self._block_index.evict(host))
-        return [free.pop() for _ in range(count)]
-
-    def _add_free(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._free[page >= self._device_pages].append(page)
-
-    def _count_free(self) -> int:
-        return sum(map(len, self._free))
-
-    def _share(self, pages: Sequence[int]) -> None:
-        refs = self._refs
-        self._block_index.acquire([page for page in pages if not refs[page]])
-        for page in pages:
-            refs[page] += 1
-
     def _reuse_pages(self, spare: PageHandle, count: int) -> list[int]:
         """Allocate `count` pages, first those of `spare`, which is freed; its other pages return to the pool."""
         spare.check_alive()
         lease = spare._lease
-        if lease.pins or any(not self._is_writable(page) for page in lease.pages):
+        if lease.pins or any(not self._allocator.is_writable(page) for page in lease.pages):
             raise EngineError(f"{lease.owner}: its pages are in use, a fork can't use them")
-        more = self._allocate(max(0, count - len(lease.pages)))
+        more = self._allocator.allocate(max(0, count - len(lease.pages)))
         kept, lease.pages = lease.pages[:count], lease.pages[count:]
         self._end_lease(lease)
         return kept + more
@@ -399,18 +355,12 @@ class PagePool:
         if lease.active or lease.pins:
             return
         self._leases.discard(lease)
-        for page in lease.pages:
-            self._refs[page] -= 1
-            self._returns += not self._refs[page]
-        self._add_free(self._block_index.release(lease.pages))
-
-    def _is_writable(self, page: int) -> bool:
-        return self._refs[page] == 1 and not self._block_index.is_cached(page)
+        self._returns += self._allocator.release(lease.pages)
 
     def _check_writable(self, lease: _Lease, tokens: range) -> None:
         first, last = tokens[0] // self.page_size, tokens[-1] // self.page_size
         if last >= len(lease.pages):
             raise EngineError(f"{lease.owner}: token {tokens[-1]} lies beyond its {len(lease.pages)} pages")
         for page in lease.pages[first : last + 1]:
-            if not self._is_writable(page):
+            if not self._allocator.is_writable(page):
                 raise EngineError(f"{lease.owner}: page {page} is shared or published, {tokens} can't be written")

@@ -40,7 +40,7 @@ def test_the_audit_notices_names_that_do_not_agree(damage: str) -> None:
         known._remove(known._runs[CHAIN_A[2]])
         unit.parent = known._runs.pop(CHAIN_A[0])
     else:
-        pool._free[False] += unit.pages[:1]
+        pool._allocator._free[False] += unit.pages[:1]
     with pytest.raises(EngineError, match="audit failed"):
         pool.audit()
 

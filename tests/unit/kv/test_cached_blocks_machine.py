@@ -133,6 +133,10 @@ class CachedBlocksMachine(RuleBasedStateMachine):
     def settle(self, wanted: int, pinned: Sequence[int] = ()) -> None:
         """Check what was evicted when `wanted` pages were, with others pinned meanwhile, and forget it."""
         dropped, self.model.dropped = set(self.model.dropped), []
+        # The watcher is not told of a part that goes while another unit begins with its blocks.
+        cached = self.pool._block_index.is_cached
+        parts = {name: unit for name, unit in self.model.names.items() if len(unit.blocks) * self.block < self.unit}
+        dropped |= {name for name, unit in parts.items() if not cached(unit.pages[0])}
         gone = {name: unit for name, unit in self.model.names.items() if name in dropped}
         for name in gone:
             del self.model.names[name]
@@ -199,8 +203,8 @@ class CachedBlocksMachine(RuleBasedStateMachine):
 
     def copy(self, copy: PageCopy) -> None:
         # Nobody can have the source, nor the target, meanwhile.
-        assert {copy.source, copy.target}.isdisjoint(page for pages in self.pool._free for page in pages)
-        assert self.pool._refs[copy.source] > 0 < self.pool._refs[copy.target]
+        assert {copy.source, copy.target}.isdisjoint(page for pages in self.pool._allocator._free for page in pages)
+        assert self.pool._allocator._owners[copy.source] > 0 < self.pool._allocator._owners[copy.target]
         self.copied.append(copy)
         for offset in range(copy.tokens):
             self.content[copy.target, offset] = self.content[copy.source, offset]

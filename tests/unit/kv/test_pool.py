@@ -93,13 +93,13 @@ def test_the_audit_raises_with_the_ledger(damage: str) -> None:
     pool = PagePool(4, 4)
     handle = pool.reserve("a/1", 8)
     if damage == "lost":
-        pool._free[False].pop()
+        pool._allocator._free[False].pop()
     elif damage == "twice":
-        pool._free[False].append(pool._free[False][0])
+        pool._allocator._free[False].append(pool._allocator._free[False][0])
     elif damage == "count":
-        pool._refs[handle.pages[0]] = 2
+        pool._allocator._owners[handle.pages[0]] = 2
     elif damage == "borrowed":
-        handle._lease.pages.append(pool._free[False][0])
+        handle._lease.pages.append(pool._allocator._free[False][0])
     else:
         handle._lease.active = False
     with pytest.raises(EngineError, match=r"audit failed: .*ledger \{'a/1"):
