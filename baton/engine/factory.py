@@ -21,6 +21,7 @@ from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.dtypes import DTYPES, dtype_name
 from baton.model.load import LoadedModel, load_model
+from baton.model.zeros import RegistrationError
 from baton.native.decoder import NativeDecoder, unsupported
 from baton.native.library import Kernels, select_kernels
 
@@ -78,13 +79,23 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
         host_pages=host_pages,
         hiding_chunk=_hiding_chunk(model, device) if host_pages else 0,
     )
-    # On CUDA a page more, which the rows of a graph write to that no sequence has.
-    kv = model.new_kv_cache(device_pages + int(device.type == "cuda"), page_size, kv_dtype, host_pages)
+    kv = _kv_cache(config, model, spec, kv_dtype)
     engine = EngineCore(
         spec, InProcessExecutor(ModelRunner(model, kv, spec, _source(config, model, kv, spec))), config.host_kv_memory
     )
     _log_loaded(model, spec, kv_dtype, time.monotonic() - began)
     return engine
+
+
+def _kv_cache(config: EngineConfig, model: LoadedModel, spec: EngineSpec, dtype: torch.dtype) -> KvCache:
+    # On CUDA a page more, which the rows of a graph write to that no sequence has.
+    device_pages = spec.device_pages + int(model.device.type == "cuda")
+    try:
+        return model.new_kv_cache(device_pages, spec.page_size, dtype, spec.host_pages)
+    except RegistrationError as error:
+        name = "kv_memory" if config.kv_home == "host" else "host_pool_memory"
+        given = getattr(config, name) or "automatic"
+        raise ConfigError(f"{name}: {given}: {error}") from error
 
 
 def _source(config: EngineConfig, model: LoadedModel, kv: KvCache, spec: EngineSpec) -> SegmentSource | None:

@@ -26,26 +26,27 @@ _PIECE = 8 << 20
 """Bytes populated in one call, for whose duration other threads' mmap and munmap wait: some milliseconds."""
 
 
+class RegistrationError(RuntimeError):
+    """CUDA refused to register host memory."""
+
+
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
     """Zeros, as of torch.zeros; memory after the first 8 MiB is committed in the background, where the kernel can.
 
-    `pinned`: all of it is committed at once, and registered with CUDA, so that copies can overlap with kernels. Raises
-    RuntimeError if CUDA refuses that.
+    `pinned`: all of it is committed at once, and registered with CUDA until the tensor and its views are gone, so that
+    copies can overlap with kernels. Raises RegistrationError if CUDA refuses that.
     """
-    if pinned:
-        # torch's own pinned memory would be rounded up to a power of two.
-        tensor = torch.zeros(*shape, dtype=dtype)
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-        return tensor
     count = math.prod(shape)
     size = count * dtype.itemsize
-    if size <= _PIECE:
+    if size <= _PIECE and not pinned:
         return torch.zeros(*shape, dtype=dtype)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # As torch's own allocator does; see baton.engine.process.
     huge = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
     if huge:
         memory.madvise(mmap.MADV_HUGEPAGE)
+    if pinned:
+        return torch.frombuffer(_register(memory, size), dtype=dtype, count=count).view(*shape)
     tensor = torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
     pieces = _pieces(tensor.data_ptr(), size)
     libc = ctypes.CDLL(None)
@@ -56,6 +57,24 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False
     )
     rest.start()
     return tensor
+
+
+def _register(memory: mmap.mmap, size: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """The memory, registered with CUDA for the life of what is returned.
+
+    torch's own pinned memory would be rounded up to a power of two.
+    """
+    cuda = torch.cuda.cudart()
+    # Ends before the memory does; an mmap's own finalizer would run when it is unmapped already.
+    held = (ctypes.c_ubyte * size).from_buffer(memory)
+    address = ctypes.addressof(held)
+    try:
+        torch.cuda.check_error(cuda.cudaHostRegister(address, size, 0))
+    except RuntimeError as error:
+        raise RegistrationError(f"CUDA can't register {size} bytes of host memory: {error}") from error
+    # At the end of the process the driver does it.
+    weakref.finalize(held, cuda.cudaHostUnregister, address).atexit = False
+    return held
 
 
 def _pieces(start: int, size: int) -> Iterator[tuple[int, int]]:

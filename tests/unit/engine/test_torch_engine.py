@@ -7,7 +7,8 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.factory import build
 from baton.errors import ConfigError, EngineError
+from baton.model.zeros import RegistrationError
 from baton.native import library
 from baton.request import SamplingParams
 from tests.checkpoints import lively_prompt, load_reference, make_checkpoint
@@ -271,6 +273,24 @@ def test_a_device_without_room_for_the_longest_sequence_gets_host_pages_for_it(
     monkeypatch.setattr(factory.host_memory, "available", lambda: 100 << 20)
     assert factory._host_pages(config, 1 << 20, 99, 100, cuda) == 15
     assert "hold 15 of its 100 pages: raise --host-pool-memory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_pool_memory": 5 << 30}, f"host_pool_memory: {5 << 30}: refused"),
+        ({}, "host_pool_memory: automatic: refused"),
+        ({"kv_home": "host", "kv_memory": 3 << 30}, f"kv_memory: {3 << 30}: refused"),
+    ],
+)
+def test_host_memory_that_cuda_does_not_register_names_the_field(settings: Any, message: str) -> None:
+    def refuse(*_: object) -> None:
+        raise RegistrationError("refused")
+
+    spec = SimpleNamespace(device_pages=1, host_pages=2, page_size=16)
+    model = SimpleNamespace(device=torch.device("cuda"), new_kv_cache=refuse)
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        factory._kv_cache(EngineConfig("unused", **settings), cast(Any, model), cast(Any, spec), torch.float32)
 
 
 def test_both_pools_of_a_cpu_must_fit_its_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

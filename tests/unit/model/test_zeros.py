@@ -85,6 +85,57 @@ def test_a_kernel_that_can_not_gets_zeros_written(monkeypatch: pytest.MonkeyPatc
     assert not tensor.any()
 
 
+class Runtime:
+    """CUDA's calls for host memory; it refuses to register more than `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if size > self.most or flags:
+            return 2
+        assert ctypes.string_at(address, size) == bytes(size)
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        # Still there.
+        assert ctypes.string_at(address, 1)
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    def check(code: int) -> None:
+        if code:
+            raise RuntimeError(f"out of memory ({code})")
+
+    made = Runtime(most=1 << 20)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    return made
+
+
+def test_pinned_memory_is_registered_until_the_last_view_is_gone(runtime: Runtime) -> None:
+    one, other = (zeros.host_zeros((2, 3, 5), torch.float16, pinned=True) for _ in range(2))
+    assert runtime.registered == {one.data_ptr(): 60, other.data_ptr(): 60}
+    view = one[1]
+    del one
+    assert len(runtime.registered) == 2
+    view += 1
+    assert view.sum() == 15
+    del view
+    assert runtime.registered == {other.data_ptr(): 60}
+
+
+def test_memory_that_cuda_does_not_register_is_refused(runtime: Runtime) -> None:
+    with pytest.raises(zeros.RegistrationError, match=r"can't register 1048577 bytes .* out of memory \(2\)"):
+        zeros.host_zeros(((1 << 20) + 1,), torch.uint8, pinned=True)
+    assert not runtime.registered
+
+
 def test_small_ones_are_ordinary() -> None:
     assert torch.equal(zeros.host_zeros((3, 5), torch.float16), torch.zeros(3, 5, dtype=torch.float16))
     assert not committing()
