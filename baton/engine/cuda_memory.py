@@ -55,11 +55,12 @@ class CudaMemory:
         return self._copying(self._in)
 
     @contextmanager
-    def copying_all(self) -> Iterator[None]:
-        """For copies that the caller queues: on a stream of their own, after all that a chunk has computed so far."""
+    def copying_computed(self, layers: range) -> Iterator[None]:
+        """For copies that the caller queues: on a stream of their own, after what a chunk has computed of `layers`."""
         with self._copying(self._out):
-            for event in list(self._produced.values()):
-                self._out.wait_event(event)
+            for layer in layers:
+                if (event := self._produced.get(layer)) is not None:
+                    self._out.wait_event(event)
             yield
 
     def copy_page(self, source: int, target: int, tokens: int) -> None:
@@ -71,9 +72,7 @@ class CudaMemory:
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
         """See KvMemory."""
         found = []
-        with self._copying(self._out):
-            if (event := self._produced.get(layer)) is not None:
-                self._out.wait_event(event)
+        with self.copying_computed(range(layer, layer + 1)):
             slots = self._slots(pages, tokens)
             for name, part in self._kv.parts.items():
                 rows = part[layer].flatten(0, 1)[:, heads.start : heads.stop].index_select(0, slots)
@@ -101,9 +100,7 @@ class CudaMemory:
 
     def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
         """See KvMemory."""
-        with self._copying(self._out):
-            for event in list(self._produced.values()):
-                self._out.wait_event(event)
+        with self.copying_computed(range(self._kv.num_layers)):
             slots = self._slots(pages, range(token_start, token_start + count * block_size))
             rows = [part.flatten(1, 2).index_select(1, slots).view(torch.uint8) for part in self._kv.parts.values()]
             blocks = torch.cat([part.view(len(part), count, -1) for part in rows], dim=2).transpose(0, 1).contiguous()

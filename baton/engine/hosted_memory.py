@@ -123,7 +123,7 @@ class HostedMemory:
 
     def read(self, pages: Sequence[int], layer: int, tokens: range, heads: range) -> list[PartData]:
         """See KvMemory."""
-        with self._read(pages, range(layer, layer + 1)) as memory:
+        with self._computed(pages, range(layer, layer + 1)) as memory:
             return memory.read(pages, layer, tokens, heads)
 
     def write(
@@ -135,7 +135,7 @@ class HostedMemory:
 
     def read_blocks(self, pages: Sequence[int], token_start: int, block_size: int, count: int) -> list[bytes]:
         """See KvMemory."""
-        with self._read(pages) as memory:
+        with self._computed(pages, range(self._kv.num_layers)) as memory:
             return memory.read_blocks(pages, token_start, block_size, count)
 
     def write_blocks(
@@ -147,7 +147,7 @@ class HostedMemory:
 
     def save(self, pages: Sequence[int], tokens: int) -> dict[str, Tensor]:
         """See KvMemory."""
-        with self._read(pages) as memory:
+        with self._computed(pages, range(self._kv.num_layers)) as memory:
             return memory.save(pages, tokens)
 
     def restore(self, pages: Sequence[int], saved: dict[str, Tensor]) -> None:
@@ -165,14 +165,14 @@ class HostedMemory:
             yield self._spans
 
     @contextmanager
-    def _read(self, pages: Sequence[int], layers: range | None = None) -> Iterator[CudaMemory | SpanMemory]:
-        """The memory of these pages, once what a chunk has computed of these layers, or of all, is there."""
+    def _computed(self, pages: Sequence[int], layers: range) -> Iterator[CudaMemory | SpanMemory]:
+        """The memory of these pages, for reads, once what a chunk has computed of these layers is there."""
         if self._is_on_device(pages):
             yield self._device
             return
-        for layer in range(self._kv.num_layers) if layers is None else layers:
+        for layer in layers:
             self._source.wait_stored(layer)
-        with self._device.copying_all():
+        with self._device.copying_computed(layers):
             yield self._spans
 
     def _is_on_device(self, pages: Sequence[int]) -> bool:

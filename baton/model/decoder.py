@@ -242,7 +242,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states `[T, hidden]` through this worker's layers; `on_layer` and `rows` as in `forward`."""
         backend = select(hidden.device, hidden.dtype, kv.dtype, kv.page_size, kv.head_dim)
-        attention = backend if batch.host is None else SegmentedAttention(backend, batch.host, len(self.layers))
+        windows = [layer.window for layer in self.config.layers]
+        attention = backend if batch.host is None else SegmentedAttention(backend, batch.host, windows)
         context = ForwardContext(self.rotary.angles(positions), batch, kv, attention)
         for index, layer in enumerate(self.layers):
             if rows is not None and index == len(self.layers) - 1:

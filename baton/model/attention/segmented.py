@@ -11,6 +11,7 @@ Sequences whose pages are all on the device go to that device's backend, in the 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,13 +23,13 @@ from baton.model.attention.segments import Segment, split
 
 
 class SegmentedAttention:
-    """`append` and `attend` of AttentionBackend, for one forward pass of `layers` layers with KV in host memory."""
+    """`append` and `attend` of AttentionBackend, for one forward pass with KV in host memory."""
 
-    def __init__(self, device: AttentionBackend, host: HostKv, layers: int) -> None:
-        """`device` is the backend for KV on the device; it also computes the segments."""
+    def __init__(self, device: AttentionBackend, host: HostKv, windows: Sequence[int | None]) -> None:
+        """`device` is the backend for KV on the device; it also computes the segments. `windows`: of all layers."""
         self._device = device
         self._host = host
-        self._layers = layers
+        self._windows = windows
         self._new: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
@@ -49,13 +50,13 @@ class SegmentedAttention:
             result[rest.tokens] = self._device.attend(kv, layer, q[rest.tokens], rest.batch, window)
         past = {row: self._past(layer, row, batch, window) for row in self._host.tables}
         order = deque(segment for segments in past.values() for segment in segments)
-        if order and layer + 1 < self._layers:
-            first = order[0]
-            order.append(Segment(layer + 1, first.row, first.tokens, first.pages))
+        order.extend(self._first_of(layer + 1, batch))
         for row, segments in past.items():
             tokens = batch.tokens_of(row)
             queries = q[tokens.start : tokens.stop]
             result[tokens.start : tokens.stop] = self._attend_row(queries, row, segments, order, batch, window)
+        if order:
+            self._host.source.prefetch(order[0])
         return result
 
     def _attend_row(
@@ -80,6 +81,13 @@ class SegmentedAttention:
             source.close(segment)
             merged = merge(merged, found)
         return merged[0]
+
+    def _first_of(self, layer: int, batch: AttentionBatch) -> list[Segment]:
+        """The first segment that the layer will read, if there is one."""
+        if layer == len(self._windows):
+            return []
+        past = (self._past(layer, row, batch, self._windows[layer]) for row in self._host.tables)
+        return next((segments[:1] for segments in past if segments), [])
 
     def _past(self, layer: int, row: int, batch: AttentionBatch, window: int | None) -> list[Segment]:
         """The segments before the row's new tokens that any of its queries sees."""

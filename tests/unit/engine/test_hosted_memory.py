@@ -65,20 +65,27 @@ def test_all_calls_equal_those_of_one_tensor(cuda: Cuda, pages: tuple[int, ...])
     check_equal(whole, parted)
 
 
-def test_pages_in_host_memory_are_read_after_they_were_stored(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_both_homes_are_read_after_these_layers_were_computed(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, kv = caches()
-    source = SegmentRing(kv, torch.device("cpu"), 2, 8)
-    memory, waited = HostedMemory(CudaMemory(kv), kv, source), list[Event]()
-    k = v = torch.randn(4, HEADS, WIDTH)
+    device, source = CudaMemory(kv), SegmentRing(kv, torch.device("cpu"), 2, 8)
+    memory, waited = HostedMemory(device, kv, source), list[Event]()
+    k = v = torch.randn(8, HEADS, WIDTH)
     for layer in range(LAYERS):
-        source.store(layer, (6,), range(4), k, v)
-    stored = list(source._stored.values())
+        source.store(layer, (6, 2), range(8), k, v)
+        device.produced(layer)
+    stored, produced = list(source._stored.values()), list(device._produced.values())
     monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(event))
-    memory.read((6,), 1, range(4), range(HEADS))
-    assert waited[0] is stored[1]
-    waited.clear()
-    memory.read_blocks((6,), 0, 4, 1)
-    assert waited[:2] == stored
+    monkeypatch.setattr(Stream, "wait_event", lambda stream, event: waited.append(event))
+    for pages in ((6, 2), (2, 1)):
+        hosted = 6 in pages
+        memory.read(pages, 1, range(8), range(HEADS))
+        assert waited[:-1] == [*stored[1:][:hosted], produced[1]]
+        waited.clear()
+        memory.read_blocks(pages, 0, 4, 2)
+        assert waited[:-1] == [*stored[: 2 * hosted], *produced]
+        waited.clear()
 
 
 def test_writes_wait_for_nothing_that_is_being_computed(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,13 @@ from baton.model.attention import (
     SegmentRing,
     SegmentSource,
     SegmentViews,
+    segments,
 )
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.attention.segmented import merge
-from baton.model.attention.segments import split
+from baton.model.attention.segments import Segment, split
 from baton.model.attention.torch_backend import TorchAttention, attend_segment
-from tests.unit.engine.cuda_standin import Cuda, cuda
+from tests.unit.engine.cuda_standin import Cuda, Event, Stream, cuda
 from tests.unit.model.attention_contract import (
     LAYERS,
     Case,
@@ -59,7 +60,7 @@ class Hosted:
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         rows = [row for row in range(len(batch.query_lens)) if not self._every or row % self._every]
         self._host = HostKv({row: batch.page_tables[row].tolist() for row in rows}, self._source(kv))
-        self._pass = SegmentedAttention(self._inner, self._host, LAYERS)
+        self._pass = SegmentedAttention(self._inner, self._host, [None] * LAYERS)
         self._pass.append(kv, layer, k, v, self._hosted(batch))
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
@@ -188,6 +189,68 @@ def test_a_ring_reads_pages_of_both_homes_and_fetches_ahead(cuda: Cuda) -> None:
     source.close(second)
     source.end()
     assert torch.equal(source.open(third)[0], expected[6:8])
+
+
+def test_a_copy_into_a_ring_waits_for_what_it_overwrites_and_for_what_it_reads(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = (LAYERS, 4, 2, 1, 3)
+    parts, host = ({part: torch.randn(shape) for part in (KEYS, VALUES)} for _ in range(2))
+    source = SegmentRing(KvCache(parts, host, 3), CPU, 2, 2)
+    log = list[tuple[str, Stream, object]]()
+    monkeypatch.setattr(Stream, "wait_event", lambda stream, event: log.append(("wait", stream, event)))
+    monkeypatch.setattr(Event, "record", lambda event, stream: log.append(("record", stream, event)))
+    monkeypatch.setattr(segments, "_copy", lambda room, _: log.append(("copy", cuda.current, room.data_ptr())))
+    kv = torch.randn(2, 1, 3)
+    source.store(1, (3, 4, 5), range(2), kv, kv)
+    stored = log.pop()[2]
+    first, second, third = split(1, 0, (3, 4, 5), range(6), 2)
+    source.open(first)
+    buffer = [what for _, _, what in log if isinstance(what, int)]
+    source.close(first)
+    read = log[-1][2]
+    source.open(second)
+    source.close(second)
+    log.clear()
+    keys, values = source.open(third)
+    assert [keys.data_ptr(), values.data_ptr()] == buffer, "the buffer of the first segment"
+    inward, ready = source._in, log[-1][2]
+    assert cuda.main is not inward
+    assert log == [
+        ("wait", inward, read),
+        ("wait", inward, stored),
+        *(("copy", inward, room) for room in buffer),
+        ("record", inward, ready),
+        ("wait", cuda.main, ready),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("windows", "first"), [((4, None), range(8)), ((None, 4), range(13, 16)), ((4, 1), None), ((1, None), range(8))]
+)
+def test_the_next_layers_first_segment_is_fetched_by_its_own_window(
+    windows: tuple[int | None, ...], first: range | None
+) -> None:
+    class Watched(SegmentViews):
+        def prefetch(self, segment: Segment) -> None:
+            if segment.layer > layer:
+                fetched.add(segment.tokens)
+
+        def open(self, segment: Segment) -> tuple[Tensor, Tensor]:
+            opened.setdefault(segment.layer, segment.tokens)
+            return super().open(segment)
+
+    fetched, opened = set[range](), dict[int, range]()
+    kv = KvCache.allocate(attention_parts("float32", 1, 3), num_layers=2, num_pages=5, page_size=8, device=CPU)
+    host = HostKv({0: range(5)}, Watched(kv, 8))
+    batch = AttentionBatch.build([8], [24], torch.arange(5, dtype=torch.int32)[None], 8, host)
+    attention = SegmentedAttention(TorchAttention(), host, windows)
+    for layer, window in enumerate(windows):
+        x = torch.randn(8, 1, 3)
+        attention.append(kv, layer, x, x, batch)
+        attention.attend(kv, layer, x, batch, window)
+    assert opened.get(1) == first
+    assert fetched == ({first} if first else set())
 
 
 def test_new_kv_goes_to_the_pages_of_both_homes(cuda: Cuda) -> None:
