@@ -147,7 +147,7 @@ class PrefillJob:
     def create(cls, task: PrefillTask, prompt: Prompt, now: float) -> PrefillJob:
         """The job of a task that was just admitted."""
         deadline = math.inf if task.deadline is None else task.deadline
-        ids = [*task.prompt_ids, *task.output_ids]
+        ids = [*task.prompt_ids, *task.output_ids] if task.output_ids else task.prompt_ids
         limit_s = QUEUED_S + _QUEUED_TOKEN_S * len(ids)
         return cls(task, prompt, ids, Lifecycle(State.QUEUED, now, request_deadline=deadline, limit_s=limit_s))
 

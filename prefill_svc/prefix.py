@@ -15,6 +15,7 @@ computed: the one from which the next token is sampled.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
@@ -34,6 +35,9 @@ from prefill_svc.job import PrefillJob
 from prefill_svc.load_plan import PEER, TierRun, add_peer, cached_runs, common_blocks, to_hits, truncate
 from prefill_svc.peers import PeerFetcher
 from prefill_svc.saver import ChunkSaver
+
+PUBLISH_BLOCKS = 2048
+"""Blocks that are published before others run."""
 
 _log = logging.getLogger(__name__)
 
@@ -131,8 +135,14 @@ class PrefixLoader:
 
     def publish(self, job: PrefillJob) -> None:
         """Publish the job's final blocks, so that others can share them."""
-        if job.handle is not None and job.task.cache.writes:
-            self._engine.publish(job.handle, job.digests[: job.computed // self._block])
+        self._publish(job, job.computed // self._block)
+
+    async def publish_loaded(self, job: PrefillJob) -> None:
+        """The same after a load, perhaps of tens of thousands of blocks: others run between slices of them."""
+        for blocks in range(PUBLISH_BLOCKS, job.computed // self._block, PUBLISH_BLOCKS):
+            self._publish(job, blocks)
+            await asyncio.sleep(0)
+        self.publish(job)
 
     async def save(self, job: PrefillJob) -> None:
         """Save the final blocks of a long prompt beside its next chunk; waits a while for those of the chunk before."""
@@ -171,6 +181,10 @@ class PrefixLoader:
             common = min(common, other.computing_end // unit * unit)
         saved = min(common, len(job.ids) - 1) - done
         return other.computed < -(-common // unit) * unit and 2 * saved >= job.prompt.remaining
+
+    def _publish(self, job: PrefillJob, blocks: int) -> None:
+        if job.handle is not None and job.task.cache.writes:
+            self._engine.publish(job.handle, job.digests[:blocks])
 
     async def _search(self, job: PrefillJob) -> None:
         wanted = job.digests[job.looked_up_from : self._useful_blocks(job)]

@@ -231,7 +231,7 @@ class PrefillWorker:
             metrics.PREFILL_TOKENS.labels(tier).inc(tokens)
         if job.computed:
             self._prefix.advance(job, job.computed)
-            self._prefix.publish(job)
+            await self._prefix.publish_loaded(job)
 
     async def _compute(self, job: PrefillJob, timeout: asyncio.Timeout) -> ChunkResult:
         """Compute the tokens that are not cached, chunk by chunk; returns the result of the last chunk."""

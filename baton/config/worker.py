@@ -63,7 +63,11 @@ class WorkerConfig(Settings):
     num_kv_buffers: int = option(
         3, help="Device buffers for KV that comes from host memory, each for --segment-tokens.", minimum=2
     )
-    page_size: int = option(0, help="Tokens in a page; 0: 16 on CPU, 256 on CUDA.", minimum=0)
+    page_size: int = option(
+        0,
+        help="Tokens in a page; 0: 256 on CUDA; on CPU 16, and more if --max-model-len is over 131,072.",
+        minimum=0,
+    )
     block_size: int = option(16, help="Tokens in a block of prefix hashing, the same in the whole fleet.", minimum=1)
     threads: int = option(0, help="Compute threads, at most one per core; 0: one per core.", minimum=0)
     cpus: str = option("", help="Cores that the worker uses, such as 0-3,8; empty: all that it may use.")

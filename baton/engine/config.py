@@ -13,9 +13,22 @@ CPU_PAGE_SIZE = 16
 CUDA_PAGE_SIZE = 256
 """Default page sizes; stock flash-attn kernels want a multiple of 256."""
 
+MAX_SEQUENCE_PAGES = 8192
+"""Pages of the longest sequence on a CPU: the event loop waits while they are reserved, found in the pool, or freed."""
+
 KV_HOMES = ("auto", "device", "host")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def default_page_size(device: str, max_model_len: int) -> int:
+    """Tokens in a page: 256 on CUDA; on a CPU 16, doubled until a sequence has at most MAX_SEQUENCE_PAGES."""
+    if device == "cuda":
+        return CUDA_PAGE_SIZE
+    size = CPU_PAGE_SIZE
+    while size * MAX_SEQUENCE_PAGES < max_model_len:
+        size *= 2
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +38,7 @@ class EngineConfig:
     `model`: checkpoint directory or hub name. `device`: auto (CUDA if there), cpu, cuda, cuda:N. `dtype`:
     auto (the checkpoint's) or a dtype's name. `kv_dtype`: auto (the same as `dtype`). `kernels`: on CPU, native,
     torch, or auto (native on CPUs with AVX2). `max_model_len`: tokens of prompt and output together, 0 for the
-    model's. `page_size`: tokens, 0 for 16 on CPU and 256 on CUDA. `kv_memory`: bytes of the page pool, 0 for
+    model's. `page_size`: tokens, 0 for `default_page_size`. `kv_memory`: bytes of the page pool, 0 for
     automatic. `slots`: places in the generation batch, 0 on a prefill worker. `block_size`: tokens of a prefix
     block, one for the fleet. `threads`: of torch on CPU, 0 for torch's choice. `host_kv_memory`: bytes for the KV
     of paused sequences, 0 for none. `kv_home`: device (all pages of the pool there), host (all in host memory), or

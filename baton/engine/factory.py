@@ -8,7 +8,7 @@ import time
 import torch
 
 from baton.engine import host_memory, huge_pages, process
-from baton.engine.config import CPU_PAGE_SIZE, CUDA_PAGE_SIZE, EngineConfig
+from baton.engine.config import EngineConfig, default_page_size
 from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
@@ -61,7 +61,7 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
         # Before there is a pool, which gets its huge pages in the background.
         huge_pages.collapse()
     kv_format = _kv_format(model, kv_dtype, config.block_size)
-    page_size = config.page_size or (CUDA_PAGE_SIZE if device.type == "cuda" else CPU_PAGE_SIZE)
+    page_size = config.page_size or default_page_size(device.type, max_model_len)
     page_bytes = kv_format.token_bytes * page_size
     pages = _pages(config, page_bytes, page_size, max_model_len, home)
     host_pages = _host_pages(config, page_bytes, pages, -(-max_model_len // page_size), device)

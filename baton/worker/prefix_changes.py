@@ -4,9 +4,9 @@ A block counts as cached while the engine's pages or the cache's host memory hav
 first of them gets it, and as dropped when the last has lost it.
 
 The tiers report changes from any thread, and the engine holds its pool's lock meanwhile. So a change only goes into an
-inbox; the asyncio loop merges it soon after. Each subscriber keeps the changes that it has not sent yet, and of each
-block only the latest one. When these become more than all cached blocks, it sends the whole list again. This limits the
-memory of a subscriber that nobody reads.
+inbox; the asyncio loop merges it soon after, in slices. Each subscriber keeps the changes that it has not sent yet, and
+of each block only the latest one. When these become more than all cached blocks, it sends the whole list again. This
+limits the memory of a subscriber that nobody reads.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ class PrefixChangeFeed:
 
     def _put(self, tier: int, stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
         """Called from any thread."""
-        self._inbox.append((tier, stored, dropped))
+        for start in range(0, len(stored), MAX_NAMES):
+            self._inbox.append((tier, stored[start : start + MAX_NAMES], ()))
+        for start in range(0, len(dropped), MAX_NAMES):
+            self._inbox.append((tier, (), dropped[start : start + MAX_NAMES]))
         if not self._due:
             self._due = True
             # If the loop is closed, there are no subscribers.
@@ -90,8 +93,14 @@ class PrefixChangeFeed:
         # Reset this first: a change that comes from now on needs another merge.
         self._due = False
         changes: dict[bytes, bool] = {}
+        merged = 0
         while self._inbox:
+            if merged >= MAX_NAMES:
+                self._due = True
+                self._loop.call_soon(self._merge)
+                break
             tier, stored, dropped = self._inbox.popleft()
+            merged += len(stored) + len(dropped)
             for digest in stored:
                 name = digest[:NAME_BYTES]
                 tiers = self._tiers.get(name, 0)

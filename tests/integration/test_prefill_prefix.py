@@ -182,6 +182,25 @@ class HeldCache(MemoryPrefixCache):
         return await super().fetch(digests)
 
 
+async def test_many_blocks_that_were_loaded_are_shared_slice_by_slice(
+    valkey: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Publishing(FakeEngine):
+        def publish(self, handle: Any, digests: Sequence[bytes]) -> None:
+            published.append(len(digests))
+            super().publish(handle, digests)
+
+    monkeypatch.setattr("prefill_svc.prefix.PUBLISH_BLOCKS", 2)
+    published: list[int] = []
+    async with serving(redis=valkey.url) as client:
+        await client.done()
+        await flushed(client)
+    async with serving(Publishing(), redis=valkey.url) as client:
+        assert by_tier(await client.done()) == {"redis": 96}
+        assert by_tier(await client.done()) == {"pool": 96}
+    assert published[:3] == [2, 4, 6]
+
+
 async def test_the_load_tells_what_is_left_after_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[HeldCache] = []
 

@@ -227,7 +227,9 @@ async def test_long_chains_are_looked_up_in_parts(
         assert client.info("commandstats")["cmdstat_strlen"]["calls"] == 4, "none behind the part with the first miss"
 
 
-async def test_touching_prolongs_lives(server: Server) -> None:
+@pytest.mark.parametrize("keys", [2, 256])
+async def test_touching_prolongs_lives(server: Server, monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    monkeypatch.setattr("baton.kv.prefix.redis.cache.LOOKUP_KEYS", keys)
     cache = open_cache(server.url, ttl_s=1000)
     await fill(cache)
     with server.client() as client:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.engine import host_memory
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, default_page_size
 from baton.errors import ConfigError
 
 
@@ -35,6 +35,14 @@ from baton.errors import ConfigError
 def test_a_bad_field_is_named_with_its_value(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{field}: .*got {value!r}$"):
         EngineConfig(**{"model": "m", field: value})
+
+
+@pytest.mark.parametrize(
+    ("device", "max_model_len", "tokens"),
+    [("cpu", 2048, 16), ("cpu", 131_072, 16), ("cpu", 131_073, 32), ("cpu", 1 << 20, 128), ("cuda", 1 << 20, 256)],
+)
+def test_pages_are_larger_where_sequences_are_longer(device: str, max_model_len: int, tokens: int) -> None:
+    assert default_page_size(device, max_model_len) == tokens
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1"])

@@ -68,6 +68,15 @@ def test_dtypes_come_from_the_checkpoint_or_the_config(checkpoint: Path, tmp_pat
         assert engine_of(saved).spec.kv_format.parts[0].dtype == expected
 
 
+def test_a_model_for_long_sequences_has_larger_pages(checkpoint: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "long"
+    shutil.copytree(checkpoint, saved)
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 20}))
+    assert engine_of(saved, page_size=0).spec.page_size == 128
+    assert engine_of(saved, page_size=0, max_model_len=4096).spec.page_size == 16
+
+
 def test_bad_sizes_name_the_field(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len: 2000 is above the model's 1024"):
         engine_of(checkpoint, max_model_len=2000)

@@ -167,6 +167,11 @@ async def test_long_news_come_in_parts_and_a_watcher_that_lags_is_told_anew(
     monkeypatch.setattr(prefix_changes, "MAX_NAMES", 4)
     monkeypatch.setattr("baton.worker.status.MAX_INTERVAL_S", 60.0)
     bench.host.tell(DIGESTS[:11])
+    merged = []
+    for _ in range(4):
+        await asyncio.sleep(0)
+        merged.append(len(bench.news._tiers))
+    assert merged == [4, 8, 11, 11], "others run in between"
     router = Watcher(bench)
     lengths = [len(change.stored) for change in [await router.next() for _ in range(3)] if change]
     assert lengths == [4, 4, 3]
