@@ -2,7 +2,8 @@
 
 A job waits in `acquire_engine`. When the engine is free, the job that the scheduler chooses gets it, until its block
 ends. After every layer, and after each part of the prompt's logprobs, a running chunk checks whether its job was
-aborted or is late, and tells the export how many tokens are final.
+aborted or is late, and tells the export how many tokens are final. Then it lets the chunks of jobs pass that have
+preempted it: those that the scheduler chose while it was running.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 
 from baton.engine.contract import ChunkResult, Engine
 from baton.tasks import wait_to_end
@@ -19,6 +21,17 @@ from baton.worker.progress import Progress
 from baton.worker.thread import EngineThread
 from prefill_svc.job import PrefillJob
 from prefill_svc.scheduler import PrefillScheduler, Prompt
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One call to the engine; `seconds` are its own, without those of the chunks that preempted it."""
+
+    job: PrefillJob
+    start: int
+    end: int
+    preempts: bool
+    seconds: float = 0.0
 
 
 class ChunkRunner:
@@ -38,7 +51,8 @@ class ChunkRunner:
         self._progress = progress
         self._jobs = jobs
         self._loop = asyncio.get_running_loop()
-        self._current: PrefillJob | None = None
+        self._running: list[PrefillJob] = []
+        """The job that was given the free engine, then those that preempt it; they end in any order."""
 
     @contextlib.asynccontextmanager
     async def acquire_engine(self, job: PrefillJob) -> AsyncIterator[int]:
@@ -49,8 +63,8 @@ class ChunkRunner:
         try:
             yield await job.wakeup
         finally:
-            if self._current is job:
-                self._current = None
+            if job in self._running:
+                self._running.remove(job)
                 # Not at once: this job may ask for the engine again, and may have fewer remaining tokens than others.
                 self._loop.call_soon(self._assign_engine)
 
@@ -61,19 +75,19 @@ class ChunkRunner:
         CancelledError is raised after the chunk, whose tokens count. If the job's `error` is set or its deadline has
         passed, the chunk ends after the current layer with that error.
         """
-        began, start = time.monotonic(), job.computed
         job.computing_end = end
-        call = self._thread.run(self._compute, job, start, end)
+        chunk = _Chunk(job, job.computed, end, preempts=job is not self._running[0])
+        run = self._thread.run_preempting if chunk.preempts else self._thread.run
+        call = run(self._compute, chunk)
         cancelled = False
         try:
             await wait_to_end(call)
         except asyncio.CancelledError:
             cancelled = True
-        seconds = time.monotonic() - began
-        self._scheduler.charge(job.prompt, seconds)
+        self._scheduler.charge(job.prompt, chunk.seconds)
         result = call.result()
-        self._scheduler.finish_chunk(job.prompt, end, seconds)
-        metrics.PREFILL_TOKENS.labels("computed").inc(end - start)
+        self._scheduler.finish_chunk(job.prompt, end, chunk.seconds)
+        metrics.PREFILL_TOKENS.labels("computed").inc(end - chunk.start)
         job.computed = end
         job.prompt_tokens += result.prompt_logprobs
         if cancelled:
@@ -81,37 +95,49 @@ class ChunkRunner:
         return result
 
     def _assign_engine(self) -> None:
-        """Give the engine, if it is free, to the prompt that the scheduler chooses."""
-        while self._current is None and (choice := self._scheduler.next_chunk()) is not None:
+        """Give the engine to the prompt that the scheduler chooses if it is free, and to those that may preempt it."""
+        while True:
+            choice = self._scheduler.next_chunk(self._running[0].prompt if self._running else None)
+            if choice is None:
+                break
             prompt, end = choice
             job = self._jobs[prompt]
             if job.wakeup is None or job.wakeup.done():
                 # It was cancelled, but its coroutine has not run since.
                 self._scheduler.remove(prompt)
                 continue
-            self._current = job
+            self._running.append(job)
             self._scheduler.start_chunk(prompt)
             job.wakeup.set_result(end)
-        if self._current is None:
+        if not self._running:
             self._progress.set_idle()
 
-    def _compute(self, job: PrefillJob, start: int, end: int) -> ChunkResult:
+    def _compute(self, chunk: _Chunk) -> ChunkResult:
         """Compute one chunk; runs on the engine thread."""
+        job, began, others_s = chunk.job, time.monotonic(), 0.0
 
         def on_layer(layer: int) -> None:
+            nonlocal others_s
             self._progress.record()
             job.check()
             if job.export is not None:
-                job.export.advance(layer, end)
+                job.export.advance(layer, chunk.end)
+            if not chunk.preempts:
+                paused = time.monotonic()
+                self._thread.preemption_point()
+                others_s += time.monotonic() - paused
 
         self._progress.record()
         job.check()
-        return self._engine.prefill_chunk(
-            job.pages,
-            job.ids,
-            start,
-            end,
-            on_layer=on_layer,
-            sample=job.task.states() if end == len(job.ids) else (),
-            prompt_logprobs=job.task.params.prompt_logprobs,
-        )
+        try:
+            return self._engine.prefill_chunk(
+                job.pages,
+                job.ids,
+                chunk.start,
+                chunk.end,
+                on_layer=on_layer,
+                sample=job.task.states() if chunk.end == len(job.ids) else (),
+                prompt_logprobs=job.task.params.prompt_logprobs,
+            )
+        finally:
+            chunk.seconds = time.monotonic() - began - others_s

@@ -22,6 +22,9 @@ worker computes meanwhile for later prompts of the same tenant. So later prompts
 times its own computing time. Waiting for earlier prompts earns no credit; otherwise long prompts in a queue would soon
 go before every short one.
 
+A prompt whose rest is one chunk does not wait for the end of a longer prompt's chunk, if its turn is before that: it
+preempts the chunk between two layers.
+
 Pages are allocated in the same order, all pages of a prompt at once, and only to the first PREPARED_AHEAD prompts that
 have not started: pages of a prompt that does not run are of no use to anybody. If the pages of a prompt are not free,
 prompts that fit may go before it. But PATIENCE_S after it was first refused, no other prompt gets pages before it.
@@ -210,18 +213,27 @@ class PrefillScheduler:
         """Record that the KV of the first `done` tokens is in place, so that the next chunk may be computed."""
         prompt.done, prompt.stage = done, Stage.READY
 
-    def next_chunk(self) -> tuple[Prompt, int] | None:
-        """The prompt to compute next and the end of its chunk; None if no prompt is READY."""
+    def next_chunk(self, running: Prompt | None = None) -> tuple[Prompt, int] | None:
+        """The prompt to compute next and the end of its chunk; None if no prompt is READY.
+
+        While a chunk of `running` is computed, only the rest of a shorter prompt whose turn comes before it, in one
+        chunk: it preempts `running` after a layer.
+        """
         ready = [prompt for prompt in self._prompts if prompt.stage is Stage.READY]
         if not ready:
             return None
-        prompt = self._turn_order(ready)[0]
+        prompt = self._turn_order(ready if running is None else [running, *ready])[0]
+        if prompt is running:
+            return None
         hiding = self.spec.hiding_chunk if prompt.pages > self.spec.device_pages else 0
         size = chunk_size(prompt.tokens, self.chunk_size, prompt.rate or self.rate.value, hiding)
         if not prompt.rate and not self.chunk_size and prompt.done >= FAR_TOKENS:
             # Resumed from cached blocks: nothing is known of its tokens' time.
             size = min(size, MIN_CHUNK)
-        return prompt, min(prompt.tokens, prompt.done + size)
+        end = min(prompt.tokens, prompt.done + size)
+        if running is not None and (end < prompt.tokens or prompt.remaining >= running.tokens):
+            return None
+        return prompt, end
 
     def start_chunk(self, prompt: Prompt) -> None:
         """Record that a chunk of the prompt is being computed."""

@@ -185,10 +185,10 @@ class Engine(Protocol):
         """Compute the KV of `token_ids[start:end]` in all layers; that of `[0, start)` must be in the pages already.
 
         `on_layer(layer)` is called when the chunk's KV of that layer is final and readable; if it raises, the chunk
-        ends and the exception is passed on. For each state of `sample` one token is sampled after position `end - 1`.
-        With `prompt_logprobs`, the log-probability of each successor is computed with that many alternatives, in parts;
-        `on_layer` is called with the last layer after each part, since they may take longer than the layers. Raises
-        NoToken for logits that are not finite.
+        ends and the exception is passed on. It may compute chunks of other handles. For each state of `sample` one
+        token is sampled after position `end - 1`. With `prompt_logprobs`, the log-probability of each successor is
+        computed with that many alternatives, in parts; `on_layer` is called with the last layer after each part, since
+        they may take longer than the layers. Raises NoToken for logits that are not finite.
         """
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:

@@ -98,6 +98,9 @@ class ModelRunner:
             raise EngineError(f"a plan must be one chunk or a step of the batch, got {chunks} chunks and {steps} steps")
         with self._drained_on_error():
             self._update(plan)
+            if self._source is not None:
+                # What a chunk has fetched ahead, in whose `on_layer` this one runs, is of other pages.
+                self._source.end()
             try:
                 if plan.chunks:
                     return self._forward_chunk(plan.chunks[0], on_layer)

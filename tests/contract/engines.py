@@ -77,6 +77,28 @@ def prefill(engine: Engine, handle: KvHandle, wanted: SequenceState, chunk: int 
     return token
 
 
+def compute_between_layers(engine: Engine, outer: Sequence[int], inner: Sequence[int]) -> None:
+    """Compute a prompt in chunks, and another one after each layer of each chunk: both are as if computed alone."""
+    wanted, between = state(outer, MIXED[1]), state(inner, MIXED[1])
+    expected = [
+        prefill(engine, engine.reserve(f"alone/{index}", each.length), each, 24)
+        for index, each in enumerate((wanted, between))
+    ]
+    found: list[TokenInfo] = []
+
+    def on_layer(_layer: int) -> None:
+        handle = engine.reserve("inner", len(inner))
+        found.append(prefill(engine, handle, between, 24))
+        engine.free(handle)
+
+    handle = engine.reserve("outer", len(outer))
+    for first, last in chunks(len(outer), 24):
+        sample = [wanted] if last == len(outer) else ()
+        result = engine.prefill_chunk(handle, outer, first, last, on_layer=on_layer, sample=sample)
+    assert result.tokens == (expected[0],)
+    assert found == [expected[1]] * len(found)
+
+
 def start(engine: Engine, owner: str, wanted: SequenceState, room: int = 40) -> tuple[KvHandle, list[int]]:
     """Prefill and insert; the handle and its output ids so far."""
     handle = engine.reserve(owner, wanted.length + room)

@@ -14,6 +14,7 @@ from tests.contract.engines import (
     MIXED,
     Rig,
     chunks,
+    compute_between_layers,
     generate,
     ignore,
     move,
@@ -74,6 +75,10 @@ def test_what_on_layer_raises_ends_the_chunk_and_passes(rig: Rig) -> None:
     assert calls == [0]
     assert engine.audit() == {"a/1": 3}
     assert prefill(engine, handle, state(prompt)).token_id == expected[0]
+
+
+def test_chunks_may_be_computed_between_the_layers_of_another(rig: Rig) -> None:
+    compute_between_layers(rig.engine(), rig.prompt(60), rig.prompt(45, 1))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])

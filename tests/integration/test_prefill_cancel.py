@@ -99,11 +99,11 @@ async def test_queued(by: str) -> None:
         first = client.call()
         reading = asyncio.create_task(read(first))
         await gate.reached()
-        second = client.call(PROMPT[50:], transfer_id="t")
+        second = client.call(PROMPT[::-1], transfer_id="t")
         waiting = asyncio.create_task(status_of(second) if by == "abandon" else read(second))
-        await client.status(lambda status: status.load.pages_used == 11)
+        await client.status(lambda status: status.load.pages_used == 14)
         entry = next(entry for entry in await owners(client) if entry.detail == "transfer t")
-        assert (entry.kind, entry.state, entry.pages) == ("kv", "queued", 4)
+        assert (entry.kind, entry.state, entry.pages) == ("kv", "queued", 7)
         if by == "cancel":
             await cancelled(client, waiting, second)
         else:

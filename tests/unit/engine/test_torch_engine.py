@@ -19,11 +19,15 @@ from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.factory import build
 from baton.errors import ConfigError, EngineError
+from baton.model.attention import KvCache, SegmentRing
 from baton.model.zeros import RegistrationError
 from baton.native import library
 from baton.request import SamplingParams
 from tests.checkpoints import lively_prompt, load_reference, make_checkpoint
-from tests.contract.engines import MIXED, generate, ignore, prefill, start, state, step
+from tests.contract.engines import MIXED, compute_between_layers, generate, ignore, prefill, start, state, step
+from tests.unit.engine.cuda_standin import Cuda, cuda
+
+__all__ = ["cuda"]
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +176,17 @@ def test_what_the_model_raises_becomes_an_engine_error(checkpoint: Path, monkeyp
 
     with pytest.raises(RuntimeError, match="from the caller"):
         engine.prefill_chunk(engine.reserve("c/1", 10), [1, 2], 0, 2, on_layer=abort)
+
+
+def test_chunks_between_the_layers_of_another_take_no_segment_that_it_fetched(
+    checkpoint: Path, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ring(kv: KvCache, size: int) -> SegmentRing:
+        return SegmentRing(kv, torch.device("cpu"), 3, size)
+
+    monkeypatch.setattr(factory, "SegmentViews", ring)
+    engine = engine_of(checkpoint, kernels="torch", kv_home="host", segment_tokens=16)
+    compute_between_layers(engine, [3 * i % 256 for i in range(60)], [7 * i % 256 for i in range(45)])
 
 
 @pytest.mark.parametrize("layer", range(3))

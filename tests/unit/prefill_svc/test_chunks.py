@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from typing import Any
+
+import pytest
 
 from baton.engine.contract import ChunkResult
 from baton.engine.fake import FakeEngine
 from baton.request import SamplingParams
 from baton.worker.progress import Progress
+from baton.worker.thread import EngineThread
+from prefill_svc import chunks
 from prefill_svc.chunks import ChunkRunner
 from prefill_svc.job import PrefillJob, PrefillTask
 from prefill_svc.scheduler import PrefillScheduler, Prompt
@@ -29,18 +35,26 @@ class Thread:
 class Worker:
     """Jobs that compute all their chunks, one after the other, on an engine that the test drives."""
 
-    def __init__(self, chunk_size: int) -> None:
-        engine = FakeEngine()
+    def __init__(self, chunk_size: int, engine: FakeEngine | None = None, thread: EngineThread | None = None) -> None:
+        self.engine = engine or FakeEngine()
         self.thread, self.progress = Thread(), Progress()
-        self._scheduler = PrefillScheduler(engine.spec, chunk_size, 8)
+        self._scheduler = PrefillScheduler(self.engine.spec, chunk_size, 8)
         self._jobs: dict[Prompt, PrefillJob] = {}
-        self._chunks = ChunkRunner(engine, self.thread, self._scheduler, self.progress, self._jobs)  # type: ignore[arg-type]
+        self._chunks = ChunkRunner(
+            self.engine,
+            thread or self.thread,  # type: ignore[arg-type]
+            self._scheduler,
+            self.progress,
+            self._jobs,
+        )
         self.order: list[str] = []
+        self.rates: list[tuple[str, float]] = []
 
     def start(self, name: str, tokens: int) -> asyncio.Task[None]:
         task = PrefillTask(name, 0, "", range(tokens), (), (0,), SamplingParams(max_tokens=1, temperature=0.0))
         entry = self._scheduler.admit(tokens)
-        job = self._jobs[entry] = PrefillJob.create(task, entry, 0.0)
+        job = self._jobs[entry] = PrefillJob.create(task, entry, time.monotonic())
+        job.handle = self.engine.reserve(name, tokens)
         return asyncio.create_task(self._compute(job))
 
     async def _compute(self, job: PrefillJob) -> None:
@@ -49,6 +63,7 @@ class Worker:
                 self.order.append(job.task.request_id)
                 self.progress.record()
                 await self._chunks.run(job, end)
+                self.rates.append((job.task.request_id, job.prompt.rate))
         self._scheduler.remove(job.prompt)
 
 
@@ -65,6 +80,49 @@ async def test_the_shortest_prompt_keeps_the_engine_from_chunk_to_chunk() -> Non
     long.cancel()
     call.set_result(ChunkResult())
     await asyncio.wait({long})
+
+
+class Clock:
+    """The time that chunks take: `delay` passes it, and at calls that the test names waits for a go-ahead."""
+
+    def __init__(self, *held: int) -> None:
+        self.now, self.calls = 0.0, 0
+        self.held = {call: threading.Event() for call in held}
+        self.reached = {call: asyncio.Event() for call in held}
+        self._loop = asyncio.get_running_loop()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def delay(self, seconds: float) -> None:
+        self.calls += 1
+        if self.calls in self.held:
+            self._loop.call_soon_threadsafe(self.reached[self.calls].set)
+            assert self.held[self.calls].wait(60)
+        self.now += seconds
+
+
+async def test_a_short_prompt_goes_between_two_layers_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, thread = Clock(1, 6), EngineThread()
+    monkeypatch.setattr(chunks, "time", clock)
+    engine = FakeEngine(layers=2, chunk_time=2.0, delay=clock.delay)
+    worker = Worker(100, engine, thread)
+    long = worker.start("long", 400)
+    await asyncio.wait_for(clock.reached[1].wait(), 60)
+    first, second = worker.start("short", 90), worker.start("shorter", 80)
+    not_in_one_chunk = worker.start("later", 101)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    clock.held[1].set()
+    # The first layer of the long one, then both layers of two short ones.
+    await asyncio.wait_for(clock.reached[6].wait(), 60)
+    await asyncio.wait_for(asyncio.gather(first, second), 60)
+    assert worker.order == ["long", "short", "shorter"]
+    clock.held[6].set()
+    await asyncio.wait_for(asyncio.gather(long, not_in_one_chunk), 60)
+    assert worker.order[3:] == ["later", "later", "long", "long", "long"]
+    assert worker.rates[:3] == [("short", 45), ("shorter", 40), ("long", 50)], "a chunk takes 2 s without others"
+    await thread.close()
 
 
 async def test_a_chunk_keeps_the_engine_until_it_has_ended_however_often_its_job_is_cancelled() -> None:

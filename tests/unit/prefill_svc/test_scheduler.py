@@ -140,6 +140,42 @@ def test_a_short_prompt_overtakes_at_the_chunk_boundary() -> None:
     assert s.next_chunk() == (long, 200)
 
 
+def test_only_the_last_chunk_of_a_shorter_prompt_whose_turn_it_is_preempts_one() -> None:
+    s = scheduler()
+    long = admit_ready(s, 1_000)
+    s.start_chunk(long)
+    assert s.next_chunk(long) is None
+    several_chunks = admit_ready(s, 101)
+    assert s.next_chunk(long) is None
+    s.remove(several_chunks)
+    short = admit_ready(s, 100)
+    assert s.next_chunk(long) == (short, 100)
+    s.start_chunk(short)
+    assert s.next_chunk(long) is None, "it is computed already"
+    s.remove(short)
+    s.remove(long)
+
+    brief = admit_ready(s, 50, tenant=b"a")
+    s.charge(brief, 2 * BURST_S)
+    s.start_chunk(brief)
+    longer = admit_ready(s, 60, tenant=b"b")
+    assert s.next_chunk(brief) is None, "it is b's turn, but it would gain less than a loses"
+    s.remove(longer)
+    shorter = admit_ready(s, 40, tenant=b"b")
+    assert s.next_chunk(brief) == (shorter, 40)
+    s.remove(shorter)
+
+    mine = admit_ready(s, 1_000, tenant=b"a")
+    s.remove(brief)
+    s.start_chunk(mine)
+    other = admit_ready(s, 1_000, tenant=b"c")
+    s.charge(other, 3 * BURST_S)
+    s.remove(other)
+    greedy = admit_ready(s, 40, tenant=b"c")
+    assert s.next_chunk(mine) is None, "c had more than its share"
+    s.remove(greedy)
+
+
 def test_remaining_counts_not_length() -> None:
     s = scheduler()
     cached = admit_ready(s, 1_000, done=960)

@@ -110,12 +110,41 @@ async def test_closing_the_engine_thread_withdraws_what_has_not_begun() -> None:
 
     first, second = thread.run(work), thread.run(work)
     await asyncio.to_thread(began.wait, 60)
+    third = thread.run_preempting(work)
     closing = asyncio.create_task(thread.close())
-    await asyncio.wait([second], timeout=60)
+    await asyncio.wait([second, third], timeout=60)
     assert second.cancelled()
+    assert third.cancelled()
     go_on.set()
     await closing
     assert await first == "done"
+
+
+async def test_a_call_that_preempts_runs_within_another_or_after_it() -> None:
+    thread, began, go_on = EngineThread(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def work(name: str) -> None:
+        began.set()
+        assert go_on.wait(60)
+        thread.preemption_point()
+        order.append(name)
+
+    def fail() -> None:
+        order.append("fails")
+        raise ZeroDivisionError
+
+    outer, queued = thread.run(work, "outer"), thread.run(work, "queued")
+    await asyncio.to_thread(began.wait, 60)
+    failing, inner = thread.run_preempting(fail), thread.run_preempting(order.append, "inner")
+    go_on.set()
+    await asyncio.wait_for(asyncio.gather(outer, inner, queued), 60)
+    with pytest.raises(ZeroDivisionError):
+        await failing
+    assert order == ["fails", "inner", "outer", "queued"]
+    await asyncio.wait_for(thread.run_preempting(order.append, "alone"), 60)
+    assert order[-1] == "alone"
+    await thread.close()
 
 
 def test_progress_stalls_only_while_there_is_work() -> None:
