@@ -68,10 +68,11 @@ _PAGES_MORE = 1 << 20
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1, seed=0, logprobs=20)
 
 
-def write_checkpoint(folder: Path) -> Path:
+def write_checkpoint(folder: Path, layers: int = SHAPE["num_hidden_layers"]) -> Path:
     """The small model with random weights, which are large enough for clear decisions."""
     torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.2)).save_pretrained(folder)
+    shape = SHAPE | {"num_hidden_layers": layers}
+    LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.2)).save_pretrained(folder)
     return folder
 
 
