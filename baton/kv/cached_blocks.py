@@ -86,7 +86,9 @@ class CachedBlockIndex:
         self._run_pages = self.run_tokens // page_size
         self._run_blocks = self.run_tokens // block_size
         self._runs: dict[bytes, CachedRun] = {}
-        self._inner: dict[bytes, dict[CachedRun, None]] = {}
+        self._inner: dict[bytes, CachedRun] = {}
+        self._others: dict[bytes, dict[CachedRun, None]] = {}
+        """Further runs that contain an inner block, where there are several."""
         self._run_of: list[CachedRun | None] = [None] * len(owners)
         self._lrus: tuple[OrderedDict[CachedRun, None], OrderedDict[CachedRun, None]] = (OrderedDict(), OrderedDict())
         self._stored: list[bytes] = []
@@ -260,25 +262,30 @@ class CachedBlockIndex:
 
     def _add_blocks(self, run: CachedRun) -> list[bytes]:
         """Enter the run's blocks in the index; returns the digests that no other run has."""
-        new = []
+        new, inner = [], self._inner
         for digest in run.inner:
-            holders = self._inner.get(digest)
-            if holders is None:
-                self._inner[digest] = {run: None}
-                new.append(digest)
+            if digest in inner:
+                self._others.setdefault(digest, {})[run] = None
             else:
-                holders[run] = None
+                inner[digest] = run
+                new.append(digest)
         return [*new, *run.blocks[len(run.inner) :]]
 
     def _drop_blocks(self, run: CachedRun) -> list[bytes]:
         """Undo `_add_blocks`; returns the digests that no other run has."""
-        gone = []
+        gone, inner = [], self._inner
         for digest in run.inner:
-            holders = self._inner[digest]
-            del holders[run]
-            if not holders:
-                del self._inner[digest]
+            others = self._others.get(digest)
+            if others is None:
+                del inner[digest]
                 gone.append(digest)
+                continue
+            listed = run
+            if inner[digest] is run:
+                inner[digest] = listed = next(iter(others))
+            del others[listed]
+            if not others:
+                del self._others[digest]
         return [*gone, *run.blocks[len(run.inner) :]]
 
     def _match(self, digests: Sequence[bytes]) -> tuple[list[CachedRun], CachedRun | None, int]:
@@ -295,7 +302,7 @@ class CachedBlockIndex:
         begun = len(found) * size
         for blocks in range(min(size - 1, len(digests) - begun), 0, -1):
             name = digests[begun + blocks - 1]
-            part = next(iter(self._inner.get(name, ())), None)
+            part = self._inner.get(name)
             if part is not None and part.parent is last and part.blocks[blocks - 1 : blocks] == (name,):
                 return found, part, blocks
         return found, None, 0
