@@ -60,7 +60,7 @@ class Update:
 
 
 class OutputQueue:
-    """Gathers update until it is taken; one producer, one consumer."""
+    """Gathers what is new until it is taken; one producer, one consumer."""
 
     def __init__(self) -> None:
         self._waiting: deque[Update] = deque()
@@ -69,6 +69,7 @@ class OutputQueue:
         self._reported = 0
         """Leading tokens of the report that were taken."""
         self._taker: asyncio.Future[None] | None = None
+        self._closed = False
         self._error: BaseException | None = None
 
     def add(
@@ -108,6 +109,7 @@ class OutputQueue:
         """Add the last of all."""
         last = self._last(0)
         last.usage, last.timings = usage, timings
+        self._closed = True
 
     def fail(self, error: BaseException) -> None:
         """End with an error, once what came before it is taken."""
@@ -115,8 +117,13 @@ class OutputQueue:
         self._wake()
 
     async def take(self) -> Update:
-        """Wait for update and take one message of it; raises the error that ended the request when nothing is left."""
+        """Wait for the next message and take it.
+
+        When nothing is left, raises the error that ended the request, or StopAsyncIteration if it was closed.
+        """
         while not (self._waiting or self._report or self._progress):
+            if self._closed:
+                raise StopAsyncIteration
             if self._error is not None:
                 raise self._error
             self._taker = asyncio.get_running_loop().create_future()

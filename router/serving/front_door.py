@@ -26,7 +26,7 @@ from baton.rpc.silence import LATE_S
 from baton.telemetry.metrics import CLIENTS_STALLED, REQUESTS
 from router.dispatcher import Dispatcher
 from router.output.processor import OutputProcessor
-from router.output.queue import OutputQueue, Update
+from router.output.queue import Update
 from router.pipeline import Pipeline
 from router.serving.tenants import Caller, Tenants
 from router.serving.validator import ChatPrompt, GenerateRequest, RequestValidator, ServedModel, TextPrompt
@@ -204,7 +204,7 @@ class FrontDoor:
                 output = OutputProcessor(checked, now)
                 serving = asyncio.create_task(self._pipeline.run(checked, output), name=f"request {checked.id}")
                 try:
-                    async with self._stalls.stream(_updates(output.queue), serving.done) as stream:
+                    async with self._stalls.stream(output.queue.take, serving.done) as stream:
                         yield checked.id, stream
                 finally:
                     serving.cancel()
@@ -275,21 +275,6 @@ class FrontDoor:
             self.running -= 1
             if not self.running:
                 self._idle.set()
-
-
-def _updates(queue: OutputQueue) -> Callable[[], Awaitable[Update]]:
-    """Takes updates from a queue until the last one."""
-    ended = False
-
-    async def take() -> Update:
-        nonlocal ended
-        if ended:
-            raise StopAsyncIteration
-        update = await queue.take()
-        ended = update.usage is not None
-        return update
-
-    return take
 
 
 def _once(item: T) -> Callable[[], Awaitable[T]]:

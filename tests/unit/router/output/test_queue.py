@@ -89,7 +89,7 @@ async def test_messages_are_bounded_and_joined_are_all_that_was_said(
     while not any(told.usages):
         told.add(_response("r" * 24, await queue.take()))
     assert (told.text, told.tokens, told.ends, told.prompt) == (expected.text, expected.tokens, expected.ends, prompt)
-    with pytest.raises(EngineError):
+    with pytest.raises(StopAsyncIteration):
         await queue.take()
 
 
