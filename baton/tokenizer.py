@@ -71,7 +71,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the special tokens that the post-processor adds."""
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+        ids: list[int] = encoding.ids
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids without a token are left out, bytes that are not UTF-8 become U+FFFD."""

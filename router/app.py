@@ -13,6 +13,7 @@ from functools import partial
 
 import grpc
 
+from baton import freed_memory
 from baton.admin import ADMIN_SERVICE, AdminSources, add_admin
 from baton.config.router import RouterConfig
 from baton.digest import tokenizer_digest
@@ -81,6 +82,9 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
     tenants = Tenants(config.api_keys, config.fleet_secret)
     signer = TicketSigner(config.ticket_key) if config.ticket_key else None
     model, longest, digest = await asyncio.to_thread(_load, config)
+    largest = largest_message(min(longest, config.max_model_len or longest), model.vocab_size)
+    # The first large request should not pay for page faults either: it is received, copied and parsed on the loop.
+    freed_memory.prepare(2 * largest)
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
     pool = Pool(config, router_id, digest, tls, signer)
 
@@ -112,7 +116,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
                 roles=("client", "admin") if config.client_certs else (),
                 keys=keys,
                 streams=max(MAX_STREAMS, 2 * config.line_capacity),
-                message_bytes=largest_message(min(longest, config.max_model_len or longest), model.vocab_size),
+                message_bytes=largest,
                 guards=[ApiKeyGuard(tenants)],
                 shared=shared,
             )

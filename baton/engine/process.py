@@ -2,9 +2,9 @@
 
 A forward pass allocates and frees tensors of megabytes. By default glibc returns such memory to the kernel at once, and
 each pass pays for its page faults: an RMSNorm over 512 tokens took ten times as long. Here freed memory is kept
-(https://www.gnu.org/software/libc/manual/html_node/Malloc-Tunable-Parameters.html), in one arena, so that what one
-thread has freed another can use. Large tensors, weights above all, lie in huge pages where the kernel grants them
-on request (`madvise`), which spares misses of the address cache (`THP_MEM_ALLOC_ENABLE`, torch's allocator).
+(`baton.freed_memory`), in one arena, so that what one thread has freed another can use. Large tensors, weights above
+all, lie in huge pages where the kernel grants them on request (`madvise`), which spares misses of the address cache
+(`THP_MEM_ALLOC_ENABLE`, torch's allocator).
 
 Compute threads wait for each other by spinning, by default for longer than the kernel's time slice. Two that share a
 core, because something else is busy on another, then wait for each other's slices: a step took 1,200 ms instead of
@@ -20,15 +20,15 @@ import os
 import threading
 from pathlib import Path
 
-from baton import cores
+from baton import cores, freed_memory
 from baton.errors import ConfigError
 from baton.native.library import NativeUnavailable, load
 
 _log = logging.getLogger(__name__)
 
 _COMPUTE = "baton-compute"
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-"""Parameters of mallopt, from malloc.h."""
+_ARENA_MAX = -8
+"""A parameter of mallopt, from malloc.h."""
 
 
 def prepare(cpus: str = "", threads: int = 0) -> None:
@@ -41,14 +41,9 @@ def prepare(cpus: str = "", threads: int = 0) -> None:
     _check_threads(threads)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-    # Another C library has no such function, and habits of its own.
+    freed_memory.keep((1 << 31) - 1)
     with contextlib.suppress(AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        if not mallopt(_MMAP_THRESHOLD, 1 << 30):
-            # The most that an older glibc takes.
-            mallopt(_MMAP_THRESHOLD, 1 << 25)
-        mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
-        mallopt(_ARENA_MAX, 1)
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
 def trim() -> None:

@@ -180,7 +180,7 @@ class RequestValidator:
         """Token ids of a text or a chat; `size` is what it takes in memory. Raises InvalidRequest or Overloaded."""
         match prompt:
             case TextPrompt():
-                return await self._text(prompt, tenant)
+                return await self._text(prompt, tenant, size)
             case ChatPrompt():
                 return await self._chat(prompt, tenant, size)
         raise InvalidRequest("input", "one of text and chat must be set")
@@ -224,7 +224,7 @@ class RequestValidator:
                 field = "text"
                 if not prompt.text:
                     raise InvalidRequest(field, "must not be empty", "")
-                prompt_ids = await self._text(prompt, tenant)
+                prompt_ids = await self._text(prompt, tenant, request.size)
             case ChatPrompt() as prompt:
                 field, prompt_ids = "chat", await self._chat(prompt, tenant, request.size)
             case TokenPrompt(ids):
@@ -236,12 +236,15 @@ class RequestValidator:
             raise InvalidRequest(field, "must not be empty", [])
         return field, prompt_ids
 
-    async def _text(self, prompt: TextPrompt, tenant: str) -> list[int]:
-        tokenizer, size = self._tokenizer("text"), len(prompt.text.encode())
-        tokenizer.check_size("text", size, self.max_model_len())
-        small = size <= _INLINE_BYTES
-        encode = partial(tokenizer.encode, prompt.text, add_special_tokens=prompt.add_special_tokens)
-        return await self._work(encode, tenant, size, inline=small)
+    async def _text(self, prompt: TextPrompt, tenant: str, size: int) -> list[int]:
+        tokenizer, limit = self._tokenizer("text"), self.max_model_len()
+
+        def encode() -> list[int]:
+            tokenizer.check_size("text", len(prompt.text.encode()), limit)
+            return tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+
+        size = max(size, len(prompt.text))
+        return await self._work(encode, tenant, size, inline=size <= _INLINE_BYTES)
 
     async def _chat(self, prompt: ChatPrompt, tenant: str, size: int) -> list[int]:
         tokenizer = self._tokenizer("chat")

@@ -104,6 +104,21 @@ async def test_large_fields_are_converted_off_the_event_loop(monkeypatch: pytest
     assert seen == [count == 2] * 2
 
 
+@pytest.mark.parametrize("length", [2, 20_000])
+async def test_a_long_text_is_counted_and_tokenized_off_the_event_loop(length: int) -> None:
+    seen: list[bool] = []
+
+    class Stub:
+        check_size = staticmethod(noted(lambda field, size, limit: None, seen))
+        encode = staticmethod(noted(lambda text, add_special_tokens: [len(text)], seen))
+
+    model = ServedModel("m", VOCAB, (), cast(Tokenizer, Stub()))
+    checked = RequestValidator(model, lambda: LENGTH, Threads(1))
+    request = await checked.validate(generate_request(pb.GenerateRequest(text="x" * length)), arrived=0, deadline=None)
+    assert list(request.prompt_ids) == [length]
+    assert seen == [length == 2] * 2
+
+
 class Pieces(Sequence[int]):
     """Token ids that note how many are asked for at a time."""
 

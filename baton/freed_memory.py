@@ -1,0 +1,30 @@
+"""Whether memory that this process frees stays with it (glibc's malloc).
+
+By default glibc returns large blocks to the kernel at once, and whoever allocates such a block next pays for its page
+faults: several milliseconds for a message of 4 MB. The parameters are those of mallopt, from malloc.h
+(https://www.gnu.org/software/libc/manual/html_node/Malloc-Tunable-Parameters.html).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+
+
+def keep(size: int) -> None:
+    """Keep up to `size` bytes that are freed at the end of the heap; blocks of any size come from the heap."""
+    # Another C library has no such function, and habits of its own.
+    with contextlib.suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        if not mallopt(_MMAP_THRESHOLD, 1 << 30):
+            # The most that an older glibc takes.
+            mallopt(_MMAP_THRESHOLD, 1 << 25)
+        mallopt(_TRIM_THRESHOLD, min(size, (1 << 31) - 1))
+
+
+def prepare(size: int) -> None:
+    """Have `size` bytes, not more than `keep` keeps, in this process before they are needed."""
+    block = bytearray(size)
+    block[::4096] = bytes(len(range(0, size, 4096)))
