@@ -229,7 +229,7 @@ class PrefillScheduler:
         size = chunk_size(prompt.tokens, self.chunk_size, prompt.rate or self.rate.value, hiding)
         if not prompt.rate and not self.chunk_size and prompt.done >= FAR_TOKENS:
             # Resumed from cached blocks: nothing is known of its tokens' time.
-            size = min(size, MIN_CHUNK)
+            size = min(size, MIN_RATE_TOKENS)
         end = min(prompt.tokens, prompt.done + size)
         if running is not None and (end < prompt.tokens or prompt.remaining >= running.tokens):
             return None
