@@ -66,8 +66,8 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float, hiding: int = 0
     below MIN_RATE_TOKENS, so that the rate is measured again when a slow phase is over.
 
     `hiding`: of a prompt with KV in host memory, the tokens from which on a chunk hides the copies; 0 if there are
-    none. Shorter chunks would wait for copies, and copy the same KV more often, so its chunks are not shorter, and do
-    not shrink with its length.
+    none. Shorter chunks would wait for copies, and copy the same KV more often, so its chunks are not shorter, whatever
+    the limits above, and do not shrink with its length.
     """
     if configured:
         return configured
@@ -75,7 +75,7 @@ def chunk_size(prompt_tokens: int, configured: int, rate: float, hiding: int = 0
     size = next((size for least, size in sizes if prompt_tokens >= least), prompt_tokens)
     rate = rate or UNKNOWN_RATE
     least = max(MIN_RATE_TOKENS, min(MIN_CHUNK, int(rate * MIN_CHUNK_S)))
-    return min(size, max(least, hiding, int(rate * CHUNK_S)))
+    return min(prompt_tokens, max(hiding, min(size, max(least, int(rate * CHUNK_S)))))
 
 
 class Stage(enum.Enum):
@@ -93,7 +93,8 @@ class Prompt:
     """A prompt as the scheduler knows it.
 
     `done` tokens are computed, or expected to be loaded from a cache. `overtaken_s` is how long later prompts of the
-    tenant were computed meanwhile. `rate` is that of its own last chunk, in tokens/s; 0 before. Times are in seconds.
+    tenant were computed meanwhile. `rate` is that of its own last chunk, in tokens/s; 0 before. `in_host`: it has pages
+    in host memory. Times are in seconds.
     """
 
     tokens: int
@@ -106,6 +107,7 @@ class Prompt:
     overtaken_s: float = 0.0
     rate: float = 0.0
     refused_at: float | None = None
+    in_host: bool = False
 
     @property
     def remaining(self) -> int:
@@ -195,9 +197,11 @@ class PrefillScheduler:
         """All WAITING prompts."""
         return [prompt for prompt in self._prompts if prompt.stage is Stage.WAITING]
 
-    def allocate(self, prompt: Prompt, cached: int) -> None:
-        """Record that the prompt has its pages; this many leading tokens are in them or will be loaded."""
-        prompt.stage = Stage.LOADING
+    def allocate(self, prompt: Prompt, cached: int, *, in_host: bool = False) -> None:
+        """Record that the prompt has its pages, some of them `in_host` memory; this many leading tokens are in them or
+        will be loaded.
+        """
+        prompt.stage, prompt.in_host = Stage.LOADING, in_host
         self.expect(prompt, cached)
 
     def mark_refused(self, prompt: Prompt, now: float) -> None:
@@ -225,7 +229,7 @@ class PrefillScheduler:
         prompt = self._turn_order(ready if running is None else [running, *ready])[0]
         if prompt is running:
             return None
-        hiding = self.spec.hiding_chunk if prompt.pages > self.spec.device_pages else 0
+        hiding = self.spec.hiding_chunk if prompt.in_host else 0
         size = chunk_size(prompt.tokens, self.chunk_size, prompt.rate or self.rate.value, hiding)
         if not prompt.rate and not self.chunk_size and prompt.done >= FAR_TOKENS:
             # Resumed from cached blocks: nothing is known of its tokens' time.

@@ -320,7 +320,8 @@ class PrefillWorker:
                 self._scheduler.remove(prompt)
             elif self._reserve(job):
                 self._prefix.plan_load(job)
-                self._scheduler.allocate(prompt, self._prefix.planned_tokens(job))
+                in_host = job.handle is not None and job.handle.in_host
+                self._scheduler.allocate(prompt, self._prefix.planned_tokens(job), in_host=in_host)
                 job.wakeup.set_result(0)
             else:
                 refused.add(prompt)

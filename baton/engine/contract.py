@@ -82,6 +82,10 @@ class KvHandle(Protocol):
     def cached(self) -> int:
         """Leading tokens whose KV was cached when the pages were reserved."""
 
+    @property
+    def in_host(self) -> bool:
+        """Whether some of its pages are in host memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:

@@ -52,11 +52,12 @@ class _Lease:
 class PageHandle:
     """The right to the pages of one sequence; see `baton.engine.contract.KvHandle`."""
 
-    __slots__ = ("_lease", "_page_size", "cached")
+    __slots__ = ("_device_pages", "_lease", "_page_size", "cached")
 
-    def __init__(self, lease: _Lease, page_size: int, cached: int = 0) -> None:
+    def __init__(self, lease: _Lease, page_size: int, device_pages: int, cached: int = 0) -> None:
         self._lease = lease
         self._page_size = page_size
+        self._device_pages = device_pages
         self.cached = cached
         """Leading tokens whose KV was there when its pages were reserved."""
 
@@ -74,6 +75,11 @@ class PageHandle:
     def alive(self) -> bool:
         """False from the moment it was freed."""
         return self._lease.active
+
+    @property
+    def in_host(self) -> bool:
+        """Whether some of its pages are in host memory."""
+        return max(self._lease.pages, default=0) >= self._device_pages
 
     @property
     def pages(self) -> Sequence[int]:
@@ -107,7 +113,8 @@ class PagePool:
         self.pages = pages
         self.page_size = page_size
         self._lock = threading.Lock()
-        self._allocator = PageAllocator(pages, page_size, block_size or page_size, pages - host_pages)
+        self._device_pages = pages - host_pages
+        self._allocator = PageAllocator(pages, page_size, block_size or page_size, self._device_pages)
         self._block_index = self._allocator.block_index
         self._leases: set[_Lease] = set()
         self._returns = 0
@@ -148,7 +155,7 @@ class PagePool:
                 raise OutOfPages(need + len(shared), available + len(shared), self.pages)
             self._allocator.share(shared + cut)
             own = self._allocator.allocate(need)
-            handle = PageHandle(self._lease(owner, shared + own), self.page_size, cached)
+            handle = PageHandle(self._lease(owner, shared + own), self.page_size, self._device_pages, cached)
             if not cut or copy is None:
                 return handle
             source = self._lease(owner, cut)
@@ -220,7 +227,7 @@ class PagePool:
             own = self._allocator.allocate(need) if spare is None else self._reuse_pages(spare, need)
             self._allocator.share(shared)
             copy = PageCopy(handle._lease.pages[full], own[0], rest) if rest else None
-            return PageHandle(self._lease(owner, shared + own), self.page_size), copy
+            return PageHandle(self._lease(owner, shared + own), self.page_size, self._device_pages), copy
 
     @contextmanager
     def pin(self, handle: PageHandle, writes: range = range(0)) -> Iterator[Sequence[int]]:

@@ -147,12 +147,15 @@ def test_pages_lie_on_the_device_if_all_of_them_fit_there() -> None:
     pool = PagePool(12, 4, host_pages=6)
     first = pool.reserve("a/1", 16)
     assert sorted(first.pages) == [0, 1, 2, 3]
+    assert not first.in_host
     # Two are left on the device, so all three lie in host memory.
     second = pool.reserve("b/1", 12)
     assert min(second.pages) >= 6
     # The rest of both homes.
     third = pool.reserve("c/1", 20)
     assert [page >= 6 for page in third.pages] == [False] * 2 + [True] * 3
+    assert second.in_host
+    assert third.in_host
     with pytest.raises(OutOfPages):
         pool.extend(second, 16)
     pool.free(first)

@@ -13,10 +13,10 @@ FORMAT = KvFormat((KvPart("k", "float32", (1, 2)),), layers=1, block_size=16)
 
 
 def scheduler(
-    pages: int = 1000, chunk: int = 100, max_waiting: int = 64, max_model_len: int = 100_000
+    pages: int = 1000, chunk: int = 100, max_waiting: int = 64, max_model_len: int = 100_000, **spec: int
 ) -> PrefillScheduler:
-    spec = EngineSpec("m", FORMAT, 1000, max_model_len, frozenset(), 16, pages, 0)
-    return PrefillScheduler(spec, chunk, max_waiting)
+    made = EngineSpec("m", FORMAT, 1000, max_model_len, frozenset(), 16, pages, 0, **spec)
+    return PrefillScheduler(made, chunk, max_waiting)
 
 
 def allocate(
@@ -66,6 +66,8 @@ def test_automatic_chunks_are_capped_by_the_rate() -> None:
     assert chunk_size(10**6, 0, 1_000.0, 4_498) == 4_498
     assert chunk_size(10**6, 0, 1e9, 1_652) == 16_384
     assert chunk_size(3_000, 0, 1_000.0, 4_498) == 3_000
+    assert chunk_size(10**6, 0, 1e9, 18_000) == 18_000
+    assert chunk_size(50_000, 0, 1_000.0, 18_000) == 18_000
     assert chunk_size(10**6, 7, 1_000.0, 4_498) == 7
 
 
@@ -346,6 +348,19 @@ def test_small_ones_pass_one_without_pages_until_its_patience_ends() -> None:
     assert allocate(s, PATIENCE_S, lambda prompt: prompt is not big) == [], "none before the starved one"
     assert allocate(s, PATIENCE_S) == [big, late]
     assert late.stage is Stage.LOADING
+
+
+def test_chunks_hide_copies_for_a_prompt_that_has_pages_in_host_memory() -> None:
+    s = scheduler(pages=300, host_pages=200, chunk=0, hiding_chunk=900)
+    s.rate.add(1_000, 1.0)
+    # A short one too: it may share a prefix that is there.
+    for tokens, in_host, end in ((1_500, False, 500), (1_500, True, 900), (3_000, True, 900), (800, True, 800)):
+        prompt = s.admit(tokens)
+        s.await_pages(prompt, 0)
+        s.allocate(prompt, 0, in_host=in_host)
+        s.make_ready(prompt, 0)
+        assert s.next_chunk() == (prompt, end)
+        s.remove(prompt)
 
 
 def test_what_the_pages_hold_counts_more_than_what_was_expected() -> None:
