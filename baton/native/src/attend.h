@@ -89,7 +89,7 @@ struct Exact {
   // out[r][0..32) = (add ? out : 0) + x[r] w
   static void multiply(const X* x, int64_t stride, int rows, const X* w, int64_t inputs, float* out, int64_t out_stride,
                        bool add) {
-    baton::multiply<CachedPanel>(x, stride, rows, w, kPanel, inputs, out, out_stride, add);
+    baton::multiply<Float32Panel>(x, stride, rows, w, kPanel, inputs, out, out_stride, add, FromCaches());
   }
 
   // Weights as they are multiplied, and their sum.
@@ -238,7 +238,7 @@ void finish(Partial result, int tokens, int group, int head_dim, void* out, int6
 }
 
 template <class Panel, class Row, class Halves = Exact<Bf16>>
-Kernels table_of(void (*multiply_rows)(const void*, int64_t, int, const void*, int64_t, float*)) {
+Kernels table_of(decltype(Kernels::product) multiply_rows) {
   Kernels table{};
   table.rows = sizeof(Row) == 4 ? kFloat32 : kBfloat16;
   table.product = multiply_rows;

@@ -52,7 +52,7 @@ struct Pairs {
 
   static void multiply(const Bf16* x, int64_t stride, int rows, const Bf16* w, int64_t inputs, float* out,
                        int64_t out_stride, bool add) {
-    dot_rows<false>(x, stride, rows, w, inputs, out, out_stride, add);
+    dot_rows(x, stride, rows, w, inputs, out, out_stride, add, FromCaches());
   }
 
   // The sum is that of rounded weights, so that together they still weigh 1.

@@ -22,6 +22,7 @@ bool check_threads(int64_t threads) {
 constexpr int64_t kPart = 1024;     // keys of a part; parts are merged in order, by one thread or by many
 constexpr int kQueryRows = 96;      // most rows (tokens times query group) of a unit, or a token's
 constexpr int64_t kRowGroup = 512;  // rows whose activations stay in the caches while all panels pass
+constexpr int64_t kSlice = 1024;    // inputs of an MLP's last product at a time, for the same reason
 
 // Tokens of one sequence that attend together. Those of a split unit are one, over one part of its keys.
 struct Unit {
@@ -50,9 +51,9 @@ struct Forward {
   int64_t element = k.rows == kFloat32 ? 4 : 2;
   int64_t hidden_stride = padded(m.hidden, kInputs), query_stride = padded(query_width, kInputs);
   int64_t inner_stride = padded(m.inner, kInputs);
-  int64_t unit_rows = group > kQueryRows ? group : kQueryRows;
+  int64_t unit_rows = padded(group > kQueryRows ? group : kQueryRows, kRowTile);
   int64_t state_size = unit_rows * (head_width + 2);  // floats of a Partial
-  int64_t split_size = group * (head_width + 2);
+  int64_t split_size = padded(group, kRowTile) * (head_width + 2);
 
   bool angles_ready = false;
   char *normed, *attended, *inner;
@@ -122,30 +123,37 @@ struct Forward {
     return {memory, memory + rows, memory + 2 * rows};
   }
 
-  // f(panel, first row, rows) for all panels and all rows from `begin` on; then a barrier.
+  // f(panel, first row, rows, next panel) for all panels and all rows from `begin` on; then a barrier. The next panel is
+  // that of this thread's next call, or -1.
   template <class Function>
   void each_product(Region& region, int64_t columns, int64_t begin, Function f) const {
     const int64_t panels = (columns + kPanel - 1) / kPanel, rows = tokens - begin;
-    int64_t done = 0, unit = region.take();
+    int64_t done = 0, unit = region.take(), next;
     for (int64_t group_begin = 0; group_begin < rows; group_begin += kRowGroup) {
       const int64_t group_rows = rows - group_begin < kRowGroup ? rows - group_begin : kRowGroup;
       const int64_t blocks = (group_rows + kRowBlock - 1) / kRowBlock;
-      for (; unit < done + panels * blocks; unit = region.take()) {
-        const int64_t panel = (unit - done) / blocks, block = (unit - done) % blocks;
+      for (; unit < done + panels * blocks; unit = next) {
+        next = region.take();
+        const int64_t panel = (unit - done) / blocks, block = (unit - done) % blocks, after = (next - done) / blocks;
         const int64_t low = group_rows * block / blocks, high = group_rows * (block + 1) / blocks;
-        f(panel, begin + group_begin + low, int(high - low));
+        f(panel, begin + group_begin + low, int(high - low), after < panels ? after : -1);
       }
       done += panels * blocks;
     }
     region.barrier();
   }
 
-  const void* panel_of(const void* weight, int64_t panel, int64_t inputs) const {
-    return static_cast<const char*>(weight) + panel * kPanel * padded(inputs, kInputs) * (m.type == kFloat32 ? 4 : 2);
+  // From input `from` on.
+  const void* panel_of(const void* weight, int64_t panel, int64_t inputs, int64_t from = 0) const {
+    const int64_t at = panel * padded(inputs, kInputs) + from;
+    return static_cast<const char*>(weight) + at * kPanel * (m.type == kFloat32 ? 4 : 2);
   }
 
-  void multiply(const char* rows, int64_t stride, int64_t row, int count, const void* weight, int64_t panel, float* out) const {
-    k.product(rows + row * stride * element, stride, count, panel_of(weight, panel, stride), stride, out);
+  // `next` of `next_weight` is the panel that this thread reads after this one, or -1.
+  void multiply(const char* rows, int64_t stride, int64_t row, int count, const void* weight, int64_t panel,
+                const void* next_weight, int64_t next, float* out) const {
+    k.product(rows + row * stride * element, stride, count, panel_of(weight, panel, stride), stride,
+              next < 0 ? nullptr : panel_of(next_weight, next, stride), out);
   }
 
   static int columns_of(int64_t panel, int64_t columns) {
@@ -263,8 +271,8 @@ struct Forward {
     const BatonLayer& w = m.layer[index];
     float *sums = memory, *more = memory + kRowBlock * kPanel, *rest = more + kRowBlock * kPanel;
     normalize(region, thread, w.attention_norm, 0);
-    each_product(region, qkv_width, 0, [&](int64_t panel, int64_t row, int count) {
-      multiply(normed, hidden_stride, row, count, w.qkv, panel, sums);
+    each_product(region, qkv_width, 0, [&](int64_t panel, int64_t row, int count, int64_t next) {
+      multiply(normed, hidden_stride, row, count, w.qkv, panel, w.qkv, next, sums);
       k.store(sums, bias_of(w.qkv_bias, panel), count, columns_of(panel, qkv_width),
               qkv + row * qkv_width + panel * kPanel, qkv_width);
     });
@@ -276,29 +284,40 @@ struct Forward {
       k.add(sums, bias_of(bias, panel), count, columns_of(panel, m.hidden), call.hidden + row * m.hidden + panel * kPanel,
             m.hidden);
     };
-    each_product(region, m.hidden, begin, [&](int64_t panel, int64_t row, int count) {
-      multiply(attended, query_stride, row, count, w.o, panel, sums);
+    each_product(region, m.hidden, begin, [&](int64_t panel, int64_t row, int count, int64_t next) {
+      multiply(attended, query_stride, row, count, w.o, panel, w.o, next, sums);
       add_to_hidden(w.o_bias, panel, row, count);
     });
     normalize(region, thread, w.mlp_norm, begin);
-    each_product(region, m.inner, begin, [&](int64_t panel, int64_t row, int count) {
-      multiply(normed, hidden_stride, row, count, w.gate, panel, sums);
-      multiply(normed, hidden_stride, row, count, w.up, panel, more);
+    each_product(region, m.inner, begin, [&](int64_t panel, int64_t row, int count, int64_t next) {
+      multiply(normed, hidden_stride, row, count, w.gate, panel, w.up, panel, sums);
+      multiply(normed, hidden_stride, row, count, w.up, panel, w.gate, next, more);
       k.silu(sums, more, bias_of(w.gate_bias, panel), bias_of(w.up_bias, panel), count, columns_of(panel, m.inner),
              inner + (row * inner_stride + panel * kPanel) * element, inner_stride);
     });
-    each_product(region, m.hidden, begin, [&](int64_t panel, int64_t row, int count) {
-      multiply(inner, inner_stride, row, count, w.down, panel, sums);
-      add_to_hidden(w.down_bias, panel, row, count);
-    });
+    const int64_t slice = slice_of_inner(tokens - begin);
+    for (int64_t from = 0; from < inner_stride; from += slice) {
+      const int64_t inputs = inner_stride - from < slice ? inner_stride - from : slice;
+      each_product(region, m.hidden, begin, [&](int64_t panel, int64_t row, int count, int64_t next) {
+        k.product(inner + (row * inner_stride + from) * element, inner_stride, count,
+                  panel_of(w.down, panel, inner_stride, from), inputs,
+                  next < 0 ? nullptr : panel_of(w.down, next, inner_stride, from), sums);
+        add_to_hidden(from ? nullptr : w.down_bias, panel, row, count);
+      });
+    }
+  }
+
+  // Sums in float32 are one chain each, so that they do not depend on the number of rows.
+  int64_t slice_of_inner(int64_t rows) const {
+    return k.rows == kFloat32 || rows <= kRowBlock ? inner_stride : kSlice;
   }
 
   void head(Region& region, int thread, float* sums) const {
     normalize(region, thread, m.norm, 0);
     Best* own = call.best ? bests + thread * tokens : nullptr;
     for (int64_t t = 0; own && t < tokens; ++t) own[t] = {-INFINITY, 0, -1};
-    each_product(region, m.vocab, 0, [&](int64_t panel, int64_t row, int count) {
-      multiply(normed, hidden_stride, row, count, m.head, panel, sums);
+    each_product(region, m.vocab, 0, [&](int64_t panel, int64_t row, int count, int64_t next) {
+      multiply(normed, hidden_stride, row, count, m.head, panel, m.head, next, sums);
       const int columns = columns_of(panel, m.vocab);
       if (own) k.best(sums, count, columns, panel * kPanel, own + row);
       if (call.logits) k.store(sums, nullptr, count, columns, call.logits + row * m.vocab + panel * kPanel, m.vocab);
@@ -339,10 +358,12 @@ struct Attend {
   static void work(void* context, Region& region, int thread) {
     const Attend& a = *static_cast<const Attend*>(context);
     const Forward& f = a.forward;
+    if (f.k.begin_thread) f.k.begin_thread();
     f.compute_angles(region, thread);
     region.barrier();
     f.append(region, thread, a.layer);
     f.attend(region, a.layer, 0, f.scratch + thread * f.scratch_size);
+    if (f.k.end_thread) f.k.end_thread();
   }
 };
 

@@ -48,7 +48,8 @@ struct Attention {
   int64_t page_size;
 };
 
-// What attention needs beside its result: room for `kKeys` keys and values and for scores.
+// What attention needs beside its result: room for `kKeys` keys and values and for scores. Queries, scores and the result
+// have room for whole row tiles.
 struct AttentionRoom {
   float *queries, *keys, *values, *scores;
 };
@@ -74,8 +75,10 @@ struct Kernels {
   Type rows;  // element type of the rows that `product` reads and that `norm`, `silu`, `finish` write
   void (*begin_thread)();  // around the work of a thread in a parallel region; may be null
   void (*end_thread)();
-  // out[r][0..32) = rows[r] * panel. `out` has room for whole row tiles, `rows` too.
-  void (*product)(const void* rows, int64_t stride, int count, const void* panel, int64_t inputs, float* out);
+  // out[r][0..32) = rows[r] * panel. `out` has room for whole row tiles, `rows` too. `next`: the panel that this thread
+  // reads after this one, or null.
+  void (*product)(const void* rows, int64_t stride, int count, const void* panel, int64_t inputs, const void* next,
+                  float* out);
   // `weight` as in the checkpoint.
   void (*norm)(const float* x, const float* weight, float eps, int64_t size, void* out);
   void (*copy)(const float* x, int64_t size, void* out);

@@ -31,7 +31,7 @@ struct Linear {
       const int64_t panel = unit / blocks, row = unit % blocks * kRowBlock;
       const int count = int(l.count - row < kRowBlock ? l.count - row : kRowBlock);
       const char* weight = static_cast<const char*>(l.packed) + panel * kPanel * l.stride * (l.type == kFloat32 ? 4 : 2);
-      l.k.product(l.room + row * l.stride * l.element, l.stride, count, weight, l.stride, sums);
+      l.k.product(l.room + row * l.stride * l.element, l.stride, count, weight, l.stride, nullptr, sums);
       const int columns = l.rows - panel * kPanel < kPanel ? int(l.rows - panel * kPanel) : kPanel;
       l.k.store(sums, l.bias ? l.bias + panel * kPanel : nullptr, count, columns, l.out + row * l.rows + panel * kPanel,
                 l.rows);
