@@ -43,19 +43,19 @@ struct Slots {
 
 // Rows of a block that will be read, on their way to the caches a quarter at a time: a core drops prefetches while about
 // 24 are under way. GCC 12 leaves out calls of a function that does nothing but prefetch; this one counts too.
-template <class T>
+template <class T, int kCache>
 class Ahead {
  public:
-  Ahead(const T* const* rows, int head_dim) : rows_(rows), head_dim_(head_dim) {}
+  Ahead(const T* const* rows, int elements) : rows_(rows), elements_(elements) {}
 
   void fetch() {
     for (const int end = next_ + kKeys / 4; next_ < end && next_ < kKeys; ++next_)
-      for (int d = 0; d < head_dim_; d += 64 / int(sizeof(T))) __builtin_prefetch(rows_[next_] + d);
+      for (int d = 0; d < elements_; d += 64 / int(sizeof(T))) __builtin_prefetch(rows_[next_] + d, 0, kCache);
   }
 
  private:
   const T* const* rows_;
-  const int head_dim_;
+  const int elements_;
   int next_ = 0;
 };
 
@@ -65,6 +65,7 @@ struct Exact {
   using T = Page;
   using X = float;                        // of queries, and of keys, values and weights as they are multiplied
   static constexpr int kUnit = kDimUnit;  // queries and keys are padded to a multiple of this
+  static constexpr int kCache = 3;        // to which keys and values are fetched ahead, as __builtin_prefetch counts
 
   // Keys as columns: out[panel][padded head_dim][32].
   static void load_keys(const T* const* slots, int size, X* out) {
@@ -181,7 +182,7 @@ inline void attend_to(const Attention& a, const AttentionRoom& room, Partial res
   Slots slots(a, first), next = slots;
   for (int64_t block = first; block < a.high; block += kKeys, slots = next) {
     if (block + kKeys < a.high) next = Slots(a, block + kKeys);
-    Ahead<typename Math::T> values_ahead(slots.values, size), keys_ahead(next.keys, size);
+    Ahead<typename Math::T, Math::kCache> values_ahead(slots.values, a.fetched), keys_ahead(next.keys, a.fetched);
     values_ahead.fetch();
     Math::load_keys(slots.keys, size, keys);
     values_ahead.fetch();
@@ -240,6 +241,7 @@ void finish(Partial result, int tokens, int group, int head_dim, void* out, int6
 template <class Panel, class Row, class Halves = Exact<Bf16>>
 Kernels table_of(decltype(Kernels::product) multiply_rows) {
   Kernels table{};
+  table.row_block = 128;
   table.rows = sizeof(Row) == 4 ? kFloat32 : kBfloat16;
   table.product = multiply_rows;
   table.norm = norm<Row>;

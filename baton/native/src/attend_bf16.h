@@ -21,6 +21,7 @@ struct Pairs {
   using T = Bf16;
   using X = Bf16;
   static constexpr int kUnit = 32;
+  static constexpr int kCache = 3;
 
   // Keys as columns of pairs of dimensions: out[panel][padded head_dim / 2][32][2].
   static void load_keys(const Bf16* const* slots, int size, Bf16* out) {

@@ -20,6 +20,7 @@ bool check_threads(int64_t threads) {
 }
 
 constexpr int64_t kPart = 1024;     // keys of a part; parts are merged in order, by one thread or by many
+constexpr int64_t kSlotBytes = 256; // of a slot's heads that one thread reads together
 constexpr int kQueryRows = 96;      // most rows (tokens times query group) of a unit, or a token's
 constexpr int64_t kRowGroup = 512;  // rows whose activations stay in the caches while all panels pass
 constexpr int64_t kSlice = 1024;    // inputs of an MLP's last product at a time, for the same reason
@@ -131,7 +132,7 @@ struct Forward {
     int64_t done = 0, unit = region.take(), next;
     for (int64_t group_begin = 0; group_begin < rows; group_begin += kRowGroup) {
       const int64_t group_rows = rows - group_begin < kRowGroup ? rows - group_begin : kRowGroup;
-      const int64_t blocks = (group_rows + kRowBlock - 1) / kRowBlock;
+      const int64_t blocks = (group_rows + k.row_block - 1) / k.row_block;
       for (; unit < done + panels * blocks; unit = next) {
         next = region.take();
         const int64_t panel = (unit - done) / blocks, block = (unit - done) % blocks, after = (next - done) / blocks;
@@ -211,8 +212,10 @@ struct Forward {
   }
 
   void attend(Region& region, int64_t layer, int64_t begin, float* memory) const {
-    for (int64_t each; (each = region.take()) < unit_count * m.kv_heads;)
-      attend_unit(units[each / m.kv_heads], each % m.kv_heads, layer, begin, memory);
+    const int64_t together = heads_together(region.threads()), shares = m.kv_heads / together;
+    for (int64_t each; (each = region.take()) < unit_count * shares;)
+      for (int64_t head = 0; head < together; ++head)
+        attend_unit(units[each / shares], each % shares * together + head, head ? 0 : together, layer, begin, memory);
     region.barrier();
     if (!split_count) return;
     for (int64_t each; (each = region.take()) < split_count * m.kv_heads;) {
@@ -227,7 +230,17 @@ struct Forward {
     region.barrier();
   }
 
-  void attend_unit(const Unit& unit, int64_t head, int64_t layer, int64_t begin, float* memory) const {
+  // KV heads of a unit that one thread takes: where heads are small, all lines of a slot are read in order, as hardware
+  // prefetchers want it.
+  int64_t heads_together(int threads) const {
+    const int64_t head_bytes = m.head_dim * (kv->type == kFloat32 ? 4 : 2);
+    int64_t heads = kSlotBytes / head_bytes;
+    while (heads > 1 && (m.kv_heads % heads || unit_count * m.kv_heads < 4 * heads * threads)) --heads;
+    return heads < 1 ? 1 : heads;
+  }
+
+  // `fetched`: of how many heads, from this one on, keys and values are fetched to the caches.
+  void attend_unit(const Unit& unit, int64_t head, int64_t fetched, int64_t layer, int64_t begin, float* memory) const {
     const int64_t skipped = unit.token < begin ? begin - unit.token : 0;
     if (skipped >= unit.count) return;
     const int64_t token = unit.token + skipped, position = unit.position + skipped, count = unit.count - skipped;
@@ -250,7 +263,7 @@ struct Forward {
                             int(m.head_dim), position, window, low, high, 1.0f / std::sqrt(float(m.head_dim)),
                             static_cast<const char*>(kv->keys[layer]) + head_bytes,
                             static_cast<const char*>(kv->values[layer]) + head_bytes, m.kv_heads * m.head_dim,
-                            Type(kv->type), batch->tables + unit.sequence * batch->stride, kv->page_size};
+                            int(fetched * m.head_dim), Type(kv->type), batch->tables + unit.sequence * batch->stride, kv->page_size};
       Partial result = empty ? whole : partial_at(states + state_size, unit_rows);
       k.attend(query, space, result);
       if (!empty) k.merge(whole, result, int(rows), int(m.head_dim));
@@ -309,7 +322,7 @@ struct Forward {
 
   // Sums in float32 are one chain each, so that they do not depend on the number of rows.
   int64_t slice_of_inner(int64_t rows) const {
-    return k.rows == kFloat32 || rows <= kRowBlock ? inner_stride : kSlice;
+    return k.rows == kFloat32 || rows <= k.row_block ? inner_stride : kSlice;
   }
 
   void head(Region& region, int thread, float* sums) const {

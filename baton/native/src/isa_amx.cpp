@@ -117,6 +117,8 @@ void tile_product(const void* rows, int64_t stride, int count, const void* panel
 
 // Attention by tiles, for any number of rows: so the result of a row does not depend on the rows beside it.
 struct Tiles : Pairs {
+  static constexpr int kCache = 2;
+
   static void multiply(const Bf16* x, int64_t stride, int rows, const Bf16* w, int64_t inputs, float* out,
                        int64_t out_stride, bool add) {
     FromCaches from;
@@ -129,6 +131,7 @@ struct Tiles : Pairs {
 const Kernels& amx_bfloat16() {
   static const Kernels table = [] {
     Kernels made = table_of<Bf16Panel, Bf16, Tiles>(tile_product);
+    made.row_block = 256;
     made.begin_thread = begin_thread;
     made.end_thread = end_thread;
     return made;

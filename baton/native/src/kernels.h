@@ -17,7 +17,7 @@ using Bf16 = uint16_t;  // the upper half of a float's bits
 constexpr int kPanel = 32;       // columns of a panel
 constexpr int kInputs = 32;      // inputs are padded to a multiple of this
 constexpr int kRowTile = 16;     // rows of an AMX tile; buffers of rows are padded to whole ones
-constexpr int kRowBlock = 128;   // most rows of one call of `product`
+constexpr int kRowBlock = 256;   // most rows of one call of `product`
 constexpr int kKeys = 64;        // keys of a block of attention, aligned to its multiples
 constexpr int kDimUnit = 16;     // heads of queries and keys are padded to a multiple of this
 constexpr int kMaxHeadDim = 256;
@@ -43,6 +43,7 @@ struct Attention {
   const void* keys;      // pages of this KV head: its first element in slot 0
   const void* values;
   int64_t slot_stride;   // elements from slot to slot
+  int fetched;           // elements of a slot to fetch ahead: those of later calls too, and none if an earlier one did
   Type type;
   const int32_t* table;
   int64_t page_size;
@@ -73,6 +74,7 @@ struct Best {
 
 struct Kernels {
   Type rows;  // element type of the rows that `product` reads and that `norm`, `silu`, `finish` write
+  int row_block;  // how many rows of many make calls of `product` quickest
   void (*begin_thread)();  // around the work of a thread in a parallel region; may be null
   void (*end_thread)();
   // out[r][0..32) = rows[r] * panel. `out` has room for whole row tiles, `rows` too. `next`: the panel that this thread

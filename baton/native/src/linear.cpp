@@ -25,11 +25,11 @@ struct Linear {
   static void work(void* context, Region& region, int) {
     const Linear& l = *static_cast<const Linear*>(context);
     if (l.k.begin_thread) l.k.begin_thread();
-    const int64_t panels = (l.rows + kPanel - 1) / kPanel, blocks = (l.count + kRowBlock - 1) / kRowBlock;
+    const int64_t block = l.k.row_block, panels = (l.rows + kPanel - 1) / kPanel, blocks = (l.count + block - 1) / block;
     alignas(64) float sums[kRowBlock * kPanel];
     for (int64_t unit; (unit = region.take()) < panels * blocks;) {
-      const int64_t panel = unit / blocks, row = unit % blocks * kRowBlock;
-      const int count = int(l.count - row < kRowBlock ? l.count - row : kRowBlock);
+      const int64_t panel = unit / blocks, row = unit % blocks * block;
+      const int count = int(l.count - row < block ? l.count - row : block);
       const char* weight = static_cast<const char*>(l.packed) + panel * kPanel * l.stride * (l.type == kFloat32 ? 4 : 2);
       l.k.product(l.room + row * l.stride * l.element, l.stride, count, weight, l.stride, nullptr, sums);
       const int columns = l.rows - panel * kPanel < kPanel ? int(l.rows - panel * kPanel) : kPanel;
