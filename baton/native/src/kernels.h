@@ -1,4 +1,4 @@
-// What a unit of an instruction set gives to the driver (forward.cpp): one table for each element type of weights.
+// What a unit of an instruction set gives to the driver (forward.h): one table for each element type of weights.
 //
 // Weights lie in panels of 32 output columns. A panel of bfloat16 has pairs of inputs side by side, as dot-product
 // instructions and AMX tiles want them: [inputs / 2][32 columns][2]; one of float32 is [inputs][32 columns]. Inputs are

@@ -1,0 +1,365 @@
+// A forward pass in one parallel region: every thread runs `Forward::work`, whose phases end in barriers.
+//
+// The residual stream is float32. Products are handed out in units of a panel of 32 columns and some rows, attention in
+// units of a few tokens of a sequence, a KV head and, of long contexts, a part of the keys.
+
+#pragma once
+
+#include <climits>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "model.h"
+#include "pool.h"
+#include "room.h"
+
+namespace baton {
+namespace {
+
+constexpr int64_t kPart = 1024;      // keys of a part; parts are merged in order, by one thread or by many
+constexpr int64_t kSlotBytes = 256;  // of a slot's heads that one thread reads together
+constexpr int kQueryRows = 96;       // most rows (tokens times query group) of a unit, or a token's
+constexpr int64_t kRowGroup = 512;   // rows whose activations stay in the caches while all panels pass
+constexpr int64_t kSlice = 1024;     // inputs of an MLP's last product at a time, for the same reason
+
+// Tokens of one sequence that attend together. Those of a split unit are one, over one part of its keys.
+struct Unit {
+  int64_t sequence, token, count, position;
+  int64_t first_part, last_part;
+  int64_t slot;  // of its partial result, or -1
+};
+
+// A token whose partial results are merged.
+struct Split {
+  int64_t token, slot, parts;
+};
+
+struct Forward {
+  const BatonModel& m;
+  const BatonKv* kv;
+  const BatonBatch* batch;
+  const BatonCall& call;
+  const Kernels& k;
+  BatonRoom& room;
+  int64_t tokens;
+
+  int64_t group = m.heads / m.kv_heads, query_width = m.heads * m.head_dim;
+  int64_t qkv_width = (m.heads + 2 * m.kv_heads) * m.head_dim, head_width = padded(m.head_dim, kPanel);
+  int64_t dim = padded(m.head_dim, kDimUnit);
+  int64_t element = k.rows == kFloat32 ? 4 : 2;
+  int64_t hidden_stride = padded(m.hidden, kInputs), query_stride = padded(query_width, kInputs);
+  int64_t inner_stride = padded(m.inner, kInputs);
+  int64_t unit_rows = padded(group > kQueryRows ? group : kQueryRows, kRowTile);
+  int64_t state_size = unit_rows * (head_width + 2);  // floats of a Partial
+  int64_t split_size = padded(group, kRowTile) * (head_width + 2);
+
+  bool angles_ready = false;
+  char *normed, *attended, *inner;
+  float *qkv, *angles, *partials;
+  Unit* units;
+  Split* splits;
+  int64_t unit_count = 0, split_count = 0;
+  Best* bests;
+  float* scratch;
+  int64_t scratch_size = 2 * kRowBlock * kPanel + unit_rows * (dim + kKeys) + kKeys * (dim + head_width) +
+                         2 * state_size;
+
+  void reserve() {
+    const int64_t rows = tokens + kRowTile;
+    normed = room.normed.reserve_of<char>(rows * hidden_stride * element);
+    scratch_size = padded(scratch_size, 1024);
+    scratch = room.threads.reserve_of(scratch_size * call.threads);
+    if (call.best) bests = room.best.reserve_of<Best>(tokens * call.threads);
+    if (!batch) return;
+    attended = room.attended.reserve_of<char>(rows * query_stride * element);
+    inner = room.inner.reserve_of<char>(rows * inner_stride * element);
+    qkv = room.qkv.reserve_of(tokens * qkv_width);
+    angles_ready = lengths() == room.angles_of;
+    if (!angles_ready) room.angles_of.clear();
+    angles = room.angles.reserve_of(tokens * m.head_dim);
+    plan();
+  }
+
+  // What the angles of a model follow from. The calls of a pass, one for each layer, share them.
+  std::vector<int32_t> lengths() const {
+    std::vector<int32_t> all(batch->query_lens, batch->query_lens + batch->sequences);
+    all.insert(all.end(), batch->context_lens, batch->context_lens + batch->sequences);
+    return all;
+  }
+
+  // Units of attention, the same for all layers.
+  void plan() {
+    const int64_t together = group >= kQueryRows ? 1 : kQueryRows / group;
+    int64_t most = 0, slots = 0;
+    for (int64_t s = 0; s < batch->sequences; ++s) {
+      const int64_t query = batch->query_lens[s], parts = (batch->context_lens[s] + kPart - 1) / kPart;
+      most += query == 1 ? parts : (query + together - 1) / together;
+      slots += query == 1 && parts > 1 ? parts : 0;
+    }
+    units = reinterpret_cast<Unit*>(room.units.reserve_of<char>((most + batch->sequences) * int64_t(sizeof(Unit))));
+    splits = reinterpret_cast<Split*>(units + most);
+    partials = room.partials.reserve_of(slots * m.kv_heads * split_size);
+    int64_t token = 0, slot = 0;
+    for (int64_t s = 0; s < batch->sequences; ++s) {
+      const int64_t query = batch->query_lens[s], context = batch->context_lens[s];
+      const int64_t parts = (context + kPart - 1) / kPart;
+      if (query == 1 && parts > 1) {
+        splits[split_count++] = {token, slot, parts};
+        for (int64_t part = 0; part < parts; ++part)
+          units[unit_count++] = {s, token, 1, context - 1, part, part + 1, slot++};
+      } else {
+        for (int64_t i = 0; i < query; i += together) {
+          const int64_t count = query - i < together ? query - i : together, position = context - query + i;
+          units[unit_count++] = {s, token + i, count, position, 0, (position + count - 1) / kPart + 1, -1};
+        }
+      }
+      token += query;
+    }
+  }
+
+  Partial partial_at(float* memory, int64_t rows) const {
+    return {memory, memory + rows, memory + 2 * rows};
+  }
+
+  // f(panel, first row, rows, next panel) for all panels and all rows from `begin` on; then a barrier. The next panel is
+  // that of this thread's next call, or -1.
+  template <class Function>
+  void each_product(Region& region, int64_t columns, int64_t begin, Function f) const {
+    const int64_t panels = (columns + kPanel - 1) / kPanel, rows = tokens - begin;
+    int64_t done = 0, unit = region.take(), next;
+    for (int64_t group_begin = 0; group_begin < rows; group_begin += kRowGroup) {
+      const int64_t group_rows = rows - group_begin < kRowGroup ? rows - group_begin : kRowGroup;
+      const int64_t blocks = (group_rows + k.row_block - 1) / k.row_block;
+      for (; unit < done + panels * blocks; unit = next) {
+        next = region.take();
+        const int64_t panel = (unit - done) / blocks, block = (unit - done) % blocks, after = (next - done) / blocks;
+        const int64_t low = group_rows * block / blocks, high = group_rows * (block + 1) / blocks;
+        f(panel, begin + group_begin + low, int(high - low), after < panels ? after : -1);
+      }
+      done += panels * blocks;
+    }
+    region.barrier();
+  }
+
+  // From input `from` on.
+  const void* panel_of(const void* weight, int64_t panel, int64_t inputs, int64_t from = 0) const {
+    const int64_t at = panel * padded(inputs, kInputs) + from;
+    return static_cast<const char*>(weight) + at * kPanel * (m.type == kFloat32 ? 4 : 2);
+  }
+
+  // `next` of `next_weight` is the panel that this thread reads after this one, or -1.
+  void multiply(const char* rows, int64_t stride, int64_t row, int count, const void* weight, int64_t panel,
+                const void* next_weight, int64_t next, float* out) const {
+    k.product(rows + row * stride * element, stride, count, panel_of(weight, panel, stride), stride,
+              next < 0 ? nullptr : panel_of(next_weight, next, stride), out);
+  }
+
+  static int columns_of(int64_t panel, int64_t columns) {
+    return columns - panel * kPanel < kPanel ? int(columns - panel * kPanel) : kPanel;
+  }
+
+  static const float* bias_of(const float* bias, int64_t panel) { return bias ? bias + panel * kPanel : nullptr; }
+
+  void normalize(Region& region, int thread, const float* weight, int64_t begin) const {
+    for (int64_t t = begin + thread; t < tokens; t += region.threads())
+      k.norm(call.hidden + t * m.hidden, weight, float(m.eps), m.hidden, normed + t * hidden_stride * element);
+    region.barrier();
+  }
+
+  void embed(Region& region, int thread) const {
+    for (int64_t t = thread; t < tokens; t += region.threads()) {
+      const int64_t id = call.token_ids[t];
+      k.embed(panel_of(m.embedding, id / kPanel, m.hidden), int(id % kPanel), m.hidden, call.hidden + t * m.hidden);
+    }
+  }
+
+  void compute_angles(Region& region, int thread) const {
+    const int64_t half = m.head_dim / 2;
+    int64_t token = 0;
+    for (int64_t s = 0; s < batch->sequences; ++s)
+      for (int64_t i = 0; i < batch->query_lens[s]; ++i, ++token) {
+        if (token % region.threads() != thread) continue;
+        // Float32 would be off by 0.03 rad at position 2^20.
+        const double position = double(batch->context_lens[s] - batch->query_lens[s] + i);
+        float* out = angles + token * m.head_dim;
+        for (int64_t d = 0; d < half; ++d) {
+          const double angle = position * m.frequencies[d];
+          out[d] = float(std::cos(angle) * m.rotary_factor);
+          out[half + d] = float(std::sin(angle) * m.rotary_factor);
+        }
+      }
+  }
+
+  void append(Region& region, int thread, int64_t layer) const {
+    const BatonLayer& weights = m.layer[layer];
+    const int64_t token_size = m.kv_heads * m.head_dim * (kv->type == kFloat32 ? 4 : 2);
+    int64_t token = 0;
+    for (int64_t s = 0; s < batch->sequences; ++s)
+      for (int64_t i = 0; i < batch->query_lens[s]; ++i, ++token) {
+        if (token % region.threads() != thread) continue;
+        const int64_t position = batch->context_lens[s] - batch->query_lens[s] + i;
+        const int64_t page = batch->tables[s * batch->stride + position / kv->page_size];
+        const int64_t offset = (page * kv->page_size + position % kv->page_size) * token_size;
+        const float* cos = angles + token * m.head_dim;
+        k.append({qkv + token * qkv_width, cos, cos + m.head_dim / 2, weights.q_norm, weights.k_norm, float(m.eps),
+                  int(m.heads), int(m.kv_heads), int(m.head_dim), static_cast<char*>(kv->keys[layer]) + offset,
+                  static_cast<char*>(kv->values[layer]) + offset, Type(kv->type)});
+      }
+    region.barrier();
+  }
+
+  void attend(Region& region, int64_t layer, int64_t begin, float* memory) const {
+    const int64_t together = heads_together(region.threads()), shares = m.kv_heads / together;
+    for (int64_t each; (each = region.take()) < unit_count * shares;)
+      for (int64_t head = 0; head < together; ++head)
+        attend_unit(units[each / shares], each % shares * together + head, head ? 0 : together, layer, begin, memory);
+    region.barrier();
+    if (!split_count) return;
+    for (int64_t each; (each = region.take()) < split_count * m.kv_heads;) {
+      const Split& split = splits[each / m.kv_heads];
+      const int64_t head = each % m.kv_heads;
+      Partial whole = partial_at(partials + (split.slot * m.kv_heads + head) * split_size, group);
+      for (int64_t part = 1; part < split.parts; ++part)
+        k.merge(whole, partial_at(partials + ((split.slot + part) * m.kv_heads + head) * split_size, group), int(group),
+                int(m.head_dim));
+      finish(whole, split.token, 1, head);
+    }
+    region.barrier();
+  }
+
+  // KV heads of a unit that one thread takes: where heads are small, all lines of a slot are read in order, as hardware
+  // prefetchers want it.
+  int64_t heads_together(int threads) const {
+    const int64_t head_bytes = m.head_dim * (kv->type == kFloat32 ? 4 : 2);
+    int64_t heads = kSlotBytes / head_bytes;
+    while (heads > 1 && (m.kv_heads % heads || unit_count * m.kv_heads < 4 * heads * threads)) --heads;
+    return heads < 1 ? 1 : heads;
+  }
+
+  // `fetched`: of how many heads, from this one on, keys and values are fetched to the caches.
+  void attend_unit(const Unit& unit, int64_t head, int64_t fetched, int64_t layer, int64_t begin, float* memory) const {
+    const int64_t skipped = unit.token < begin ? begin - unit.token : 0;
+    if (skipped >= unit.count) return;
+    const int64_t token = unit.token + skipped, position = unit.position + skipped, count = unit.count - skipped;
+    const int64_t window = m.layer[layer].window ? m.layer[layer].window : INT_MAX;
+    const int64_t first = position - window + 1 > 0 ? position - window + 1 : 0, rows = count * group;
+    const int64_t head_bytes = head * m.head_dim * (kv->type == kFloat32 ? 4 : 2);
+    AttentionRoom space{memory, memory + unit_rows * dim, nullptr, nullptr};
+    space.values = space.keys + kKeys * dim;
+    space.scores = space.values + kKeys * head_width;
+    float* states = space.scores + unit_rows * kKeys;
+    Partial whole = unit.slot < 0
+                        ? partial_at(states, unit_rows)
+                        : partial_at(partials + (unit.slot * m.kv_heads + head) * split_size, group);
+    bool empty = true;
+    for (int64_t part = unit.first_part; part < unit.last_part; ++part) {
+      const int64_t low = part * kPart > first ? part * kPart : first, end = position + count;
+      const int64_t high = (part + 1) * kPart < end ? (part + 1) * kPart : end;
+      if (low >= high) continue;
+      const Attention query{qkv + token * qkv_width + head * group * m.head_dim, qkv_width, int(count), int(group),
+                            int(m.head_dim), position, window, low, high, 1.0f / std::sqrt(float(m.head_dim)),
+                            static_cast<const char*>(kv->keys[layer]) + head_bytes,
+                            static_cast<const char*>(kv->values[layer]) + head_bytes, m.kv_heads * m.head_dim,
+                            int(fetched * m.head_dim), Type(kv->type), batch->tables + unit.sequence * batch->stride, kv->page_size};
+      Partial result = empty ? whole : partial_at(states + state_size, unit_rows);
+      k.attend(query, space, result);
+      if (!empty) k.merge(whole, result, int(rows), int(m.head_dim));
+      empty = false;
+    }
+    if (unit.slot < 0) return finish(whole, token, count, head);
+    if (empty)
+      for (int64_t r = 0; r < rows; ++r) whole.top[r] = -INFINITY, whole.sum[r] = 0;
+    if (empty) std::memset(whole.out, 0, rows * head_width * sizeof(float));
+  }
+
+  void finish(Partial whole, int64_t token, int64_t count, int64_t head) const {
+    char* out = attended + (token * query_stride + head * group * m.head_dim) * element;
+    k.finish(whole, int(count), int(group), int(m.head_dim), out, query_stride);
+  }
+
+  void layer(Region& region, int thread, int64_t index, float* memory) const {
+    const BatonLayer& w = m.layer[index];
+    float *sums = memory, *more = memory + kRowBlock * kPanel, *rest = more + kRowBlock * kPanel;
+    normalize(region, thread, w.attention_norm, 0);
+    each_product(region, qkv_width, 0, [&](int64_t panel, int64_t row, int count, int64_t next) {
+      multiply(normed, hidden_stride, row, count, w.qkv, panel, w.qkv, next, sums);
+      k.store(sums, bias_of(w.qkv_bias, panel), count, columns_of(panel, qkv_width),
+              qkv + row * qkv_width + panel * kPanel, qkv_width);
+    });
+    append(region, thread, index);
+    const int64_t begin = index == m.layers - 1 ? tokens - call.tail : 0;
+    if (begin == tokens) return;
+    attend(region, index, begin, rest);
+    const auto add_to_hidden = [&](const float* bias, int64_t panel, int64_t row, int count) {
+      k.add(sums, bias_of(bias, panel), count, columns_of(panel, m.hidden), call.hidden + row * m.hidden + panel * kPanel,
+            m.hidden);
+    };
+    each_product(region, m.hidden, begin, [&](int64_t panel, int64_t row, int count, int64_t next) {
+      multiply(attended, query_stride, row, count, w.o, panel, w.o, next, sums);
+      add_to_hidden(w.o_bias, panel, row, count);
+    });
+    normalize(region, thread, w.mlp_norm, begin);
+    each_product(region, m.inner, begin, [&](int64_t panel, int64_t row, int count, int64_t next) {
+      multiply(normed, hidden_stride, row, count, w.gate, panel, w.up, panel, sums);
+      multiply(normed, hidden_stride, row, count, w.up, panel, w.gate, next, more);
+      k.silu(sums, more, bias_of(w.gate_bias, panel), bias_of(w.up_bias, panel), count, columns_of(panel, m.inner),
+             inner + (row * inner_stride + panel * kPanel) * element, inner_stride);
+    });
+    const int64_t slice = slice_of_inner(tokens - begin);
+    for (int64_t from = 0; from < inner_stride; from += slice) {
+      const int64_t inputs = inner_stride - from < slice ? inner_stride - from : slice;
+      each_product(region, m.hidden, begin, [&](int64_t panel, int64_t row, int count, int64_t next) {
+        k.product(inner + (row * inner_stride + from) * element, inner_stride, count,
+                  panel_of(w.down, panel, inner_stride, from), inputs,
+                  next < 0 ? nullptr : panel_of(w.down, next, inner_stride, from), sums);
+        add_to_hidden(from ? nullptr : w.down_bias, panel, row, count);
+      });
+    }
+  }
+
+  // Sums in float32 are one chain each, so that they do not depend on the number of rows.
+  int64_t slice_of_inner(int64_t rows) const {
+    return k.rows == kFloat32 || rows <= k.row_block ? inner_stride : kSlice;
+  }
+
+  void head(Region& region, int thread, float* sums) const {
+    normalize(region, thread, m.norm, 0);
+    Best* own = call.best ? bests + thread * tokens : nullptr;
+    for (int64_t t = 0; own && t < tokens; ++t) own[t] = {-INFINITY, 0, -1};
+    each_product(region, m.vocab, 0, [&](int64_t panel, int64_t row, int count, int64_t next) {
+      multiply(normed, hidden_stride, row, count, m.head, panel, m.head, next, sums);
+      const int columns = columns_of(panel, m.vocab);
+      if (own) k.best(sums, count, columns, panel * kPanel, own + row);
+      if (call.logits) k.store(sums, nullptr, count, columns, call.logits + row * m.vocab + panel * kPanel, m.vocab);
+    });
+    if (!own || thread) return;
+    for (int64_t t = 0; t < tokens; ++t) {
+      Best found{-INFINITY, 0, -1};
+      for (int other = 0; other < region.threads(); ++other) {
+        const Best& each = bests[other * tokens + t];
+        found.finite += each.finite;
+        const bool wins = each.value > found.value || (each.value == found.value && each.id < found.id);
+        if (each.id >= 0 && (found.id < 0 || wins)) found.value = each.value, found.id = each.id;
+      }
+      call.best[t] = found.finite == 0 ? found.id : -1;
+    }
+  }
+
+  static void work(void* context, Region& region, int thread) {
+    const Forward& f = *static_cast<const Forward*>(context);
+    float* memory = f.scratch + thread * f.scratch_size;
+    if (f.k.begin_thread) f.k.begin_thread();
+    if (f.batch) {
+      if (f.call.token_ids) f.embed(region, thread);
+      if (!f.angles_ready) f.compute_angles(region, thread);
+      region.barrier();
+      for (int64_t index = f.call.first; index < f.call.last; ++index) f.layer(region, thread, index, memory);
+    }
+    if (f.call.logits || f.call.best) f.head(region, thread, memory);
+    if (f.k.end_thread) f.k.end_thread();
+  }
+};
+
+}  // namespace
+}  // namespace baton
