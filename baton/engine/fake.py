@@ -330,7 +330,8 @@ class FakeEngine(EngineCore):
 
     `steps_ahead` is that of the spec. `step_time` and `chunk_time` are seconds that a step and a chunk take, spent
     through `delay`: the step's when its result is waited for, the chunk's in equal shares before each layer's
-    `on_layer`. Tests pass a `delay` of their own to stop the engine at a chosen point.
+    `on_layer`. Tests pass a `delay` of their own to stop the engine at a chosen point. `host_pages` and `hiding_chunk`
+    are those of the spec: the fake reads pages of both homes alike.
     """
 
     memory: FakeMemory
@@ -355,12 +356,24 @@ class FakeEngine(EngineCore):
         step_time: float = 0.0,
         chunk_time: float = 0.0,
         delay: Callable[[float], object] = time.sleep,
+        host_pages: int = 0,
+        hiding_chunk: int = 0,
     ) -> None:
         if not 1 < vocab_size <= BASE**head_dim:
             raise EngineError(f"vocab_size {vocab_size} can't be told apart in {head_dim} digits of base {BASE}")
         kv_format = KvFormat(attention_parts(kv_dtype, heads, head_dim), layers, block_size)
         spec = EngineSpec(
-            fingerprint, kv_format, vocab_size, max_model_len, eos_token_ids, page_size, pages, slots, steps_ahead
+            fingerprint,
+            kv_format,
+            vocab_size,
+            max_model_len,
+            eos_token_ids,
+            page_size,
+            pages,
+            slots,
+            steps_ahead,
+            host_pages,
+            hiding_chunk,
         )
         super().__init__(spec, InProcessExecutor(FakeRunner(spec, step_time, chunk_time, delay)), host_kv_memory)
 

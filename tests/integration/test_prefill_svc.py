@@ -43,6 +43,23 @@ async def test_kv_is_handed_over_while_and_after_it_is_computed(pages: tuple[int
             await client.pages_back()
 
 
+@pytest.mark.parametrize(("in_host", "first"), [(False, 500), (True, 900)])
+async def test_chunks_hide_copies_for_a_prompt_that_got_pages_in_host_memory(in_host: bool, first: int) -> None:
+    ends = []
+
+    class Watching(FakeEngine):
+        def prefill_chunk(self, handle: Any, token_ids: Any, start: int, end: int, **kwargs: Any) -> Any:
+            ends.append(end)
+            return super().prefill_chunk(handle, token_ids, start, end, **kwargs)
+
+    # The prompt needs 94 pages, and the device has 100 or 60.
+    engine = Watching(pages=200, host_pages=140 if in_host else 100, hiding_chunk=900)
+    async with serving(engine) as client:
+        await client.done([1] * 1_500)
+    assert ends[0] == first
+    assert ends[-1] == 1_500
+
+
 async def test_a_replay_continues_where_the_stream_broke() -> None:
     tokens = expected_tokens(PROMPT, 6)
     async with serving(chunk_size=16) as client:
