@@ -93,6 +93,8 @@ struct Exact {
     baton::multiply<Float32Panel>(x, stride, rows, w, kPanel, inputs, out, out_stride, add, FromCaches());
   }
 
+  static F exp2(F x) { return baton::exp2(x); }
+
   // Weights as they are multiplied, and their sum.
   static float keep(const F* weights, X* to) {
     F total = Vec::zero();
@@ -134,7 +136,7 @@ inline float weigh(float* row, int low, int high, float& top, float& sum) {
     factor = factors[0];
     top = found;
   }
-  for (F& each : scores) each = exp2(each - Vec::set(top));
+  for (F& each : scores) each = Math::exp2(each - Vec::set(top));
   sum = sum * factor + Math::keep(scores, reinterpret_cast<typename Math::X*>(row));
   return factor;
 }
