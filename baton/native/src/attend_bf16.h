@@ -59,7 +59,8 @@ struct Pairs {
   // 2^x for x <= 0, with a relative error of 8e-5, a fiftieth of bfloat16's own: the polynomial is a minimax one on [0, 1).
   static F exp2(F x) {
     x = Vec::max(Vec::set(-127.0f), x);
-    const F fraction = x - _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    const F fraction = x - _mm512_roundscale_ps(x, kFloor);
     F sum = Vec::fma(Vec::set(0.078024194f), fraction, Vec::set(0.22606722f));
     sum = Vec::fma(sum, fraction, Vec::set(0.69583374f));
     return _mm512_scalef_ps(Vec::fma(sum, fraction, Vec::set(0.9999252f)), x);
