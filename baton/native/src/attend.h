@@ -46,16 +46,16 @@ struct Slots {
 template <class T, int kCache>
 class Ahead {
  public:
-  Ahead(const T* const* rows, int elements) : rows_(rows), elements_(elements) {}
+  Ahead(const T* const* rows, int head_dim) : rows_(rows), head_dim_(head_dim) {}
 
   void fetch() {
     for (const int end = next_ + kKeys / 4; next_ < end && next_ < kKeys; ++next_)
-      for (int d = 0; d < elements_; d += 64 / int(sizeof(T))) __builtin_prefetch(rows_[next_] + d, 0, kCache);
+      for (int d = 0; d < head_dim_; d += 64 / int(sizeof(T))) __builtin_prefetch(rows_[next_] + d, 0, kCache);
   }
 
  private:
   const T* const* rows_;
-  const int elements_;
+  const int head_dim_;
   int next_ = 0;
 };
 
@@ -184,7 +184,7 @@ inline void attend_to(const Attention& a, const AttentionRoom& room, Partial res
   Slots slots(a, first), next = slots;
   for (int64_t block = first; block < a.high; block += kKeys, slots = next) {
     if (block + kKeys < a.high) next = Slots(a, block + kKeys);
-    Ahead<typename Math::T, Math::kCache> values_ahead(slots.values, a.fetched), keys_ahead(next.keys, a.fetched);
+    Ahead<typename Math::T, Math::kCache> values_ahead(slots.values, size), keys_ahead(next.keys, size);
     values_ahead.fetch();
     Math::load_keys(slots.keys, size, keys);
     values_ahead.fetch();

@@ -56,7 +56,7 @@ struct Pairs {
     dot_rows(x, stride, rows, w, inputs, out, out_stride, add, FromCaches());
   }
 
-  // 2^x for x <= 0, with a relative error of 8e-5, a fiftieth of bfloat16's own: the polynomial is a minimax one on [0, 1).
+  // 2^x for x <= 0, with a relative error of 8e-5, a fiftieth of bfloat16's own. The polynomial is minimax on [0, 1).
   static F exp2(F x) {
     x = Vec::max(Vec::set(-127.0f), x);
     constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;

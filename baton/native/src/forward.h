@@ -27,12 +27,12 @@ constexpr int64_t kSlice = 1024;     // inputs of an MLP's last product at a tim
 struct Unit {
   int64_t sequence, token, count, position;
   int64_t first_part, last_part;
-  int64_t slot;  // of its partial result, or -1
+  int64_t partial;  // number of its partial result, or -1
 };
 
 // A token whose partial results are merged.
 struct Split {
-  int64_t token, slot, parts;
+  int64_t token, partial, parts;
 };
 
 struct Forward {
@@ -91,23 +91,23 @@ struct Forward {
   // Units of attention, the same for all layers.
   void plan() {
     const int64_t together = group >= kQueryRows ? 1 : kQueryRows / group;
-    int64_t most = 0, slots = 0;
+    int64_t most = 0, partial_count = 0;
     for (int64_t s = 0; s < batch->sequences; ++s) {
       const int64_t query = batch->query_lens[s], parts = (batch->context_lens[s] + kPart - 1) / kPart;
       most += query == 1 ? parts : (query + together - 1) / together;
-      slots += query == 1 && parts > 1 ? parts : 0;
+      partial_count += query == 1 && parts > 1 ? parts : 0;
     }
     units = reinterpret_cast<Unit*>(room.units.reserve_of<char>((most + batch->sequences) * int64_t(sizeof(Unit))));
     splits = reinterpret_cast<Split*>(units + most);
-    partials = room.partials.reserve_of(slots * m.kv_heads * split_size);
-    int64_t token = 0, slot = 0;
+    partials = room.partials.reserve_of(partial_count * m.kv_heads * split_size);
+    int64_t token = 0, partial = 0;
     for (int64_t s = 0; s < batch->sequences; ++s) {
       const int64_t query = batch->query_lens[s], context = batch->context_lens[s];
       const int64_t parts = (context + kPart - 1) / kPart;
       if (query == 1 && parts > 1) {
-        splits[split_count++] = {token, slot, parts};
+        splits[split_count++] = {token, partial, parts};
         for (int64_t part = 0; part < parts; ++part)
-          units[unit_count++] = {s, token, 1, context - 1, part, part + 1, slot++};
+          units[unit_count++] = {s, token, 1, context - 1, part, part + 1, partial++};
       } else {
         for (int64_t i = 0; i < query; i += together) {
           const int64_t count = query - i < together ? query - i : together, position = context - query + i;
@@ -213,23 +213,23 @@ struct Forward {
     const int64_t together = heads_together(region.threads()), shares = m.kv_heads / together;
     for (int64_t each; (each = region.take()) < unit_count * shares;)
       for (int64_t head = 0; head < together; ++head)
-        attend_unit(units[each / shares], each % shares * together + head, head ? 0 : together, layer, begin, memory);
+        attend_unit(units[each / shares], each % shares * together + head, layer, begin, memory);
     region.barrier();
     if (!split_count) return;
     for (int64_t each; (each = region.take()) < split_count * m.kv_heads;) {
       const Split& split = splits[each / m.kv_heads];
       const int64_t head = each % m.kv_heads;
-      Partial whole = partial_at(partials + (split.slot * m.kv_heads + head) * split_size, group);
+      Partial whole = partial_at(partials + (split.partial * m.kv_heads + head) * split_size, group);
       for (int64_t part = 1; part < split.parts; ++part)
-        k.merge(whole, partial_at(partials + ((split.slot + part) * m.kv_heads + head) * split_size, group), int(group),
-                int(m.head_dim));
+        k.merge(whole, partial_at(partials + ((split.partial + part) * m.kv_heads + head) * split_size, group),
+                int(group), int(m.head_dim));
       finish(whole, split.token, 1, head);
     }
     region.barrier();
   }
 
-  // KV heads of a unit that one thread takes: where heads are small, all lines of a slot are read in order, as hardware
-  // prefetchers want it.
+  // KV heads of a unit that one thread takes, one after the other. Where heads are small, hardware prefetchers also
+  // fetch the lines beside those that are read: the next head's.
   int64_t heads_together(int threads) const {
     const int64_t head_bytes = m.head_dim * (kv->type == kFloat32 ? 4 : 2);
     int64_t heads = kSlotBytes / head_bytes;
@@ -237,8 +237,7 @@ struct Forward {
     return heads < 1 ? 1 : heads;
   }
 
-  // `fetched`: of how many heads, from this one on, keys and values are fetched to the caches.
-  void attend_unit(const Unit& unit, int64_t head, int64_t fetched, int64_t layer, int64_t begin, float* memory) const {
+  void attend_unit(const Unit& unit, int64_t head, int64_t layer, int64_t begin, float* memory) const {
     const int64_t skipped = unit.token < begin ? begin - unit.token : 0;
     if (skipped >= unit.count) return;
     const int64_t token = unit.token + skipped, position = unit.position + skipped, count = unit.count - skipped;
@@ -249,9 +248,9 @@ struct Forward {
     space.values = space.keys + kKeys * dim;
     space.scores = space.values + kKeys * head_width;
     float* states = space.scores + unit_rows * kKeys;
-    Partial whole = unit.slot < 0
+    Partial whole = unit.partial < 0
                         ? partial_at(states, unit_rows)
-                        : partial_at(partials + (unit.slot * m.kv_heads + head) * split_size, group);
+                        : partial_at(partials + (unit.partial * m.kv_heads + head) * split_size, group);
     bool empty = true;
     for (int64_t part = unit.first_part; part < unit.last_part; ++part) {
       const int64_t low = part * kPart > first ? part * kPart : first, end = position + count;
@@ -261,13 +260,13 @@ struct Forward {
                             int(m.head_dim), position, window, low, high, 1.0f / std::sqrt(float(m.head_dim)),
                             static_cast<const char*>(kv->keys[layer]) + head_bytes,
                             static_cast<const char*>(kv->values[layer]) + head_bytes, m.kv_heads * m.head_dim,
-                            int(fetched * m.head_dim), Type(kv->type), batch->tables + unit.sequence * batch->stride, kv->page_size};
+                            Type(kv->type), batch->tables + unit.sequence * batch->stride, kv->page_size};
       Partial result = empty ? whole : partial_at(states + state_size, unit_rows);
       k.attend(query, space, result);
       if (!empty) k.merge(whole, result, int(rows), int(m.head_dim));
       empty = false;
     }
-    if (unit.slot < 0) return finish(whole, token, count, head);
+    if (unit.partial < 0) return finish(whole, token, count, head);
     if (empty)
       for (int64_t r = 0; r < rows; ++r) whole.top[r] = -INFINITY, whole.sum[r] = 0;
     if (empty) std::memset(whole.out, 0, rows * head_width * sizeof(float));
@@ -292,8 +291,8 @@ struct Forward {
     if (begin == tokens) return;
     attend(region, index, begin, rest);
     const auto add_to_hidden = [&](const float* bias, int64_t panel, int64_t row, int count) {
-      k.add(sums, bias_of(bias, panel), count, columns_of(panel, m.hidden), call.hidden + row * m.hidden + panel * kPanel,
-            m.hidden);
+      k.add(sums, bias_of(bias, panel), count, columns_of(panel, m.hidden),
+            call.hidden + row * m.hidden + panel * kPanel, m.hidden);
     };
     each_product(region, m.hidden, begin, [&](int64_t panel, int64_t row, int count, int64_t next) {
       multiply(attended, query_stride, row, count, w.o, panel, w.o, next, sums);

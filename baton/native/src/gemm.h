@@ -90,8 +90,8 @@ struct Bf16Panel {
 // M rows times N vectors of columns over `inputs`, a multiple of kStep; w_stride: elements from step to step. Not
 // inlined, so that what callers keep takes none of its registers.
 template <class Panel, class From, int M, int N>
-__attribute__((noinline)) void tile(const float* x, int64_t x_stride, const typename Panel::T* w, int64_t w_stride, int64_t inputs,
-                 float* out, int64_t out_stride, bool add, From from) {
+__attribute__((noinline)) void tile(const float* x, int64_t x_stride, const typename Panel::T* w, int64_t w_stride,
+                                    int64_t inputs, float* out, int64_t out_stride, bool add, From from) {
   F sums[M][N];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m)

@@ -45,8 +45,8 @@ void end_thread() { _tile_release(); }
 
 // out[r][0..32) = (add ? out : 0) + x[r] w, for one or two tiles of 16 rows.
 template <bool kTwo, class From>
-inline void tiles(const Bf16* x, int64_t stride, const Bf16* w, int64_t inputs, float* out, int64_t out_stride, bool add,
-                  From& from) {
+inline void tiles(const Bf16* x, int64_t stride, const Bf16* w, int64_t inputs, float* out, int64_t out_stride,
+                  bool add, From& from) {
   constexpr int kPairs = kPanel * 4;  // bytes of a pair of inputs
   const int64_t line = out_stride * 4;
   float* const second = out + kRowTile * out_stride;

@@ -43,7 +43,6 @@ struct Attention {
   const void* keys;      // pages of this KV head: its first element in slot 0
   const void* values;
   int64_t slot_stride;   // elements from slot to slot
-  int fetched;           // elements of a slot to fetch ahead: those of later calls too, and none if an earlier one did
   Type type;
   const int32_t* table;
   int64_t page_size;

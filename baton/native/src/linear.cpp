@@ -25,7 +25,8 @@ struct Linear {
   static void work(void* context, Region& region, int) {
     const Linear& l = *static_cast<const Linear*>(context);
     if (l.k.begin_thread) l.k.begin_thread();
-    const int64_t block = l.k.row_block, panels = (l.rows + kPanel - 1) / kPanel, blocks = (l.count + block - 1) / block;
+    const int64_t panels = (l.rows + kPanel - 1) / kPanel;
+    const int64_t block = l.k.row_block, blocks = (l.count + block - 1) / block;
     alignas(64) float sums[kRowBlock * kPanel];
     for (int64_t unit; (unit = region.take()) < panels * blocks;) {
       const int64_t panel = unit / blocks, row = unit % blocks * block;

@@ -28,7 +28,7 @@ from tests.effort import fuzz
 CPU = torch.device("cpu")
 
 
-def random_config(rng: random.Random) -> ModelConfig:
+def random_config(rng: random.Random, inner: int | None = None) -> ModelConfig:
     """Sizes that fill no vector, panel or tile, biases and norms in all combinations, an epsilon that counts."""
     kv_heads = rng.randint(1, 3)
     config = ModelConfig.from_dict(
@@ -36,7 +36,7 @@ def random_config(rng: random.Random) -> ModelConfig:
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": rng.randint(2, 150),
             "hidden_size": rng.randint(1, 100),
-            "intermediate_size": rng.randint(1, 120),
+            "intermediate_size": inner or rng.randint(1, 120),
             "num_hidden_layers": rng.randint(1, 3),
             "num_key_value_heads": kv_heads,
             "num_attention_heads": kv_heads * rng.choice((1, 2, 3, 7)),
@@ -137,6 +137,16 @@ def test_a_forward_pass_equals_torchs(
     run_both(decoders, pages, first, first, rng.randint(0, first[0]) if count == 1 else None, tolerance)
     run_both(decoders, pages, then, contexts, rng.randint(0, then[0]) if count == 1 else None, tolerance)
     run_both(decoders, pages, [1] * count, [each + 1 for each in contexts], None, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)], ids=str)
+def test_a_wide_mlp_of_many_rows_equals_torchs(library: ctypes.CDLL, dtype: torch.dtype, tolerance: float) -> None:
+    """Wider than the inputs that a product takes at a time where rows are many, and no multiple of them."""
+    torch.manual_seed(0)
+    config = random_config(random.Random(3), inner=2100)
+    decoders = make_decoders(config, library, 2, dtype)
+    for count in (300, 601):
+        run_both(decoders, Pages(config, 16, [count]), [count], [count], None, tolerance)
 
 
 @fuzz("native batches with one wrong number", 40)
