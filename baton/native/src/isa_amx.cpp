@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kFewRows = 4;  // up to so many, dot products read weights as fast as memory gives them
 
-// Measured on Granite Rapids: a core has more misses of its second cache under way than of its first.
+// Measured on a Xeon: a core has more misses of its second cache under way than of its first.
 using Weights = FromMemory<3072, 2>;
 
 // Many rows leave time to fetch the next panel while they multiply this one: an equal part in each step.
