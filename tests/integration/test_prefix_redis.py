@@ -4,11 +4,14 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.kv.format import KvFormat
 from baton.kv.prefix.redis import RedisPrefixCache
+from baton.kv.prefix.redis.cache import LOOKUP_LANES
+from baton.kv.prefix.redis.calls import RedisCalls
 from tests.prefix_redis import (
     BLOCKS,
     BUDGET_S,
@@ -218,6 +221,7 @@ async def test_long_chains_are_looked_up_in_parts(
     server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.kv.prefix.redis.cache.LOOKUP_KEYS", 2)
+    monkeypatch.setattr("baton.kv.prefix.redis.cache.LOOKUP_LANES", 1)
     await fill(cache)
     assert await hits(cache) == (6, 6)
     with server.client() as client:
@@ -225,6 +229,27 @@ async def test_long_chains_are_looked_up_in_parts(
         client.config_resetstat()
         assert await hits(cache) == (3, 3)
         assert client.info("commandstats")["cmdstat_strlen"]["calls"] == 4, "none behind the part with the first miss"
+
+
+async def test_a_look_up_in_many_parts_has_several_under_way_and_one_time_budget(
+    server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.kv.prefix.redis.cache.LOOKUP_KEYS", 1)
+    call_keys, budgets, together = RedisCalls.call_keys, list[float](), asyncio.Barrier(LOOKUP_LANES)
+
+    async def noted(calls: RedisCalls, lane: str, keys: list[bytes], command: Any, budget_s: float) -> list[Any]:
+        budgets.append(budget_s)
+        if len(budgets) > 1:
+            await asyncio.wait_for(together.wait(), 60)
+        return await call_keys(calls, lane, keys, command, budget_s)
+
+    await fill(cache)
+    with server.client() as client:
+        client.delete(KEYS[3], KEYS[4])
+    monkeypatch.setattr(RedisCalls, "call_keys", noted)
+    assert (await cache.lookup(DIGESTS[: 1 + LOOKUP_LANES])).blocks == 3
+    assert len(set(budgets)) == 1 + LOOKUP_LANES
+    assert budgets == sorted(budgets, reverse=True), "later parts have what earlier ones left"
 
 
 @pytest.mark.parametrize("keys", [2, 256])

@@ -4,15 +4,15 @@ Each block has one key, `baton:kv:2:<first 8 hex digits of the KV format's diges
 record (`baton.kv.prefix.record`). It expires after `ttl_s` without use; the server's own policy may evict it earlier.
 The store is one server, the master that sentinels name, or a cluster (`baton.kv.prefix.address`).
 
-A look-up is one round trip to each node concerned, all at once, for each LOOKUP_KEYS blocks. It is a pipeline of
-STRLEN, because a key of another type or size is not a block. A fetch is one round trip too, a pipeline of GETRANGE: if
-somebody has written a larger value since the look-up, no more than the size of a record is read. Records are encoded
-and checked in threads. One background task writes, from a queue bounded in bytes. A record that is refused is deleted
-(`removals`), and written again by the next computation.
+A look-up is one round trip to each node concerned, all at once, for each LOOKUP_KEYS blocks; several go on at a time.
+It is a pipeline of STRLEN, because a key of another type or size is not a block. A fetch is one round trip too, a
+pipeline of GETRANGE: if somebody has written a larger value since the look-up, no more than the size of a record is
+read. Records are encoded and checked in threads. One background task writes, from a queue bounded in bytes. A record
+that is refused is deleted (`removals`), and written again by the next computation.
 
-Every round trip has a time budget, and one failure opens the circuit breaker of the node. So a Redis that is slow, full
-or gone costs one budget now and then; all other calls are misses at once. Logged are the opening and the closing of the
-breaker, not each failure. Nothing here raises after construction.
+Every look-up, fetch and write has a time budget, and one failure opens the circuit breaker of the node. So a Redis that
+is slow, full or gone costs one budget now and then; all other calls are misses at once. Logged are the opening and the
+closing of the breaker, not each failure. Nothing here raises after construction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 from baton.breaker import Breaker
@@ -49,6 +49,8 @@ TIER = "redis"
 KEY_PREFIX = "baton:kv:2:"
 LOOKUP_KEYS = 256
 """Keys of a round trip that only asks about them. The client needs about 20 µs for each, on the event loop."""
+LOOKUP_LANES = 4
+"""Round trips of a look-up at a time, once the first has found all of its blocks."""
 TOUCH_KEYS = 4096
 """Most keys whose expiry one touch renews."""
 BATCH_BYTES = 4 << 20
@@ -56,6 +58,7 @@ WINDOW_BYTES = 4 << 20
 LANES = 2
 """A fetch asks each node for LANES windows at a time: one is received while another one is checked."""
 _SLOWEST_BYTES_PER_S = 100e6
+_SLOWEST_KEY_S = 50e-6
 _WRITE_BUDGET_S = 1.0
 _CLOSE_S = 1.0
 _THREADS = 2
@@ -63,7 +66,7 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisLimits:
-    """Limits: seconds of a round trip in addition to the time of its payload, lifetime of a block, bytes queued.
+    """Limits: seconds of a call in addition to the time of its keys and payload, lifetime of a block, bytes queued.
 
     A node that failed is tried again after `pause_s`, which doubles with each failure up to `max_pause_s`.
     """
@@ -135,16 +138,28 @@ class RedisPrefixCache:
         await self._call_all([("PING",)])
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
-        """The longest run of leading hits; one round trip for each LOOKUP_KEYS digests."""
-        found = 0
-        for start in range(0, len(digests), LOOKUP_KEYS):
-            sizes = await self._get_sizes(digests[start : start + LOOKUP_KEYS])
-            found += sum(1 for _ in takewhile(lambda size: size == self._codec.record_bytes, sizes))
-            if found < start + len(sizes):
-                if isinstance(size := sizes[found - start], int) and size > 0:
-                    count_fault("truncated")
-                    self._removals.add({digests[found]: b""})
-                break
+        """The longest run of leading hits."""
+        started, wanted, found = time.monotonic(), self._codec.record_bytes, len(digests)
+        until = started + self._limits.budget_s + len(digests) * _SLOWEST_KEY_S
+        starts, missed = iter(range(0, len(digests), LOOKUP_KEYS)), dict[int, list[Any]]()
+
+        async def lane(most: int | None = None) -> None:
+            for start in islice(starts, most):
+                sizes = await self._get_sizes(digests[start : start + LOOKUP_KEYS], until - time.monotonic())
+                if start == 0 and all(isinstance(size, int) for size in sizes):
+                    self._throughput.record_lookup(time.monotonic() - started)
+                if sizes.count(wanted) < len(sizes):
+                    missed[start] = sizes
+                    deque(starts, 0)  # later blocks are useless
+
+        await lane(1)
+        await asyncio.gather(*(lane() for _ in range(LOOKUP_LANES)))
+        if missed:
+            start, sizes = min(missed.items())
+            found = start + sum(1 for _ in takewhile(lambda size: size == wanted, sizes))
+            if isinstance(size := sizes[found - start], int) and size > 0:
+                count_fault("truncated")
+                self._removals.add({digests[found]: b""})
         self._hits += found
         self._misses += len(digests) - found
         metrics.PREFIX_BLOCKS.labels(TIER, "hit").inc(found)
@@ -265,12 +280,9 @@ class RedisPrefixCache:
                 await self._calls.aclose()
         self._threads.shutdown(wait=False)
 
-    async def _get_sizes(self, digests: Sequence[bytes]) -> list[Any]:
-        keys, started = self._keys(digests), time.monotonic()
-        sizes = await self._calls.call_keys("look", keys, lambda index: ("STRLEN", keys[index]), self._limits.budget_s)
-        if all(isinstance(size, int) for size in sizes):
-            self._throughput.record_lookup(time.monotonic() - started)
-        return sizes
+    async def _get_sizes(self, digests: Sequence[bytes], budget_s: float) -> list[Any]:
+        keys = self._keys(digests)
+        return await self._calls.call_keys("look", keys, lambda index: ("STRLEN", keys[index]), budget_s)
 
     async def _get_records(self, keys: Sequence[bytes], budget_s: float) -> list[Any]:
         # One byte more than a record, so that a longer value is noticed.
