@@ -50,6 +50,7 @@ class EngineThread:
 
     async def close(self) -> None:
         """Remove the calls that have not begun, and wait for the one that runs."""
-        for future, _ in self._preempting:
+        # The engine thread may take some meanwhile.
+        for future, _ in tuple(self._preempting):
             future.cancel()
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)

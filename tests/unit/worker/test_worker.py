@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,6 +120,28 @@ async def test_closing_the_engine_thread_withdraws_what_has_not_begun() -> None:
     go_on.set()
     await closing
     assert await first == "done"
+
+
+async def test_closing_the_engine_thread_does_not_mind_what_it_takes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    closing, taken = threading.Event(), threading.Event()
+
+    class Slow(Future[Any]):
+        def cancel(self) -> bool:
+            closing.set()
+            return taken.wait(60) and super().cancel()
+
+    monkeypatch.setattr("baton.worker.thread.Future", Slow)
+    thread = EngineThread()
+
+    def work() -> None:
+        assert closing.wait(60)
+        thread.preemption_point()
+        taken.set()
+
+    outer = thread.run(work)
+    inner = [thread.run_preempting(int) for _ in range(2)]
+    await thread.close()
+    assert await asyncio.wait_for(asyncio.gather(outer, *inner), 60) == [None, 0, 0]
 
 
 async def test_a_call_that_preempts_runs_within_another_or_after_it() -> None:
