@@ -198,6 +198,9 @@ class HostPrefixCache:
         dropped, size = tuple(self._payloads), self._bytes
         self._payloads.clear()
         self._run_of.clear()
+        for run in self._runs:
+            # A `mark_used` that lets others run may still hold it.
+            run.digests.clear()
         self._runs.clear()
         self._bytes = self._entries = 0
         self._notify((), dropped)
@@ -222,10 +225,9 @@ class HostPrefixCache:
         dropped: list[bytes] = []
         while self._bytes + size > self._capacity and self._runs and self._runs[0] is not keep:
             run = self._runs[0]
+            digest = run.digests.pop()
             if not run.digests:
                 self._runs.popleft()
-                continue
-            digest = run.digests.pop()
             self._entries -= 1
             if self._run_of.get(digest) is run:
                 del self._run_of[digest]

@@ -1,5 +1,6 @@
 """Host memory: bounded, least recently used first, the end of a chain before its beginning; against a naive model."""
 
+import asyncio
 import hashlib
 import os
 from collections.abc import Sequence
@@ -63,6 +64,31 @@ async def test_many_look_ups_leave_no_trace() -> None:
     await cache.select_writes([os.urandom(32) for _ in range(70_000)])
     assert len(cache._parents) == 1 << 16
     assert (await cache.lookup(LONG)).blocks == 8
+
+
+async def test_what_is_put_after_a_clear_that_comes_between_two_slices_can_be_evicted() -> None:
+    cache, others = HostPrefixCache(4 * SIZE), chain(*"wxyz")
+    await write(cache, LONG[:4])
+    marking = asyncio.create_task(cache.mark_used(LONG[:4]))
+    await asyncio.sleep(0)
+    await cache.clear(shared=False)
+    assert cache.put(LONG[3], payload(LONG[3]))
+    await marking
+    assert await write(cache, others) == [True] * 4
+    assert LONG[3] not in cache
+
+
+async def test_what_is_used_after_all_before_it_was_evicted_between_two_slices_is_the_latest() -> None:
+    cache, others = HostPrefixCache(4 * SIZE), chain(*"wxyz")
+    await write(cache, LONG[:4])
+    marking = asyncio.create_task(cache.mark_used(LONG[:4]))
+    await asyncio.sleep(0)
+    await cache.lookup(LONG[3:4])
+    assert [cache.put(digest, payload(digest)) for digest in others[:3]] == [True] * 3
+    assert [digest in cache for digest in LONG[:4]] == [False] * 3 + [True]
+    await marking
+    assert cache.put(others[3], payload(others[3]))
+    assert LONG[3] in cache
 
 
 class Model:
