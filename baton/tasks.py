@@ -7,7 +7,7 @@ from typing import Any
 
 
 async def wait_to_end(work: asyncio.Future[Any]) -> None:
-    """Wait until `work` has ended, in whatever way; the caller then asks it for its result.
+    """Wait until `work` has ended, in whatever way; a caller that needs its result or its error then asks it.
 
     If the waiting task is cancelled meanwhile, CancelledError is raised after the end. A task may be cancelled again
     while it waits: by its caller, and by `asyncio.timeout`.
@@ -18,8 +18,8 @@ async def wait_to_end(work: asyncio.Future[Any]) -> None:
             await asyncio.wait({work})
         except asyncio.CancelledError as error:
             cancelled = error
+    if not work.cancelled():
+        # Otherwise asyncio logs an error that no caller asks for.
+        work.exception()
     if cancelled is not None:
-        if not work.cancelled():
-            # Nobody else will ask for it.
-            work.exception()
         raise cancelled
