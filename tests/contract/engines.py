@@ -91,12 +91,12 @@ def compute_between_layers(engine: Engine, outer: Sequence[int], inner: Sequence
         found.append(prefill(engine, handle, between, 24))
         engine.free(handle)
 
-    handle = engine.reserve("outer", len(outer))
-    for first, last in chunks(len(outer), 24):
+    handle, parts = engine.reserve("outer", len(outer)), list(chunks(len(outer), 24))
+    for first, last in parts:
         sample = [wanted] if last == len(outer) else ()
         result = engine.prefill_chunk(handle, outer, first, last, on_layer=on_layer, sample=sample)
     assert result.tokens == (expected[0],)
-    assert found == [expected[1]] * len(found)
+    assert found == [expected[1]] * len(parts) * engine.spec.kv_format.layers
 
 
 def start(engine: Engine, owner: str, wanted: SequenceState, room: int = 40) -> tuple[KvHandle, list[int]]:
