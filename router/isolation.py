@@ -83,7 +83,7 @@ class Isolation:
         had_turn = self._has_turn(name)
         self._attempts[name] -= 1
         if self._attempts[name]:
-            if self._granted:
+            if had_turn and self._granted:
                 # One that gave up kept more.
                 self._pool.keep(self._granted)
             return

@@ -199,6 +199,35 @@ async def test_a_full_decode_worker_is_kept_until_it_has_pages_for_one_that_must
     await asyncio.gather(alone.end(), other.end())
 
 
+async def test_one_that_gives_up_the_wait_for_its_turn_frees_no_worker_that_is_kept_for_another() -> None:
+    kept = list[frozenset[str]]()
+
+    class Noted(FakePool):
+        def keep(self, names: frozenset[str]) -> None:
+            kept.append(names)
+            super().keep(names)
+
+    pool = Noted(prefill=("p", "q"), d=GRANTED)
+    d = dispatcher(pool)
+    first = Held(d, "first", request="r", again=True, alone=Suspicion.PREFILL)
+    await asyncio.wait_for(first.placed.wait(), 60)
+    pool.by_name["d"] = FULL
+    sibling = Held(d, "sibling", request="r", again=True, alone=Suspicion.PREFILL)
+    waiting = [Held(d, name, request="s", again=True, alone=Suspicion.PREFILL) for name in ("one", "two")]
+    await settle()
+    assert pool.kept == {"p", "d"}
+    kept.clear()
+    waiting[0].task.cancel()
+    await asyncio.gather(waiting[0].task, return_exceptions=True)
+    await settle()
+    assert pool.kept == {"p", "d"}
+    assert set(kept) <= {pool.kept}
+    pool.by_name["d"] = GRANTED
+    pool.news()
+    await asyncio.wait_for(sibling.placed.wait(), 60)
+    await asyncio.gather(first.end(), sibling.end(), waiting[1].end())
+
+
 async def test_a_choice_that_needs_a_decode_worker_for_itself_does_not_take_one_where_others_run() -> None:
     pool = FakePool(prefill=("p", "q"), d=GRANTED)
     d = dispatcher(pool, isolation_wait_s=0.05)
