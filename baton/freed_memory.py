@@ -14,7 +14,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def keep(size: int) -> None:
-    """Keep up to `size` bytes that are freed at the end of the heap; blocks of any size come from the heap."""
+    """Take blocks below 1 GiB from the heap, and keep its free end while that is shorter than `size` bytes.
+
+    An older glibc takes only blocks below 32 MiB from the heap. A block that does not come from the heap goes back to
+    the kernel when it is freed. So does nearly all of the free end, when it reaches `size` bytes or 2 GiB.
+    """
     # Another C library has no such function, and habits of its own.
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -25,6 +29,6 @@ def keep(size: int) -> None:
 
 
 def prepare(size: int) -> None:
-    """Have `size` bytes, not more than `keep` keeps, in this process before they are needed."""
+    """Have `size` bytes, less than `keep` keeps, in this process before they are needed."""
     block = bytearray(size)
     block[::4096] = bytes(len(range(0, size, 4096)))
