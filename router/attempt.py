@@ -203,8 +203,7 @@ class Attempt:
             self._start_decode(placement, transfer_id, source)
             await self._follow(placement)
         finally:
-            if not self._ended.done():
-                self._ended.set_result(None)
+            self._end(None)
             placement.prefill.detach()
             prefilling.cancel()
             # In this order: the cancellation is sent first, and what it came too late for is abandoned.
