@@ -302,24 +302,6 @@ async def test_rates_of_both(store: Store) -> None:
     assert tiered(store).fetch_rates() == store.fetch_rates()
 
 
-def test_sightings_forget_the_oldest() -> None:
-    write_filter = WriteFilter(max_blocks=4)
-    assert list(write_filter.observe(DIGESTS[:2])) == [BlockState.ONCE] * 2
-    assert list(write_filter.observe(DIGESTS[1:3])) == [BlockState.AGAIN, BlockState.ONCE]
-    write_filter.mark_stored(DIGESTS[3:8])
-    assert list(write_filter.observe(DIGESTS[3:8])) == [BlockState.STORED] * 5
-    assert write_filter.state(DIGESTS[0]) is BlockState.NEVER
-    write_filter.mark_missed(DIGESTS[6:])
-    assert [write_filter.state(digest) for digest in DIGESTS[5:9]] == [
-        BlockState.STORED,
-        BlockState.AGAIN,
-        BlockState.AGAIN,
-        BlockState.NEVER,
-    ]
-    write_filter.clear()
-    assert list(write_filter.observe(DIGESTS[5:6])) == [BlockState.ONCE]
-
-
 steps = st.tuples(
     st.sampled_from(["request", "hits", "lookup", "lose", "lose host", "full"]), st.integers(0, 9), st.integers(1, 10)
 )
