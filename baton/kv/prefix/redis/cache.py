@@ -153,7 +153,8 @@ class RedisPrefixCache:
                     deque(starts, 0)  # later blocks are useless
 
         await lane(1)
-        await asyncio.gather(*(lane() for _ in range(LOOKUP_LANES)))
+        if len(digests) > LOOKUP_KEYS and not missed:
+            await asyncio.gather(*(lane() for _ in range(LOOKUP_LANES)))
         if missed:
             start, sizes = min(missed.items())
             found = start + sum(1 for _ in takewhile(lambda size: size == wanted, sizes))
