@@ -78,6 +78,10 @@ class _NoModel:
 
     memory: TorchMemory
 
+    def heartbeat(self) -> int:
+        """Nothing to count."""
+        return 0
+
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
         """Nothing is computed here."""
         raise EngineError("this engine has no model")

@@ -245,6 +245,12 @@ class Engine(Protocol):
     def host_kv(self) -> dict[str, int]:
         """Bytes of host memory that paused sequences use, by owner."""
 
+    def heartbeat(self) -> int:
+        """A number that changes while the engine computes, within a layer too, where the kernels count their work.
+
+        It stays the same while nothing is done: while there is no work, and while a kernel hangs.
+        """
+
     def watch_pages(self, returned: Callable[[], object] | None) -> None:
         """Call `returned` when pages have returned to the pool, from any thread, with no lock held.
 

@@ -208,6 +208,10 @@ class EngineCore:
         """See `Engine.host_kv`."""
         return self._kv.host_kv()
 
+    def heartbeat(self) -> int:
+        """See `Engine.heartbeat`."""
+        return self.executor.heartbeat()
+
     def watch_pages(self, returned: Callable[[], object] | None) -> None:
         """See `Engine.watch_pages`."""
         self._kv.pool.watch(returned)

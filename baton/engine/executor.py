@@ -57,6 +57,9 @@ class Runner(Protocol):
     def memory(self) -> KvMemory:
         """The pages."""
 
+    def heartbeat(self) -> int:
+        """See `Engine.heartbeat`."""
+
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> Any:
         """Take the plan's changes, then its tokens through all layers; what comes back is for `sample` alone.
 
@@ -73,6 +76,9 @@ class Executor(Protocol):
     @property
     def memory(self) -> KvMemory:
         """The pages of this process's rank."""
+
+    def heartbeat(self) -> int:
+        """See `Engine.heartbeat`."""
 
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
         """Begin the plan; what is returned waits for its result.
@@ -91,6 +97,10 @@ class InProcessExecutor:
     def memory(self) -> KvMemory:
         """See Executor."""
         return self.runner.memory
+
+    def heartbeat(self) -> int:
+        """See Executor."""
+        return self.runner.heartbeat()
 
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
         """See Executor."""

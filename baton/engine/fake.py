@@ -228,6 +228,10 @@ class FakeRunner:
         self._slots: dict[int, _FakeSlot] = {}
         self._step_time, self._chunk_time, self._delay = step_time, chunk_time, delay
 
+    def heartbeat(self) -> int:
+        """See Runner; nothing is counted within a layer."""
+        return 0
+
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> None:
         """See Runner."""
         self._update(plan)

@@ -29,6 +29,7 @@ from baton.engine.torch_memory import TorchMemory
 from baton.errors import EngineError, JoinFailed, NoToken
 from baton.model.attention import AttentionBatch, HostKv, KvCache, SegmentSource, select
 from baton.model.attention.flash_backend import FlashAttention
+from baton.model.attention.torch_backend import TorchAttention
 from baton.model.gumbel import lowest_noise
 from baton.model.load import LoadedModel
 from baton.model.sampler import SamplerBatch
@@ -90,6 +91,10 @@ class ModelRunner:
     def memory(self) -> KvMemory:
         """See Runner."""
         return self._memory
+
+    def heartbeat(self) -> int:
+        """See Runner."""
+        return TorchAttention.blocks if self._native is None else self._native.heartbeat()
 
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _HiddenStates | NativeStepOutput:
         """See Runner. Raises EngineError for a mixture that it does not take."""

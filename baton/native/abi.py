@@ -89,6 +89,7 @@ def declare(library: ctypes.CDLL) -> None:
         "linear": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
         "lowest_noise": (c_int, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
         "start": (c_int, (c_int64,)),
+        "units": (c_int64, ()),
         "pin": (None, (POINTER(c_int32), c_int64)),
     }
     for name, (result, arguments) in signatures.items():

@@ -123,6 +123,10 @@ class NativeDecoder:
         )
         return NativeStepOutput(best, found)
 
+    def heartbeat(self) -> int:
+        """See `Engine.heartbeat`: units of work that the threads of this process have taken."""
+        return int(self._library.baton_native_units())
+
     def lowest_noise(self, first: Tensor, keys: Tensor, width: int) -> Tensor:
         """See `baton.model.gumbel.lowest_noise`."""
         first, keys, lowest = first.contiguous(), keys.contiguous(), torch.empty_like(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -10,11 +11,16 @@ _CHECKS_PER_LIMIT = 4
 
 
 class Progress:
-    """When the engine thread last made progress; written by that thread, read by any."""
+    """When the engine last made progress; the engine thread records it after each layer and each step.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    In between, another number of `heartbeat` (`Engine.heartbeat`) than at the last look counts as progress.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, heartbeat: Callable[[], int] = lambda: 0) -> None:
         self._clock = clock
+        self._heartbeat = heartbeat
         self._recorded_at: float | None = None
+        self._seen, self._seen_at = 0, -math.inf
 
     def record(self) -> None:
         """Record that there is work, and that it has just made progress."""
@@ -25,15 +31,20 @@ class Progress:
         self._recorded_at = None
 
     def stalled_s(self) -> float:
-        """Seconds since the last progress; 0 without work."""
+        """Seconds since the last progress was recorded or seen; 0 without work. Call it from one thread."""
         recorded_at = self._recorded_at
-        return 0.0 if recorded_at is None else self._clock() - recorded_at
+        if recorded_at is None:
+            return 0.0
+        now, number = self._clock(), self._heartbeat()
+        if number != self._seen:
+            self._seen, self._seen_at = number, now
+        return now - max(recorded_at, self._seen_at)
 
 
 async def watch_progress(progress: Progress, limit_s: float, report: Callable[[bool], object]) -> None:
     """Call `report(False)` after `limit_s` seconds without progress, and `report(True)` when there is progress again.
 
-    Runs until cancelled; checks four times in each `limit_s`.
+    Runs until cancelled; checks four times in each `limit_s`, so a stall is reported after at most 1.5 times that.
     """
     healthy = True
     while True:

@@ -1,6 +1,7 @@
 """A prefill worker watched: its heartbeats, the limits of its states, its stall, its ledger and its audits."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import grpc
@@ -71,6 +72,33 @@ async def test_a_wedged_engine_is_told_to_watchers_and_so_is_its_recovery() -> N
         gate.open()
         await running
         await client.status(lambda status: not status.stalled)
+
+
+async def test_an_engine_that_counts_work_within_a_layer_is_wedged_only_when_the_count_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, looks = Gate(), itertools.count(1)
+    engine, stuck, looked = FakeEngine(chunk_time=1.0, delay=gate), asyncio.Event(), asyncio.Event()
+
+    def heartbeat() -> int:
+        if stuck.is_set():
+            return -1
+        number = next(looks)
+        if number == 3 * 4:
+            # Three times `stall_s`, in one layer.
+            looked.set()
+        return number
+
+    monkeypatch.setattr(engine, "heartbeat", heartbeat)
+    async with serving(engine, stall_s=0.2) as client:
+        running = asyncio.create_task(read(client.call()))
+        await gate.reached()
+        await asyncio.wait_for(looked.wait(), WAIT_S)
+        await client.status(lambda status: status.load.pages_used > 0 and not status.stalled)
+        stuck.set()
+        await client.status(lambda status: status.stalled)
+        gate.open()
+        await running
 
 
 async def test_an_idle_worker_audits_itself_and_ends_when_an_owner_was_forgotten(

@@ -26,6 +26,8 @@ class TorchAttention:
     """See the module's text and `baton.model.attention.backend`."""
 
     name = "torch"
+    blocks = 0
+    """Blocks of queries that this process has begun, in all instances: what shows that a long layer goes on."""
 
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         """See AttentionBackend."""
@@ -48,6 +50,7 @@ def _attend(kv: KvCache, layer: int, q: Tensor, table: Tensor, context: int, win
     """The last tokens of one sequence, `q` `[tokens, heads, head_dim]`, over their part of its `context` tokens."""
     found, end = [], context - len(q)
     for block in q.split(max(1, _MASK_ELEMENTS // context)):
+        TorchAttention.blocks += 1
         begin, end = end, end + len(block)
         first = 0 if window is None else max(0, begin - window + 1)
         k, v = (_read(kv.pages(part, layer), table, first, end).to(q.dtype) for part in (KEYS, VALUES))
@@ -78,6 +81,7 @@ def attend_segment(q: Tensor, k: Tensor, v: Tensor, distance: int, window: int |
     k, v = (x.to(dtype).transpose(0, 1).unsqueeze(1) for x in (k, v))
     size = max(1, _SCORES // (heads * keys))
     for begin in range(0, tokens, size):
+        TorchAttention.blocks += 1
         end = min(begin + size, tokens)
         # The query heads of a KV head beside each other: [kv_heads, group, queries, dim].
         rows = (q[begin:end].to(dtype) * dim**-0.5).view(end - begin, kv_heads, -1, dim).permute(1, 2, 0, 3)

@@ -100,4 +100,6 @@ int baton_native_start(int64_t threads) {
   return 0;
 }
 
+int64_t baton_native_units() { return Pool::shared().units(); }
+
 void baton_native_pin(const int32_t* cores, int64_t count) { Pool::shared().pin(cores, int(count)); }

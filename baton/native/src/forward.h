@@ -213,7 +213,7 @@ struct Forward {
     const int64_t together = heads_together(region.threads()), shares = m.kv_heads / together;
     for (int64_t each; (each = region.take()) < unit_count * shares;)
       for (int64_t head = 0; head < together; ++head)
-        attend_unit(units[each / shares], each % shares * together + head, layer, begin, memory);
+        attend_unit(region, units[each / shares], each % shares * together + head, layer, begin, memory);
     region.barrier();
     if (!split_count) return;
     for (int64_t each; (each = region.take()) < split_count * m.kv_heads;) {
@@ -237,7 +237,7 @@ struct Forward {
     return heads < 1 ? 1 : heads;
   }
 
-  void attend_unit(const Unit& unit, int64_t head, int64_t layer, int64_t begin, float* memory) const {
+  void attend_unit(Region& region, const Unit& unit, int64_t head, int64_t layer, int64_t begin, float* memory) const {
     const int64_t skipped = unit.token < begin ? begin - unit.token : 0;
     if (skipped >= unit.count) return;
     const int64_t token = unit.token + skipped, position = unit.position + skipped, count = unit.count - skipped;
@@ -264,6 +264,7 @@ struct Forward {
       Partial result = empty ? whole : partial_at(states + state_size, unit_rows);
       k.attend(query, space, result);
       if (!empty) k.merge(whole, result, int(rows), int(m.head_dim));
+      if (!empty) region.count_part();
       empty = false;
     }
     if (unit.partial < 0) return finish(whole, token, count, head);

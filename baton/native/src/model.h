@@ -94,5 +94,8 @@ BATON_API int baton_native_lowest_noise(const int32_t* first, const int32_t* key
 // Start the threads for calls of so many; 0, or an error that `baton_native_error` describes.
 BATON_API int baton_native_start(int64_t threads);
 
+// Units of work that the threads have taken so far, and parts of long ones; from any thread, while others compute.
+BATON_API int64_t baton_native_units();
+
 // Pin the calling thread to cores[0] and the others to the next ones.
 BATON_API void baton_native_pin(const int32_t* cores, int64_t count);

@@ -37,13 +37,13 @@ void Gate::open() {
 
 void Region::barrier() {
   if (threads_ == 1) {
-    next_.store(0, std::memory_order_relaxed);
+    units_.begin_phase();
     return;
   }
   const uint32_t seen = gate_.number();
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < threads_) return gate_.wait(seen);
   arrived_.store(0, std::memory_order_relaxed);
-  next_.store(0, std::memory_order_relaxed);
+  units_.begin_phase();
   gate_.open();
 }
 
@@ -84,7 +84,7 @@ void Pool::pin(const int32_t* cores, int count) {
 void Pool::run(int threads, Work work, void* context) {
   start(threads);
   std::lock_guard<std::mutex> lock(regions_);
-  Region region(threads);
+  Region region(threads, units_);
   if (threads > 1) {
     region_ = &region;
     work_ = work;

@@ -27,22 +27,34 @@ class Gate {
   std::condition_variable opened_;
 };
 
+// Units of work that were handed out; any thread may look while others compute.
+struct UnitCount {
+  alignas(64) std::atomic<int64_t> next{0};  // of the running phase
+  alignas(64) std::atomic<int64_t> before{0};
+
+  int64_t total() const { return before.load(std::memory_order_relaxed) + next.load(std::memory_order_relaxed); }
+  void begin_phase() { before.fetch_add(next.exchange(0, std::memory_order_relaxed), std::memory_order_relaxed); }
+};
+
 // What the threads of a region share: work is handed out by number, and `barrier` ends a phase.
 class Region {
  public:
-  explicit Region(int threads) : threads_(threads) {}
+  Region(int threads, UnitCount& units) : threads_(threads), units_(units) { units.begin_phase(); }
 
   int threads() const { return threads_; }
 
   // The next unit of this phase, from 0 on.
-  int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+  int64_t take() { return units_.next.fetch_add(1, std::memory_order_relaxed); }
+
+  // Count a part of a unit that takes long.
+  void count_part() { units_.before.fetch_add(1, std::memory_order_relaxed); }
 
   // Wait for all threads; then the units of the next phase begin at 0.
   void barrier();
 
  private:
   const int threads_;
-  alignas(64) std::atomic<int64_t> next_{0};
+  UnitCount& units_;
   alignas(64) std::atomic<int> arrived_{0};
   Gate gate_;
 };
@@ -59,6 +71,8 @@ class Pool {
   void pin(const int32_t* cores, int count);
   // Run `work` on so many threads, this one included; one region at a time.
   void run(int threads, Work work, void* context);
+  // Units and parts of units so far.
+  int64_t units() const { return units_.total(); }
   ~Pool();
 
  private:
@@ -73,6 +87,7 @@ class Pool {
   Work work_ = nullptr;
   void* context_ = nullptr;
   bool closing_ = false;
+  UnitCount units_;
 };
 
 }  // namespace baton

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +26,7 @@ from baton.native import library
 from baton.request import SamplingParams
 from tests.checkpoints import lively_prompt, load_reference, make_checkpoint
 from tests.contract.engines import MIXED, compute_between_layers, generate, ignore, prefill, start, state, step
+from tests.kernels import KERNELS
 from tests.unit.engine.cuda_standin import Cuda, cuda
 
 __all__ = ["cuda"]
@@ -224,6 +226,37 @@ def test_an_attention_backend_that_can_not_be_loaded_fails_the_build(
     monkeypatch.setattr(model_runner, "select", fail)
     with pytest.raises(ImportError, match="undefined symbol"):
         engine_of(checkpoint, kernels="torch")
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_work_within_a_layer_is_counted_while_it_is_done(checkpoint: Path, tmp_path: Path, kernels: str) -> None:
+    tokens, end = 100, 1 << 16
+    saved = tmp_path / "long"
+    shutil.copytree(checkpoint, saved)
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "max_position_embeddings": end}))
+    engine = engine_of(saved, kernels=kernels, kv_memory=80 << 20)
+    handle, ended, seen = engine.reserve("a/1", end), list[int](), set[int]()
+
+    def compute() -> None:
+        engine.prefill_chunk(handle, [1] * end, end - tokens, end, on_layer=lambda _: ended.append(engine.heartbeat()))
+
+    with ThreadPoolExecutor(1) as thread:
+        # A busy machine may look too seldom.
+        for _ in range(20):
+            ended.clear()
+            seen.clear()
+            call = thread.submit(compute)
+            while not call.done():
+                seen.add(engine.heartbeat())
+            call.result()
+            first, second, _ = ended
+            if any(first < number < second for number in seen):
+                break
+        else:
+            pytest.fail("the number changed only after a layer")
+    # With native kernels each unit of queries attends to 64 parts of the keys.
+    assert second - first >= (2 if kernels == "torch" else 3 * 2 * 63)
 
 
 @pytest.fixture

@@ -182,6 +182,21 @@ def test_progress_stalls_only_while_there_is_work() -> None:
     assert progress.stalled_s() == 0
 
 
+def test_a_heartbeat_within_a_layer_is_progress_and_its_end_is_a_stall() -> None:
+    now, number = 0.0, 7
+    progress = Progress(lambda: now, lambda: number)
+    progress.record()
+    for _ in range(3):
+        now, number = now + 9, number + 1
+        assert progress.stalled_s() == 0
+    now += 9
+    assert progress.stalled_s() == 9
+    now = 40.0
+    progress.record()
+    now = 42.0
+    assert progress.stalled_s() == 2
+
+
 async def test_a_stall_is_reported_once_and_so_is_its_end() -> None:
     now, reports = 0.0, asyncio.Queue[bool]()
     progress = Progress(lambda: now)
