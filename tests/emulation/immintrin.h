@@ -12,6 +12,8 @@
 #define SIMDE_ENABLE_NATIVE_ALIASES
 // Vectors of 64 bytes are passed in memory; nothing outside a unit takes one.
 #pragma GCC diagnostic ignored "-Wpsabi"
+#include <cmath>
+
 #include <simde/x86/avx512.h>  // SIMDe 0.7.4 or newer: apt-get install libsimde-dev
 
 #include "dot_products.h"
@@ -41,6 +43,16 @@ inline __m512i convert_ps_epi32(__m512 from) {
   return join(_mm256_cvtps_epi32(halves.low), _mm256_cvtps_epi32(halves.high));
 }
 
+// Of the rounding modes only the one to negative infinity.
+inline __m512 reduce_ps(__m512 from, int) {
+  const Halves halves = split(from);
+  const auto reduce = [](__m256 x) {
+    const __m256 infinite = _mm256_cmp_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), _mm256_set1_ps(INFINITY), _CMP_EQ_OQ);
+    return _mm256_andnot_ps(infinite, _mm256_sub_ps(x, _mm256_floor_ps(x)));
+  };
+  return join(reduce(halves.low), reduce(halves.high));
+}
+
 }  // namespace
 }  // namespace emulation
 
@@ -54,3 +66,4 @@ inline __m512i convert_ps_epi32(__m512 from) {
 #define _mm512_cvtepu16_epi32 emulation::convert_epu16_epi32
 #define _mm512_cvtepi32_epi16 emulation::convert_epi32_epi16
 #define _mm512_cvtps_epi32 emulation::convert_ps_epi32
+#define _mm512_reduce_ps emulation::reduce_ps

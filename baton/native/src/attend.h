@@ -203,11 +203,11 @@ inline void attend_to(const Attention& a, const AttentionRoom& room, Partial res
   }
 }
 
-// `Halves`: the arithmetic over pages of bfloat16.
-template <class Halves>
+// kHalves: over pages of bfloat16.
+template <decltype(Kernels::attend) kHalves>
 void attend(const Attention& query, const AttentionRoom& room, Partial result) {
   if (query.type == kFloat32) attend_to<Exact<float>>(query, room, result);
-  else attend_to<Halves>(query, room, result);
+  else kHalves(query, room, result);
 }
 
 void merge(Partial into, Partial from, int rows, int head_dim) {
@@ -240,10 +240,11 @@ void finish(Partial result, int tokens, int group, int head_dim, void* out, int6
   }
 }
 
-template <class Panel, class Row, class Halves = Exact<Bf16>>
+template <class Panel, class Row, decltype(Kernels::attend) kHalves = attend_to<Exact<Bf16>>>
 Kernels table_of(decltype(Kernels::product) multiply_rows) {
   Kernels table{};
   table.row_block = 128;
+  table.query_rows = 96;
   table.rows = sizeof(Row) == 4 ? kFloat32 : kBfloat16;
   table.product = multiply_rows;
   table.norm = norm<Row>;
@@ -254,7 +255,7 @@ Kernels table_of(decltype(Kernels::product) multiply_rows) {
   table.best = best;
   table.embed = embed<typename Panel::T>;
   table.append = append;
-  table.attend = attend<Halves>;
+  table.attend = attend<kHalves>;
   table.merge = merge;
   table.lowest_noise = lowest_noise;
   table.finish = finish<Row>;

@@ -9,14 +9,6 @@
 namespace baton {
 namespace {
 
-// The next 32 elements from `at` on, zeros after the end of the row.
-inline __m512i load_pairs(const Bf16* from, int at, int size) {
-  if (at + 32 <= size) return _mm512_loadu_si512(from + at);
-  Bf16 lanes[32] = {};
-  for (int i = at; i < size; ++i) lanes[i - at] = from[i];
-  return _mm512_loadu_si512(lanes);
-}
-
 struct Pairs {
   using T = Bf16;
   using X = Bf16;

@@ -6,6 +6,14 @@
 namespace baton {
 namespace {
 
+// The next 32 elements from `at` on, zeros after the end of the row.
+inline __m512i load_pairs(const Bf16* from, int at, int size) {
+  if (at + 32 <= size) return _mm512_loadu_si512(from + at);
+  Bf16 lanes[32] = {};
+  for (int i = at; i < size; ++i) lanes[i - at] = from[i];
+  return _mm512_loadu_si512(lanes);
+}
+
 template <class From, int M>
 inline void dot_tile(const Bf16* x, int64_t stride, const Bf16* w, int64_t inputs, float* out, int64_t out_stride,
                      bool add, From from) {

@@ -19,7 +19,6 @@ namespace {
 
 constexpr int64_t kPart = 1024;      // keys of a part; parts are merged in order, by one thread or by many
 constexpr int64_t kSlotBytes = 256;  // of a slot's heads that one thread reads together
-constexpr int kQueryRows = 96;       // most rows (tokens times query group) of a unit, or a token's
 constexpr int64_t kRowGroup = 512;   // rows whose activations stay in the caches while all panels pass
 constexpr int64_t kSlice = 1024;     // inputs of an MLP's last product at a time, for the same reason
 
@@ -46,13 +45,12 @@ struct Forward {
 
   int64_t group = m.heads / m.kv_heads, query_width = m.heads * m.head_dim;
   int64_t qkv_width = (m.heads + 2 * m.kv_heads) * m.head_dim, head_width = padded(m.head_dim, kPanel);
-  int64_t dim = padded(m.head_dim, kDimUnit);
   int64_t element = k.rows == kFloat32 ? 4 : 2;
   int64_t hidden_stride = padded(m.hidden, kInputs), query_stride = padded(query_width, kInputs);
   int64_t inner_stride = padded(m.inner, kInputs);
-  int64_t unit_rows = padded(group > kQueryRows ? group : kQueryRows, kRowTile);
+  int64_t unit_rows = padded(group > k.query_rows ? group : k.query_rows, kRowTile);
   int64_t state_size = unit_rows * (head_width + 2);  // floats of a Partial
-  int64_t split_size = padded(group, kRowTile) * (head_width + 2);
+  int64_t split_rows = padded(group, kRowTile), split_size = split_rows * (head_width + 2);
 
   bool angles_ready = false;
   char *normed, *attended, *inner;
@@ -62,7 +60,7 @@ struct Forward {
   int64_t unit_count = 0, split_count = 0;
   Best* bests;
   float* scratch;
-  int64_t scratch_size = 2 * kRowBlock * kPanel + unit_rows * (dim + kKeys) + kKeys * (dim + head_width) +
+  int64_t scratch_size = 2 * kRowBlock * kPanel + (unit_rows + 2 * kKeys) * head_width + unit_rows * kKeys +
                          2 * state_size;
 
   void reserve() {
@@ -90,7 +88,7 @@ struct Forward {
 
   // Units of attention, the same for all layers.
   void plan() {
-    const int64_t together = group >= kQueryRows ? 1 : kQueryRows / group;
+    const int64_t together = group >= k.query_rows ? 1 : k.query_rows / group;
     int64_t most = 0, partial_count = 0;
     for (int64_t s = 0; s < batch->sequences; ++s) {
       const int64_t query = batch->query_lens[s], parts = (batch->context_lens[s] + kPart - 1) / kPart;
@@ -120,6 +118,9 @@ struct Forward {
 
   Partial partial_at(float* memory, int64_t rows) const {
     return {memory, memory + rows, memory + 2 * rows};
+  }
+  Partial split_at(int64_t partial, int64_t head) const {
+    return partial_at(partials + (partial * m.kv_heads + head) * split_size, split_rows);
   }
 
   // f(panel, first row, rows, next panel) for all panels and all rows from `begin` on; then a barrier. The next panel is
@@ -219,10 +220,9 @@ struct Forward {
     for (int64_t each; (each = region.take()) < split_count * m.kv_heads;) {
       const Split& split = splits[each / m.kv_heads];
       const int64_t head = each % m.kv_heads;
-      Partial whole = partial_at(partials + (split.partial * m.kv_heads + head) * split_size, group);
+      Partial whole = split_at(split.partial, head);
       for (int64_t part = 1; part < split.parts; ++part)
-        k.merge(whole, partial_at(partials + ((split.partial + part) * m.kv_heads + head) * split_size, group),
-                int(group), int(m.head_dim));
+        k.merge(whole, split_at(split.partial + part, head), int(group), int(m.head_dim));
       finish(whole, split.token, 1, head);
     }
     region.barrier();
@@ -244,13 +244,11 @@ struct Forward {
     const int64_t window = m.layer[layer].window ? m.layer[layer].window : INT_MAX;
     const int64_t first = position - window + 1 > 0 ? position - window + 1 : 0, rows = count * group;
     const int64_t head_bytes = head * m.head_dim * (kv->type == kFloat32 ? 4 : 2);
-    AttentionRoom space{memory, memory + unit_rows * dim, nullptr, nullptr};
-    space.values = space.keys + kKeys * dim;
+    AttentionRoom space{memory, memory + unit_rows * head_width, nullptr, nullptr};
+    space.values = space.keys + kKeys * head_width;
     space.scores = space.values + kKeys * head_width;
     float* states = space.scores + unit_rows * kKeys;
-    Partial whole = unit.partial < 0
-                        ? partial_at(states, unit_rows)
-                        : partial_at(partials + (unit.partial * m.kv_heads + head) * split_size, group);
+    Partial whole = unit.partial < 0 ? partial_at(states, unit_rows) : split_at(unit.partial, head);
     bool empty = true;
     for (int64_t part = unit.first_part; part < unit.last_part; ++part) {
       const int64_t low = part * kPart > first ? part * kPart : first, end = position + count;

@@ -1,6 +1,6 @@
 #include "vec_avx512.h"
 
-#include "attend_bf16.h"
+#include "attend_amx.h"
 
 namespace baton {
 namespace {
@@ -115,23 +115,13 @@ void tile_product(const void* rows, int64_t stride, int count, const void* panel
   tile_rows(x, stride, count, w, inputs, out, kPanel, false, from);
 }
 
-// Attention by tiles, for any number of rows: so the result of a row does not depend on the rows beside it.
-struct Tiles : Pairs {
-  static constexpr int kCache = 2;
-
-  static void multiply(const Bf16* x, int64_t stride, int rows, const Bf16* w, int64_t inputs, float* out,
-                       int64_t out_stride, bool add) {
-    FromCaches from;
-    tile_rows(x, stride, rows, w, inputs, out, out_stride, add, from);
-  }
-};
-
 }  // namespace
 
 const Kernels& amx_bfloat16() {
   static const Kernels table = [] {
-    Kernels made = table_of<Bf16Panel, Bf16, Tiles>(tile_product);
+    Kernels made = table_of<Bf16Panel, Bf16, attend_tiles>(tile_product);
     made.row_block = 256;
+    made.query_rows = 192;
     made.begin_thread = begin_thread;
     made.end_thread = end_thread;
     return made;

@@ -5,7 +5,7 @@
 namespace baton {
 
 const Kernels& avx512_bf16_bfloat16() {
-  static const Kernels table = table_of<Bf16Panel, Bf16, Pairs>(dot_product<FromMemory<>>);
+  static const Kernels table = table_of<Bf16Panel, Bf16, attend_to<Pairs>>(dot_product<FromMemory<>>);
   return table;
 }
 

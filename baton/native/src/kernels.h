@@ -73,7 +73,8 @@ struct Best {
 
 struct Kernels {
   Type rows;  // element type of the rows that `product` reads and that `norm`, `silu`, `finish` write
-  int row_block;  // how many rows of many make calls of `product` quickest
+  int row_block;   // how many rows of many make calls of `product` quickest
+  int query_rows;  // of one call of `attend`, unless a token has more: tokens times query group
   void (*begin_thread)();  // around the work of a thread in a parallel region; may be null
   void (*end_thread)();
   // out[r][0..32) = rows[r] * panel. `out` has room for whole row tiles, `rows` too. `next`: the panel that this thread

@@ -147,6 +147,50 @@ def test_attention_of_a_token_does_not_depend_on_the_others(
         assert torch.equal(alone.attend(kv, 0, q[token : token + 1], batch, window)[0], chunk[token])
 
 
+@pytest.mark.parametrize("query", [1, 150])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_those_of_softmax(library: ctypes.CDLL, dtype: torch.dtype, query: int) -> None:
+    """Attended values are the weights themselves: their logarithms follow the scores, and they sum to 1."""
+    torch.manual_seed(0)
+    size, scored, length = 32, 31, 200
+    k, q = torch.randn(length, 1, size).to(dtype).float(), torch.randn(query, 7, size)
+    v = torch.zeros(length, 1, size)
+    v[:scored, 0, :scored] = torch.eye(scored)
+    v[..., scored] = 1
+    kv = cache_of(length, 1, size, dtype)
+    batch = AttentionBatch.build([length], [length], torch.arange(kv.num_pages).int()[None], kv.page_size)
+    backend = NativeAttention(library, weights=dtype)
+    backend.append(kv, 0, k, v, batch)
+    backend._new[0] = k[-query:], v[-query:]
+    out = backend.attend(kv, 0, q, batch.last(query), None).double()
+    assert torch.allclose(out[..., scored], torch.ones(()).double(), atol=1e-6)
+    scores = torch.einsum("qhd,kd->qhk", q.double(), k[:scored, 0].double()) / size**0.5
+    found = out[..., :scored].log()
+    scores, found = scores - scores.mean(-1, keepdim=True), found - found.mean(-1, keepdim=True)
+    slope = (scores * found).sum() / scores.square().sum()
+    assert slope.item() == pytest.approx(1, abs=1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("query", [1, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_starts_from_nothing(library: ctypes.CDLL, dtype: torch.dtype, query: int) -> None:
+    """The second sequence has neither the NaN of the first one nor scores above -400, all alike."""
+    torch.manual_seed(0)
+    size, length = 32, 80
+    k, v = torch.full((2 * length, 1, size), 9.0), torch.randn(2 * length, 1, size)
+    v[:length] = float("nan")
+    kv = cache_of(2 * length, 1, size, dtype)
+    tables = torch.arange(kv.num_pages).int().view(2, -1)
+    backend = NativeAttention(library, weights=dtype)
+    backend.append(kv, 0, k, v, AttentionBatch.build([length] * 2, [length] * 2, tables, kv.page_size))
+    backend._new[0] = tuple(each.view(2, length, 1, size)[:, -query:].flatten(0, 1) for each in (k, v))
+    q = torch.full((2 * query, 1, size), -9.0)
+    out = backend.attend(kv, 0, q, AttentionBatch.build([query] * 2, [length] * 2, tables, kv.page_size), None)
+    assert out[:query].isnan().all()
+    seen = [v[length : 2 * length - query + 1 + token].mean(0) for token in range(query)]
+    assert torch.allclose(out[query:], torch.stack(seen), atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
 @pytest.mark.parametrize("query", [1, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_keys_before_the_window_are_not_read(library: ctypes.CDLL, dtype: torch.dtype, query: int) -> None:
