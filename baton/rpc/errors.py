@@ -6,6 +6,9 @@ On a server, `ErrorInterceptor` wraps every handler:
                           │ undecodable              ├ CancelledError   passes through
                           └── INVALID_ARGUMENT       └ anything else    logged with traceback, INTERNAL
 
+gRPC makes the bytes of a request. The deserializer parses them, and the handler reads the message: milliseconds each
+for a prompt of a million tokens. So for a large request each of the three has a turn of the event loop to itself.
+
 A streaming handler is closed before its call ends, so that its `finally` runs as soon as the client is gone, and not
 when the garbage collector runs. On a client, `from_rpc_error` turns a failed call into the same exception that the
 server raised.
@@ -23,12 +26,18 @@ from typing import Any, NoReturn
 import grpc
 
 from baton import errors
-from baton.rpc.strict import Undecodable, strict
+from baton.rpc.strict import Deserializer, Undecodable, strict
 
 RETRY_AFTER = "retry-after"
 """Trailing metadata of a refusal: seconds after which a retry makes sense, as a decimal number."""
 
 _DETAILS_BYTES = 2000
+
+_LARGE_BYTES = 64 << 10
+"""Size of requests from which on they are received, parsed and read in turns of their own."""
+
+_PAUSE_S = 0.0001
+"""Between these turns. After `sleep(0)` the next one would come before timers and messages that are due by then."""
 
 _ABORT_S = 1.0
 """Longest wait of a handler until its status was sent."""
@@ -132,9 +141,10 @@ def _wrap(handler: Any, method: str, running: set[asyncio.Task[Any]], admit: Cal
     if not (inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)):
         # Without the wrapper, it would also serve callers that `admit` refuses.
         raise TypeError(f"the handler of {method} is not async")
+    decode = strict(handler.request_deserializer, method)
     return make(
-        _guard(behaviour, method, running, admit, stream_in=handler.request_streaming),
-        request_deserializer=strict(handler.request_deserializer, method),
+        _guard(behaviour, method, running, admit, decode, stream_in=handler.request_streaming),
+        request_deserializer=decode if handler.request_streaming else None,
         response_serializer=handler.response_serializer,
     )
 
@@ -155,6 +165,7 @@ def _guard(
     method: str,
     running: set[asyncio.Task[Any]],
     admit: Callable[[Any], None] | None,
+    decode: Deserializer | None,
     *,
     stream_in: bool,
 ) -> Callable[[Any, Any], Awaitable[Any]]:
@@ -165,10 +176,7 @@ def _guard(
         try:
             if admit is not None:
                 admit(context)
-            if isinstance(request, Undecodable):
-                raise request.error
-            if stream_in:
-                request = _Decoded(request)
+            request = _Decoded(request) if stream_in else await _decode(request, decode)
             if not inspect.isasyncgenfunction(behaviour):
                 return await behaviour(request, context)
             async with aclosing(behaviour(request, context)) as responses:
@@ -183,6 +191,19 @@ def _guard(
             await _abort(context, error, method)
 
     return call
+
+
+async def _decode(data: bytes, decode: Deserializer | None) -> Any:
+    """The request in `data`; raises InvalidRequest."""
+    large = len(data) >= _LARGE_BYTES
+    if large:
+        await asyncio.sleep(_PAUSE_S)
+    request = decode(data) if decode else data
+    if isinstance(request, Undecodable):
+        raise request.error
+    if large:
+        await asyncio.sleep(_PAUSE_S)
+    return request
 
 
 class _Decoded:

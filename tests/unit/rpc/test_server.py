@@ -9,6 +9,7 @@ import socket
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ from baton import errors
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
 from baton.rpc.channel import control_channel, kv_channel
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.errors import ErrorInterceptor, from_rpc_error
 from baton.rpc.server import Listener, listen
 from baton.sockets import bind
 
@@ -60,6 +61,21 @@ class Service(inference_pb2_grpc.InferenceServicer):
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
 
 
+class Turns:
+    """Counts the turns of the event loop from `start` on, and notes in which one something happens."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.noted: list[int] = []
+
+    def start(self) -> None:
+        self.now += 1
+        asyncio.get_running_loop().call_soon(self.start)
+
+    def note(self, *_: object) -> None:
+        self.noted.append(self.now)
+
+
 def serving(service: Service, address: str = "127.0.0.1:0", **keywords: Any) -> AbstractAsyncContextManager[Listener]:
     return listen(address, insecure=False, add=service.add, services=[INFERENCE], **keywords)
 
@@ -69,6 +85,28 @@ async def failure(service: Service, *, stream: bool) -> grpc.aio.AioRpcError:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (stream_to_end if stream else unary)(inference_pb2_grpc.InferenceStub(channel))
     return caught.value
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+async def test_a_large_request_is_received_parsed_and_read_in_turns_of_their_own(size: int) -> None:
+    turns = Turns()
+
+    def parse(data: bytes) -> bytes:
+        turns.note()
+        return data
+
+    async def handle(request: bytes, context: Any) -> bytes:
+        turns.note()
+        return b""
+
+    async def find(details: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(handle, request_deserializer=parse)
+
+    wrapped = await ErrorInterceptor(turns.note).intercept_service(find, SimpleNamespace(method="/a.Service/Method"))
+    turns.start()
+    assert await wrapped.unary_unary(b"x" * size, None) == b""
+    admitted, parsed, read = turns.noted
+    assert (admitted < parsed < read) if size > 1 else (admitted == parsed == read)
 
 
 async def unary(stub: Any) -> None:
