@@ -30,6 +30,7 @@ from router.pipeline import Pipeline
 from router.serving.front_door import FrontDoor, StallGuard
 from router.serving.servicer import SERVICE, ApiKeyGuard, InferenceServicer
 from router.serving.tenants import Tenants, Threads
+from router.serving.tokenizer_processes import TokenizerProcesses
 from router.serving.validator import RequestValidator, ServedModel, largest_message
 from router.workers.pool import Pool
 
@@ -125,7 +126,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
         ops = await stack.enter_async_context(serve_ops(config.ops, ready=lambda: health.serving))
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stack.callback(failed.cancel)
-        stack.push_async_callback(_stop, pipeline, door)
+        stack.push_async_callback(_stop, pipeline, door, model.processes)
         yield RouterApp(listener.address, ops.address, pool, door, health, config.drain_s, failed)
 
 
@@ -141,9 +142,11 @@ def _length_limit(config: RouterConfig, pool: Pool, longest: int) -> Callable[[]
     return max_model_len
 
 
-async def _stop(pipeline: Pipeline, door: FrontDoor) -> None:
+async def _stop(pipeline: Pipeline, door: FrontDoor, processes: TokenizerProcesses | None) -> None:
     """End what a drain has left running, tell its clients why, and wait until nothing is left of it."""
     pipeline.stop()
+    if processes is not None:
+        processes.close()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LAST_WORDS_S):
             await door.drain()
@@ -180,5 +183,6 @@ def _load(config: RouterConfig) -> tuple[ServedModel, int, str]:
     numbers = ModelConfig.from_pretrained(directory)
     digest = tokenizer_digest(directory)
     tokenizer = Tokenizer.load(directory) if digest else None
-    model = ServedModel(config.model_name, numbers.vocab_size, numbers.eos_token_ids, tokenizer)
+    processes = TokenizerProcesses(directory) if digest else None
+    model = ServedModel(config.model_name, numbers.vocab_size, numbers.eos_token_ids, tokenizer, processes)
     return model, numbers.max_position_embeddings, digest

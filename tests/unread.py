@@ -21,7 +21,7 @@ class Unread:
 
 
 class WithUnread:
-    """A message whose field at a dotted path is `Unread`."""
+    """A message whose field at a dotted path is `Unread`, and that must not be serialized to learn its size."""
 
     def __init__(self, message: Any, path: str) -> None:
         self._message, self._path = message, path
@@ -32,3 +32,6 @@ class WithUnread:
         if name != head:
             return value
         return WithUnread(value, rest) if rest else Unread()
+
+    def ByteSize(self) -> NoReturn:
+        raise AssertionError("all elements were read to learn their size")

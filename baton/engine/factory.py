@@ -7,7 +7,8 @@ import time
 
 import torch
 
-from baton.engine import host_memory, huge_pages, process
+from baton import freed_memory
+from baton.engine import host_memory, huge_pages
 from baton.engine.config import EngineConfig, default_page_size
 from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
@@ -56,7 +57,8 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     _check_room("kv_memory", config.kv_memory, home)
     began = time.monotonic()
     model = load_model(path, dtype=dtype, device=device, native=kernels.library, packed_weights=config.packed_weights)
-    process.trim()
+    # What loading took beside the weights is not needed again.
+    freed_memory.trim()
     if device.type == "cpu":
         # Before there is a pool, which gets its huge pages in the background.
         huge_pages.collapse()

@@ -46,12 +46,6 @@ def prepare(cpus: str = "", threads: int = 0) -> None:
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
-def trim() -> None:
-    """Give back what was freed, once all is loaded: what loading took beside the weights is not needed again."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def _check_threads(threads: int) -> None:
     """Refuse threads that would share cores, which then wait for each other in turn, or run out of time together."""
     there, usable = cores.affinity(), cores.usable()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat, KvPart, Shard
@@ -39,6 +40,8 @@ from baton.transfer.remote import MAX_SHARDS, MAX_TICKET_BYTES, PrefixSource, Re
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer, RepeatedScalarFieldContainer
+
+A = TypeVar("A", list[int], "array[int]")
 
 _FINISH_TO_PROTO = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -122,8 +125,16 @@ def token_ids_from_proto(name: str, ids: Sequence[int], vocab_size: int) -> list
 
     On a thread it lets other threads run between pieces.
     """
-    found: list[int] = []
-    for piece in _pieces(ids):
+    return _extend([], name, ids, vocab_size)
+
+
+def token_array_from_proto(name: str, ids: Sequence[int], vocab_size: int) -> array[int]:
+    """`token_ids_from_proto` as an array of uint32, which takes a tenth of the memory and is freed at once."""
+    return _extend(array("I"), name, ids, vocab_size)
+
+
+def _extend(found: A, name: str, ids: Sequence[int], vocab_size: int) -> A:
+    for piece in pieces(ids):
         check_token_ids(name, piece, vocab_size, len(found))
         found.extend(piece)
     return found
@@ -131,11 +142,12 @@ def token_ids_from_proto(name: str, ids: Sequence[int], vocab_size: int) -> list
 
 def add_token_ids(field: RepeatedScalarFieldContainer[int], ids: Sequence[int]) -> None:
     """Append to a repeated field. On a thread it lets other threads run between pieces."""
-    for piece in _pieces(ids):
+    for piece in pieces(ids):
         field.extend(piece)
 
 
-def _pieces(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+def pieces(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The ids in slices, each of which is converted in half a millisecond at most."""
     return (ids[start : start + _PIECE] for start in range(0, len(ids), _PIECE))
 
 
@@ -234,8 +246,8 @@ def handoff_from_proto(message: kv_pb2.Handoff) -> Handoff:
     return Handoff(
         request_id=message.request_id,
         attempt=message.attempt,
-        prompt_ids=tuple(chain.from_iterable(_pieces(message.prompt_token_ids))),
-        output_ids=tuple(chain.from_iterable(_pieces(message.output_token_ids))),
+        prompt_ids=tuple(chain.from_iterable(pieces(message.prompt_token_ids))),
+        output_ids=tuple(chain.from_iterable(pieces(message.output_token_ids))),
         params=sampling_from_proto(message.sampling),
         first_tokens=tuple(first_token_from_proto(first) for first in message.first_tokens),
     )

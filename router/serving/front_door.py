@@ -222,7 +222,7 @@ class FrontDoor:
     @contextlib.asynccontextmanager
     async def tokenize(
         self, prompt: TextPrompt | ChatPrompt | None, caller: Caller, *, model: str = "", size: int = 0
-    ) -> AsyncIterator[ClientStream[list[int]]]:
+    ) -> AsyncIterator[ClientStream[Sequence[int]]]:
         """One item: the token ids of a text or a chat, which takes `size` bytes."""
         with self._admit(caller):
             self._validator.check_model(model)

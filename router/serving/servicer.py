@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
@@ -25,6 +27,7 @@ from baton.rpc.convert import (
     add_token,
     cache_policy_from_proto,
     finish_to_proto,
+    pieces,
     progress_to_proto,
     sampling_from_proto,
     timings_to_proto,
@@ -36,8 +39,23 @@ from router.serving.front_door import FrontDoor
 from router.serving.tenants import HEADER, Tenants
 from router.serving.validator import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt
 
+M = TypeVar("M", bound=Message)
+
 SERVICE = "baton.v1.Inference"
 OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class Sized(Generic[M]):
+    """A message, and the bytes it came in. Their number is noted because `ByteSize` serializes all of the message."""
+
+    message: M
+    size: int
+
+
+def sized(kind: type[M]) -> Callable[[bytes], Sized[M]]:
+    """The deserializer of messages of a kind."""
+    return lambda data: Sized(kind.FromString(data), len(data))
 
 
 class InferenceServicer:
@@ -51,17 +69,17 @@ class InferenceServicer:
         handlers = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.Generate,
-                request_deserializer=inference_pb2.GenerateRequest.FromString,
+                request_deserializer=sized(inference_pb2.GenerateRequest),
                 response_serializer=inference_pb2.GenerateResponse.SerializeToString,
             ),
             "Tokenize": grpc.unary_stream_rpc_method_handler(
                 self.Tokenize,
-                request_deserializer=inference_pb2.TokenizeRequest.FromString,
+                request_deserializer=sized(inference_pb2.TokenizeRequest),
                 response_serializer=inference_pb2.TokenizeResponse.SerializeToString,
             ),
             "Detokenize": grpc.unary_stream_rpc_method_handler(
                 self.Detokenize,
-                request_deserializer=inference_pb2.DetokenizeRequest.FromString,
+                request_deserializer=sized(inference_pb2.DetokenizeRequest),
                 response_serializer=inference_pb2.DetokenizeResponse.SerializeToString,
             ),
             "GetModel": grpc.unary_unary_rpc_method_handler(
@@ -72,11 +90,14 @@ class InferenceServicer:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
-    async def Generate(self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Generate(self, sent: Sized[inference_pb2.GenerateRequest], context: grpc.aio.ServicerContext) -> None:
         """Stream the completion of one prompt."""
         remaining, caller = context.time_remaining(), self._door.authenticate(_metadata(context))
         deadline = None if remaining is None else asyncio.get_running_loop().time() + remaining
-        async with self._door.generate(generate_request(message), caller, deadline) as (request_id, updates):
+        async with self._door.generate(generate_request(sent.message, sent.size), caller, deadline) as (
+            request_id,
+            updates,
+        ):
             begun = False
             async for update in updates:
                 if not begun:
@@ -84,20 +105,25 @@ class InferenceServicer:
                     begun = True
                 await write(context, _response(request_id, update))
 
-    async def Tokenize(self, message: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Tokenize(self, sent: Sized[inference_pb2.TokenizeRequest], context: grpc.aio.ServicerContext) -> None:
         """Turn a text or a chat into token ids."""
-        caller, prompt = self._door.authenticate(_metadata(context)), tokenize_prompt(message)
-        async with self._door.tokenize(prompt, caller, model=message.model, size=message.ByteSize()) as answers:
+        caller, prompt = self._door.authenticate(_metadata(context)), tokenize_prompt(sent.message)
+        async with self._door.tokenize(prompt, caller, model=sent.message.model, size=sent.size) as answers:
             async for token_ids in answers:
                 await begin(context)
-                await write(context, inference_pb2.TokenizeResponse(token_ids=token_ids))
+                response = inference_pb2.TokenizeResponse()
+                for piece in pieces(token_ids):
+                    response.token_ids.extend(piece)
+                    # All of a million would hold the event loop for 30 ms.
+                    await asyncio.sleep(0)
+                await write(context, response)
 
-    async def Detokenize(self, message: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Detokenize(self, sent: Sized[inference_pb2.DetokenizeRequest], context: grpc.aio.ServicerContext) -> None:
         """Turn token ids into text."""
-        caller = self._door.authenticate(_metadata(context))
+        caller, message = self._door.authenticate(_metadata(context)), sent.message
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         async with self._door.detokenize(
-            message.token_ids, caller, skip_special_tokens=skip, model=message.model, size=message.ByteSize()
+            message.token_ids, caller, skip_special_tokens=skip, model=message.model, size=sent.size
         ) as answers:
             async for text in answers:
                 await begin(context)
@@ -147,13 +173,13 @@ def _refusal(error: BatonError) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def generate_request(message: inference_pb2.GenerateRequest) -> GenerateRequest:
-    """What the message asks for; none of its repeated fields is read."""
+def generate_request(message: inference_pb2.GenerateRequest, size: int = 0) -> GenerateRequest:
+    """What the message of `size` bytes asks for; neither a text nor a repeated field is read."""
     sampling = message.sampling
     prompt: Prompt | None = None
     match message.WhichOneof("prompt"):
         case "text":
-            prompt = TextPrompt(message.text)
+            prompt = TextPrompt(lambda: message.text)
         case "chat":
             prompt = _chat(message.chat)
         case "token_ids":
@@ -170,7 +196,7 @@ def generate_request(message: inference_pb2.GenerateRequest) -> GenerateRequest:
         cache=cache_policy_from_proto(message.cache),
         cache_salt=message.cache_salt,
         report_progress=message.report_progress,
-        size=message.ByteSize(),
+        size=size,
     )
 
 
@@ -179,7 +205,7 @@ def tokenize_prompt(message: inference_pb2.TokenizeRequest) -> TextPrompt | Chat
     match message.WhichOneof("input"):
         case "text":
             special = message.add_special_tokens if message.HasField("add_special_tokens") else True
-            return TextPrompt(message.text, add_special_tokens=special)
+            return TextPrompt(lambda: message.text, add_special_tokens=special)
         case "chat":
             return _chat(message.chat)
     return None

@@ -2,12 +2,14 @@
 
 Checks go from cheap to costly, and every refusal names the field and the value seen. The number of elements of a
 field is checked before any of them is read. Small requests are converted and tokenized at once; larger ones on a
-thread, when it is their tenant's turn. Nothing here knows how the request came: front ends make a `GenerateRequest`.
+thread, when it is their tenant's turn. Long texts are tokenized in processes of their own (`tokenizer_processes.py`).
+Nothing here knows how the request came: front ends make a `GenerateRequest`.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +18,12 @@ from typing import Protocol, TypeVar
 from baton.errors import InvalidRequest, NotFound, preview
 from baton.request import MAX_CACHE_SALT_BYTES, CachePolicy, SamplingParams, check_count
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
-from baton.rpc.convert import token_ids_from_proto
+from baton.rpc.convert import token_array_from_proto, token_ids_from_proto
 from baton.tokenizer import Tokenizer
 from router.output.stops import StopStrings
 from router.request import NoText, Request
 from router.serving.tenants import Threads
+from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
 
 MAX_ROLE_LENGTH = 64
 
@@ -30,6 +33,9 @@ MAX_CHAT_MESSAGES = 4096
 _INLINE_BYTES = 4096
 _INLINE_TOKENS = 4096
 _INLINE_MESSAGES = 64
+
+_TURN_S = 0.0001
+"""Enough for a thread that waits for the interpreter's lock to get it."""
 
 T = TypeVar("T")
 
@@ -46,19 +52,23 @@ _TOKEN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the router knows of the served model; `tokenizer` is None when the checkpoint has none."""
+    """What the router knows of the served model; `tokenizer` is None when the checkpoint has none.
+
+    `processes` tokenize long texts; without them threads do.
+    """
 
     name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
+    processes: TokenizerProcesses | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A prompt as text."""
+    """A prompt as text, which nobody has read yet: of a long one that takes milliseconds."""
 
-    text: str
+    read: Callable[[], str]
     add_special_tokens: bool = True
 
 
@@ -135,7 +145,7 @@ class RequestValidator:
     async def validate(
         self, request: GenerateRequest, *, arrived: float, deadline: float | None, tenant: str = ""
     ) -> Request:
-        """The request, with seed and max_tokens set. Raises InvalidRequest or NotFound."""
+        """The request, with seed and max_tokens set. Raises InvalidRequest or NotFound, and what `tokenize` raises."""
         self.check_model(request.model)
         if (size := len(request.cache_salt.encode())) > MAX_CACHE_SALT_BYTES:
             raise InvalidRequest("cache_salt", f"may have at most {MAX_CACHE_SALT_BYTES} bytes", size)
@@ -176,8 +186,13 @@ class RequestValidator:
             ),
         )
 
-    async def tokenize(self, prompt: TextPrompt | ChatPrompt | None, tenant: str = "", *, size: int = 0) -> list[int]:
-        """Token ids of a text or a chat; `size` is what it takes in memory. Raises InvalidRequest or Overloaded."""
+    async def tokenize(
+        self, prompt: TextPrompt | ChatPrompt | None, tenant: str = "", *, size: int = 0
+    ) -> Sequence[int]:
+        """Token ids of a text or a chat; `size` is what it takes in memory.
+
+        Raises InvalidRequest or Overloaded, and Unavailable if the process ends that tokenizes a long text.
+        """
         match prompt:
             case TextPrompt():
                 return await self._text(prompt, tenant, size)
@@ -222,13 +237,11 @@ class RequestValidator:
         match request.prompt:
             case TextPrompt() as prompt:
                 field = "text"
-                if not prompt.text:
-                    raise InvalidRequest(field, "must not be empty", "")
-                prompt_ids = await self._text(prompt, tenant, request.size)
+                prompt_ids = await self._text(prompt, tenant, request.size, may_be_empty=False)
             case ChatPrompt() as prompt:
                 field, prompt_ids = "chat", await self._chat(prompt, tenant, request.size)
             case TokenPrompt(ids):
-                field, convert = "token_ids", partial(token_ids_from_proto, "token_ids", ids, self._model.vocab_size)
+                field, convert = "token_ids", partial(token_array_from_proto, "token_ids", ids, self._model.vocab_size)
                 prompt_ids = await self._work(convert, tenant, request.size, inline=len(ids) <= _INLINE_TOKENS)
             case None:
                 raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
@@ -236,29 +249,40 @@ class RequestValidator:
             raise InvalidRequest(field, "must not be empty", [])
         return field, prompt_ids
 
-    async def _text(self, prompt: TextPrompt, tenant: str, size: int) -> list[int]:
+    async def _text(self, prompt: TextPrompt, tenant: str, size: int, *, may_be_empty: bool = True) -> Sequence[int]:
         tokenizer, limit = self._tokenizer("text"), self.max_model_len()
 
-        def encode() -> list[int]:
-            tokenizer.check_size("text", len(prompt.text.encode()), limit)
-            return tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+        def encode() -> Sequence[int]:
+            text = prompt.read()
+            if not (text or may_be_empty):
+                raise InvalidRequest("text", "must not be empty", "")
+            data = _utf8(text)
+            tokenizer.check_size("text", len(data), limit)
+            return self._encode(text, data, add_special_tokens=prompt.add_special_tokens)
 
-        size = max(size, len(prompt.text))
         return await self._work(encode, tenant, size, inline=size <= _INLINE_BYTES)
 
-    async def _chat(self, prompt: ChatPrompt, tenant: str, size: int) -> list[int]:
+    async def _chat(self, prompt: ChatPrompt, tenant: str, size: int) -> Sequence[int]:
         tokenizer = self._tokenizer("chat")
         self._check_messages(prompt)
         limit = self.max_model_len()
 
-        def render_and_encode() -> list[int]:
+        def render_and_encode() -> Sequence[int]:
             messages = _messages(prompt)
             tokenizer.check_size("chat", sum(len(message["content"].encode()) for message in messages), limit)
             text = tokenizer.render_chat(messages, add_generation_prompt=prompt.add_generation_prompt)
-            return tokenizer.encode(text, add_special_tokens=False)
+            if small:
+                return tokenizer.encode(text, add_special_tokens=False)
+            return self._encode(text, _utf8(text), add_special_tokens=False)
 
         small = len(prompt.messages) <= _INLINE_MESSAGES and size <= _INLINE_BYTES
         return await self._work(render_and_encode, tenant, size, inline=small)
+
+    def _encode(self, text: str, data: bytes, *, add_special_tokens: bool) -> Sequence[int]:
+        """Token ids of a text, which is `data` in UTF-8; those of a long text are an array."""
+        if self._model.processes is not None and len(data) >= LONG_TEXT:
+            return self._model.processes.encode(data, add_special_tokens=add_special_tokens)
+        return self._tokenizer("text").encode(text, add_special_tokens=add_special_tokens)
 
     async def _work(self, function: Callable[[], T], tenant: str, size: int, *, inline: bool) -> T:
         """Call at once, or on a thread. Raises Overloaded if too much of the tenant's waits for one."""
@@ -288,6 +312,15 @@ def largest_message(max_model_len: int, vocab_size: int) -> int:
     """Bytes of the largest message that a client may need to send; parsing one holds up the event loop."""
     needed = max_model_len * _TEXT_BYTES + vocab_size * _TOKEN_ID_BYTES + _OTHER_BYTES
     return min(max(needed, _LEAST_MESSAGE_BYTES), CONTROL_MESSAGE_BYTES)
+
+
+def _utf8(text: str) -> bytes:
+    """The bytes of a text."""
+    if len(text) >= LONG_TEXT:
+        # To make the text of a message was one long call with the interpreter's lock, and this is another. The event
+        # loop takes its turn in between.
+        time.sleep(_TURN_S)
+    return text.encode()
 
 
 def _messages(chat: ChatPrompt) -> list[dict[str, str]]:

@@ -1,0 +1,132 @@
+"""Long texts are tokenized in processes of their own.
+
+`tokenizers` makes the list of token ids in one call, which keeps the interpreter's lock for 20 ns a token. For a text
+of a million tokens the event loop would wait 20 ms, although a thread makes the call. In another process the lock is
+another one, and the ids come back as bytes.
+
+    thread ── text in UTF-8 ──▶ process ── ids as uint32 ──▶ the same thread
+
+A process starts when a long text comes and no other process is idle, so there are at most as many as threads. Each
+ends at the end of its standard input, with `close`, and with the thread that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import subprocess
+import sys
+import threading
+from array import array
+from pathlib import Path
+from subprocess import PIPE
+from typing import IO
+
+from baton import freed_memory
+from baton.errors import Unavailable
+from baton.launcher import bind_to_parent
+from baton.tokenizer import Tokenizer
+
+LONG_TEXT = 128 << 10
+"""Bytes from which on a text is long. Shorter ones have rarely more tokens than bytes, whose list takes 2.6 ms."""
+
+_TEXT = struct.Struct("=?Q")
+"""Whether special tokens are added, and how many bytes of text follow."""
+_IDS = struct.Struct("=Q")
+"""How many bytes of ids follow."""
+
+
+class TokenizerProcesses:
+    """Processes with the tokenizer of the checkpoint in `folder`; safe to use from several threads."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._command = bind_to_parent([sys.executable, "-m", __name__, str(folder)])
+        self._lock = threading.Lock()
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._closed = False
+
+    def encode(self, text: bytes, *, add_special_tokens: bool) -> array[int]:
+        """Token ids of a text in UTF-8, as `Tokenizer.encode` makes them. Raises Unavailable if the process ends."""
+        process = self._take()
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(_TEXT.pack(add_special_tokens, len(text)))
+            process.stdin.write(text)
+            process.stdin.flush()
+            ids = array("I", _read(process.stdout, _IDS.unpack(_read(process.stdout, _IDS.size))[0]))
+        except (OSError, EOFError, ValueError):
+            # Its pipes are broken, at their end, or closed.
+            self._end(process)
+            self._check_open()
+            problem = f"the process that tokenized the text ended with status {process.returncode}"
+            raise Unavailable(f"{problem}; try again") from None
+        except BaseException:
+            # What it still has to say would be taken for the ids of the next text.
+            self._end(process)
+            raise
+        self._idle.append(process)
+        return ids
+
+    def close(self) -> None:
+        """Kill all processes; texts that they tokenize end with Unavailable."""
+        with self._lock:
+            self._closed = True
+        for process in list(self._running):
+            self._end(process)
+
+    def _take(self) -> subprocess.Popen[bytes]:
+        with self._lock:
+            self._check_open()
+            while self._idle:
+                if (process := self._idle.pop()).poll() is None:
+                    return process
+                self._end(process)
+            # In a group of its own, so that Ctrl-C lets the router drain.
+            try:
+                process = subprocess.Popen(self._command, stdin=PIPE, stdout=PIPE, process_group=0)
+            except OSError as error:
+                raise Unavailable(f"a process to tokenize the text can't be started: {error}") from None
+            self._running.add(process)
+            return process
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("the router stops before the text is tokenized")
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        for pipe in filter(None, (process.stdin, process.stdout)):
+            # What the process has not read can't be written any more.
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self._running.discard(process)
+
+
+def _read(stream: IO[bytes], size: int) -> bytes:
+    """So many bytes. Raises EOFError at the end of the stream."""
+    if len(data := stream.read(size)) < size:
+        raise EOFError
+    return data
+
+
+def main() -> None:
+    """Tokenize texts from standard input until its end."""
+    tokenizer = Tokenizer.load(sys.argv[1])
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    with contextlib.suppress(EOFError):
+        while True:
+            add_special_tokens, size = _TEXT.unpack(_read(source, _TEXT.size))
+            text = _read(source, size).decode()
+            ids = array("I", tokenizer.encode(text, add_special_tokens=add_special_tokens)).tobytes()
+            sink.write(_IDS.pack(len(ids)) + ids)
+            sink.flush()
+            # A million tokens would leave 400 MB with a process that may never be needed again.
+            del text, ids
+            freed_memory.trim()
+
+
+if __name__ == "__main__":
+    main()

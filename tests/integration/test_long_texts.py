@@ -1,0 +1,122 @@
+"""Long texts through a router: the same ids, and a clear end for whoever asks while a text is tokenized."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.pb import inference_pb2, inference_pb2_grpc
+from baton.rpc.channel import control_channel
+from router.serving import tokenizer_processes, validator
+from router.serving.tokenizer_processes import TokenizerProcesses
+from tests.integration.router_bench import Bench, bench, refused, request, whole
+
+WAIT_S = 60
+TEXT = "a text that is long here"
+
+
+class Processes:
+    """The processes that a router has started; `stop` and `wait` hold one while it has a text."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.taken: list[subprocess.Popen[bytes]] = []
+        self._waiting = threading.Event()
+        take, read = TokenizerProcesses._take, tokenizer_processes._read
+
+        def taking(processes: TokenizerProcesses) -> subprocess.Popen[bytes]:
+            self.taken.append(take(processes))
+            return self.taken[-1]
+
+        def reading(*arguments: Any) -> bytes:
+            self._waiting.set()
+            return read(*arguments)
+
+        monkeypatch.setattr(TokenizerProcesses, "_take", taking)
+        monkeypatch.setattr(tokenizer_processes, "_read", reading)
+        monkeypatch.setattr(validator, "LONG_TEXT", len(TEXT))
+        monkeypatch.setattr(validator, "_INLINE_BYTES", 4)
+
+    def stop(self) -> None:
+        os.kill(self.taken[-1].pid, signal.SIGSTOP)
+        self._waiting.clear()
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self._waiting.wait, WAIT_S)
+
+
+def ask(b: Bench) -> grpc.aio.UnaryStreamCall:
+    return b.client.Generate(request(TEXT, max_tokens=1), timeout=WAIT_S)
+
+
+async def ask_stopped(b: Bench, processes: Processes) -> grpc.aio.UnaryStreamCall:
+    """A call whose text is with a process that is stopped."""
+    await whole(ask(b))
+    processes.stop()
+    call = ask(b)
+    await processes.wait()
+    return call
+
+
+async def test_a_process_tokenizes_long_texts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes(monkeypatch)
+    async with asyncio.timeout(WAIT_S), bench(tmp_path) as b:
+        await b.answer(max_tokens=1)
+        assert not processes.taken
+        await whole(ask(b))
+        ids = list((await b.client.Tokenize(inference_pb2.TokenizeRequest(text=TEXT))).token_ids)
+        assert ids == list(b.prefill[0].requests[-1].prompt_token_ids)
+        assert len(ids) == len(TEXT) + 1
+        assert len(set(processes.taken)) == 1
+    assert processes.taken[0].poll() is not None
+
+
+async def test_a_killed_process_ends_its_request_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes(monkeypatch)
+    async with asyncio.timeout(WAIT_S), bench(tmp_path) as b:
+        call = await ask_stopped(b, processes)
+        processes.taken[-1].kill()
+        error = await refused(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert error.details() == "the process that tokenized the text ended with status -9; try again"
+        await whole(ask(b))
+
+
+async def test_a_client_that_leaves_while_its_text_is_tokenized_leaves_the_process_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = Processes(monkeypatch)
+    async with asyncio.timeout(WAIT_S), bench(tmp_path) as b:
+        call = await ask_stopped(b, processes)
+        call.cancel()
+        await b.app._door._idle.wait()
+        os.kill(processes.taken[-1].pid, signal.SIGCONT)
+        await whole(ask(b))
+        assert len(b.prefill[0].requests) == 2
+        assert len(set(processes.taken)) == 1
+
+
+async def test_a_router_that_stops_says_so_and_kills_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = Processes(monkeypatch)
+    async with asyncio.timeout(WAIT_S), contextlib.AsyncExitStack() as client:
+        async with bench(tmp_path) as b:
+            # The bench closes its own channel before the router.
+            channel = await client.enter_async_context(control_channel(b.app.address))
+            call = await ask_stopped(replace(b, client=inference_pb2_grpc.InferenceStub(channel)), processes)
+        error = await refused(call)
+        assert (error.code(), error.details()) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "the router stops before the text is tokenized",
+        )
+    assert processes.taken[-1].poll() == -signal.SIGKILL

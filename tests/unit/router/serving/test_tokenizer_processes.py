@@ -1,0 +1,129 @@
+"""Processes that tokenize: the same ids as in this process, and a clear error however a process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import Unavailable
+from baton.tokenizer import Tokenizer
+from router.serving import tokenizer_processes
+from router.serving.tokenizer_processes import TokenizerProcesses
+from tests.integration.router_stubs import checkpoint
+
+WAIT_S = 60
+TEXTS = ["x", "größe 日本 \U0001f600", "a long text " * 50_000]
+
+
+class Watched(TokenizerProcesses):
+    """Notes which processes are taken, and tells when one has a text and is waited for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.taken: list[subprocess.Popen[bytes]] = []
+        self.waiting = threading.Event()
+
+    def _take(self) -> subprocess.Popen[bytes]:
+        self.taken.append(super()._take())
+        return self.taken[-1]
+
+
+@pytest.fixture
+def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    made = Watched(checkpoint(tmp_path))
+    read = tokenizer_processes._read
+
+    def watched(*arguments: Any) -> bytes:
+        made.waiting.set()
+        return read(*arguments)
+
+    monkeypatch.setattr(tokenizer_processes, "_read", watched)
+    yield made
+    made.close()
+    assert all(process.poll() is not None for process in made.taken)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_ids_are_those_of_the_tokenizer_and_one_process_serves_text_after_text(
+    processes: Watched, tmp_path: Path, special: bool
+) -> None:
+    tokenizer = Tokenizer.load(tmp_path)
+    for text in TEXTS:
+        found = processes.encode(text.encode(), add_special_tokens=special)
+        assert list(found) == tokenizer.encode(text, add_special_tokens=special)
+    assert len(set(processes.taken)) == 1
+
+
+@pytest.mark.parametrize("end", ["kill", "close"])
+def test_the_end_of_a_process_ends_its_text_with_an_error(processes: Watched, end: str) -> None:
+    processes.encode(b"x", add_special_tokens=True)
+    process = processes.taken[0]
+    os.kill(process.pid, signal.SIGSTOP)
+    processes.waiting.clear()
+    error = {
+        "kill": "the process that tokenized the text ended with status -9; try again",
+        "close": "the router stops before the text is tokenized",
+    }[end]
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(processes.encode, b"y", add_special_tokens=True)
+        assert processes.waiting.wait(WAIT_S)
+        (process.kill if end == "kill" else processes.close)()
+        with pytest.raises(Unavailable, match=f"^{error}$"):
+            answer.result(WAIT_S)
+    if end == "kill":
+        assert len(processes.encode(b"xyz", add_special_tokens=False)) == 3
+        assert len(set(processes.taken)) == 2
+    else:
+        with pytest.raises(Unavailable, match=f"^{error}$"):
+            processes.encode(b"x", add_special_tokens=True)
+
+
+def test_a_process_that_died_while_idle_costs_no_request(processes: Watched) -> None:
+    processes.encode(b"x", add_special_tokens=True)
+    processes.taken[0].kill()
+    processes.taken[0].wait(WAIT_S)
+    assert len(processes.encode(b"xy", add_special_tokens=False)) == 2
+
+
+def test_texts_at_the_same_time_have_processes_of_their_own(processes: Watched) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        texts = [str(number).encode() * 100_000 for number in range(6)]
+        found = list(threads.map(lambda text: processes.encode(text, add_special_tokens=False), texts))
+    assert [len(set(ids)) for ids in found] == [1] * 6
+    assert len({ids[0] for ids in found}) == 6
+    assert len(set(processes.taken)) <= 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_an_idle_process_keeps_no_memory_of_its_last_text(processes: Watched) -> None:
+    def resident_mib() -> int:
+        return (
+            int(Path(f"/proc/{processes.taken[0].pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20
+        )
+
+    processes.encode(b"x", add_special_tokens=True)
+    before = resident_mib()
+    processes.encode(b"a long text " * 100_000, add_special_tokens=True)
+    # It is idle again when it has answered the next one.
+    processes.encode(b"x", add_special_tokens=True)
+    assert resident_mib() < before + 50
+
+
+def test_a_process_without_a_tokenizer_ends_with_an_error(processes: Watched, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(Unavailable, match=r"ended with status 1; try again$"):
+        processes.encode(b"x", add_special_tokens=True)
+
+
+def test_a_process_ends_with_its_standard_input(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", tokenizer_processes.__name__, str(checkpoint(tmp_path))]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=WAIT_S).returncode == 0
