@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.contract import KvHandle
@@ -101,6 +101,7 @@ class PrefillJob:
     prompt          the prompt as the scheduler knows it
     ids             prompt and output token ids; the last token is always computed
     handle          the right to its pages
+    eviction        what evicts cached blocks before it gets its pages
     digests         of the full blocks of `ids`
     hits            blocks that the cache had, from block `looked_up_from` on
     load_plan       the part of `hits` that is loaded
@@ -121,6 +122,7 @@ class PrefillJob:
     life: Lifecycle
     handle: KvHandle | None = None
     export: Export | None = None
+    eviction: Generator[None, None, None] | None = None
     digests: Sequence[bytes] = ()
     looked_up_from: int = 0
     hits: Hits = field(default_factory=Hits)
@@ -170,6 +172,11 @@ class PrefillJob:
         if self.handle is None:
             raise EngineError(f"{self.task.name} has no pages")
         return self.handle
+
+    @property
+    def readable(self) -> Sequence[bytes]:
+        """The digests of the blocks that it may take from a cache: none if its task does not read caches."""
+        return self.digests if self.task.reads else ()
 
     @property
     def cached_tokens(self) -> int:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from baton.engine.contract import Engine
 from baton.errors import EngineError
+from baton.kv.pool import EVICT_PAGES
 from baton.kv.prefix import PrefixCache
 from baton.kv.prefix.contract import FetchRate, Hits
 from baton.kv.prefix.fetch_cost import FetchCostModel
@@ -90,6 +91,18 @@ class PrefixLoader:
         """Leading tokens that will probably be cached, judging from the look-up."""
         runs = self._runs(job, job.looked_up_from)
         return self._useful_tokens(job, runs[-1].blocks.stop if runs else job.looked_up_from)
+
+    def evict(self, job: PrefillJob) -> bool:
+        """Evict a slice of the cached blocks in whose pages the job will be; False if only the last slice is left."""
+        new_tokens = len(job.ids) - job.looked_up_from * self._block
+        if self._engine.spec.pages_for(new_tokens) <= EVICT_PAGES:
+            return False
+        if job.eviction is None:
+            job.eviction = self._engine.evict_for(job.task.name, len(job.ids), job.readable, len(job.ids) - 1)
+        for _ in job.eviction:
+            return True
+        job.eviction = None
+        return False
 
     def plan_load(self, job: PrefillJob) -> None:
         """Count the blocks that came with the job's pages, and decide which of the hits to load."""

@@ -84,6 +84,7 @@ class PrefillWorker:
         self._refusal = ""
         self._faults = FaultCounter()
         self._closing = False
+        self._next_allocation = self._loop.call_soon(self._allocate_pages)
         self._audit = IdleAudit(self.ledger, lambda: not self._live_jobs, self._fail_engine)
         self._audit_task = asyncio.create_task(self._audit.run(), name="idle-audit")
         self._audit_task.add_done_callback(self._on_checked)
@@ -297,6 +298,8 @@ class PrefillWorker:
     def _free(self, job: PrefillJob) -> None:
         """Free all that the job held; prompts that wait for pages may get them now."""
         job.life.end(time.monotonic())
+        if job.eviction is not None:
+            job.eviction.close()
         if job.handle is not None:
             self._engine.free(job.handle)
         del self._live_jobs[job]
@@ -318,6 +321,10 @@ class PrefillWorker:
             if job.wakeup is None or job.wakeup.done():
                 # It was cancelled, but its coroutine has not run since.
                 self._scheduler.remove(prompt)
+            elif self._prefix.evict(job):
+                self._next_allocation.cancel()
+                self._next_allocation = self._loop.call_soon(self._allocate_pages)
+                return
             elif self._reserve(job):
                 self._prefix.plan_load(job)
                 in_host = job.handle is not None and job.handle.in_host
@@ -329,9 +336,8 @@ class PrefillWorker:
 
     def _reserve(self, job: PrefillJob) -> bool:
         """Reserve all pages of a job; False if they are not free."""
-        prefix = job.digests if job.task.reads else ()
         try:
-            job.handle = self._engine.reserve(job.task.name, len(job.ids), prefix, len(job.ids) - 1)
+            job.handle = self._engine.reserve(job.task.name, len(job.ids), job.readable, len(job.ids) - 1)
         except OutOfPages:
             return False
         return True
@@ -342,9 +348,8 @@ class PrefillWorker:
 
     def _should_defer(self, job: PrefillJob) -> bool:
         """Whether another job with pages is about to compute most of what this one needs, soon enough."""
-        rank = self._scheduler.rank
         return any(
-            self._prefix.should_defer(job, other, rank(other.prompt) - rank(job.prompt))
+            self._prefix.should_defer(job, other, self._scheduler.rank(other.prompt) - self._scheduler.rank(job.prompt))
             for other in self._open_jobs.values()
             if other.handle is not None and other.error is None
         )

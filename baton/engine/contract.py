@@ -22,7 +22,7 @@ Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -129,6 +129,16 @@ class Engine(Protocol):
         them that is cached, up to `max_cached_tokens` (all by default); `handle.cached` is the number of its tokens.
         Full units of pages are shared and can't be written. A last unit that is needed in part is copied, so that the
         tokens after the cached ones can be written.
+        """
+
+    def evict_for(
+        self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
+    ) -> Generator[None, None, None]:
+        """Evict the cached blocks that `reserve` would evict with these arguments, in slices; the last is left to it.
+
+        A long sequence may replace thousands of pages, which takes many milliseconds: a caller may let others run after
+        each slice. Meanwhile `owner` has the cached blocks of its own `prefix`; `close` gives them back too. Evicts
+        nothing if `reserve` would raise OutOfPages.
         """
 
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:

@@ -39,12 +39,25 @@ class PageAllocator:
         """Take `count` pages for one owner; raises OutOfPages, and then changes nothing."""
         if count > (available := self.available()):
             raise OutOfPages(count, available, len(self._owners))
-        device, host = (len(self._free[home]) + self.block_index.idle_pages_in(home) for home in (False, True))
-        on_device = count if count <= device else 0 if count <= host else device
-        taken = self._pop_free(False, on_device) + self._pop_free(True, count - on_device)
+        taken: list[int] = []
+        for host, wanted in enumerate(self._homes_of(count)):
+            self._evict(bool(host), wanted)
+            taken += [self._free[host].pop() for _ in range(wanted)]
         for page in taken:
             self._owners[page] = 1
         return taken
+
+    def evict(self, count: int, size: int) -> bool:
+        """Evict `size` of the cached pages that `allocate` would evict or a few more; False if there are fewer."""
+        homes = self._homes_of(count)
+        missing = sum(max(0, wanted - len(free)) for wanted, free in zip(homes, self._free, strict=True))
+        if missing <= size or count > self.available():
+            return False
+        for host, wanted in enumerate(homes):
+            before = len(self._free[host])
+            self._evict(bool(host), min(wanted, before + size))
+            size -= max(0, len(self._free[host]) - before)
+        return True
 
     def share(self, pages: Sequence[int]) -> None:
         """Add an owner to each of `pages`, which are owned or cached."""
@@ -84,9 +97,13 @@ class PageAllocator:
                 faults.append(f"page {page}: count {self._owners[page]}, owners {count}, {state}")
         return faults + self.block_index.check_integrity()
 
-    def _pop_free(self, host: bool, count: int) -> list[int]:
-        """Free pages of the device, or of host memory; least recently used cached ones where these are too few."""
-        free = self._free[host]
-        while len(free) < count:
+    def _homes_of(self, count: int) -> tuple[int, int]:
+        """How many of `count` pages are taken on the device, and how many in host memory."""
+        device, host = (len(self._free[home]) + self.block_index.idle_pages_in(home) for home in (False, True))
+        on_device = count if count <= device else 0 if count <= host else device
+        return on_device, count - on_device
+
+    def _evict(self, host: bool, count: int) -> None:
+        """Evict the least recently used cached pages of the device, or of host memory, until `count` are free there."""
+        while len(self._free[host]) < count:
             self.add_free(self.block_index.evict(host))
-        return [free.pop() for _ in range(count)]

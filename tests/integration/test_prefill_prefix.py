@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+import grpc
 import pytest
 
 from baton.engine.fake import FakeEngine, expected_tokens
+from baton.errors import Cancelled
 from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.kv.prefix.contract import FetchRate
 from baton.kv.prefix.fetch_cost import FetchCostModel, FetchDecision
@@ -199,6 +201,68 @@ async def test_many_blocks_that_were_loaded_are_shared_slice_by_slice(
         assert by_tier(await client.done()) == {"redis": 96}
         assert by_tier(await client.done()) == {"pool": 96}
     assert published[:3] == [2, 4, 6]
+
+
+class Evicting(FakeEngine):
+    """Notes each slice, and how many turns of the loop have passed before it."""
+
+    def __init__(self) -> None:
+        super().__init__(pages=14)
+        self.evictions: list[Any] = []
+        self.turns: list[int] = []
+        self.on_slice: Callable[[], object] = lambda: None
+        self._turns = 0
+
+    def evict_for(self, *args: Any) -> Generator[None, None, None]:
+        self.evictions.append(eviction := self._noted(super().evict_for(*args)))
+        return eviction
+
+    def _noted(self, eviction: Generator[None, None, None]) -> Generator[None, None, None]:
+        with contextlib.closing(eviction):
+            for _ in eviction:
+                self.turns.append(self._turns)
+                asyncio.get_running_loop().call_soon(self._turn)
+                self.on_slice()
+                yield
+
+    def _turn(self) -> None:
+        self._turns += 1
+
+
+async def test_the_blocks_that_a_long_prompt_replaces_are_evicted_a_slice_in_each_turn_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("baton.kv.pool", "prefill_svc.prefix"):
+        monkeypatch.setattr(f"{module}.EVICT_PAGES", 2)
+    engine, other = Evicting(), [*PROMPT[:32], *PROMPT[:31:-1], *range(90)]
+    async with serving(engine) as client:
+        await client.done()
+        await client.done([*range(200, 290)])
+        assert not engine.turns, "nothing was cached that had to go"
+        assert by_tier(await client.done(other)) == {"pool": 32}
+        assert engine.turns == [0, 1, 2]
+
+
+async def test_a_prompt_that_ends_while_blocks_are_evicted_for_it_keeps_no_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("baton.kv.pool", "prefill_svc.prefix"):
+        monkeypatch.setattr(f"{module}.EVICT_PAGES", 2)
+    engine, other = Evicting(), [*PROMPT[:32], *PROMPT[:31:-1], *range(90)]
+    async with serving(engine) as client:
+        await client.done()
+        await client.done([*range(200, 290)])
+
+        def abort() -> None:
+            for job in list(client.app.worker._live_jobs):
+                client.app.worker.abort(job, Cancelled("no longer wanted"))
+
+        engine.on_slice = abort
+        with pytest.raises(grpc.aio.AioRpcError, match="no longer wanted"):
+            await client.done(other)
+        await client.pages_back()
+        assert engine.turns == [0]
+        assert engine.audit() == {}
 
 
 async def test_the_load_tells_what_is_left_after_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:

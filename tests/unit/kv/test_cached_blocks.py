@@ -93,3 +93,55 @@ def test_what_a_sequence_leaves_of_its_last_page_is_copied_and_never_taken_for_a
         assert pool.match_prefix(digests) == 16
     pool.free(handle, [*CHAIN_A, *CHAIN_B])
     pool.audit()
+
+
+def test_what_a_reservation_replaces_is_evicted_in_slices_and_its_own_prefix_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("baton.kv.pool.EVICT_PAGES", 2)
+    pool = PagePool(12, 4)
+    for owner, chain in (("a/1", CHAIN_A), ("b/1", CHAIN_B)):
+        pool.free(published(pool, owner, chain))
+    assert list(pool.evict_for("c/1", 4 * 13, CHAIN_A)) == []
+    assert list(pool.evict_for("c/1", 4 * 8, CHAIN_A)) == []
+    assert pool.stats().cached == 12
+    # Ten pages, two of them of the prefix; the last two of the others are left to `reserve`.
+    freed, eviction = [], pool.evict_for("c/1", 4 * 10, CHAIN_A[:2])
+    for _ in eviction:
+        freed.append(pool.stats().free)
+        assert pool.audit() == {"c/1": 2}
+    assert (freed, pool.audit()) == ([2, 4, 6], {})
+    assert pool.match_prefix(CHAIN_B) == 16, "the least recently used went first"
+    assert pool.reserve("c/1", 4 * 10, CHAIN_A[:2]).cached == 8
+
+
+def test_an_eviction_that_is_given_up_or_overtaken_leaves_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.kv.pool.EVICT_PAGES", 1)
+    pool = PagePool(12, 4)
+    for owner, chain in (("a/1", CHAIN_A), ("b/1", CHAIN_B)):
+        pool.free(published(pool, owner, chain))
+    given_up, overtaken = (pool.evict_for(owner, 4 * 8, CHAIN_A[:1]) for owner in ("c/1", "d/1"))
+    for eviction in (given_up, overtaken):
+        next(eviction)
+    given_up.close()
+    assert pool.audit() == {"d/1": 1}
+    other = pool.reserve("e/1", 4 * 7)
+    assert list(overtaken) == [], "what is left is too little"
+    assert pool.audit() == {"e/1": 7}
+    assert pool.match_prefix(CHAIN_A) == 4
+    pool.free(other)
+
+
+def test_slices_are_of_the_home_that_the_pages_will_be_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.kv.pool.EVICT_PAGES", 1)
+    pool = PagePool(12, 4, host_pages=6)
+    on_device, in_host = published(pool, "a/1", CHAIN_A), published(pool, "b/1", CHAIN_B)
+    assert in_host.in_host > on_device.in_host
+    for handle in (in_host, on_device):
+        pool.free(handle)
+    assert sum(1 for _ in pool.evict_for("c/1", 4 * 5)) == 4
+    assert (pool.match_prefix(CHAIN_A), pool.match_prefix(CHAIN_B)) == (8, 24)
+    pool.free(pool.reserve("c/1", 4 * 5))
+    # All six of the device, one of which is cached, and four cached ones in host memory.
+    assert sum(1 for _ in pool.evict_for("d/1", 4 * 10)) == 4
+    assert pool.stats().free == 9
