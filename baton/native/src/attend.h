@@ -41,21 +41,21 @@ struct Slots {
   }
 };
 
-// Rows of a block that will be read, on their way to the caches a quarter at a time: a core drops prefetches while about
+// Rows of a block that will be read, on their way to the caches, `share` at a time: a core drops prefetches while about
 // 24 are under way. GCC 12 leaves out calls of a function that does nothing but prefetch; this one counts too.
 template <class T, int kCache>
 class Ahead {
  public:
-  Ahead(const T* const* rows, int head_dim) : rows_(rows), head_dim_(head_dim) {}
+  Ahead(const T* const* rows, int head_dim, int share) : rows_(rows), head_dim_(head_dim), share_(share) {}
 
   void fetch() {
-    for (const int end = next_ + kKeys / 4; next_ < end && next_ < kKeys; ++next_)
+    for (const int end = next_ + share_; next_ < end && next_ < kKeys; ++next_)
       for (int d = 0; d < head_dim_; d += 64 / int(sizeof(T))) __builtin_prefetch(rows_[next_] + d, 0, kCache);
   }
 
  private:
   const T* const* rows_;
-  const int head_dim_;
+  const int head_dim_, share_;
   int next_ = 0;
 };
 
@@ -64,7 +64,7 @@ template <class Page>
 struct Exact {
   using T = Page;
   using X = float;                        // of queries, and of keys, values and weights as they are multiplied
-  static constexpr int kUnit = kDimUnit;  // queries and keys are padded to a multiple of this
+  static constexpr int kUnit = 16;  // queries and keys are padded to a multiple of this
   static constexpr int kCache = 3;        // to which keys and values are fetched ahead, as __builtin_prefetch counts
 
   // Keys as columns: out[panel][padded head_dim][32].
@@ -166,6 +166,7 @@ inline void weigh_rows(const Attention& a, int64_t block, float* scores, Partial
 template <class Math>
 inline void attend_to(const Attention& a, const AttentionRoom& room, Partial result) {
   using X = typename Math::X;
+  constexpr int kQuarter = kKeys / 4;
   constexpr int kStride = kKeys * sizeof(float) / sizeof(X);  // of weights, which lie in the rows of scores
   const int rows = a.tokens * a.group, size = a.head_dim;
   const int64_t inputs = padded(size, Math::kUnit), width = padded(size, kPanel), first = a.low / kKeys * kKeys;
@@ -184,7 +185,8 @@ inline void attend_to(const Attention& a, const AttentionRoom& room, Partial res
   Slots slots(a, first), next = slots;
   for (int64_t block = first; block < a.high; block += kKeys, slots = next) {
     if (block + kKeys < a.high) next = Slots(a, block + kKeys);
-    Ahead<typename Math::T, Math::kCache> values_ahead(slots.values, size), keys_ahead(next.keys, size);
+    Ahead<typename Math::T, Math::kCache> values_ahead(slots.values, size, kQuarter),
+        keys_ahead(next.keys, size, kQuarter);
     values_ahead.fetch();
     Math::load_keys(slots.keys, size, keys);
     values_ahead.fetch();
@@ -203,11 +205,10 @@ inline void attend_to(const Attention& a, const AttentionRoom& room, Partial res
   }
 }
 
-// kHalves: over pages of bfloat16.
-template <decltype(Kernels::attend) kHalves>
+template <decltype(Kernels::attend) kAttendBf16>
 void attend(const Attention& query, const AttentionRoom& room, Partial result) {
   if (query.type == kFloat32) attend_to<Exact<float>>(query, room, result);
-  else kHalves(query, room, result);
+  else kAttendBf16(query, room, result);
 }
 
 void merge(Partial into, Partial from, int rows, int head_dim) {
@@ -240,7 +241,7 @@ void finish(Partial result, int tokens, int group, int head_dim, void* out, int6
   }
 }
 
-template <class Panel, class Row, decltype(Kernels::attend) kHalves = attend_to<Exact<Bf16>>>
+template <class Panel, class Row, decltype(Kernels::attend) kAttendBf16 = attend_to<Exact<Bf16>>>
 Kernels table_of(decltype(Kernels::product) multiply_rows) {
   Kernels table{};
   table.row_block = 128;
@@ -255,7 +256,7 @@ Kernels table_of(decltype(Kernels::product) multiply_rows) {
   table.best = best;
   table.embed = embed<typename Panel::T>;
   table.append = append;
-  table.attend = attend<kHalves>;
+  table.attend = attend<kAttendBf16>;
   table.merge = merge;
   table.lowest_noise = lowest_noise;
   table.finish = finish<Row>;

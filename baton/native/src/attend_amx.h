@@ -15,8 +15,9 @@ constexpr int kTileKeys = 32;  // keys of a tile of weights
 constexpr int kTileSteps = kKeys / kTileKeys;
 constexpr int kTileSize = 512;  // elements of a tile of bfloat16
 constexpr __mmask32 kOdd = 0xAAAAAAAA;
+constexpr int kCache = 2;  // to which keys and values are fetched ahead
 
-// GCC 12 believes that tile instructions neither read nor write memory.
+// GCC 12 does not know that tile instructions read memory.
 inline void settle() { asm volatile("" ::: "memory"); }
 
 // Tiles of queries as the second operand: out[tile][dims / 32][16 pairs of dims][16 queries][2].
@@ -27,7 +28,7 @@ inline void load_queries(const Attention& a, int tiles, int dims, Bf16* out) {
     for (int d = 0; d < dims; d += 32, out += kTileSize) {
       F pairs[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        const int row = first + i < rows ? first + i : 0;
+        const int row = first + i < rows ? first + i : 0;  // spare columns hold any numbers, but not NaN by chance
         const float* query = a.queries + row / a.group * a.query_stride + row % a.group * a.head_dim;
         const F low = load_at(query, d, a.head_dim) * scale, high = load_at(query, d + kLanes, a.head_dim) * scale;
         pairs[i] = _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(high, low));
@@ -38,9 +39,13 @@ inline void load_queries(const Attention& a, int tiles, int dims, Bf16* out) {
 }
 
 // Keys as rows of the first operand: out[key][dims].
-inline void load_keys(const Bf16* const* slots, int size, int dims, Bf16* out) {
+inline void load_keys(const Slots<Bf16>& slots, int size, int dims, Bf16* out) {
   for (int k = 0; k < kKeys; ++k)
-    for (int d = 0; d < dims; d += 32) _mm512_storeu_si512(out + k * dims + d, load_pairs(slots[k], d, size));
+    for (int d = 0; d < dims; d += 32) {
+      // Values are read next. Some were not fetched during the block before.
+      __builtin_prefetch(slots.values[k] + d, 0, kCache);
+      _mm512_storeu_si512(out + k * dims + d, load_pairs(slots.keys[k], d, size));
+    }
 }
 
 // Dimensions as rows of the first operand: out[dims / 16][block / 32][16 dims][32 keys], where key i and i + 16 of a tile
@@ -95,13 +100,12 @@ inline void add_values(const Bf16* values, const Bf16* weights, int steps, float
   _tile_stored(3, out + kRowTile * kLanes, 64);
 }
 
-// 2^(x - top) for a whole `top`, with a relative error of 8e-5, a fiftieth of bfloat16's own. The polynomial is minimax on
-// [0, 1).
-inline F weight(F x, F top) {
+// 2^x with a relative error of 8e-5, a fiftieth of bfloat16's own. The polynomial is minimax on [0, 1).
+inline F weight(F x) {
   const F fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   F sum = Vec::fma(Vec::set(0.078024194f), fraction, Vec::set(0.22606722f));
   sum = Vec::fma(sum, fraction, Vec::set(0.69583374f));
-  return _mm512_scalef_ps(Vec::fma(sum, fraction, Vec::set(0.9999252f)), x - top);
+  return _mm512_scalef_ps(Vec::fma(sum, fraction, Vec::set(0.9999252f)), x);
 }
 
 // Scores of 16 queries to weights, a tile at a time.
@@ -109,7 +113,7 @@ class Softmax {
  public:
   // Of the queries from `first` on.
   Softmax(const Attention& a, Partial result, int first)
-      : a_(a), first_(first), tops_(result.top + first), sums_(result.sum + first) {}
+      : a_(a), row_(first), tops_(result.top + first), sums_(result.sum + first) {}
 
   // Bring earlier sums to the scale of scores[keys][16 queries] of the keys from `block` on; `out` is [dims][16 queries].
   void begin(int64_t block, int keys, float* scores, float* out, int64_t dims) {
@@ -120,7 +124,7 @@ class Softmax {
     const F found = Vec::max(Vec::max(most[0], most[1]), Vec::max(most[2], most[3]));
     const F old = Vec::load(tops_);
     sum_ = Vec::load(sums_);
-    // Weights above 1 are as exact as those below.
+    // Weights above 1 are as exact as those below, and sums are seldom brought to another scale.
     const __mmask16 above = _mm512_cmp_ps_mask(found, old + Vec::set(kRoom), _CMP_GT_OQ);
     top_ = old;
     if (!above) return;
@@ -136,8 +140,8 @@ class Softmax {
   void weigh(const float* scores, Bf16* to) {
     for (int i = 0; i < kLanes; ++i) {
       const __m512i high = _mm512_set1_epi32(int(0xFFFF0000));
-      const __m512i left = _mm512_castps_si512(weight(Vec::load(scores + i * kLanes), top_));
-      const __m512i right = _mm512_castps_si512(weight(Vec::load(scores + (kLanes + i) * kLanes), top_));
+      const __m512i left = _mm512_castps_si512(weight(Vec::load(scores + i * kLanes) - top_));
+      const __m512i right = _mm512_castps_si512(weight(Vec::load(scores + (kLanes + i) * kLanes) - top_));
       _mm512_storeu_si512(to + i * 2 * kLanes, _mm512_mask_mov_epi16(_mm512_srli_epi32(left, 16), kOdd, right));
       sum_ = sum_ + _mm512_castsi512_ps(_mm512_and_si512(left, high));
       sum_ = sum_ + _mm512_castsi512_ps(_mm512_and_si512(right, high));
@@ -150,25 +154,25 @@ class Softmax {
   }
 
  private:
-  static constexpr float kRoom = 8;  // by how much a score may exceed `top`, as a power of 2
+  static constexpr float kRoom = 8;  // by how much a score may exceed `top`
 
   // The last key that the query of a row sees, and the first.
-  int64_t last(int row) const {
+  int64_t last_key(int row) const {
     const int64_t own = a_.position + row / a_.group;
     return own < a_.high ? own : a_.high - 1;
   }
-  int64_t first(int row) const {
+  int64_t first_key(int row) const {
     const int64_t oldest = a_.position + row / a_.group - a_.window + 1;
     return oldest > a_.low ? oldest : a_.low;
   }
 
   // Scores of keys that a query does not see become minus infinity.
   void mask(int64_t block, int keys, float* scores) {
-    if (last(first_) >= block + keys - 1 && first(first_ + kLanes - 1) <= block) return;
+    if (last_key(row_) >= block + keys - 1 && first_key(row_ + kLanes - 1) <= block) return;
     int32_t lows[kLanes], highs[kLanes];
     for (int i = 0; i < kLanes; ++i) {
-      lows[i] = int32_t(first(first_ + i) - block);
-      highs[i] = int32_t(last(first_ + i) - block);
+      lows[i] = int32_t(first_key(row_ + i) - block);
+      highs[i] = int32_t(last_key(row_ + i) - block);
     }
     const __m512i low = _mm512_loadu_si512(lows), high = _mm512_loadu_si512(highs);
     for (int k = 0; k < keys; ++k, scores += kLanes) {
@@ -179,32 +183,13 @@ class Softmax {
   }
 
   const Attention& a_;
-  const int first_;
+  const int row_;
   float *const tops_, *const sums_;
   F top_, sum_;
 };
 
-// Keys and values of the next block, on their way to the second cache a part at a time: a core drops prefetches while
-// many are under way. GCC 12 leaves out calls of a function that does nothing but prefetch; this one counts too.
-class NextBlock {
- public:
-  NextBlock(const Slots<Bf16>& slots, int head_dim, int calls)
-      : slots_(slots), head_dim_(head_dim), rows_((kKeys + calls - 1) / calls) {}
-
-  void fetch() {
-    for (const int end = next_ + rows_; next_ < end && next_ < kKeys; ++next_)
-      for (int d = 0; d < head_dim_; d += kLanes * 2) {
-        __builtin_prefetch(slots_.keys[next_] + d, 0, kCache);
-        __builtin_prefetch(slots_.values[next_] + d, 0, kCache);
-      }
-  }
-
- private:
-  static constexpr int kCache = 2;
-  const Slots<Bf16>& slots_;
-  const int head_dim_, rows_;
-  int next_ = 0;
-};
+// Of a row that has seen no score. Minus infinity would be NaN, subtracted from itself.
+constexpr float kLowest = -3.40282347e38f;
 
 struct TileRoom {
   Bf16 *queries, *keys, *values;
@@ -215,20 +200,22 @@ struct TileRoom {
 // One block of keys for all queries. In each turn of the loop scores of a tile of queries are multiplied, those of the
 // tile before are weighed, and values of the one before that are added.
 inline void attend_block(const Attention& a, TileRoom& room, Partial result, int64_t block, int dims, int tiles,
-                         NextBlock& next) {
-  const int64_t left = a.high - block;
-  const int keys = left < kKeys ? int(padded(left, kTileKeys)) : kKeys, steps = keys / kTileKeys;
-  const int panels = dims / 32;
+                         const Slots<Bf16>& next) {
+  const int64_t rest = a.high - block;
+  const int keys = rest < kKeys ? int(padded(rest, kTileKeys)) : kKeys, steps = keys / kTileKeys;
+  const int panels = dims / 32, share = kKeys / ((tiles + 2) * steps) + 1;
+  Ahead<Bf16, kCache> keys_ahead(next.keys, a.head_dim, share), values_ahead(next.values, a.head_dim, share);
   for (int turn = 0; turn < tiles + 2; ++turn) {
-    const bool scores = turn < tiles, weighs = turn > 0 && turn <= tiles, adds = turn > 1;
+    const bool multiplies = turn < tiles, weighs = turn > 0 && turn <= tiles, adds = turn > 1;
     const int weighed = weighs ? turn - 1 : 0;
     float *to = room.scores[turn % 2], *from = room.scores[weighed % 2];
     Softmax softmax(a, result, weighed * kLanes);
     if (weighs) softmax.begin(block, keys, from, result.out + weighed * kLanes * dims, dims);
     for (int step = 0, panel = 0; step < steps; ++step) {
-      next.fetch();
+      keys_ahead.fetch();
+      values_ahead.fetch();
       settle();
-      if (scores)
+      if (multiplies)
         score(room.keys + step * kTileKeys * dims, room.queries + turn * kLanes * dims, dims,
               to + step * kTileKeys * kLanes);
       if (adds)
@@ -252,16 +239,15 @@ inline void attend_tiles(const Attention& a, const AttentionRoom& room, Partial 
   own.values = reinterpret_cast<Bf16*>(room.values);
   load_queries(a, tiles, dims, own.queries);
   for (int64_t i = 0; i < int64_t(tiles) * kLanes * dims; i += kLanes) Vec::store(result.out + i, Vec::zero());
-  for (int r = 0; r < tiles * kLanes; ++r) result.top[r] = -1e30f, result.sum[r] = 0;
+  for (int r = 0; r < tiles * kLanes; ++r) result.top[r] = kLowest, result.sum[r] = 0;
   using Slots = baton::Slots<Bf16>;
   const int64_t first = a.low / kKeys * kKeys;
   Slots slots(a, first);
   for (int64_t block = first; block < a.high; block += kKeys) {
-    load_keys(slots.keys, a.head_dim, dims, own.keys);
+    load_keys(slots, a.head_dim, dims, own.keys);
     load_values(slots.values, a.head_dim, dims, own.values);
     if (block + kKeys < a.high) slots = Slots(a, block + kKeys);
-    NextBlock next(slots, a.head_dim, (tiles + 2) * kTileSteps);
-    attend_block(a, own, result, block, dims, tiles, next);
+    attend_block(a, own, result, block, dims, tiles, slots);
   }
   // To a row for each query.
   for (int tile = 0; tile < tiles; ++tile) {

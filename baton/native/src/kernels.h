@@ -19,12 +19,12 @@ constexpr int kInputs = 32;      // inputs are padded to a multiple of this
 constexpr int kRowTile = 16;     // rows of an AMX tile; buffers of rows are padded to whole ones
 constexpr int kRowBlock = 256;   // most rows of one call of `product`
 constexpr int kKeys = 64;        // keys of a block of attention, aligned to its multiples
-constexpr int kDimUnit = 16;     // heads of queries and keys are padded to a multiple of this
 constexpr int kMaxHeadDim = 256;
 
 enum Type : int64_t { kFloat32 = 0, kBfloat16 = 1 };
 
-// Softmax over a part of the keys: for each row the largest score, the sum of weights, and weighted values [head_dim].
+// Softmax over a part of the keys: for each row the score whose weight is 1, the sum of weights, and weighted values
+// [head_dim]. A row that sees no key has the sum 0.
 struct Partial {
   float* top;
   float* sum;

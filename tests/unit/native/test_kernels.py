@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -189,6 +190,23 @@ def test_attention_starts_from_nothing(library: ctypes.CDLL, dtype: torch.dtype,
     assert out[:query].isnan().all()
     seen = [v[length : 2 * length - query + 1 + token].mean(0) for token in range(query)]
     assert torch.allclose(out[query:], torch.stack(seen), atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_just_below_a_whole_number(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """One key has a large score, all others nearly 0: their difference rounds to a whole number."""
+    size, length = 32, 257
+    k, v = torch.zeros(length, 1, size), torch.ones(length, 1, size)
+    k[0, 0, 0], k[1:, 0, 0], v[0] = 32, -1e-9, 0
+    kv = cache_of(length, 1, size, dtype)
+    batch = AttentionBatch.build([length], [length], torch.arange(kv.num_pages).int()[None], kv.page_size)
+    backend = NativeAttention(library, weights=dtype)
+    backend.append(kv, 0, k, v, batch)
+    backend._new[0] = k[-1:], v[-1:]
+    q = torch.eye(1, size)[None]
+    others = (length - 1) * math.exp(-32 / size**0.5)
+    out = backend.attend(kv, 0, q, batch.last(1), None)
+    assert torch.allclose(out, torch.full((), others / (1 + others)), atol=5e-3)
 
 
 @pytest.mark.parametrize("query", [1, 20])
