@@ -315,6 +315,7 @@ class PrefillWorker:
         while not self._closing:
             now = time.monotonic()
             prompt = self._scheduler.next_allocation(now, self._deferred(), refused)
+            self._end_evictions(prompt)
             if prompt is None:
                 return
             job = self._open_jobs[prompt]
@@ -333,6 +334,13 @@ class PrefillWorker:
             else:
                 refused.add(prompt)
                 self._scheduler.mark_refused(prompt, now)
+
+    def _end_evictions(self, but: Prompt | None) -> None:
+        """End what evicts for prompts whose turn is over: it holds pages, for which others might wait."""
+        for prompt, job in self._open_jobs.items():
+            if job.eviction is not None and prompt is not but:
+                job.eviction.close()
+                job.eviction = None
 
     def _reserve(self, job: PrefillJob) -> bool:
         """Reserve all pages of a job; False if they are not free."""

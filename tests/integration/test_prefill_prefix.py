@@ -14,6 +14,7 @@ from baton.kv.prefix import MemoryPrefixCache, Payload
 from baton.kv.prefix.contract import FetchRate
 from baton.kv.prefix.fetch_cost import FetchCostModel, FetchDecision
 from baton.request import CachePolicy, SamplingParams
+from prefill_svc.scheduler import PrefillScheduler
 from tests.metrics import sample
 from tests.peers import exporter
 from tests.prefill import (
@@ -262,6 +263,34 @@ async def test_a_prompt_that_ends_while_blocks_are_evicted_for_it_keeps_no_pages
             await client.done(other)
         await client.pages_back()
         assert engine.turns == [0]
+        assert engine.audit() == {}
+
+
+async def test_a_prompt_for_which_blocks_are_evicted_does_not_keep_pages_from_one_that_goes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("baton.kv.pool", "prefill_svc.prefix"):
+        monkeypatch.setattr(f"{module}.EVICT_PAGES", 2)
+    monkeypatch.setattr("prefill_svc.scheduler.PATIENCE_S", 1e9)
+    engine, other = Evicting(), [*PROMPT[:32], *PROMPT[:31:-1], *range(90)]
+    async with serving(engine) as client:
+        await client.done()
+        await client.done([*range(200, 290)])
+        running = engine.reserve("running", 20)
+        refused, mark = asyncio.Event(), PrefillScheduler.mark_refused
+        monkeypatch.setattr(PrefillScheduler, "mark_refused", lambda *each: (mark(*each), refused.set()))
+        first = asyncio.create_task(client.done([*range(300, 520)]))
+        await refused.wait()
+
+        def free() -> None:
+            """Now the first prompt has waited long enough to go before all others."""
+            if running.alive:
+                engine.free(running)
+            monkeypatch.setattr("prefill_svc.scheduler.PATIENCE_S", 0)
+
+        engine.on_slice = free
+        await asyncio.gather(first, client.done(other))
+        await client.pages_back()
         assert engine.audit() == {}
 
 
