@@ -13,6 +13,8 @@ ends at the end of its standard input, with `close`, and with the thread that st
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import struct
 import subprocess
 import sys
@@ -23,7 +25,8 @@ from subprocess import PIPE
 from typing import IO
 
 from baton import freed_memory
-from baton.errors import Unavailable
+from baton.digest import tokenizer_digest
+from baton.errors import EngineError, Unavailable
 from baton.launcher import bind_to_parent
 from baton.tokenizer import Tokenizer
 
@@ -32,22 +35,30 @@ LONG_TEXT = 128 << 10
 
 _TEXT = struct.Struct("=?Q")
 """Whether special tokens are added, and how many bytes of text follow."""
-_IDS = struct.Struct("=Q")
-"""How many bytes of ids follow."""
+_IDS = struct.Struct("=?Q")
+"""Whether the text was tokenized, and how many bytes of ids, or of an error in UTF-8, follow."""
 
 
 class TokenizerProcesses:
-    """Processes with the tokenizer of the checkpoint in `folder`; safe to use from several threads."""
+    """Processes with the tokenizer of the checkpoint in `folder`, whose `tokenizer_digest` is `digest`.
 
-    def __init__(self, folder: str | Path) -> None:
-        self._command = bind_to_parent([sys.executable, "-m", __name__, str(folder)])
+    Safe to use from several threads.
+    """
+
+    def __init__(self, folder: str | Path, digest: str) -> None:
+        # -P: what lies in the working directory is not imported.
+        self._command = bind_to_parent([sys.executable, "-P", "-m", __name__, str(folder), digest])
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
         self._running: set[subprocess.Popen[bytes]] = set()
         self._closed = False
 
     def encode(self, text: bytes, *, add_special_tokens: bool) -> array[int]:
-        """Token ids of a text in UTF-8, as `Tokenizer.encode` makes them. Raises Unavailable if the process ends."""
+        """Token ids of a text in UTF-8, as `Tokenizer.encode` makes them.
+
+        Raises Unavailable if the process ends, EngineError if the tokenizer fails or is no longer that of `digest`.
+        """
         process = self._take()
         try:
             assert process.stdin is not None
@@ -55,7 +66,8 @@ class TokenizerProcesses:
             process.stdin.write(_TEXT.pack(add_special_tokens, len(text)))
             process.stdin.write(text)
             process.stdin.flush()
-            ids = array("I", _read(process.stdout, _IDS.unpack(_read(process.stdout, _IDS.size))[0]))
+            tokenized, size = _IDS.unpack(_read(process.stdout, _IDS.size))
+            answer = _read(process.stdout, size)
         except (OSError, EOFError, ValueError):
             # Its pipes are broken, at their end, or closed.
             self._end(process)
@@ -67,12 +79,16 @@ class TokenizerProcesses:
             self._end(process)
             raise
         self._idle.append(process)
-        return ids
+        if not tokenized:
+            raise EngineError(f"the text can't be tokenized: {answer.decode()}")
+        return array("I", answer)
 
     def close(self) -> None:
         """Kill all processes; texts that they tokenize end with Unavailable."""
         with self._lock:
             self._closed = True
+        for process in list(self._running):
+            process.kill()
         for process in list(self._running):
             self._end(process)
 
@@ -85,7 +101,9 @@ class TokenizerProcesses:
                 self._end(process)
             # In a group of its own, so that Ctrl-C lets the router drain.
             try:
-                process = subprocess.Popen(self._command, stdin=PIPE, stdout=PIPE, process_group=0)
+                process = subprocess.Popen(
+                    self._command, stdin=PIPE, stdout=PIPE, process_group=0, env=self._environment
+                )
             except OSError as error:
                 raise Unavailable(f"a process to tokenize the text can't be started: {error}") from None
             self._running.add(process)
@@ -112,19 +130,36 @@ def _read(stream: IO[bytes], size: int) -> bytes:
     return data
 
 
+def _answer(tokenizer: Tokenizer, text: bytes, add_special_tokens: bool) -> tuple[bool, bytes]:
+    """Whether the text was tokenized, and the ids as uint32, or the error."""
+    try:
+        return True, array("I", tokenizer.encode(text.decode(), add_special_tokens=add_special_tokens)).tobytes()
+    except Exception as error:
+        # What `tokenizers` raises has no class of its own.
+        return False, str(error).encode()
+
+
 def main() -> None:
     """Tokenize texts from standard input until its end."""
-    tokenizer = Tokenizer.load(sys.argv[1])
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    # A service manager signals all processes of a router that drains: its texts are still to be tokenized.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    folder, digest = sys.argv[1:]
+    tokenizer = Tokenizer.load(folder)
+    changed = tokenizer_digest(folder) != digest
+    # Whatever else is written to standard output goes to standard error.
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
     with contextlib.suppress(EOFError):
         while True:
             add_special_tokens, size = _TEXT.unpack(_read(source, _TEXT.size))
-            text = _read(source, size).decode()
-            ids = array("I", tokenizer.encode(text, add_special_tokens=add_special_tokens)).tobytes()
-            sink.write(_IDS.pack(len(ids)) + ids)
+            text = _read(source, size)
+            answer = False, f"the tokenizer in {folder} has changed since the router started".encode()
+            if not changed:
+                answer = _answer(tokenizer, text, add_special_tokens)
+            sink.write(_IDS.pack(answer[0], len(answer[1])) + answer[1])
             sink.flush()
             # A million tokens would leave 400 MB with a process that may never be needed again.
-            del text, ids
+            del text, answer
             freed_memory.trim()
 
 

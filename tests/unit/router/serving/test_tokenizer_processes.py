@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from baton.errors import Unavailable
+from baton.digest import tokenizer_digest
+from baton.errors import EngineError, Unavailable
 from baton.tokenizer import Tokenizer
 from router.serving import tokenizer_processes
 from router.serving.tokenizer_processes import TokenizerProcesses
@@ -28,7 +32,7 @@ class Watched(TokenizerProcesses):
     """Notes which processes are taken, and tells when one has a text and is waited for."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        super().__init__(folder, tokenizer_digest(folder))
         self.taken: list[subprocess.Popen[bytes]] = []
         self.waiting = threading.Event()
 
@@ -124,6 +128,39 @@ def test_a_process_without_a_tokenizer_ends_with_an_error(processes: Watched, tm
         processes.encode(b"x", add_special_tokens=True)
 
 
+def test_a_process_with_another_tokenizer_than_the_router_refuses_texts(processes: Watched, tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(EngineError, match=r"can't be tokenized: the tokenizer in .* has changed since the router"):
+        processes.encode(b"x", add_special_tokens=True)
+
+
+def test_a_text_that_the_tokenizer_refuses_ends_with_its_error_and_the_process_goes_on(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    words = tokenizers.Tokenizer(WordLevel({"a": 0}, unk_token="[UNK]"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    made = Watched(tmp_path)
+    with pytest.raises(EngineError, match=r"can't be tokenized: .*UNK"):
+        made.encode(b"a b", add_special_tokens=False)
+    assert list(made.encode(b"a a", add_special_tokens=False)) == [0, 0]
+    assert len(set(made.taken)) == 1
+    made.close()
+
+
+def test_a_process_survives_sigterm_and_imports_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "array.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    made = Watched(checkpoint(tmp_path))
+    made.encode(b"x", add_special_tokens=False)
+    made.taken[0].terminate()
+    assert len(made.encode(b"xy", add_special_tokens=False)) == 2
+    assert made.taken[0] is made.taken[1]
+    made.close()
+
+
 def test_a_process_ends_with_its_standard_input(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", tokenizer_processes.__name__, str(checkpoint(tmp_path))]
+    command = [sys.executable, "-m", tokenizer_processes.__name__, str(checkpoint(tmp_path)), "digest"]
     assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=WAIT_S).returncode == 0
