@@ -20,7 +20,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.engine.contract import Engine
@@ -103,6 +103,13 @@ class PrefixLoader:
             return True
         job.eviction = None
         return False
+
+    def end_evictions(self, jobs: Iterable[PrefillJob]) -> None:
+        """End what evicts for prompts that are over, or whose turn is: it holds pages, for which others might wait."""
+        for job in jobs:
+            if job.eviction is not None:
+                job.eviction.close()
+                job.eviction = None
 
     def plan_load(self, job: PrefillJob) -> None:
         """Count the blocks that came with the job's pages, and decide which of the hits to load."""

@@ -298,8 +298,7 @@ class PrefillWorker:
     def _free(self, job: PrefillJob) -> None:
         """Free all that the job held; prompts that wait for pages may get them now."""
         job.life.end(time.monotonic())
-        if job.eviction is not None:
-            job.eviction.close()
+        self._prefix.end_evictions([job])
         if job.handle is not None:
             self._engine.free(job.handle)
         del self._live_jobs[job]
@@ -315,7 +314,7 @@ class PrefillWorker:
         while not self._closing:
             now = time.monotonic()
             prompt = self._scheduler.next_allocation(now, self._deferred(), refused)
-            self._end_evictions(prompt)
+            self._prefix.end_evictions(job for other, job in self._open_jobs.items() if other is not prompt)
             if prompt is None:
                 return
             job = self._open_jobs[prompt]
@@ -334,13 +333,6 @@ class PrefillWorker:
             else:
                 refused.add(prompt)
                 self._scheduler.mark_refused(prompt, now)
-
-    def _end_evictions(self, but: Prompt | None) -> None:
-        """End what evicts for prompts whose turn is over: it holds pages, for which others might wait."""
-        for prompt, job in self._open_jobs.items():
-            if job.eviction is not None and prompt is not but:
-                job.eviction.close()
-                job.eviction = None
 
     def _reserve(self, job: PrefillJob) -> bool:
         """Reserve all pages of a job; False if they are not free."""
