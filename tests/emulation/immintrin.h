@@ -9,11 +9,11 @@
 
 #include_next <immintrin.h>
 
+#include <cmath>
+
 #define SIMDE_ENABLE_NATIVE_ALIASES
 // Vectors of 64 bytes are passed in memory; nothing outside a unit takes one.
 #pragma GCC diagnostic ignored "-Wpsabi"
-#include <cmath>
-
 #include <simde/x86/avx512.h>  // SIMDe 0.7.4 or newer: apt-get install libsimde-dev
 
 #include "dot_products.h"
@@ -47,7 +47,8 @@ inline __m512i convert_ps_epi32(__m512 from) {
 inline __m512 reduce_ps(__m512 from, int) {
   const Halves halves = split(from);
   const auto reduce = [](__m256 x) {
-    const __m256 infinite = _mm256_cmp_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), _mm256_set1_ps(INFINITY), _CMP_EQ_OQ);
+    const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
+    const __m256 infinite = _mm256_cmp_ps(size, _mm256_set1_ps(INFINITY), _CMP_EQ_OQ);
     return _mm256_andnot_ps(infinite, _mm256_sub_ps(x, _mm256_floor_ps(x)));
   };
   return join(reduce(halves.low), reduce(halves.high));

@@ -17,8 +17,8 @@ constexpr int kTileSize = 512;  // elements of a tile of bfloat16
 constexpr __mmask32 kOdd = 0xAAAAAAAA;
 constexpr int kCache = 2;  // to which keys and values are fetched ahead
 
-// GCC 12 does not know that tile instructions read memory.
-inline void settle() { asm volatile("" ::: "memory"); }
+// What was stored is in memory for the tile loads that follow: GCC 12 does not know that they read it.
+inline void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 // Tiles of queries as the second operand: out[tile][dims / 32][16 pairs of dims][16 queries][2].
 inline void load_queries(const Attention& a, int tiles, int dims, Bf16* out) {
@@ -28,7 +28,8 @@ inline void load_queries(const Attention& a, int tiles, int dims, Bf16* out) {
     for (int d = 0; d < dims; d += 32, out += kTileSize) {
       F pairs[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        const int row = first + i < rows ? first + i : 0;  // spare columns hold any numbers, but not NaN by chance
+        // Columns without a query repeat the first one: memory that nobody has written could hold NaN.
+        const int row = first + i < rows ? first + i : 0;
         const float* query = a.queries + row / a.group * a.query_stride + row % a.group * a.head_dim;
         const F low = load_at(query, d, a.head_dim) * scale, high = load_at(query, d + kLanes, a.head_dim) * scale;
         pairs[i] = _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(high, low));
@@ -115,7 +116,8 @@ class Softmax {
   Softmax(const Attention& a, Partial result, int first)
       : a_(a), row_(first), tops_(result.top + first), sums_(result.sum + first) {}
 
-  // Bring earlier sums to the scale of scores[keys][16 queries] of the keys from `block` on; `out` is [dims][16 queries].
+  // Hide unseen keys of scores[keys][16 queries], whose first is `block`, and bring earlier sums to their scale. `out` is
+  // [dims][16 queries].
   void begin(int64_t block, int keys, float* scores, float* out, int64_t dims) {
     mask(block, keys, scores);
     F most[4] = {Vec::load(scores), Vec::load(scores), Vec::load(scores), Vec::load(scores)};
@@ -214,7 +216,7 @@ inline void attend_block(const Attention& a, TileRoom& room, Partial result, int
     for (int step = 0, panel = 0; step < steps; ++step) {
       keys_ahead.fetch();
       values_ahead.fetch();
-      settle();
+      compiler_barrier();
       if (multiplies)
         score(room.keys + step * kTileKeys * dims, room.queries + turn * kLanes * dims, dims,
               to + step * kTileKeys * kLanes);
@@ -222,13 +224,11 @@ inline void attend_block(const Attention& a, TileRoom& room, Partial result, int
         for (; panel < panels * (step + 1) / steps; ++panel)
           add_values(room.values + panel * 2 * kTileSteps * kTileSize, room.weights[turn % 2], steps,
                      result.out + ((turn - 2) * dims + panel * 32) * kLanes);
-      settle();
       if (weighs)
         softmax.weigh(from + step * kTileKeys * kLanes, room.weights[weighed % 2] + step * kTileSize);
     }
     if (weighs) softmax.end();
   }
-  settle();
 }
 
 inline void attend_tiles(const Attention& a, const AttentionRoom& room, Partial result) {
