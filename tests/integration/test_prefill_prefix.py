@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -21,6 +21,7 @@ from tests.prefill import (
     PROMPT,
     TIERS,
     WAIT_S,
+    Client,
     Gate,
     by_tier,
     decode,
@@ -230,29 +231,35 @@ class Evicting(FakeEngine):
         self._turns += 1
 
 
-async def test_the_blocks_that_a_long_prompt_replaces_are_evicted_a_slice_in_each_turn_of_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+REPLACING = [*PROMPT[:32], *PROMPT[:31:-1], *range(90)]
+"""A prompt that begins like PROMPT, and whose pages replace other cached blocks."""
+
+
+@contextlib.asynccontextmanager
+async def evicting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Evicting, Client]]:
+    """A worker that evicts two pages at a time, whose pages are full of the cached blocks of two prompts."""
     for module in ("baton.kv.pool", "prefill_svc.prefix"):
         monkeypatch.setattr(f"{module}.EVICT_PAGES", 2)
-    engine, other = Evicting(), [*PROMPT[:32], *PROMPT[:31:-1], *range(90)]
+    engine = Evicting()
     async with serving(engine) as client:
         await client.done()
         await client.done([*range(200, 290)])
         assert not engine.turns, "nothing was cached that had to go"
-        assert by_tier(await client.done(other)) == {"pool": 32}
+        yield engine, client
+
+
+async def test_the_blocks_that_a_long_prompt_replaces_are_evicted_a_slice_in_each_turn_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with evicting(monkeypatch) as (engine, client):
+        assert by_tier(await client.done(REPLACING)) == {"pool": 32}
         assert engine.turns == [0, 1, 2]
 
 
 async def test_a_prompt_that_ends_while_blocks_are_evicted_for_it_keeps_no_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("baton.kv.pool", "prefill_svc.prefix"):
-        monkeypatch.setattr(f"{module}.EVICT_PAGES", 2)
-    engine, other = Evicting(), [*PROMPT[:32], *PROMPT[:31:-1], *range(90)]
-    async with serving(engine) as client:
-        await client.done()
-        await client.done([*range(200, 290)])
+    async with evicting(monkeypatch) as (engine, client):
 
         def abort() -> None:
             for job in list(client.app.worker._live_jobs):
@@ -260,7 +267,7 @@ async def test_a_prompt_that_ends_while_blocks_are_evicted_for_it_keeps_no_pages
 
         engine.on_slice = abort
         with pytest.raises(grpc.aio.AioRpcError, match="no longer wanted"):
-            await client.done(other)
+            await client.done(REPLACING)
         await client.pages_back()
         assert engine.turns == [0]
         assert engine.audit() == {}
@@ -269,13 +276,8 @@ async def test_a_prompt_that_ends_while_blocks_are_evicted_for_it_keeps_no_pages
 async def test_a_prompt_for_which_blocks_are_evicted_does_not_keep_pages_from_one_that_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("baton.kv.pool", "prefill_svc.prefix"):
-        monkeypatch.setattr(f"{module}.EVICT_PAGES", 2)
     monkeypatch.setattr("prefill_svc.scheduler.PATIENCE_S", 1e9)
-    engine, other = Evicting(), [*PROMPT[:32], *PROMPT[:31:-1], *range(90)]
-    async with serving(engine) as client:
-        await client.done()
-        await client.done([*range(200, 290)])
+    async with evicting(monkeypatch) as (engine, client):
         running = engine.reserve("running", 20)
         refused, mark = asyncio.Event(), PrefillScheduler.mark_refused
         monkeypatch.setattr(PrefillScheduler, "mark_refused", lambda *each: (mark(*each), refused.set()))
@@ -289,7 +291,7 @@ async def test_a_prompt_for_which_blocks_are_evicted_does_not_keep_pages_from_on
             monkeypatch.setattr("prefill_svc.scheduler.PATIENCE_S", 0)
 
         engine.on_slice = free
-        await asyncio.gather(first, client.done(other))
+        await asyncio.gather(first, client.done(REPLACING))
         await client.pages_back()
         assert engine.audit() == {}
 
