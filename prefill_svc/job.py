@@ -101,7 +101,7 @@ class PrefillJob:
     prompt          the prompt as the scheduler knows it
     ids             prompt and output token ids; the last token is always computed
     handle          the right to its pages
-    eviction        what evicts cached blocks before it gets its pages
+    eviction        evicts cached blocks in slices, before the job gets its pages
     digests         of the full blocks of `ids`
     hits            blocks that the cache had, from block `looked_up_from` on
     load_plan       the part of `hits` that is loaded

@@ -93,7 +93,7 @@ class PrefixLoader:
         return self._useful_tokens(job, runs[-1].blocks.stop if runs else job.looked_up_from)
 
     def evict(self, job: PrefillJob) -> bool:
-        """Evict a slice of the cached blocks in whose pages the job will be; False if only the last slice is left."""
+        """Evict a slice of the cached blocks that the job's pages replace; False if only the last slice is left."""
         new_tokens = len(job.ids) - job.looked_up_from * self._block
         if self._engine.spec.pages_for(new_tokens) <= EVICT_PAGES:
             return False
@@ -105,7 +105,7 @@ class PrefixLoader:
         return False
 
     def end_evictions(self, jobs: Iterable[PrefillJob]) -> None:
-        """End what evicts for prompts that are over, or whose turn is: it holds pages, for which others might wait."""
+        """End the evictions of jobs that end, or are no longer next: they hold pages for which others might wait."""
         for job in jobs:
             if job.eviction is not None:
                 job.eviction.close()

@@ -35,7 +35,7 @@ LONG_TEXT = 128 << 10
 
 _TEXT = struct.Struct("=?Q")
 """Whether special tokens are added, and how many bytes of text follow."""
-_IDS = struct.Struct("=?Q")
+_ANSWER = struct.Struct("=?Q")
 """Whether the text was tokenized, and how many bytes of ids, or of an error in UTF-8, follow."""
 
 
@@ -66,7 +66,7 @@ class TokenizerProcesses:
             process.stdin.write(_TEXT.pack(add_special_tokens, len(text)))
             process.stdin.write(text)
             process.stdin.flush()
-            tokenized, size = _IDS.unpack(_read(process.stdout, _IDS.size))
+            tokenized, size = _ANSWER.unpack(_read(process.stdout, _ANSWER.size))
             answer = _read(process.stdout, size)
         except (OSError, EOFError, ValueError):
             # Its pipes are broken, at their end, or closed.
@@ -130,7 +130,7 @@ def _read(stream: IO[bytes], size: int) -> bytes:
     return data
 
 
-def _answer(tokenizer: Tokenizer, text: bytes, add_special_tokens: bool) -> tuple[bool, bytes]:
+def _tokenize(tokenizer: Tokenizer, text: bytes, add_special_tokens: bool) -> tuple[bool, bytes]:
     """Whether the text was tokenized, and the ids as uint32, or the error."""
     try:
         return True, array("I", tokenizer.encode(text.decode(), add_special_tokens=add_special_tokens)).tobytes()
@@ -155,8 +155,8 @@ def main() -> None:
             text = _read(source, size)
             answer = False, f"the tokenizer in {folder} has changed since the router started".encode()
             if not changed:
-                answer = _answer(tokenizer, text, add_special_tokens)
-            sink.write(_IDS.pack(answer[0], len(answer[1])) + answer[1])
+                answer = _tokenize(tokenizer, text, add_special_tokens)
+            sink.write(_ANSWER.pack(answer[0], len(answer[1])) + answer[1])
             sink.flush()
             # A million tokens would leave 400 MB with a process that may never be needed again.
             del text, answer

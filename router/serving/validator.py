@@ -191,7 +191,7 @@ class RequestValidator:
     ) -> Sequence[int]:
         """Token ids of a text or a chat; `size` is what it takes in memory.
 
-        Raises InvalidRequest or Overloaded, and Unavailable if the process ends that tokenizes a long text.
+        Raises InvalidRequest or Overloaded; of a long text also what `TokenizerProcesses.encode` raises.
         """
         match prompt:
             case TextPrompt():
