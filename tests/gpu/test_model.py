@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.model.attention import AttentionBackend, flash_backend
+from baton.model.attention import AttentionBackend, flash_backend, varlen_backend
 from baton.model.attention.flash_backend import FlashAttention, FlashKernels
 from baton.model.attention.torch_backend import TorchAttention
+from baton.model.attention.varlen_backend import VarlenAttention
 from baton.model.load import load_model
 from tests.checkpoints import FAMILIES, load_reference, make_checkpoint, prompt_ids
 from tests.unit.model.attention_contract import Case, cases, check, in_dtypes
@@ -22,11 +23,13 @@ def _half_precision() -> list[tuple[AttentionBackend, Case]]:
     pairs: list[tuple[AttentionBackend, Case]] = [
         (TorchAttention(), case) for case in in_dtypes(cases(), torch.bfloat16, torch.bfloat16)
     ]
+    # Builds may be limited to the head sizes that models have.
+    usual = [case for case in cases((256,)) if case.head_dim in (64, 128)]
+    if varlen_backend.runs_on(CUDA):
+        pairs += [(VarlenAttention.load(), case) for case in in_dtypes(usual, torch.bfloat16, torch.bfloat16)]
     if flash_backend.available():
         flash = FlashAttention(FlashKernels.load())
-        # A build may be limited to the head sizes that models have.
-        wanted = [case for case in cases((256,)) if case.head_dim in (64, 128)]
-        pairs += [(flash, case) for case in in_dtypes(wanted, torch.bfloat16, torch.bfloat16)]
+        pairs += [(flash, case) for case in in_dtypes(usual, torch.bfloat16, torch.bfloat16)]
     return pairs
 
 

@@ -6,7 +6,8 @@ sequence's pages, itself included. A chunk and a decode batch are the same two c
 
     AttentionBatch     the lengths and page tables of one forward, and what is derived from them once
     KvCache            the pool, and the only code that knows how pages lie in memory
-    AttentionBackend   the contract; `select` picks one: flash-attn on CUDA, torch anywhere
+    AttentionBackend   the contract; `select` picks one: flash-attn or torch's kernels of that kind on CUDA, torch's
+                       scaled_dot_product_attention anywhere
     SegmentedAttention sequences with pages in host memory beside others, through a SegmentSource
 
 Backends reach K and V through `KvCache` only.

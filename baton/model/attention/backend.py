@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import baton.model.attention.flash_backend as flash_backend
+import baton.model.attention.varlen_backend as varlen_backend
 from baton.model.attention.batch import AttentionBatch
 from baton.model.attention.kv_cache import KvCache
 from baton.model.attention.torch_backend import TorchAttention
@@ -56,4 +57,6 @@ def select(
         and flash_backend.supports(dtype, kv_dtype, page_size, head_dim)
     ):
         return flash_backend.FlashAttention(flash_backend.FlashKernels.load())
+    if varlen_backend.runs_on(device) and varlen_backend.supports(dtype, head_dim):
+        return varlen_backend.VarlenAttention.load()
     return TorchAttention()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.model.attention.segments import SegmentSource
+from baton.model.upload import upload
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,9 +109,9 @@ class AttentionBatch:
         rows = [row for row in range(len(self.query_lens)) if row not in in_host]
         if not rows:
             return None
-        tokens = torch.tensor([token for row in rows for token in self.tokens_of(row)]).to(self.device)
+        tokens = upload([token for row in rows for token in self.tokens_of(row)], torch.int64, self.device)
         queries, contexts = ([each[row] for row in rows] for each in (self.query_lens, self.context_lens))
-        tables = self.page_tables[torch.tensor(rows).to(self.device)]
+        tables = self.page_tables[upload(rows, torch.int64, self.device)]
         batch = self.build(queries, contexts, tables, self.page_size)
         batch.__dict__["positions"] = self.positions[tokens]
         return DeviceRows(tokens, batch)
@@ -127,25 +128,25 @@ class AttentionBatch:
     @cached_property
     def cu_query_lens(self) -> Tensor:
         """Running total of query lengths from 0, int32 `[B + 1]`."""
-        return torch.tensor(self._starts, dtype=torch.int32).to(self.device)
+        return upload(self._starts, torch.int32, self.device)
 
     @cached_property
     def cu_context_lens(self) -> Tensor:
         """Running total of context lengths from 0, int32 `[B + 1]`."""
-        return torch.tensor((0, *accumulate(self.context_lens)), dtype=torch.int32).to(self.device)
+        return upload((0, *accumulate(self.context_lens)), torch.int32, self.device)
 
     @cached_property
     def context_lens_tensor(self) -> Tensor:
         """`context_lens` as int32 `[B]`."""
         if self.is_step:
             return (self.positions + 1).to(torch.int32)
-        return torch.tensor(self.context_lens, dtype=torch.int32).to(self.device)
+        return upload(self.context_lens, torch.int32, self.device)
 
     @cached_property
     def positions(self) -> Tensor:
         """Each new token's position in its sequence, int64 `[T]`."""
         lengths = zip(self.query_lens, self.context_lens, strict=True)
-        return torch.cat([torch.arange(context - query, context) for query, context in lengths]).to(self.device)
+        return torch.cat([torch.arange(context - query, context, device=self.device) for query, context in lengths])
 
     @cached_property
     def slots(self) -> Tensor:
@@ -153,6 +154,20 @@ class AttentionBatch:
         if self.is_step:
             pages = self.page_tables.gather(1, (self.positions // self.page_size)[:, None])[:, 0].long()
             return pages * self.page_size + self.positions % self.page_size
-        sequences = torch.repeat_interleave(torch.arange(len(self.query_lens)), torch.tensor(self.query_lens))
-        pages = self.page_tables[sequences.to(self.device), self.positions // self.page_size].long()
-        return pages * self.page_size + self.positions % self.page_size
+        return self._slots_of(self._rows_of(self.query_lens), self.positions)
+
+    @cached_property
+    def context_slots(self) -> Tensor:
+        """The slot of each token of all sequences, one sequence after the other, int64 `[sum of context_lens]`."""
+        rows = self._rows_of(self.context_lens)
+        positions = torch.arange(sum(self.context_lens), device=self.device) - self.cu_context_lens[rows]
+        return self._slots_of(rows, positions)
+
+    def _rows_of(self, lengths: Sequence[int]) -> Tensor:
+        """The number of each sequence, as often as its length says; int64 on the batch's device."""
+        rows, counts = torch.arange(len(lengths), device=self.device), upload(lengths, torch.int64, self.device)
+        return rows.repeat_interleave(counts, output_size=sum(lengths))
+
+    def _slots_of(self, rows: Tensor, positions: Tensor) -> Tensor:
+        pages = self.page_tables[rows, positions // self.page_size].long()
+        return pages * self.page_size + positions % self.page_size

@@ -79,8 +79,6 @@ class FlashAttention:
 
     def attend(self, kv: KvCache, layer: int, q: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
         """See AttentionBackend."""
-        # flash-attn counts the keys before the query, and -1 means all.
-        window_size = (-1, -1) if window is None else (window - 1, 0)
         keys, values = kv.pages(KEYS, layer), kv.pages(VALUES, layer)
         if batch.is_step:
             return self._kernels.with_kvcache(
@@ -90,7 +88,7 @@ class FlashAttention:
                 cache_seqlens=batch.context_lens_tensor,
                 block_table=batch.page_tables,
                 causal=True,
-                window_size=window_size,
+                window_size=causal_window(window),
             )[:, 0]
         return self._kernels.varlen(
             q,
@@ -101,7 +99,7 @@ class FlashAttention:
             max_seqlen_q=max(batch.query_lens),
             max_seqlen_k=max(batch.context_lens),
             causal=True,
-            window_size=window_size,
+            window_size=causal_window(window),
             block_table=batch.page_tables,
         )
 
@@ -109,23 +107,45 @@ class FlashAttention:
         self, q: Tensor, k: Tensor, v: Tensor, distance: int, window: int | None
     ) -> tuple[Tensor, Tensor]:
         """See AttentionBackend."""
-        tokens, keys = len(q), len(k)
-        all_seen = distance >= keys - 1 and (window is None or distance + tokens <= window)
-        if not all_seen and distance + tokens != keys:
-            # flash-attn lets the last query and the last key be at one position.
+        limits = segment_window(len(q), len(k), distance, window)
+        if limits is None:
             return attend_segment(q, k, v, distance, window)
-        window_size = (-1, -1) if window is None or all_seen else (window - 1, 0)
-        lengths = torch.tensor([[0, tokens], [0, keys]], dtype=torch.int32).to(q.device, non_blocking=True)
+        queries, keys = segment_lengths(len(q), len(k), q.device)
         out, lse, _ = self._kernels.varlen(
             q,
             k.to(q.dtype),
             v.to(q.dtype),
-            cu_seqlens_q=lengths[0],
-            cu_seqlens_k=lengths[1],
-            max_seqlen_q=tokens,
-            max_seqlen_k=keys,
-            causal=not all_seen,
-            window_size=window_size,
+            cu_seqlens_q=queries,
+            cu_seqlens_k=keys,
+            max_seqlen_q=len(q),
+            max_seqlen_k=len(k),
+            causal=limits != (-1, -1),
+            window_size=limits,
             return_attn_probs=True,
         )
         return out.float(), lse.transpose(0, 1)
+
+
+def causal_window(window: int | None) -> tuple[int, int]:
+    """FlashAttention's limits for causal attention: keys before the query and after it, -1 for all."""
+    return (-1 if window is None else window - 1), 0
+
+
+def segment_window(tokens: int, keys: int, distance: int, window: int | None) -> tuple[int, int] | None:
+    """The limits with which FlashAttention computes a segment (see `AttentionBackend.attend_segment`).
+
+    With limits it lets the last query and the last key be at one position. None for a segment that is neither such a
+    one nor seen whole by each query.
+    """
+    if distance >= keys - 1 and (window is None or distance + tokens <= window):
+        return -1, -1
+    return causal_window(window) if distance + tokens == keys else None
+
+
+def segment_lengths(tokens: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Running totals from 0 of the one sequence of a segment, int32 `[2]` each: of its queries, of its keys.
+
+    Made by kernels. A copy from the host would wait behind the copy of the next segment, and attention for both.
+    """
+    queries, totals = (torch.arange(0, each + 1, each, dtype=torch.int32, device=device) for each in (tokens, keys))
+    return queries, totals

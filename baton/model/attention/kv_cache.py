@@ -106,6 +106,10 @@ class KvCache:
         target = self._slots[part][layer]
         target.index_copy_(0, slots, values.to(target.dtype))
 
+    def read(self, part: str, layer: int, slots: Tensor) -> Tensor:
+        """A copy of what is at `slots` (int64 `[n]`): `[n, kv_heads, ...]`."""
+        return self._slots[part][layer].index_select(0, slots)
+
     def pages(self, part: str, layer: int) -> Tensor:
         """One layer's pages `[pages, page_size, kv_heads, ...]`, a view."""
         return self.parts[part][layer]

@@ -98,7 +98,10 @@ class SegmentedAttention:
 
 
 def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Results and log-sum-exps over two disjoint sets of keys, to those over both; each query sees a key of `one`."""
-    total = torch.logaddexp(one[1], other[1])
-    first, second = ((lse - total).exp().unsqueeze(-1) for lse in (one[1], other[1]))
-    return one[0] * first + other[0] * second, total
+    """Results and log-sum-exps over two disjoint sets of keys, to those over both; each query sees a key of `one`.
+
+    The result of `one` is overwritten: for a chunk it is large, and reading and writing it takes time. The share of
+    `other` is exp(its lse) / (exp(its lse) + exp(lse of one)).
+    """
+    share = (other[1] - one[1]).sigmoid_()
+    return one[0].lerp_(other[0], share.unsqueeze(-1)), torch.logaddexp(one[1], other[1])

@@ -56,8 +56,9 @@ def _attend(kv: KvCache, layer: int, q: Tensor, table: Tensor, context: int, win
         k, v = (_read(kv.pages(part, layer), table, first, end).to(q.dtype) for part in (KEYS, VALUES))
         mask = None
         if len(block) > 1:
-            distance = torch.arange(begin, end)[:, None] - torch.arange(first, end)
-            mask = ((distance >= 0) & (distance < (window or context))).to(q.device)
+            queries, keys = (torch.arange(low, end, device=q.device) for low in (begin, first))
+            distance = queries[:, None] - keys
+            mask = (distance >= 0) & (distance < (window or context))
         queries, keys, values = (x.transpose(0, 1)[None] for x in (block, k, v))
         attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
         found.append(attended[0].transpose(0, 1))
@@ -87,8 +88,9 @@ def attend_segment(q: Tensor, k: Tensor, v: Tensor, distance: int, window: int |
         rows = (q[begin:end].to(dtype) * dim**-0.5).view(end - begin, kv_heads, -1, dim).permute(1, 2, 0, 3)
         scores = rows @ k.transpose(2, 3)
         if distance + begin < keys - 1 or (window is not None and distance + end - 1 >= window):
-            apart = torch.arange(distance + begin, distance + end)[:, None] - torch.arange(keys)
-            scores.masked_fill_(((apart < 0) | (apart >= (window or apart.max() + 1))).to(q.device), -torch.inf)
+            positions = torch.arange(distance + begin, distance + end, device=q.device)
+            apart = positions[:, None] - torch.arange(keys, device=q.device)
+            scores.masked_fill_((apart < 0) | (apart >= (window or distance + end)), -torch.inf)
         # A query without keys: exponentials of -inf, not of -inf - -inf.
         highest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
         weights = scores.sub_(highest).exp_()

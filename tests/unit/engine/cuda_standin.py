@@ -133,7 +133,7 @@ def with_kvcache(
     )
     places = torch.arange(k.shape[2])[None]
     seen = places < cache_seqlens[:, None]
-    if window_size != (-1, -1):
+    if window_size[0] != -1:
         seen &= places >= cache_seqlens[:, None] - 1 - window_size[0]
     scores = (q.transpose(1, 2) @ k.transpose(2, 3)) * q.shape[3] ** -0.5
     weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)

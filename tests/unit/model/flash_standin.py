@@ -19,10 +19,8 @@ from tests.unit.model.attention_contract import dense
 
 def _window(window_size: tuple[int, int]) -> int | None:
     left, right = window_size
-    if (left, right) == (-1, -1):
-        return None
     assert right == 0
-    return left + 1
+    return None if left == -1 else left + 1
 
 
 def _paged(cache: Tensor, table: Tensor, length: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 
@@ -9,15 +11,17 @@ from baton.kv.format import attention_parts
 from baton.model.attention import AttentionBackend, AttentionBatch, KvCache, flash_backend, select, torch_backend
 from baton.model.attention.flash_backend import FlashAttention
 from baton.model.attention.torch_backend import TorchAttention
+from baton.model.attention.varlen_backend import VarlenAttention
 from tests.unit.model.attention_contract import Case, block_cases, cases, check, decode_cases, in_dtypes, sharp_cases
 from tests.unit.model.flash_standin import KERNELS
+from tests.unit.model.varlen_standin import VARLEN, varlen_attn
 
 CPU = torch.device("cpu")
 SMALL = [Case(page, window=window) for page in (16, 256) for window in (None, 9)]
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-@pytest.mark.parametrize("backend", [TorchAttention(), FlashAttention(KERNELS)], ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", [TorchAttention(), FlashAttention(KERNELS), VARLEN], ids=lambda b: b.name)
 def test_equals_dense_attention(backend: AttentionBackend, case: Case) -> None:
     check(backend, case, CPU, tolerance=2e-5)
 
@@ -35,6 +39,37 @@ def test_flash_attention_is_for_ampere_and_newer(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     chosen = select.__wrapped__(torch.device("cuda"), torch.bfloat16, torch.bfloat16, 256, 64)
     assert chosen.name == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "name"),
+    [
+        ((8, 0), torch.bfloat16, 64, "varlen"),
+        ((7, 5), torch.bfloat16, 64, "torch"),
+        ((9, 0), torch.float32, 64, "torch"),
+        ((9, 0), torch.float16, 100, "torch"),
+    ],
+)
+def test_torchs_own_kernels_serve_where_flash_attn_is_missing(
+    capability: tuple[int, int], dtype: torch.dtype, head_dim: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_backend, "available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    assert select.__wrapped__(torch.device("cuda"), dtype, torch.bfloat16, 16, head_dim).name == name
+
+
+def test_torchs_kernel_is_called_as_its_signature_says() -> None:
+    from torch.nn.attention.varlen import AuxRequest
+    from torch.nn.attention.varlen import varlen_attn as real
+
+    wanted = signature(real).parameters
+    assert list(wanted)[:7] == list(signature(varlen_attn).parameters)[:7]
+    assert {"return_aux", "window_size"} <= wanted.keys()
+    loaded = VarlenAttention.load()
+    assert loaded._lse == AuxRequest(lse=True)
+    keywords = getattr(loaded._kernel, "keywords", {})
+    assert keywords == ({"enable_gqa": True} if "enable_gqa" in wanted else {})
 
 
 @pytest.mark.parametrize(

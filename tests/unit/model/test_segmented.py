@@ -38,6 +38,7 @@ from tests.unit.model.attention_contract import (
     sharp_cases,
 )
 from tests.unit.model.flash_standin import KERNELS
+from tests.unit.model.varlen_standin import VARLEN
 
 __all__ = ["cuda"]
 
@@ -103,9 +104,10 @@ def test_a_ring_of_two_buffers_equals_dense_attention(cuda: Cuda) -> None:
         check(Hosted(ring(50), every=3), case, CPU, tolerance=2e-5)
 
 
-def test_flash_attention_takes_segments() -> None:
+@pytest.mark.parametrize("inner", [FlashAttention(KERNELS), VARLEN], ids=lambda inner: inner.name)
+def test_flash_attention_takes_segments(inner: AttentionBackend) -> None:
     for case in in_dtypes(FEW, torch.bfloat16, torch.bfloat16):
-        check(Hosted(views(50), FlashAttention(KERNELS)), case, CPU, tolerance=3e-2)
+        check(Hosted(views(50), inner), case, CPU, tolerance=3e-2)
 
 
 @pytest.mark.parametrize("chunk", [12, 40])
