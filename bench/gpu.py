@@ -30,14 +30,11 @@ from baton.bench.engine import WARM_STEPS, EnginePlan, EngineRuns
 from baton.bench.engine_report import Rates
 from baton.bench.probes import Probes
 from baton.bench.roofline import ModelShape
-from baton.engine.contract import EngineSpec
+from baton.engine.config import EngineConfig
 from baton.engine.core import EngineCore
-from baton.engine.executor import InProcessExecutor
-from baton.engine.model_runner import ModelRunner
-from baton.kv.format import KvFormat, attention_parts
+from baton.engine.factory import assemble
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
-from baton.model.dtypes import dtype_name
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
 from baton.model.load import LoadedModel
@@ -94,24 +91,18 @@ def engine_of(model: LoadedModel, plan: EnginePlan, steps_ahead: int = 1, graphs
     """An engine with pages for what `plan` measures, and for copies beside it; closed at the end."""
     # Cycles may still hold the pages of the engine before.
     gc.collect()
-    config, dtype = model.config, dtype_name(model.dtype)
     pages = plan.tokens(PAGE_SIZE) // PAGE_SIZE + 1 + 2 * COPY_TOKENS // PAGE_SIZE
-    parts = attention_parts(dtype, config.num_kv_heads, config.head_dim)
-    spec = EngineSpec(
-        fingerprint="random",
-        kv_format=KvFormat(parts, config.num_layers, 16),
-        vocab_size=config.vocab_size,
-        max_model_len=plan.longest,
-        eos_token_ids=frozenset(config.eos_token_ids),
+    token_bytes = ModelShape.of(model.config).kv_token_bytes(model.dtype.itemsize)
+    config = EngineConfig(
+        "random",
         page_size=PAGE_SIZE,
-        pages=pages,
+        kv_memory=pages * PAGE_SIZE * token_bytes,
+        max_model_len=plan.longest,
         slots=max(plan.batches),
-        steps_ahead=steps_ahead,
     )
-    runner = ModelRunner(model, model.new_kv_cache(pages + 1, PAGE_SIZE), spec)
+    engine = assemble(model, config, steps_ahead)
     if not graphs:
-        runner._graphs = None
-    engine = EngineCore(spec, InProcessExecutor(runner), 0)
+        engine.executor.runner._graphs = None
     try:
         yield engine
     finally:

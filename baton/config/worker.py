@@ -58,7 +58,9 @@ class WorkerConfig(Settings):
         unit="bytes",
     )
     segment_tokens: int = option(
-        4096, help="Tokens of KV in host memory that attention takes to the device at once.", minimum=1
+        0,
+        help="Tokens of KV in host memory that attention takes to the device at once; 0: 16,384 on CUDA, 4,096 on CPU.",
+        minimum=0,
     )
     num_kv_buffers: int = option(
         3, help="Device buffers for KV that comes from host memory, each for --segment-tokens.", minimum=2

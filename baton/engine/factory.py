@@ -9,11 +9,11 @@ import torch
 
 from baton import freed_memory
 from baton.engine import host_memory, huge_pages
-from baton.engine.config import EngineConfig, default_page_size
+from baton.engine.config import EngineConfig, default_page_size, default_segment_tokens
 from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
-from baton.engine.host_link import measure_hiding_chunk
+from baton.engine.host_link import hiding_chunk, measure_rates
 from baton.engine.model_runner import ModelRunner
 from baton.errors import ConfigError
 from baton.kv.format import KvFormat, attention_parts
@@ -46,15 +46,15 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     model_config = ModelConfig.from_pretrained(path)
     device = _device(config.device)
     kernels = kernels_for(config.kernels, device)
-    max_model_len = _max_model_len(config.max_model_len, model_config.max_position_embeddings)
+    # Before loading, which takes long.
+    _max_model_len(config.max_model_len, model_config.max_position_embeddings)
     dtype = DTYPES[config.dtype] if config.dtype != "auto" else _auto_dtype(model_config.dtype, device)
     kv_dtype = dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
     kernels = kernels.unless(unsupported(model_config, dtype, kv_dtype), config.kernels)
     _log.info("kernels: %s", kernels)
     if config.threads:
         torch.set_num_threads(config.threads)
-    home = torch.device("cpu") if config.kv_home == "host" else device
-    _check_room("kv_memory", config.kv_memory, home)
+    _check_room("kv_memory", config.kv_memory, _home(config, device))
     began = time.monotonic()
     model = load_model(path, dtype=dtype, device=device, native=kernels.library, packed_weights=config.packed_weights)
     # What loading took beside the weights is not needed again.
@@ -62,18 +62,28 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
     if device.type == "cpu":
         # Before there is a pool, which gets its huge pages in the background.
         huge_pages.collapse()
+    engine = assemble(model, config, steps_ahead)
+    _log_loaded(model, engine.spec, time.monotonic() - began)
+    return engine
+
+
+def assemble(model: LoadedModel, config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
+    """An engine over a loaded model; allocates the pool. Arguments and errors as of `build`."""
+    device = model.device
+    max_model_len = _max_model_len(config.max_model_len, model.config.max_position_embeddings)
+    kv_dtype = model.dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
     kv_format = _kv_format(model, kv_dtype, config.block_size)
     page_size = config.page_size or default_page_size(device.type, max_model_len)
     page_bytes = kv_format.token_bytes * page_size
-    pages = _pages(config, page_bytes, page_size, max_model_len, home)
+    pages = _pages(config, page_bytes, page_size, max_model_len, _home(config, device))
     host_pages = _host_pages(config, page_bytes, pages, -(-max_model_len // page_size), device)
     device_pages = 0 if config.kv_home == "host" else pages
     spec = EngineSpec(
         fingerprint=model.fingerprint,
         kv_format=kv_format,
-        vocab_size=model_config.vocab_size,
+        vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=frozenset(model_config.eos_token_ids),
+        eos_token_ids=frozenset(model.config.eos_token_ids),
         page_size=page_size,
         pages=device_pages + host_pages,
         slots=config.slots,
@@ -82,11 +92,8 @@ def build(config: EngineConfig, steps_ahead: int | None = None) -> EngineCore:
         hiding_chunk=_hiding_chunk(model, device) if host_pages else 0,
     )
     kv = _kv_cache(config, model, spec, kv_dtype)
-    engine = EngineCore(
-        spec, InProcessExecutor(ModelRunner(model, kv, spec, _source(config, model, kv, spec))), config.host_kv_memory
-    )
-    _log_loaded(model, spec, kv_dtype, time.monotonic() - began)
-    return engine
+    runner = ModelRunner(model, kv, spec, _source(config, model, kv, spec))
+    return EngineCore(spec, InProcessExecutor(runner), config.host_kv_memory)
 
 
 def _kv_cache(config: EngineConfig, model: LoadedModel, spec: EngineSpec, dtype: torch.dtype) -> KvCache:
@@ -104,12 +111,13 @@ def _source(config: EngineConfig, model: LoadedModel, kv: KvCache, spec: EngineS
     """The way to KV in host memory; None if there is none, or if kernels read all pages where they lie."""
     if not spec.host_pages or isinstance(model.decoder, NativeDecoder):
         return None
+    size = config.segment_tokens or default_segment_tokens(model.device.type)
     if model.device.type == "cuda":
-        return SegmentRing(kv, model.device, config.num_kv_buffers, config.segment_tokens)
-    return SegmentViews(kv, config.segment_tokens)
+        return SegmentRing(kv, model.device, config.num_kv_buffers, size)
+    return SegmentViews(kv, size)
 
 
-def _log_loaded(model: LoadedModel, spec: EngineSpec, kv_dtype: torch.dtype, seconds: float) -> None:
+def _log_loaded(model: LoadedModel, spec: EngineSpec, seconds: float) -> None:
     memory = huge_pages.resident()
     _log.info(
         "loaded %s on %s in %.1f s: %s, KV %s in %d pages of %d tokens (%d bytes)%s, "
@@ -118,7 +126,7 @@ def _log_loaded(model: LoadedModel, spec: EngineSpec, kv_dtype: torch.dtype, sec
         model.device,
         seconds,
         dtype_name(model.dtype),
-        dtype_name(kv_dtype),
+        spec.kv_format.parts[0].dtype,
         spec.pages,
         spec.page_size,
         spec.pages * spec.page_size * spec.kv_format.token_bytes,
@@ -163,6 +171,11 @@ def _max_model_len(wanted: int, model: int) -> int:
     if wanted > model:
         raise ConfigError(f"max_model_len: {wanted} is above the model's {model}")
     return wanted or model
+
+
+def _home(config: EngineConfig, device: torch.device) -> torch.device:
+    """Where the pages of `kv_memory` are."""
+    return torch.device("cpu") if config.kv_home == "host" else device
 
 
 def _kv_format(model: LoadedModel, dtype: torch.dtype, block_size: int) -> KvFormat:
@@ -230,4 +243,5 @@ def _hiding_chunk(model: LoadedModel, device: torch.device) -> int:
     """See EngineSpec; 0 on a CPU, which copies nothing."""
     if device.type != "cuda":
         return 0
-    return measure_hiding_chunk(device, model.dtype, model.config.num_heads // model.config.num_kv_heads)
+    group = model.config.num_heads // model.config.num_kv_heads
+    return hiding_chunk(*measure_rates(device, model.dtype), group, model.dtype.itemsize)

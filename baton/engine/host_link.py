@@ -23,14 +23,13 @@ def hiding_chunk(flops_per_s: float, bytes_per_s: float, group: int, dtype_bytes
     return math.ceil(flops_per_s / bytes_per_s / (2 * group / dtype_bytes))
 
 
-def measure_hiding_chunk(device: torch.device, dtype: torch.dtype, group: int) -> int:
-    """`hiding_chunk` by the rates of this CUDA device: a large product, and a copy from pinned memory."""
+def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Rates of a CUDA device: operations a second of a large product, bytes a second of a copy from pinned memory."""
     one = torch.empty(_SQUARE, _SQUARE, dtype=dtype, device=device).normal_()
     flops = 2 * _SQUARE**3 / _seconds(lambda: one @ one, device)
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    link = _COPY_BYTES / _seconds(lambda: target.copy_(source, non_blocking=True), device)
-    return hiding_chunk(flops, link, group, dtype.itemsize)
+    return flops, _COPY_BYTES / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
