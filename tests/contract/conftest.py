@@ -35,11 +35,17 @@ def make_fake(**sizes: Any) -> EngineCore:
 
 
 def make_torch(
-    checkpoint: Path, steps_ahead: int = 0, kernels: str = "torch", hosted: bool = False, **sizes: Any
+    checkpoint: Path,
+    steps_ahead: int = 0,
+    kernels: str = "torch",
+    home: str = "device",
+    device: str = "cpu",
+    **sizes: Any,
 ) -> EngineCore:
-    """An engine over a model on CPU of the contract's usual sizes; one thread, as its matrices are tiny.
+    """An engine over a model of the contract's usual sizes; one thread on CPU, as its matrices are tiny.
 
-    `hosted`: a third of the pages counts as in host memory, and attention takes them in segments of some tokens.
+    `home`: "both" if a third of the pages is in host memory, "host" if all are; attention takes them in segments of
+    some tokens.
     """
     from baton.engine.config import EngineConfig
     from baton.engine.factory import build
@@ -50,13 +56,14 @@ def make_torch(
     model = ModelConfig.from_pretrained(checkpoint)
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[chosen["kv_dtype"]]
     page_bytes, pages = token_bytes * chosen["page_size"], chosen.pop("pages")
-    if hosted and (in_host := pages - max(1, pages * 2 // 3)):
-        chosen |= {"host_pool_memory": page_bytes * in_host, "segment_tokens": 24}
+    if home == "both" and (in_host := pages - max(1, pages * 2 // 3)):
+        chosen |= {"host_pool_memory": page_bytes * in_host}
         pages -= in_host
+    chosen |= {"kv_home": "auto" if home == "both" else home, "segment_tokens": 24}
     if chosen["kv_dtype"] == "float16":
         kernels = "torch"  # There are no native ones for it.
     chosen["kv_memory"] = page_bytes * pages
-    return build(EngineConfig(str(checkpoint), device="cpu", threads=1, kernels=kernels, **chosen), steps_ahead)
+    return build(EngineConfig(str(checkpoint), device=device, threads=1, kernels=kernels, **chosen), steps_ahead)
 
 
 @pytest.fixture(params=["fake", *KERNELS, "hosted"])
@@ -67,8 +74,8 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     else:
         path: Path = request.getfixturevalue("checkpoint")
         hosted = request.param == "hosted"
-        kernels = "torch" if hosted else request.param
-        make = partial(make_torch, path, kernels=kernels, hosted=hosted)
+        kernels, home = ("torch", "both") if hosted else (request.param, "device")
+        make = partial(make_torch, path, kernels=kernels, home=home)
         made = Rig(request.param, make, vocab=256, exact=False)
     yield made
     for engine in made.made:

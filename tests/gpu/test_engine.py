@@ -1,5 +1,6 @@
-"""The engine contract on CUDA: over torch's kernels in float32, the same tests that the CPU passes; then what only
-flash-attn's kernels have: graphs, whose tokens are those of eager steps, and copies beside a running batch."""
+"""The engine contract on CUDA: over torch's kernels in float32, the same tests that the CPU passes, with KV on the
+device, in host memory, and in both; then what only flash-attn's kernels have: graphs, whose tokens are those of eager
+steps, and copies beside a running batch."""
 
 from __future__ import annotations
 
@@ -8,17 +9,17 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.engine.config import EngineConfig
+from baton.engine import factory
 from baton.engine.core import EngineCore
-from baton.engine.factory import build
 from baton.model.attention import flash_backend
 from tests.checkpoints import make_checkpoint
-from tests.contract.conftest import SIZES
+from tests.contract.conftest import make_torch
 from tests.contract.engines import MIXED, Rig, generate, prefill, start, state, whole_kv
 
 CONTRACT = ("test_engine", "test_engine_ahead", "test_engine_pages", "test_engine_prefix", "test_engine_spares")
@@ -36,10 +37,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2"))
 
 
-@pytest.fixture
-def rig(checkpoint: Path) -> Iterator[Rig]:
-    """The torch engine on CUDA with a step ahead; afterwards all that it made audit clean."""
-    made = Rig("cuda", lambda **sizes: make(checkpoint, **sizes), vocab=256, exact=False)
+@pytest.fixture(params=["device", "both", "host"])
+def rig(request: pytest.FixtureRequest, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """The torch engine on CUDA with a step ahead, for each home of its KV; afterwards all that it made audit clean."""
+    # Measuring takes longer than a test.
+    monkeypatch.setattr(factory, "measure_rates", lambda *_: (1e15, 5e10))
+    make = partial(make_torch, checkpoint, steps_ahead=1, device="cuda", home=request.param)
+    made = Rig(request.param, make, vocab=256, exact=False)
     yield made
     for engine in made.made:
         engine.audit()
@@ -48,20 +52,11 @@ def rig(checkpoint: Path) -> Iterator[Rig]:
         assert engine.stats().free == engine.stats().total
 
 
-def make(checkpoint: Path, **sizes: Any) -> EngineCore:
-    """An engine of the contract's sizes, or those given."""
-    chosen = {**SIZES, "kv_dtype": "float32", **sizes}
-    probe = build(EngineConfig(str(checkpoint), device="cpu", kv_memory=1 << 22, kv_dtype=chosen["kv_dtype"]))
-    kv_memory = probe.spec.kv_format.token_bytes * chosen["page_size"] * chosen.pop("pages")
-    ahead = chosen.pop("steps_ahead", 1)
-    return build(EngineConfig(str(checkpoint), device="cuda", kv_memory=kv_memory, **chosen), ahead)
-
-
 def made_for_flash(tmp_path: Path, **sizes: Any) -> EngineCore:
     """bfloat16, pages of 256, heads of 64, contexts of 1,024."""
     path = make_checkpoint("llama", tmp_path, head_dim=64)
     fitting = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "page_size": 256, "pages": 24, "max_model_len": 1024}
-    return make(path, **{**fitting, **sizes})
+    return make_torch(path, 1, device="cuda", **{**fitting, **sizes})
 
 
 @flash
