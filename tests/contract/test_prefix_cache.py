@@ -11,9 +11,10 @@ import pytest
 
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.hashing import block_digests, chain_root
-from baton.kv.prefix import MemoryPrefixCache, NullPrefixCache, PrefixCache, open_prefix_cache
+from baton.kv.prefix import NullPrefixCache, PrefixCache, open_prefix_cache
 from baton.kv.prefix.host import HostPrefixCache
 from baton.kv.prefix.redis import RedisLimits, RedisPrefixCache
+from tests.prefix_cache import MemoryPrefixCache
 from tests.redis_server import BINARIES, running
 
 FORMAT = KvFormat((KvPart("k", "float32", (2, 4)), KvPart("v", "float32", (2, 4))), layers=3, block_size=4)

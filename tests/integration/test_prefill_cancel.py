@@ -9,12 +9,13 @@ import grpc
 import pytest
 
 from baton.engine.fake import FakeEngine
-from baton.kv.prefix import MemoryPrefixCache, Payload
+from baton.kv.prefix import Payload
 from baton.ledger import LedgerEntry
 from baton.pb import kv_pb2, prefill_pb2
 from baton.rpc.channel import kv_channel
 from baton.worker import block_copier
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, read, serving, status_of
+from tests.prefix_cache import MemoryPrefixCache
 from tests.unit.transfer.support import Gate as CopyGate
 
 LEASE_S = 600.0

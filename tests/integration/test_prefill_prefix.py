@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import Cancelled
-from baton.kv.prefix import MemoryPrefixCache, Payload
+from baton.kv.prefix import Payload
 from baton.kv.prefix.contract import FetchRate
 from baton.kv.prefix.fetch_cost import FetchCostModel, FetchDecision
 from baton.request import CachePolicy, SamplingParams
@@ -33,6 +33,7 @@ from tests.prefill import (
     serving,
     since,
 )
+from tests.prefix_cache import MemoryPrefixCache
 from tests.redis_server import Server
 
 HOST = {"cache_memory": 64 << 20}

@@ -11,7 +11,6 @@ from typing import Any
 from baton.engine.contract import Engine, KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import NotFound, TransferError
-from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.request import CachePolicy, FinishReason
 from baton.transfer import wire
 from baton.transfer.closing import Commit, Manifest
@@ -20,6 +19,7 @@ from baton.transfer.registry import ExportRegistry
 from decode_svc.messages import AttemptKey, FailureKind, SessionDown
 from decode_svc.session import RouterSession
 from tests.decoding import LoggingEngine, Prefilled, alone, digests, prefill
+from tests.prefix_cache import MemoryPrefixCache
 from tests.property.virtual import VirtualLoop
 
 _alone = functools.cache(alone)

@@ -24,7 +24,6 @@ from baton.config.decode import DecodeConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import KvHandle
 from baton.errors import EngineError, IncompleteTransfer
-from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.lifecycle import PREFILL_TOKEN_S, State
 from baton.request import CachePolicy, Handoff, SamplingParams
 from baton.transfer.registry import ExportRegistry
@@ -37,6 +36,7 @@ from decode_svc.service import DecodeService
 from decode_svc.session import RouterSession
 from tests.decoding import LoggingEngine, alone, digests, prefill
 from tests.effort import machine_test
+from tests.prefix_cache import MemoryPrefixCache
 from tests.property.attempts import Book, PausingEngine, Try, check_left, check_tokens, goes_on, read_prefix
 from tests.property.virtual import Hung, VirtualLoop
 

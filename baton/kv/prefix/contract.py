@@ -10,8 +10,8 @@ A payload is the canonical KV of one block (`baton.kv.format`). A cache never ra
 write, counted by reason in `metrics.PREFIX_FAULTS`. If a block is evicted between look-up and fetch, the hit becomes
 shorter, and nothing else happens.
 
-Implementations: `NullPrefixCache`, `MemoryPrefixCache` (a dictionary, the reference for the others), `HostPrefixCache`
-(bounded, in this process), `RedisPrefixCache` and `TieredPrefixCache`. One contract suite tests all that store blocks.
+Implementations: `NullPrefixCache`, `HostPrefixCache` (bounded, in this process), `RedisPrefixCache` and
+`TieredPrefixCache`. One contract suite tests all that store blocks, beside a dictionary as their reference.
 The pages of an engine are a tier of their own, without copies: `Engine.publish` and `Engine.reserve`.
 """
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
-from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
+from baton.kv.prefix.contract import CacheTier, Hits, Payload, PrefixesChanged
+from baton.kv.prefix.null import NullPrefixCache
 from baton.telemetry import metrics
 
 T = TypeVar("T")
@@ -58,8 +59,11 @@ class _ChainRun:
         self.digests: list[bytes] = []
 
 
-class HostPrefixCache:
-    """`PrefixCache` of at most `capacity_bytes` of payload; 0 keeps nothing."""
+class HostPrefixCache(NullPrefixCache):
+    """`PrefixCache` of at most `capacity_bytes` of payload; 0 keeps nothing.
+
+    Blocks are not saved for other workers, do not expire, and are fetched in no time.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity = capacity_bytes
@@ -79,9 +83,6 @@ class HostPrefixCache:
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._payloads
-
-    async def check(self) -> None:
-        """Do nothing: there is no server to reach."""
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The leading hits; marks them as used."""
@@ -166,24 +167,6 @@ class HostPrefixCache:
         _HIT.inc(hits)
         _MISS.inc(misses)
 
-    async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Empty: no other worker finds blocks in this process's memory."""
-        return []
-
-    async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
-        """Store nothing."""
-        return 0
-
-    async def remove(self, digests: Sequence[bytes]) -> None:
-        """Do nothing: nothing was saved."""
-
-    def touch(self, digests: Sequence[bytes]) -> None:
-        """Do nothing: blocks that are used in the engine's pages need no second copy."""
-
-    def fetch_rates(self) -> Mapping[str, FetchRate]:
-        """Empty: a fetch from memory takes no time."""
-        return {}
-
     def watch(self, changed: PrefixesChanged | None) -> None:
         """Report each block."""
         self._changed = changed
@@ -205,9 +188,6 @@ class HostPrefixCache:
         self._bytes = self._entries = 0
         self._notify((), dropped)
         return [CacheTier(TIER, len(dropped), size)]
-
-    async def flush(self) -> None:
-        """Nothing is ever pending."""
 
     async def close(self) -> None:
         """Drop all blocks."""

@@ -9,7 +9,7 @@ from baton.kv.format import KvFormat
 from baton.kv.prefix.address import parse_redis_url
 from baton.kv.prefix.contract import PrefixCache
 from baton.kv.prefix.host import HostPrefixCache
-from baton.kv.prefix.memory import NullPrefixCache
+from baton.kv.prefix.null import NullPrefixCache
 from baton.kv.prefix.write_filter import WriteFilter
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from baton.config.decode import DecodeConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
-from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.request import Handoff, SamplingParams
 from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
@@ -19,6 +18,7 @@ from baton.worker.status import WorkerRole, new_identity
 from decode_svc.messages import AttemptKey, FailureKind, Reserve, Start
 from decode_svc.service import DecodeService
 from tests.decoding import prefill
+from tests.prefix_cache import MemoryPrefixCache
 from tests.property.virtual import VirtualLoop
 
 PROMPT, FETCH_S = (3, 4, 5), 20.3

@@ -11,13 +11,13 @@ import pytest
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.errors import OutOfPages
-from baton.kv.prefix.memory import MemoryPrefixCache
 from baton.telemetry import metrics
 from baton.worker.block_copier import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.sequence import Published
 from decode_svc.write_backs import MAX_WAITING, WriteBacks
 from tests.decoding import digests
 from tests.metrics import count
+from tests.prefix_cache import MemoryPrefixCache
 from tests.property.attempts import payloads
 
 IDS = list(range(40, 57))

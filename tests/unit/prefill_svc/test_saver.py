@@ -9,12 +9,13 @@ from unittest import mock
 import pytest
 
 from baton.engine.fake import FakeEngine
-from baton.kv.prefix import MemoryPrefixCache, Payload
+from baton.kv.prefix import Payload
 from baton.request import CachePolicy, SamplingParams
 from baton.worker.block_copier import BlockCopier
 from prefill_svc.job import PrefillJob, PrefillTask
 from prefill_svc.saver import ChunkSaver
 from prefill_svc.scheduler import PrefillScheduler
+from tests.prefix_cache import MemoryPrefixCache
 
 WAIT_S = 60.0
 CHUNK, CHUNKS = 32, 6

@@ -11,9 +11,10 @@ import pytest
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.kv.hashing import block_digests, chain_root
-from baton.kv.prefix import MemoryPrefixCache, Payload
+from baton.kv.prefix import Payload
 from baton.worker import block_copier
 from baton.worker.block_copier import MAX_WRITE_BACKS, BlockCopier
+from tests.prefix_cache import MemoryPrefixCache
 
 IDS = [(7 * i) % 1000 for i in range(100)]
 WAIT_S = 60.0

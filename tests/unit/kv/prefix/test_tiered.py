@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kv.prefix import MemoryPrefixCache, Payload
+from baton.kv.prefix import Payload
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits
 from baton.kv.prefix.host import HostPrefixCache
 from baton.kv.prefix.tiered import TieredPrefixCache
 from baton.kv.prefix.write_filter import BlockState, WriteFilter
+from tests.prefix_cache import MemoryPrefixCache
 
 SIZE = 64
 TIER = "redis"

@@ -1,80 +1,17 @@
-"""The simplest prefix caches: one that stores nothing, and a dictionary."""
+"""The simplest prefix cache that stores: a dictionary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
-from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
-
-TIER = "host"
-
-
-class NullPrefixCache:
-    """Finds nothing and stores nothing."""
-
-    @property
-    def enabled(self) -> bool:
-        """False."""
-        return False
-
-    async def check(self) -> None:
-        """Do nothing: there is no server to reach."""
-
-    async def lookup(self, digests: Sequence[bytes]) -> Hits:
-        """No hits."""
-        return Hits()
-
-    async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
-        """No payloads."""
-        return []
-
-    async def select_writes(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """No block."""
-        return [False] * len(digests)
-
-    def put(self, digest: bytes, payload: Payload) -> bool:
-        """Drop the block."""
-        return False
-
-    async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Empty: no other worker finds anything here."""
-        return []
-
-    async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
-        """Store nothing."""
-        return 0
-
-    async def remove(self, digests: Sequence[bytes]) -> None:
-        """Do nothing: nothing was saved."""
-
-    def touch(self, digests: Sequence[bytes]) -> None:
-        """Do nothing: nothing expires."""
-
-    def fetch_rates(self) -> Mapping[str, FetchRate]:
-        """Empty: nothing is ever fetched."""
-        return {}
-
-    def watch(self, changed: PrefixesChanged | None) -> None:
-        """Do nothing: nothing ever changes."""
-
-    async def stats(self) -> list[CacheTier]:
-        """No tiers."""
-        return []
-
-    async def clear(self, *, shared: bool) -> list[CacheTier]:
-        """Do nothing: there is nothing to drop."""
-        return []
-
-    async def flush(self) -> None:
-        """Do nothing: nothing is ever pending."""
-
-    async def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+from baton.kv.prefix.contract import CacheTier, Hits, Payload, PrefixesChanged
+from baton.kv.prefix.host import TIER
+from baton.kv.prefix.null import NullPrefixCache
 
 
-class MemoryPrefixCache:
-    """An unbounded dictionary: for tests, and as the reference for the other caches."""
+class MemoryPrefixCache(NullPrefixCache):
+    """An unbounded dictionary: the reference for the other caches."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, Payload] = {}
@@ -85,9 +22,6 @@ class MemoryPrefixCache:
     def enabled(self) -> bool:
         """True."""
         return True
-
-    async def check(self) -> None:
-        """Do nothing: there is no server to reach."""
 
     async def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest run of leading hits."""
@@ -126,13 +60,6 @@ class MemoryPrefixCache:
         if dropped and self._changed is not None:
             self._changed((), dropped)
 
-    def touch(self, digests: Sequence[bytes]) -> None:
-        """Do nothing: nothing expires."""
-
-    def fetch_rates(self) -> Mapping[str, FetchRate]:
-        """Empty: nothing is measured."""
-        return {}
-
     def watch(self, changed: PrefixesChanged | None) -> None:
         """Report each block."""
         self._changed = changed
@@ -150,9 +77,6 @@ class MemoryPrefixCache:
         if held and self._changed is not None:
             self._changed((), tuple(held))
         return [CacheTier(TIER, len(held), sum(len(payload) for payload in held.values()))]
-
-    async def flush(self) -> None:
-        """Do nothing: nothing is ever pending."""
 
     async def close(self) -> None:
         """Drop all blocks."""
