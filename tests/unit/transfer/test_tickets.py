@@ -81,15 +81,6 @@ def test_what_is_no_ticket_is_refused(router: TicketAuthority) -> None:
             router.check(raw)
 
 
-def test_a_changed_ticket_is_refused(router: TicketAuthority) -> None:
-    signed = kv_pb2.SignedTicket.FromString(router.ticket())
-    ticket = kv_pb2.Ticket.FromString(signed.ticket)
-    ticket.expires_unix_ms += 1
-    signed.ticket = ticket.SerializeToString()
-    with pytest.raises(PermissionDenied, match=r"^ticket: its signature is wrong$"):
-        router.check(signed.SerializeToString())
-
-
 def test_every_flipped_bit_is_noticed(router: TicketAuthority) -> None:
     raw = router.ticket()
     for place in range(len(raw) * 8):
