@@ -14,14 +14,14 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[_rank(share, len(ordered))]
 
 
-def summary(values: Iterable[float], scale: float = 1e3, digits: int = 3) -> dict[str, float | None]:
-    """`{"p50", "p90", "p99", "mean", "max"}` of values times `scale` (seconds to ms); all None without a value."""
-    ordered = sorted(values)
+def summary(seconds: Iterable[float]) -> dict[str, float | None]:
+    """`{"p50", "p90", "p99", "mean", "max"}` in milliseconds; all None without a value."""
+    ordered = sorted(seconds)
     if not ordered:
         return dict.fromkeys((*(f"p{share}" for share in SHARES), "mean", "max"))
     found = {f"p{share}": ordered[_rank(share / 100, len(ordered))] for share in SHARES}
     found |= {"mean": math.fsum(ordered) / len(ordered), "max": ordered[-1]}
-    return {name: round(value * scale, digits) for name, value in found.items()}
+    return {name: round(1e3 * value, 3) for name, value in found.items()}
 
 
 def shares(values: Sequence[float], digits: int = 3) -> dict[str, float]:

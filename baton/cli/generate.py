@@ -194,5 +194,5 @@ def _prompt(text: str | None, file: Path | None, token_ids: list[int] | None, ch
     if file is not None:
         return read_text("--prompt-file", file)
     if chat is not None:
-        return read_messages("--chat", chat)
+        return read_messages(chat)
     return text if text is not None else token_ids or []

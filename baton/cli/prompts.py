@@ -31,24 +31,25 @@ def read_text(flag: str, file: Path) -> str:
         raise bad(flag, f"{str(file)!r} is not valid UTF-8 at byte {error.start} (0x{byte:02x})") from None
 
 
-def read_messages(flag: str, file: Path) -> list[dict[str, str]]:
-    """The conversation in a file: a JSON list of {role, content}; raises click.BadParameter."""
+def read_messages(file: Path) -> list[dict[str, str]]:
+    """The conversation in the file of --chat: a JSON list of {role, content}; raises click.BadParameter."""
     try:
-        messages = json.loads(read_text(flag, file))
+        messages = json.loads(read_text("--chat", file))
     except (ValueError, RecursionError) as error:
-        raise bad(flag, f"{str(file)!r} is not JSON: {error}") from None
+        raise bad("--chat", f"{str(file)!r} is not JSON: {error}") from None
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise bad(flag, f"{str(file)!r} must hold a list of {{role, content}}")
+        raise bad("--chat", f"{str(file)!r} must hold a list of {{role, content}}")
     return messages
 
 
-def read_prompts(flag: str, file: Path) -> dict[int, Prompt]:
-    """The prompts of a file by their lines, from 1: a .jsonl file has one a line, any other file is one as a whole.
+def read_prompts(file: Path) -> dict[int, Prompt]:
+    """The prompts in the file of --prompt-file by their lines, from 1.
 
-    A line of .jsonl is an object with one of text, token_ids and messages; empty lines are passed over. Raises
-    click.BadParameter naming each line that can't be a prompt.
+    A .jsonl file has one a line, any other file is one as a whole. A line of .jsonl is an object with one of text,
+    token_ids and messages; empty lines are passed over. Raises click.BadParameter naming each line that can't be a
+    prompt.
     """
-    text = read_text(flag, file)
+    text = read_text("--prompt-file", file)
     if file.suffix != ".jsonl":
         lines: dict[int, Any] = {1: text} if text else {}
     else:
@@ -62,9 +63,9 @@ def read_prompts(flag: str, file: Path) -> dict[int, Prompt]:
             problems.append(f"line {number}: {error}")
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise bad(flag, f"{str(file)!r}, {'; '.join(problems[:_SHOWN])}{more}")
+        raise bad("--prompt-file", f"{str(file)!r}, {'; '.join(problems[:_SHOWN])}{more}")
     if not found:
-        raise bad(flag, f"{str(file)!r} holds no prompt")
+        raise bad("--prompt-file", f"{str(file)!r} holds no prompt")
     return found
 
 

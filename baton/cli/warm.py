@@ -73,7 +73,7 @@ def warm(
 
     Only requests of the same tenant and with the same --cache-salt can use them.
     """
-    prompts = read_prompts("--prompt-file", prompt_file)
+    prompts = read_prompts(prompt_file)
     settings = {"model": model, **connection(flags)}
     arguments = {"cache_salt": cache_salt, "timeout": timeout}
     try:

@@ -157,11 +157,6 @@ class SamplerBatch:
         if entries and self._table.append(*zip(*entries, strict=True)):
             self._metadata = None
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Each row's sequence has grown by its entry of `tokens`."""
-        self.advance()
-        self.count(list(enumerate(tokens)))
-
     def _denied(self, params: SamplingParams) -> Tensor | None:
         """The mask of a row with the very same list: other choices of the request."""
         wanted = params.allowed_token_ids

@@ -28,7 +28,6 @@ class PackedWeight:
 
     library: ctypes.CDLL
     rows: int
-    columns: int
     memory: Tensor
 
     @classmethod
@@ -37,7 +36,7 @@ class PackedWeight:
         rows, columns = weight.shape
         memory = torch.empty(library.baton_native_packed_size(rows, columns), dtype=weight.dtype)
         _pack(library, weight, threads, memory)
-        return cls(library, rows, columns, memory)
+        return cls(library, rows, memory)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, threads: int = 1) -> Tensor:
         """Float32 `[count, columns]` to float32 `[count, rows]`; `bias` float32 `[rows]`."""

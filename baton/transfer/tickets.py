@@ -58,9 +58,9 @@ Use = tuple[RequestedBox, int]
 class TicketSigner:
     """Signs with the Ed25519 private key of a PEM file, which is read again when it changes."""
 
-    def __init__(self, path: str, *, setting: str = "ticket_key") -> None:
-        """Raises ConfigError naming setting and path if the file has no such key."""
-        self._key = watch_file(path, setting, _parse_private_key)
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError naming `ticket_key` and the path if the file has no such key."""
+        self._key = watch_file(path, "ticket_key", _parse_private_key)
 
     @property
     def key_id(self) -> bytes:

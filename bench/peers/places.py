@@ -40,11 +40,11 @@ class Places:
         """What is not there, in words."""
         return [f"{name}: {path}" for name in self.__slots__ if not (path := getattr(self, name)).exists()]
 
-    def command(self, peer: str, threads: int = 2) -> list[str]:
+    def command(self, peer: str) -> list[str]:
         """The command of a peer's runner."""
         python = {"vllm": self.vllm, "llama": self.llama}.get(peer, Path(sys.executable))
         model = self.gguf if peer == "llama" else self.model
-        return [str(python), str(RUNNERS / f"run_{peer}.py"), str(model), f"--threads={threads}"]
+        return [str(python), str(RUNNERS / f"run_{peer}.py"), str(model), "--threads=2"]
 
 
 def from_environment() -> Places:

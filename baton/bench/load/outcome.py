@@ -49,7 +49,6 @@ class Outcome:
 
     due: float
     sent: float
-    asked_tokens: int
     input_tokens: int | None
     capped: float = 0.0
     ended: float = 0.0
@@ -65,7 +64,7 @@ class Outcome:
     def of(cls, job: Job, due: float, capped: float = 0.0) -> Outcome:
         """The outcome of a request that is sent now."""
         known = None if isinstance(job.prompt, str) else len(job.prompt)
-        return cls(due, time.perf_counter(), job.output_tokens, known, capped)
+        return cls(due, time.perf_counter(), known, capped)
 
     def event(self, tokens: int = 1) -> None:
         """An event with tokens has come."""

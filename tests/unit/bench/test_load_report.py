@@ -25,7 +25,6 @@ def outcome(
 ) -> Outcome:
     counts = counts or (1,) * len(times)
     values = {
-        "asked_tokens": sum(counts),
         "input_tokens": 10,
         "tokens": sum(counts),
         "ended": max((sent, *times)),

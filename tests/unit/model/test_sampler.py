@@ -172,7 +172,8 @@ def test_running_state_equals_the_rebuilt_one_while_rows_come_and_go() -> None:
         logits = some_logits(len(running), vocab, round_)
         tokens = ids(batch, logits)
         assert tokens == ids(batch_of(running, vocab), logits)
-        batch.accept(tokens)
+        batch.advance()
+        batch.count(list(enumerate(tokens)))
         for state, token in zip(running, tokens, strict=True):
             state.output_ids.append(token)  # type: ignore[attr-defined]
 
