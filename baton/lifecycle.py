@@ -1,9 +1,9 @@
 """The state machine of an attempt, shared by router, prefill and decode. Pure.
 
-    router    LINE ─▶ RESERVING ─▶ PREFILLING ─▶ TRANSFERRING ─▶ DECODING ─▶ ENDED
-               ▲          └─ refused by all ─┐
-               └─────────────────────────────┘
-    prefill   QUEUED ─▶ PREFILLING ─▶ HELD ─▶ ENDED
+    router    QUEUED ─▶ RESERVING ─▶ PREFILLING ─▶ TRANSFERRING ─▶ DECODING ─▶ ENDED
+                ▲           └─ refused by all ─┐
+                └──────────────────────────────┘
+    prefill   PREPARING ─▶ PREFILLING ─▶ HELD ─▶ ENDED
     decode    RESERVED ─▶ TRANSFERRING ─▶ SLOT_WAIT ◀─▶ DECODING ─▶ ENDED
                                                  ▲       ▼
                                                  └─ PAUSED
@@ -27,11 +27,11 @@ PREFILL_TOKEN_S = 0.1
 class State(enum.Enum):
     """Where an attempt is in its life, as one of its parts sees it."""
 
-    LINE = "line"
+    QUEUED = "queued"
     """In the router's queue."""
     RESERVING = "reserving"
     """The router has asked decode workers for pages."""
-    QUEUED = "queued"
+    PREPARING = "preparing"
     """At a prefill worker: look-up in the prefix cache, wait for pages, load of cached blocks."""
     PREFILLING = "prefilling"
     """Chunks are being computed; for the router, from the call until the first token."""
@@ -52,9 +52,9 @@ class State(enum.Enum):
 
 
 _NEXT: dict[State, frozenset[State]] = {
-    State.LINE: frozenset({State.RESERVING, State.PREFILLING}),
-    State.RESERVING: frozenset({State.LINE, State.PREFILLING}),
-    State.QUEUED: frozenset({State.PREFILLING}),
+    State.QUEUED: frozenset({State.RESERVING, State.PREFILLING}),
+    State.RESERVING: frozenset({State.QUEUED, State.PREFILLING}),
+    State.PREPARING: frozenset({State.PREFILLING}),
     State.PREFILLING: frozenset({State.TRANSFERRING, State.DECODING, State.HELD}),
     State.HELD: frozenset(),
     State.RESERVED: frozenset({State.TRANSFERRING}),
@@ -64,7 +64,7 @@ _NEXT: dict[State, frozenset[State]] = {
     State.PAUSED: frozenset({State.DECODING, State.SLOT_WAIT}),
     State.ENDED: frozenset(),
 }
-FIRST = frozenset({State.LINE, State.QUEUED, State.RESERVED})
+FIRST = frozenset({State.QUEUED, State.PREPARING, State.RESERVED})
 """States in which the parts begin."""
 
 

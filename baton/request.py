@@ -232,9 +232,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The latency account in milliseconds: line (the queue) + prefill + transfer + slot_wait + decode = total."""
+    """The latency account in milliseconds: queue + prefill + transfer + slot_wait + decode = total."""
 
-    line: float
+    queue: float
     prefill: float
     transfer: float
     slot_wait: float

@@ -32,7 +32,7 @@ from baton.bench.load.targets import Place, Target
 from baton.bench.load.workload import Job, Prompts, poisson, random_jobs
 from baton.bench.stats import shares
 from bench.common import save
-from bench.services import counters, started
+from bench.services import started, total
 
 TTFT_SLO_S, ITL_SLO_S = 2.0, 0.05
 PROMPT_TOKENS, VOCABULARY = 64, 1000
@@ -50,7 +50,7 @@ def fleet(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
         prefill = stack.enter_context(started([*worker, "prefill"])).listening()
         decode = stack.enter_context(started([*worker, "decode", *decode_flags])).listening()
         places = ["--prefill", prefill["control"], "--decode", decode["control"]]
-        wait = ["--line-wait-s", str(arguments.line_wait_s)]
+        wait = ["--queue-wait-s", str(arguments.queue_wait_s)]
         router = stack.enter_context(started(["-m", "router", *places, *wait])).listening()
         yield router["grpc"], [each["ops"] for each in (prefill, decode, router)]
 
@@ -118,7 +118,7 @@ async def measure(arguments: argparse.Namespace, router: str, ops: Sequence[str]
         "capacity_per_s": round(capacity, 2),
         "undisturbed": {"itl_ms": alone},
         **runs,
-        "wasted_prefill_tokens": sum(counters(ops, "baton_wasted_prefill_tokens_total").values()),
+        "wasted_prefill_tokens": total(ops, "baton_wasted_prefill_tokens_total"),
         "p99_itl_2x_over_undisturbed": round(two["itl_ms"]["p99"] / alone["p99"], 3),
         "p99_itl_after_handoff_2x_over_undisturbed": round(two["itl_after_handoff_ms"]["p99"] / alone["p99"], 3),
         "goodput_2x_over_1x": round(two["goodput_per_s"] / one["goodput_per_s"], 3),
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--step-ms", type=float, default=30)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--line-wait-s", type=float, default=1.0, help="of the router: longest expected wait")
+    parser.add_argument("--queue-wait-s", type=float, default=1.0, help="of the router: longest expected wait")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with fleet(arguments) as (router, ops):

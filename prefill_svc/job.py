@@ -36,7 +36,7 @@ from prefill_svc.estimate import PrefillEstimate
 from prefill_svc.load_plan import TierRun
 from prefill_svc.scheduler import Prompt
 
-QUEUED_S, _QUEUED_TOKEN_S = 120.0, 0.002
+PREPARING_S, _PREPARING_TOKEN_S = 120.0, 0.002
 """Longest wait for the first chunk, and what each token of the prompt adds, since its cached blocks are loaded
 meanwhile. After that, another worker or the router's queue is the better place."""
 
@@ -150,8 +150,8 @@ class PrefillJob:
         """The job of a task that was just admitted."""
         deadline = math.inf if task.deadline is None else task.deadline
         ids = [*task.prompt_ids, *task.output_ids] if task.output_ids else task.prompt_ids
-        limit_s = QUEUED_S + _QUEUED_TOKEN_S * len(ids)
-        return cls(task, prompt, ids, Lifecycle(State.QUEUED, now, request_deadline=deadline, limit_s=limit_s))
+        limit_s = PREPARING_S + _PREPARING_TOKEN_S * len(ids)
+        return cls(task, prompt, ids, Lifecycle(State.PREPARING, now, request_deadline=deadline, limit_s=limit_s))
 
     def start(self, now: float) -> None:
         """Enter PREFILLING, when the first chunk begins."""
@@ -264,7 +264,7 @@ def overdue_error(job: PrefillJob) -> BatonError:
     done = f"{job.computed} of {len(job.ids)} tokens prefilled"
     if job.life.is_request_deadline():
         return DeadlineExceeded(f"the deadline passed with {done}")
-    if job.life.state is State.QUEUED:
+    if job.life.state is State.PREPARING:
         limit_s = job.life.deadline - job.life.since
         return Overloaded(f"no chunk of the prompt was computed within {limit_s:.3g} s", retry_after=1.0)
     return Unavailable(f"the prefill was given up with {done}")

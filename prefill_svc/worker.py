@@ -238,7 +238,7 @@ class PrefillWorker:
         """Compute the tokens that are not cached, chunk by chunk; returns the result of the last chunk."""
         while True:
             async with self._chunks.acquire_engine(job) as end:
-                if job.life.state is State.QUEUED:
+                if job.life.state is State.PREPARING:
                     job.start(time.monotonic())
                     timeout.reschedule(_finite(job.life.deadline))
                 try:

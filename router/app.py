@@ -89,7 +89,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
     router_id = f"router-{socket.gethostname()}-{secrets.token_hex(4)}"
     pool = Pool(config, router_id, digest, tls, signer)
 
-    threads = Threads(config.line_capacity)
+    threads = Threads(config.queue_capacity)
     salt = partial(request_salt, config.fleet_secret)
     validator = RequestValidator(model, _length_limit(config, pool, longest), threads, salt, lambda: pool.capacity)
     async with contextlib.AsyncExitStack() as stack:
@@ -116,7 +116,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
                 tls=tls,
                 roles=("client", "admin") if config.client_certs else (),
                 keys=keys,
-                streams=max(MAX_STREAMS, 2 * config.line_capacity),
+                streams=max(MAX_STREAMS, 2 * config.queue_capacity),
                 message_bytes=largest,
                 guards=[ApiKeyGuard(tenants)],
                 shared=shared,

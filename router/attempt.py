@@ -101,7 +101,7 @@ class Attempt:
         self._loop = asyncio.get_running_loop()
         self._run_on_thread = deps.threads.of(request.tenant)
         deadline = math.inf if request.deadline is None else request.deadline
-        self._life = Lifecycle(State.LINE, self._loop.time(), request_deadline=deadline)
+        self._life = Lifecycle(State.QUEUED, self._loop.time(), request_deadline=deadline)
         self._placement: Placement | None = None
         self._ended: asyncio.Future[Failed | Exception | None] = self._loop.create_future()
         """The failure that ended it, an error of our own, or None when all choices have ended."""

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 
 from baton.config.router import RouterConfig
 from baton.errors import InvalidRequest, Unavailable
-from baton.telemetry.metrics import BREAKERS_OPEN, LINE_LENGTH
+from baton.telemetry.metrics import BREAKERS_OPEN, QUEUE_LENGTH
 from router.isolation import Isolation
 from router.placement.policy import Selection, can_serve
 from router.placement.scheduler import PlacementRequest, PlacementScheduler, Waiter
@@ -44,9 +44,9 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self.scheduler = PlacementScheduler(
             pool.prefixes,
-            capacity=config.line_capacity,
+            capacity=config.queue_capacity,
             prefill_limit=config.prefill_limit,
-            max_wait_s=config.line_wait_s,
+            max_wait_s=config.queue_wait_s,
         )
         self._turns: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, Selection]]] = {}
         """What those in the queue wait for."""
@@ -231,7 +231,7 @@ class Dispatcher:
         without_room: set[Waiter] = set()
         while self._give_turn(without_room):
             pass
-        LINE_LENGTH.set(len(self.scheduler))
+        QUEUE_LENGTH.set(len(self.scheduler))
         self._watch_fleet()
 
     def _give_turn(self, without_room: set[Waiter]) -> bool:

@@ -73,7 +73,7 @@ class Router(inference_pb2_grpc.InferenceServicer):
                     completion_tokens=3,
                     cached=pb.CachedTokens(pool=1, redis=1, decode=2),
                 ),
-                timings=pb.Timings(line=1, total=5),
+                timings=pb.Timings(queue=1, total=5),
             )
         finally:
             self.closed.set()

@@ -13,7 +13,7 @@ from baton.request import TokenInfo, Usage
 
 _SOURCES = {"pool": "pool", "host": "host memory", "redis": "Redis", "peer": "a decode worker"}
 _ACCOUNT = {
-    "line": "queue",
+    "queue": "queue",
     "prefill": "prefill",
     "transfer": "transfer",
     "slot_wait": "slot wait",

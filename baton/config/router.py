@@ -31,8 +31,8 @@ class RouterConfig(Settings):
     max_model_len: int = option(
         0, help="Largest number of tokens of prompt and output together; 0: the workers'.", minimum=0
     )
-    line_capacity: int = option(1024, help="Requests that may wait for a worker.", minimum=1)
-    line_wait_s: float = option(
+    queue_capacity: int = option(1024, help="Requests that may wait for a worker.", minimum=1)
+    queue_wait_s: float = option(
         0.0,
         help="Refuse a request that will probably wait longer than this in the queue, in seconds; 0: refuse none.",
         minimum=0,

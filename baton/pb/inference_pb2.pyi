@@ -185,8 +185,8 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached: _Optional[_Union[CachedTokens, _Mapping]] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("line", "prefill", "transfer", "slot_wait", "decode", "total", "first_token", "mean_itl")
-    LINE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("queue", "prefill", "transfer", "slot_wait", "decode", "total", "first_token", "mean_itl")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     SLOT_WAIT_FIELD_NUMBER: _ClassVar[int]
@@ -194,7 +194,7 @@ class Timings(_message.Message):
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     MEAN_ITL_FIELD_NUMBER: _ClassVar[int]
-    line: float
+    queue: float
     prefill: float
     transfer: float
     slot_wait: float
@@ -202,7 +202,7 @@ class Timings(_message.Message):
     total: float
     first_token: float
     mean_itl: float
-    def __init__(self, line: _Optional[float] = ..., prefill: _Optional[float] = ..., transfer: _Optional[float] = ..., slot_wait: _Optional[float] = ..., decode: _Optional[float] = ..., total: _Optional[float] = ..., first_token: _Optional[float] = ..., mean_itl: _Optional[float] = ...) -> None: ...
+    def __init__(self, queue: _Optional[float] = ..., prefill: _Optional[float] = ..., transfer: _Optional[float] = ..., slot_wait: _Optional[float] = ..., decode: _Optional[float] = ..., total: _Optional[float] = ..., first_token: _Optional[float] = ..., mean_itl: _Optional[float] = ...) -> None: ...
 
 class PrefillProgress(_message.Message):
     __slots__ = ("tokens_done", "tokens_total", "tokens_per_second", "seconds_left")

@@ -350,7 +350,7 @@ def progress_from_proto(message: inference_pb2.PrefillProgress) -> PrefillProgre
 def timings_to_proto(timings: Timings) -> inference_pb2.Timings:
     """The message of a latency account, in milliseconds."""
     return inference_pb2.Timings(
-        line=timings.line,
+        queue=timings.queue,
         prefill=timings.prefill,
         transfer=timings.transfer,
         slot_wait=timings.slot_wait,
@@ -364,7 +364,7 @@ def timings_to_proto(timings: Timings) -> inference_pb2.Timings:
 def timings_from_proto(message: inference_pb2.Timings) -> Timings:
     """The latency account in a message, in milliseconds."""
     return Timings(
-        line=message.line,
+        queue=message.queue,
         prefill=message.prefill,
         transfer=message.transfer,
         slot_wait=message.slot_wait,

@@ -22,7 +22,7 @@ PLACED_TOKENS = Counter(
     "Prompt tokens that the router expected to be cached at prefill, and that were cached.",
     ["kind"],
 )
-LINE_LENGTH = Gauge("baton_line_requests", "Requests in the router's queue.")
+QUEUE_LENGTH = Gauge("baton_queue_requests", "Requests in the router's queue.")
 CLIENTS_STALLED = Counter("baton_clients_stalled_total", "Streams ended because their client did not read.")
 TTFT = Histogram("baton_time_to_first_token_seconds", "From arrival to the first token.", buckets=_SECONDS)
 ITL = Histogram("baton_inter_token_seconds", "Time between two tokens of a choice.", buckets=_SECONDS)

@@ -70,7 +70,7 @@ class Account:
         gaps = sum(count - 1 for _, _, count in self.tokens.values())
         spans = sum(last - first for first, last, _ in self.tokens.values())
         return Timings(
-            line=queue,
+            queue=queue,
             prefill=prefill,
             transfer=transfer,
             slot_wait=slot_wait,

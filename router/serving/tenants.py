@@ -153,7 +153,7 @@ class Threads:
         """Raise Overloaded if a new request of the tenant, of `size` bytes, may not wait."""
         if (count := self._queue.count(tenant)) >= self._capacity:
             problem = f"{count} requests wait to be tokenized, {self._capacity} may"
-            raise Overloaded(f"line_capacity: {problem}; try again later", _RETRY_S)
+            raise Overloaded(f"queue_capacity: {problem}; try again later", _RETRY_S)
         if (waiting := self._waiting_bytes[tenant]) and waiting + size > WAITING_BYTES:
             problem = f"requests of {waiting} bytes wait to be tokenized, and {size} more exceed {WAITING_BYTES}"
             raise Overloaded(f"waiting_bytes: {problem}; try again later", _RETRY_S)

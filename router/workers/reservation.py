@@ -128,7 +128,7 @@ class Reserver:
                 self._dispatch(request, assignment, selection)
                 peer = self._peer(assignment, link) if answer.cached_tokens else None
                 return Placement(assignment, health, attempt, name, incarnation, consumer, answer.cached_tokens, peer)
-        request.life.enter(State.LINE, self._loop.time())
+        request.life.enter(State.QUEUED, self._loop.time())
         return self._refusal(request, selection, answers, never)
 
     def withdraw(self, request: PlacementRequest) -> None:

@@ -51,8 +51,8 @@ class Way:
 
 
 WAYS = (
-    Way("in the router's queue", "r", ("line", "reserving"), 40, 20, holders=14, holder_prompt=1500),
-    Way("queued at prefill", "p", ("queued",), 40, 20, holders=6, holder_prompt=1500),
+    Way("in the router's queue", "r", ("queued", "reserving"), 40, 20, holders=14, holder_prompt=1500),
+    Way("preparing at prefill", "p", ("preparing",), 40, 20, holders=6, holder_prompt=1500),
     Way("prefilling", "p", ("prefilling",), 1500, 20),
     Way("transferring", "d", ("transferring",), 1500, 20, kv_rate=300_000),
     Way("held by prefill", "p", ("held",), 1500, 20, kv_rate=150_000),

@@ -39,9 +39,9 @@ DECODE_STATES = {
     "transferring": ("transferring",),
     "decoding": ("decoding",),
 }
-PREFILL_STATES = {"waiting": ("queued",), "prefilling": ("prefilling",), "transferring": ("held",), "decoding": ()}
+PREFILL_STATES = {"waiting": ("preparing",), "prefilling": ("prefilling",), "transferring": ("held",), "decoding": ()}
 ROUTER_STATES = {
-    "waiting": ("line", "reserving"),
+    "waiting": ("queued", "reserving"),
     "prefilling": ("prefilling",),
     "transferring": ("transferring",),
     "decoding": ("decoding",),

@@ -50,7 +50,7 @@ class Shape:
     step_time: float = 0.012
     chunk_time: float = 0.02
     chunk_size: int = 32
-    line_capacity: int = 256
+    queue_capacity: int = 256
     drain_s: float = 20.0
     model_len: int = 4096
     tenants: Mapping[str, int | None] = field(default_factory=dict)
@@ -222,7 +222,7 @@ class Fleet:
         self.control[name], self.ops[name] = self._port(), self._port()
         await self._link(f"c-{name}", (None, name), self.control[name])
         command = [sys.executable, "-m", "router", "--grpc", f"127.0.0.1:{self.control[name]}"]
-        command += ["--ops", f"127.0.0.1:{self.ops[name]}", "--line-capacity", str(self.shape.line_capacity)]
+        command += ["--ops", f"127.0.0.1:{self.ops[name]}", "--queue-capacity", str(self.shape.queue_capacity)]
         command += ["--prefill", ",".join(targets[each] for each in self.prefill)]
         command += ["--decode", ",".join(targets[each] for each in self.decode)]
         command += ["--drain-s", str(self.shape.drain_s), *self.shape.router_flags]

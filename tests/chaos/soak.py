@@ -27,7 +27,7 @@ from tests.chaos.load import Load, Mix
 from tests.chaos.observe import Leak, settle
 from tests.chaos.runner import clients_of, describe, told
 
-SHAPE = Shape(step_time=0.03, line_capacity=32)
+SHAPE = Shape(step_time=0.03, queue_capacity=32)
 FACTOR = 1.2
 KILL_S, DOWN_S, SAMPLE_S = 60.0, 2.0, 10.0
 CALIBRATE_S, CALIBRATE_CLIENTS = 20.0, 40

@@ -123,7 +123,7 @@ def answers(target: str, tmp_path: Path) -> None:
     assert answer["usage"]["completion_tokens"] == len(answer["token_ids"]) == len(answer["logprobs"])
     assert answer["usage"]["cached_tokens"] > 0
     account = answer["timings_ms"]
-    parts = sum(account[name] for name in ("line", "prefill", "transfer", "slot_wait", "decode"))
+    parts = sum(account[name] for name in ("queue", "prefill", "transfer", "slot_wait", "decode"))
     assert parts == pytest.approx(account["total"], abs=0.1)
     several = json.loads(generate(target, PROMPT, "--json", "-n", "4", "--seed=3", "--max-tokens=8").stdout)
     assert len({choice["text"] for choice in several["choices"]}) == 4

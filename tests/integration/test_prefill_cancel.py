@@ -104,7 +104,7 @@ async def test_queued(by: str) -> None:
         waiting = asyncio.create_task(status_of(second) if by == "abandon" else read(second))
         await client.status(lambda status: status.load.pages_used == 14)
         entry = next(entry for entry in await owners(client) if entry.detail == "transfer t")
-        assert (entry.kind, entry.state, entry.pages) == ("kv", "queued", 7)
+        assert (entry.kind, entry.state, entry.pages) == ("kv", "preparing", 7)
         if by == "cancel":
             await cancelled(client, waiting, second)
         else:
@@ -131,7 +131,7 @@ async def test_while_the_prefix_cache_is_slow(slow: str, caches: list[SlowCache]
         reading = asyncio.create_task(read(call))
         await cache.come.wait()
         (entry,) = await owners(client)
-        assert (entry.state, entry.pages) == ("queued", 7 if slow == "fetch" else 0)
+        assert (entry.state, entry.pages) == ("preparing", 7 if slow == "fetch" else 0)
         async with freed(client):
             await cancelled(client, reading, call)
         cache.go.set()

@@ -38,7 +38,7 @@ async def test_a_living_job_is_heard_while_it_waits_and_while_a_chunk_takes_long
 
 
 async def test_a_prompt_that_gets_no_chunk_in_time_is_refused_with_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefill_svc.job.QUEUED_S", 0.05)
+    monkeypatch.setattr("prefill_svc.job.PREPARING_S", 0.05)
     gate = Gate()
     async with serving(FakeEngine(chunk_time=1.0, delay=gate)) as client:
         first = asyncio.create_task(read(client.call()))

@@ -34,8 +34,8 @@ async def test_happy_path(tmp_path: Path) -> None:
         usage = inference_pb2.Usage(prompt_tokens=3, cached_tokens=2, completion_tokens=6, cached={})
         assert answer.usage == usage
         t = answer.events[-1].timings
-        assert t.line + t.prefill + t.transfer + t.slot_wait + t.decode == pytest.approx(t.total, rel=1e-12)
-        assert 0 < t.line < t.first_token <= t.total
+        assert t.queue + t.prefill + t.transfer + t.slot_wait + t.decode == pytest.approx(t.total, rel=1e-12)
+        assert 0 < t.queue < t.first_token <= t.total
         assert t.slot_wait == 0.5
         assert {event.request_id for event in answer.events} == {b.prefill[0].requests[0].request_id}
         (start,) = b.decode[0].starts

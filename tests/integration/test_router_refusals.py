@@ -25,7 +25,7 @@ from tests.integration.router_stubs import (
 
 
 async def test_full_line_refuses_at_once_with_a_delay(tmp_path: Path) -> None:
-    async with bench(tmp_path, line_capacity=2, prefill_limit=1) as b:
+    async with bench(tmp_path, queue_capacity=2, prefill_limit=1) as b:
 
         async def block(_: prefill_pb2.PrefillRequest) -> None:
             await asyncio.get_running_loop().create_future()

@@ -25,7 +25,7 @@ from tests.integration.router_stubs import StubDecode, StubPrefill, letter
 SECRET = "a secret of the tests"
 FLOOD = 20
 SEATS = 2
-SETTINGS: dict[str, Any] = {"fleet_secret": SECRET, "prefill_limit": SEATS, "line_capacity": FLOOD}
+SETTINGS: dict[str, Any] = {"fleet_secret": SECRET, "prefill_limit": SEATS, "queue_capacity": FLOOD}
 
 
 class Clients:
@@ -48,7 +48,7 @@ class Clients:
         return b.client.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids), metadata=metadata, timeout=60)
 
 
-async def test_one_tenants_flood_leaves_anothers_place_in_the_line(tmp_path: Path) -> None:
+async def test_one_tenants_flood_leaves_anothers_place_in_the_queue(tmp_path: Path) -> None:
     """One tenant has all seats and fills the queue; another's first request is served at once, beyond those seats, and
     then both take turns."""
     clients = Clients(tmp_path)

@@ -225,7 +225,7 @@ def test_requests_wait_for_a_role_that_is_gone_and_go_on_in_order(role: str) -> 
 
 def test_a_wait_for_workers_ends_by_deadline_or_worker_wait_and_says_what_lacks() -> None:
     async def work() -> None:
-        async with storm.running(worker_wait_s=60.0, line_capacity=3):
+        async with storm.running(worker_wait_s=60.0, queue_capacity=3):
             for worker in storm.fleet.decodes:
                 storm.kill(worker)
             await asyncio.sleep(1.0)

@@ -80,7 +80,7 @@ class RouterMachine(RuleBasedStateMachine):
             prefill=tuple(worker.address for worker in self.fleet.prefills),
             decode=tuple(worker.address for worker in self.fleet.decodes),
             served_model_name="m",
-            line_capacity=6,
+            queue_capacity=6,
             prefill_limit=2,
         )
         self.pool = Pool(config, "router", "t")

@@ -12,9 +12,9 @@ from baton.errors import EngineError
 from baton.lifecycle import FIRST, Lifecycle, State
 
 PATHS = {
-    "router": "line reserving line reserving prefilling transferring decoding",
-    "router without decode": "line prefilling",
-    "prefill": "queued prefilling held",
+    "router": "queued reserving queued reserving prefilling transferring decoding",
+    "router without decode": "queued prefilling",
+    "prefill": "preparing prefilling held",
     "decode": "reserved transferring slot_wait decoding paused decoding paused slot_wait decoding",
 }
 
@@ -32,10 +32,10 @@ def test_each_part_goes_its_way_and_may_end_anywhere(path: str) -> None:
 
 
 def test_a_step_that_does_not_exist_is_refused_and_changes_nothing() -> None:
-    life = Lifecycle(State.LINE, 0.0)
-    with pytest.raises(EngineError, match="from line to paused"):
+    life = Lifecycle(State.QUEUED, 0.0)
+    with pytest.raises(EngineError, match="from queued to paused"):
         life.enter(State.PAUSED, 1.0)
-    assert (life.state, life.since) == (State.LINE, 0.0)
+    assert (life.state, life.since) == (State.QUEUED, 0.0)
     with pytest.raises(EngineError, match="can't begin in state decoding"):
         Lifecycle(State.DECODING, 0.0)
 

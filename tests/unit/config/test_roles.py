@@ -48,7 +48,7 @@ def test_one_environment_serves_all_roles(role: str, monkeypatch: pytest.MonkeyP
         "DECODE": "d:1",
         "CHUNK_SIZE": "16",
         "SLOTS": "8",
-        "LINE_CAPACITY": "5",
+        "QUEUE_CAPACITY": "5",
         "API_KEY": "k",
         "KERNELS": "torch",
     }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from baton.engine.fake import FakeEngine
 from baton.request import CachedTokens, PrefillProgress, SamplingParams
-from prefill_svc.job import QUEUED_S, PrefillDone, PrefillJob, PrefillTask
+from prefill_svc.job import PREPARING_S, PrefillDone, PrefillJob, PrefillTask
 from prefill_svc.scheduler import PrefillScheduler
 
 DONE = PrefillDone((), CachedTokens(), ())
@@ -36,6 +36,6 @@ async def test_a_caller_that_reads_slowly_gets_the_last_progress_before_the_resu
 
 def test_a_long_prompt_may_be_loaded_for_longer() -> None:
     waits = [create(range(tokens)).life.deadline - 1000.0 for tokens in (1, 1_000_000)]
-    assert QUEUED_S <= waits[0] < QUEUED_S + 1
+    assert PREPARING_S <= waits[0] < PREPARING_S + 1
     # 64 MB/s for 128 KiB of KV a token.
     assert waits[1] >= 2000

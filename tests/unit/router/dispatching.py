@@ -173,7 +173,7 @@ class Held:
         self.place: Placement | None = None
         query = PlacementQuery(tokens, decodes)
         self.suspected = alone
-        self.life = Lifecycle(State.LINE, 0.0, request_deadline=deadline)
+        self.life = Lifecycle(State.QUEUED, 0.0, request_deadline=deadline)
         avoided = frozenset(AvoidedWorker(worker, "") for worker in avoid)
         asked = PlacementRequest(
             request or name,

@@ -130,7 +130,7 @@ async def test_news_that_comes_while_decode_is_asked_is_not_lost() -> None:
 
 async def test_a_replay_is_neither_refused_nor_overtaken() -> None:
     pool = FakePool()
-    d = dispatcher(pool, prefill_limit=1, line_capacity=1)
+    d = dispatcher(pool, prefill_limit=1, queue_capacity=1)
     running = Held(d, "running")
     await running.placed.wait()
     waiting = Held(d, "waiting")
@@ -193,7 +193,7 @@ async def test_a_turn_passes_over_a_head_that_was_cancelled_and_has_yet_to_wake(
     assert pool.assignments == 0
 
 
-async def test_a_cancelled_probe_leaves_the_line_able_to_move() -> None:
+async def test_a_cancelled_probe_leaves_the_queue_able_to_move() -> None:
     pool = FakePool()
     d = dispatcher(pool)
     pool.answer_all(FULL)
@@ -271,7 +271,7 @@ async def test_a_decode_worker_that_does_not_answer_is_a_refusal() -> None:
     await held.end()
 
 
-async def test_never_is_told_at_once_and_moves_the_line() -> None:
+async def test_never_is_told_at_once_and_moves_the_queue() -> None:
     pool = FakePool()
     d = dispatcher(pool)
     pool.answer_all(ReserveResult(False, "needs 9 pages, there are 4", True))
@@ -325,7 +325,7 @@ async def test_a_replay_that_only_a_lost_worker_could_hold_waits_for_one_like_it
     assert pool.assignments == 0
 
 
-async def test_a_lost_news_does_not_stop_the_line() -> None:
+async def test_a_lost_news_does_not_stop_the_queue() -> None:
     pool = FakePool(d=ReserveResult(False, "full", False, 0.05))
     d = dispatcher(pool)
     held = Held(d, "r")
@@ -342,7 +342,7 @@ async def test_the_life_goes_with_the_request() -> None:
     d = dispatcher(pool, reserve_timeout_s=2)
     held = Held(d, "r")
     await settle()
-    assert held.life.state is State.LINE
+    assert held.life.state is State.QUEUED
     pool.by_name["d"] = GRANTED
     pool.news()
     await held.placed.wait()
@@ -382,7 +382,7 @@ class RoomPool(FakePool):
 
 
 async def test_a_flood_of_large_contexts_hides_no_small_one_of_another_tenant() -> None:
-    asked = dispatcher(RoomPool(), prefill_limit=99, line_capacity=512)
+    asked = dispatcher(RoomPool(), prefill_limit=99, queue_capacity=512)
     running = Held(asked, "running", tokens=10, tenant="other")
     await settle()
     large = [Held(asked, f"large{i}", tokens=1000, tenant="flood") for i in range(80)]

@@ -137,7 +137,7 @@ async def test_a_worker_that_was_meanwhile_kept_for_another_is_not_asked(alone: 
     reserver = Reserver(cast(Pool, pool), Breakers(asyncio.get_running_loop().time), 1.0)
     pool.kept = frozenset({"e"})
     query = PlacementQuery(8, alone=alone)
-    request = PlacementRequest("r", 0, "", Lifecycle(State.LINE, 0.0), query, 8, 4, (0,), True)
+    request = PlacementRequest("r", 0, "", Lifecycle(State.QUEUED, 0.0), query, 8, 4, (0,), True)
     selection = Selection("p", ("d", "e"))
     assignment = reserver.assign(selection, query)
     answer = await reserver.reserve(request, assignment, selection, lambda event: None, {})

@@ -108,7 +108,7 @@ class Town:
 
     async def _held(self, dispatcher: Dispatcher, name: str, context: int, tenant: str) -> None:
         came = self.loop.time()
-        life = Lifecycle(State.LINE, came)
+        life = Lifecycle(State.QUEUED, came)
         asked = PlacementRequest(name, 0, tenant, life, PlacementQuery(context), context, 1, (0,), False)
         async with dispatcher.place(asked, lambda event: None) as place:
             self.granted[name] = self.loop.time()

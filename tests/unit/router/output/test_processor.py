@@ -179,10 +179,10 @@ def test_the_account_adds_up(
     if decoded:
         account.on_decode(DecodeTimings(fetch, wait))
     t = account.timings(5.0 + line + prefill + rest)
-    assert t.line + t.prefill + t.transfer + t.slot_wait + t.decode == t.total
+    assert t.queue + t.prefill + t.transfer + t.slot_wait + t.decode == t.total
     assert t.total == pytest.approx(1e3 * (line + prefill + rest), abs=1e-6)
     assert t.first_token == pytest.approx(1e3 * (line + prefill), abs=1e-6)
-    assert min(t.line, t.prefill, t.transfer, t.slot_wait, t.decode) >= -1e-9
+    assert min(t.queue, t.prefill, t.transfer, t.slot_wait, t.decode) >= -1e-9
 
 
 def test_the_parts_of_an_ordinary_request() -> None:
@@ -195,7 +195,7 @@ def test_the_parts_of_an_ordinary_request() -> None:
     for i in range(1, 5):
         assert account.on_tokens(0, 1, 0.110 + 0.1 * i) == pytest.approx(0.1)
     t = account.timings(0.560)
-    parts = (t.line, t.prefill, t.transfer, t.slot_wait, t.decode, t.total, t.first_token, t.mean_itl)
+    parts = (t.queue, t.prefill, t.transfer, t.slot_wait, t.decode, t.total, t.first_token, t.mean_itl)
     assert parts == pytest.approx((10, 100, 30, 20, 400, 560, 110, 100))
 
 

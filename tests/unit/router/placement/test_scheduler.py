@@ -18,7 +18,7 @@ FLEET = FleetView([PrefillView("p", KV)], [DecodeView("d", KV, free_slots=1)])
 
 
 def waiter(name: str, now: float, *, deadline: float = math.inf, again: bool = False) -> Waiter:
-    life = Lifecycle(State.LINE, now, request_deadline=deadline)
+    life = Lifecycle(State.QUEUED, now, request_deadline=deadline)
     return Waiter(PlacementRequest(name, int(again), "", life, PlacementQuery(8), 8, 4, (0,), again), now)
 
 
