@@ -3,10 +3,10 @@
     python -m bench.event_loop [--tokens 1000000] [--requests 10] [--starts 3] [--only ids ascii]
 
 A router between simulated workers gets prompts of so many tokens: token ids (`ids`), token ids of fixed width, which
-Baton's client sends (`long_ids`), a text in ASCII, and one that is not (`unicode`). The texts are random words,
-tokenized by the bundled model's tokenizer. A timer of the router's event loop is due every half millisecond. A stretch
-is the time by which it is late, from half a second before a request until half a second after its end. It includes the
-time in which the loop waits for a thread that has the interpreter's lock.
+Baton's client sends (`long_ids`), a text in ASCII, one that is not (`unicode`), and the latter as a `chat`, and with
+Tokenize. The texts are random words, tokenized by the bundled model's tokenizer. A timer of the router's event loop is
+due every half millisecond. A stretch is the time by which it is late, from half a second before a request until half a
+second after its end. It includes the time in which the loop waits for a thread that has the interpreter's lock.
 
 `wall_ms` is the longest stretch. When other programs use the cores, they are part of it. `held_ms` is the longest one
 without the time that the loop's thread waited for a core, and not more than the CPU time of the router's threads in it.
@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -38,10 +38,13 @@ from baton.config.router import RouterConfig
 from baton.pb import inference_pb2, inference_pb2_grpc
 from baton.process import App
 from baton.process import main as run_service
+from baton.rpc.channel import CLIENT_OPTIONS
 from baton.tokenizer import Tokenizer
 from bench.common import save
 from bench.services import wait_until_serving
 from router.__main__ import start
+
+Request: TypeAlias = inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest
 
 TICK_S = 0.0005
 MAX_MODEL_LEN = 1 << 20
@@ -91,7 +94,7 @@ async def watched(config: RouterConfig) -> AsyncIterator[App]:
         yield app
 
 
-def prompts(count: int) -> dict[str, inference_pb2.GenerateRequest]:
+def requests(count: int) -> dict[str, Request]:
     """Requests of about `count` tokens."""
     rng = random.Random(1)
     tokenizer = Tokenizer.load(bundled.path())
@@ -104,14 +107,17 @@ def prompts(count: int) -> dict[str, inference_pb2.GenerateRequest]:
         return " ".join(rng.choices(words, k=int(count / each)))
 
     ascii_words = ["return", "the", "value", "self", "import", "of", "class", "raise", "def", "for", "name", "length"]
+    other = text([*ascii_words, "größe", "länge", "für", "日本"])
     sampling = inference_pb2.SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     made: dict[str, dict[str, Any]] = {
         "ids": {"token_ids": inference_pb2.TokenIds(ids=ids)},
         "long_ids": {"token_ids": inference_pb2.TokenIds(long_ids=ids)},
         "ascii": {"text": text(ascii_words)},
-        "unicode": {"text": text([*ascii_words, "größe", "länge", "für", "日本"])},
+        "unicode": {"text": other},
+        "chat": {"chat": inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content=other)])},
     }
-    return {name: inference_pb2.GenerateRequest(sampling=sampling, **prompt) for name, prompt in made.items()}
+    generate = {name: inference_pb2.GenerateRequest(sampling=sampling, **prompt) for name, prompt in made.items()}
+    return {**generate, "tokenize": inference_pb2.TokenizeRequest(text=other)}
 
 
 @contextlib.contextmanager
@@ -129,28 +135,31 @@ def router(model: Path) -> Iterator[tuple[str, Child]]:
             yield address, process
 
 
-def ask(process: Child, generate: Callable[[], None] = lambda: None) -> dict[str, float]:
+def ask(process: Child, call: Callable[[], None] = lambda: None) -> dict[str, float]:
     """The longest stretches while a request runs, and for a while before and after it, in milliseconds."""
     process.ask("longest")
     time.sleep(SETTLE_S)
-    generate()
+    call()
     time.sleep(SETTLE_S)
     return {name: round(stretch, 2) for name, stretch in process.ask("longest").items()}
 
 
 def serve(
-    model: Path, request: inference_pb2.GenerateRequest, count: int
+    model: Path, request: Request, count: int
 ) -> tuple[dict[str, float], dict[str, float], list[dict[str, float]]]:
     """Stretches of a new router: without a request, of its first one, and of `count` later ones."""
-    with router(model) as (address, process), grpc.insecure_channel(address) as channel:
+    with router(model) as (address, process), grpc.insecure_channel(address, CLIENT_OPTIONS) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         stub.GetModel(inference_pb2.GetModelRequest())
 
-        def generate() -> None:
-            for _ in stub.Generate(request):
-                pass
+        def call() -> None:
+            if isinstance(request, inference_pb2.TokenizeRequest):
+                stub.Tokenize(request)
+            else:
+                for _ in stub.Generate(request):
+                    pass
 
-        return ask(process), ask(process, generate), [ask(process, generate) for _ in range(count)]
+        return ask(process), ask(process, call), [ask(process, call) for _ in range(count)]
 
 
 def columns(rows: Sequence[dict[str, float]]) -> dict[str, list[float]]:
@@ -158,11 +167,11 @@ def columns(rows: Sequence[dict[str, float]]) -> dict[str, list[float]]:
     return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
 
 
-def measure(model: Path, request: inference_pb2.GenerateRequest, requests: int, starts: int) -> dict[str, Any]:
+def measure(model: Path, request: Request, later: int, starts: int) -> dict[str, Any]:
     """Stretches of one kind of prompt."""
-    runs = [serve(model, request, 0 if number else requests) for number in range(starts)]
-    idle, first, later = zip(*runs, strict=True)
-    stretches = {"idle": columns(idle), "first": columns(first), "later": columns(later[0])}
+    runs = [serve(model, request, 0 if number else later) for number in range(starts)]
+    idle, first, others = zip(*runs, strict=True)
+    stretches = {"idle": columns(idle), "first": columns(first), "later": columns(others[0])}
     return {"bytes": request.ByteSize(), **stretches}
 
 
@@ -180,9 +189,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--requests", type=int, default=10)
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=["ids", "long_ids", "ascii", "unicode"])
+    parser.add_argument("--only", nargs="+", default=["ids", "long_ids", "ascii", "unicode", "chat", "tokenize"])
     arguments = parser.parse_args()
-    made = prompts(arguments.tokens)
+    made = requests(arguments.tokens)
     with tempfile.TemporaryDirectory() as folder:
         model = write_checkpoint(Path(folder))
         for name in arguments.only:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from baton import freed_memory
 from baton.config import parse_address
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
@@ -30,6 +31,14 @@ from baton.telemetry.logs import configure
 from router.app import run
 
 _LAST_PORT = 65535
+
+_KEPT_BYTES = 64 << 20
+"""Freed memory that a router keeps: several times what the longest request takes."""
+
+_SWITCH_S = 0.0002
+"""After how long a thread that converts or hashes gives the interpreter's lock to the event loop, which may have to ask
+for it several times in a turn; by default it is 5 ms."""
+
 _OWN = ("processes", "grpc", "ops")
 
 
@@ -109,9 +118,16 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0]
 
 
+def prepare() -> None:
+    """Set what the whole process of a router shares: how threads take turns, and what becomes of freed memory."""
+    sys.setswitchinterval(_SWITCH_S)
+    freed_memory.keep(_KEPT_BYTES)
+
+
 def start(config: RouterConfig) -> Running:
     """One of several routers, ready to be entered."""
     configure(config.log_level, "router", str(os.getpid()))
+    prepare()
     return run(config, shared=True)
 
 

@@ -54,6 +54,15 @@ def strict(deserializer: Deserializer | None, method: str) -> Deserializer | Non
     return decode
 
 
+def utf8(message: Message, field: str) -> bytes:
+    """A string field in UTF-8.
+
+    To make a `str` of a text that is not ASCII, and bytes of this, keeps the interpreter's lock for milliseconds.
+    """
+    data: bytes = getattr(_shadow_class(message.DESCRIPTOR.full_name).FromString(message.SerializeToString()), field)
+    return data
+
+
 def explain(descriptor: Descriptor, data: bytes) -> InvalidRequest:
     """Why `data` is not a valid message: the first string that is not UTF-8, or another reason."""
     try:

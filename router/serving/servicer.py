@@ -34,6 +34,7 @@ from baton.rpc.convert import (
     usage_to_proto,
 )
 from baton.rpc.errors import begin, write
+from baton.rpc.strict import utf8
 from router.output.queue import ChoiceUpdate, Update
 from router.serving.front_door import FrontDoor
 from router.serving.tenants import HEADER, Tenants
@@ -75,7 +76,6 @@ class InferenceServicer:
             "Tokenize": grpc.unary_stream_rpc_method_handler(
                 self.Tokenize,
                 request_deserializer=sized(inference_pb2.TokenizeRequest),
-                response_serializer=inference_pb2.TokenizeResponse.SerializeToString,
             ),
             "Detokenize": grpc.unary_stream_rpc_method_handler(
                 self.Detokenize,
@@ -111,12 +111,13 @@ class InferenceServicer:
         async with self._door.tokenize(prompt, caller, model=sent.message.model, size=sent.size) as answers:
             async for token_ids in answers:
                 await begin(context)
-                response = inference_pb2.TokenizeResponse()
+                parts = []
                 for piece in pieces(token_ids):
-                    response.token_ids.extend(piece)
-                    # All of a million would hold the event loop for 30 ms.
+                    parts.append(inference_pb2.TokenizeResponse(token_ids=piece).SerializeToString())
+                    # All of a million would hold the event loop for 35 ms.
                     await asyncio.sleep(0)
-                await write(context, response)
+                # Messages one after the other are one message, of which a repeated field has all elements.
+                await write(context, b"".join(parts))
 
     async def Detokenize(self, sent: Sized[inference_pb2.DetokenizeRequest], context: grpc.aio.ServicerContext) -> None:
         """Turn token ids into text."""
@@ -179,7 +180,7 @@ def generate_request(message: inference_pb2.GenerateRequest, size: int = 0) -> G
     prompt: Prompt | None = None
     match message.WhichOneof("prompt"):
         case "text":
-            prompt = TextPrompt(lambda: message.text)
+            prompt = TextPrompt(partial(utf8, message, "text"))
         case "chat":
             prompt = _chat(message.chat)
         case "token_ids":
@@ -205,7 +206,7 @@ def tokenize_prompt(message: inference_pb2.TokenizeRequest) -> TextPrompt | Chat
     match message.WhichOneof("input"):
         case "text":
             special = message.add_special_tokens if message.HasField("add_special_tokens") else True
-            return TextPrompt(lambda: message.text, add_special_tokens=special)
+            return TextPrompt(partial(utf8, message, "text"), add_special_tokens=special)
         case "chat":
             return _chat(message.chat)
     return None

@@ -16,13 +16,14 @@ import grpc
 import pytest
 
 from baton.pb import inference_pb2, inference_pb2_grpc
+from baton.rpc import convert
 from baton.rpc.channel import control_channel
 from router.serving import tokenizer_processes, validator
 from router.serving.tokenizer_processes import TokenizerProcesses
 from tests.integration.router_bench import Bench, bench, refused, request, whole
 
 WAIT_S = 60
-TEXT = "a text that is long here"
+TEXT = "a text that is länger, 日本"
 
 
 class Processes:
@@ -43,8 +44,10 @@ class Processes:
 
         monkeypatch.setattr(TokenizerProcesses, "_take", taking)
         monkeypatch.setattr(tokenizer_processes, "_read", reading)
-        monkeypatch.setattr(validator, "LONG_TEXT", len(TEXT))
+        monkeypatch.setattr(validator, "LONG_TEXT", len(TEXT.encode()))
         monkeypatch.setattr(validator, "_INLINE_BYTES", 4)
+        monkeypatch.setattr(validator, "_PIECE", 4)
+        monkeypatch.setattr(convert, "_PIECE", 4)
 
     def stop(self) -> None:
         os.kill(self.taken[-1].pid, signal.SIGSTOP)
@@ -69,14 +72,16 @@ async def ask_stopped(b: Bench, processes: Processes) -> grpc.aio.UnaryStreamCal
 
 async def test_a_process_tokenizes_long_texts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Processes(monkeypatch)
-    async with asyncio.timeout(WAIT_S), bench(tmp_path) as b:
+    async with asyncio.timeout(WAIT_S), bench(tmp_path, template="{{ messages[0].content }}") as b:
         await b.answer(max_tokens=1)
         assert not processes.taken
         await whole(ask(b))
         ids = list((await b.client.Tokenize(inference_pb2.TokenizeRequest(text=TEXT))).token_ids)
         assert ids == list(b.prefill[0].requests[-1].prompt_token_ids)
-        assert len(ids) == len(TEXT) + 1
-        assert len(set(processes.taken)) == 1
+        assert len(ids) == len(TEXT.encode()) + 1
+        chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content=TEXT)])
+        assert list((await b.client.Tokenize(inference_pb2.TokenizeRequest(chat=chat))).token_ids) == ids[1:]
+        assert (len(processes.taken), len(set(processes.taken))) == (3, 1)
     assert processes.taken[0].poll() is not None
 
 

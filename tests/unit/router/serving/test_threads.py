@@ -115,7 +115,7 @@ async def test_what_waits_for_a_tenant_is_bounded_in_bytes() -> None:
         validator = RequestValidator(ServedModel("m", 300, (), cast(Tokenizer, Tokens())), lambda: 10**9, made)
 
         def call(tenant: str) -> asyncio.Task[list[int]]:
-            return asyncio.create_task(validator.tokenize(TextPrompt(lambda: "a" * size), tenant, size=size))
+            return asyncio.create_task(validator.tokenize(TextPrompt(lambda: b"a" * size), tenant, size=size))
 
         running, first, second = (call("a") for _ in range(3))
         await asyncio.sleep(0)
