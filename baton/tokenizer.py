@@ -9,6 +9,7 @@ call the batch functions of `tokenizers`; its other functions do not release it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -23,6 +24,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.detokenizer import Detokenizer, Vocabulary
 from baton.errors import InvalidRequest, ModelError
+
+# Threads of the library do nothing for one text at a time, and it panics where it can't start them.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _NORMALIZED_SHRINK = 4
 """How many bytes of text a normalizer may turn into one; NFC's worst is 3."""

@@ -183,6 +183,6 @@ def _load(config: RouterConfig) -> tuple[ServedModel, int, str]:
     numbers = ModelConfig.from_pretrained(directory)
     digest = tokenizer_digest(directory)
     tokenizer = Tokenizer.load(directory) if digest else None
-    processes = TokenizerProcesses(directory, digest) if digest else None
+    processes = TokenizerProcesses(directory, digest, tokenizer) if tokenizer else None
     model = ServedModel(config.model_name, numbers.vocab_size, numbers.eos_token_ids, tokenizer, processes)
     return model, numbers.max_position_embeddings, digest

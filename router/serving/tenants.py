@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -146,8 +147,19 @@ class Threads:
         self._in_use: Counter[str] = Counter()
         self._waiting_bytes: Counter[str] = Counter()
         self._executor = ThreadPoolExecutor(self._count, "router")
+        self._start_threads()
         self._running: set[asyncio.Future[Any]] = set()
         self._loop = asyncio.get_running_loop()
+
+    def _start_threads(self) -> None:
+        """Start all threads, since the process may be at a limit of threads when there is work for them."""
+        all_run = threading.Barrier(self._count)
+        try:
+            for _ in range(self._count):
+                self._executor.submit(all_run.wait)
+        except RuntimeError:
+            all_run.abort()
+            raise
 
     def check(self, tenant: str, size: int) -> None:
         """Raise Overloaded if a new request of the tenant, of `size` bytes, may not wait."""

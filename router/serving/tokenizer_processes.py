@@ -7,18 +7,22 @@ another one, and the ids come back as bytes.
     thread ── text in UTF-8 ──▶ process ── ids as uint32 ──▶ the same thread
 
 A process starts when a long text comes and no other process is idle, so there are at most as many as threads. Each
-ends at the end of its standard input, with `close`, and with the thread that started it.
+ends at the end of its standard input, with `close`, and with the thread that started it. One that does not answer for
+far longer than its text can take is killed. Where no process can be started, the thread tokenizes the text itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import select
 import signal
 import struct
 import subprocess
 import sys
 import threading
+import time
 from array import array
 from pathlib import Path
 from subprocess import PIPE
@@ -33,43 +37,67 @@ from baton.tokenizer import Tokenizer
 LONG_TEXT = 128 << 10
 """Bytes from which on a text is long. Shorter ones have rarely more tokens than bytes, whose list takes 2.6 ms."""
 
+_LEAST_S = 60.0
+_LEAST_BYTES_PER_S = 16 << 10
+"""Seconds that any text may take, and bytes of text for each further one. Most tokenizers take a megabyte a second."""
+
 _TEXT = struct.Struct("=?Q")
 """Whether special tokens are added, and how many bytes of text follow."""
 _ANSWER = struct.Struct("=?Q")
 """Whether the text was tokenized, and how many bytes of ids, or of an error in UTF-8, follow."""
 
 
+_log = logging.getLogger(__name__)
+
+
 class TokenizerProcesses:
     """Processes with the tokenizer of the checkpoint in `folder`, whose `tokenizer_digest` is `digest`.
 
-    Safe to use from several threads.
+    `tokenizer` is the same in this process. Safe to use from several threads.
     """
 
-    def __init__(self, folder: str | Path, digest: str) -> None:
+    def __init__(self, folder: str | Path, digest: str, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         # -P: what lies in the working directory is not imported.
         self._command = bind_to_parent([sys.executable, "-P", "-m", __name__, str(folder), digest])
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._failed = False
+        """Whether the last start of a process failed."""
         self._closed = False
 
     def encode(self, text: bytes, *, add_special_tokens: bool) -> array[int]:
         """Token ids of a text in UTF-8, as `Tokenizer.encode` makes them.
 
-        Raises Unavailable if the process ends, EngineError if the tokenizer fails or is no longer that of `digest`.
+        Raises Unavailable if the process ends or does not answer, EngineError if the tokenizer fails or is no longer
+        that of `digest`.
         """
-        process = self._take()
+        answer: bytes | bytearray
+        if (process := self._take()) is None:
+            tokenized, answer = _tokenize(self._tokenizer, text, add_special_tokens)
+        else:
+            tokenized, answer = self._ask(process, text, add_special_tokens)
+        if not tokenized:
+            raise EngineError(f"the text can't be tokenized: {answer.decode()}")
+        return array("I", answer)
+
+    def _ask(self, process: subprocess.Popen[bytes], text: bytes, add_special_tokens: bool) -> tuple[bool, bytearray]:
+        """What `_tokenize` returns in the process, which is idle again after it."""
+        limit_s = _LEAST_S + len(text) / _LEAST_BYTES_PER_S
+        deadline = time.monotonic() + limit_s
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(_TEXT.pack(add_special_tokens, len(text)))
-            process.stdin.write(text)
-            process.stdin.flush()
-            tokenized, size = _ANSWER.unpack(_read(process.stdout, _ANSWER.size))
-            answer = _read(process.stdout, size)
-        except (OSError, EOFError, ValueError):
-            # Its pipes are broken, at their end, or closed.
+            _send(process, _TEXT.pack(add_special_tokens, len(text)), deadline)
+            _send(process, text, deadline)
+            tokenized, size = _ANSWER.unpack(_receive(process, _ANSWER.size, deadline))
+            answer = _receive(process, size, deadline)
+        except TimeoutError:
+            self._end(process)
+            problem = f"the process that tokenizes {len(text)} bytes of text did not answer within {limit_s:.0f} s"
+            _log.warning("%s; it was killed", problem)
+            raise Unavailable(f"{problem}; try again") from None
+        except (OSError, EOFError):
             self._end(process)
             self._check_open()
             problem = f"the process that tokenized the text ended with status {process.returncode}"
@@ -79,9 +107,7 @@ class TokenizerProcesses:
             self._end(process)
             raise
         self._idle.append(process)
-        if not tokenized:
-            raise EngineError(f"the text can't be tokenized: {answer.decode()}")
-        return array("I", answer)
+        return tokenized, answer
 
     def close(self) -> None:
         """Kill all processes; texts that they tokenize end with Unavailable."""
@@ -90,9 +116,11 @@ class TokenizerProcesses:
         for process in list(self._running):
             process.kill()
         for process in list(self._running):
-            self._end(process)
+            # Threads that wait for one close its pipes: another file could get their numbers before they notice.
+            process.wait()
 
-    def _take(self) -> subprocess.Popen[bytes]:
+    def _take(self) -> subprocess.Popen[bytes] | None:
+        """An idle process, or a new one; None if none can be started."""
         with self._lock:
             self._check_open()
             while self._idle:
@@ -102,11 +130,17 @@ class TokenizerProcesses:
             # In a group of its own, so that Ctrl-C lets the router drain.
             try:
                 process = subprocess.Popen(
-                    self._command, stdin=PIPE, stdout=PIPE, process_group=0, env=self._environment
+                    self._command, bufsize=0, stdin=PIPE, stdout=PIPE, process_group=0, env=self._environment
                 )
             except OSError as error:
-                raise Unavailable(f"a process to tokenize the text can't be started: {error}") from None
+                if not self._failed:
+                    instead = "the router does it itself, and all else waits for 30 ms for a million tokens"
+                    _log.warning("no process to tokenize long texts can be started (%s); %s", error, instead)
+                self._failed = True
+                return None
+            self._failed = False
             self._running.add(process)
+            os.set_blocking(_pipe(process.stdin), False)
             return process
 
     def _check_open(self) -> None:
@@ -121,6 +155,40 @@ class TokenizerProcesses:
             with contextlib.suppress(OSError):
                 pipe.close()
         self._running.discard(process)
+
+
+def _pipe(stream: IO[bytes] | None) -> int:
+    """The file descriptor of a pipe to a process."""
+    assert stream is not None
+    return stream.fileno()
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> None:
+    """Wait for what `select.poll` tells of a pipe. Raises TimeoutError at the deadline by time.monotonic."""
+    polling = select.poll()
+    polling.register(descriptor, event)
+    if not polling.poll(1e3 * max(deadline - time.monotonic(), 0.0)):
+        raise TimeoutError
+
+
+def _send(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
+    """Write to a process. Raises TimeoutError, and OSError if it has ended."""
+    pipe, rest = _pipe(process.stdin), memoryview(data)
+    while rest:
+        _wait(pipe, select.POLLOUT, deadline)
+        rest = rest[os.write(pipe, rest) :]
+
+
+def _receive(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
+    """So many bytes of what a process writes. Raises TimeoutError, and EOFError if it has ended."""
+    pipe, data = _pipe(process.stdout), bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        _wait(pipe, select.POLLIN, deadline)
+        if not (count := os.readv(pipe, [rest])):
+            raise EOFError
+        rest = rest[count:]
+    return data
 
 
 def _read(stream: IO[bytes], size: int) -> bytes:

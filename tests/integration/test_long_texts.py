@@ -32,18 +32,19 @@ class Processes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken: list[subprocess.Popen[bytes]] = []
         self._waiting = threading.Event()
-        take, read = TokenizerProcesses._take, tokenizer_processes._read
+        take, receive = TokenizerProcesses._take, tokenizer_processes._receive
 
-        def taking(processes: TokenizerProcesses) -> subprocess.Popen[bytes]:
-            self.taken.append(take(processes))
-            return self.taken[-1]
+        def taking(processes: TokenizerProcesses) -> subprocess.Popen[bytes] | None:
+            if (process := take(processes)) is not None:
+                self.taken.append(process)
+            return process
 
-        def reading(*arguments: Any) -> bytes:
+        def receiving(*arguments: Any) -> bytearray:
             self._waiting.set()
-            return read(*arguments)
+            return receive(*arguments)
 
         monkeypatch.setattr(TokenizerProcesses, "_take", taking)
-        monkeypatch.setattr(tokenizer_processes, "_read", reading)
+        monkeypatch.setattr(tokenizer_processes, "_receive", receiving)
         monkeypatch.setattr(validator, "LONG_TEXT", len(TEXT.encode()))
         monkeypatch.setattr(validator, "_INLINE_BYTES", 4)
         monkeypatch.setattr(validator, "_PIECE", 4)

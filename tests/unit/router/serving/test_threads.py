@@ -87,6 +87,19 @@ async def test_what_has_begun_keeps_its_thread_when_its_caller_leaves() -> None:
         assert await second == "a"
 
 
+async def test_no_thread_needs_to_be_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with threads() as (made, gate), asyncio.timeout(WAIT_S):
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        first, second = waits(made, gate, "a"), waits(made, gate, "b")
+        gate.open.set()
+        assert await asyncio.gather(first, second) == ["a", "b"]
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            Threads(9)
+
+
 async def test_a_tenants_queue_is_bounded() -> None:
     async with threads(capacity=2) as (made, gate):
         tasks = [waits(made, gate, "a") for _ in range(3)]

@@ -32,25 +32,26 @@ class Watched(TokenizerProcesses):
     """Notes which processes are taken, and tells when one has a text and is waited for."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, tokenizer_digest(folder))
+        super().__init__(folder, tokenizer_digest(folder), Tokenizer.load(folder))
         self.taken: list[subprocess.Popen[bytes]] = []
         self.waiting = threading.Event()
 
-    def _take(self) -> subprocess.Popen[bytes]:
-        self.taken.append(super()._take())
-        return self.taken[-1]
+    def _take(self) -> subprocess.Popen[bytes] | None:
+        if (process := super()._take()) is not None:
+            self.taken.append(process)
+        return process
 
 
 @pytest.fixture
 def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     made = Watched(checkpoint(tmp_path))
-    read = tokenizer_processes._read
+    receive = tokenizer_processes._receive
 
-    def watched(*arguments: Any) -> bytes:
+    def watched(*arguments: Any) -> bytearray:
         made.waiting.set()
-        return read(*arguments)
+        return receive(*arguments)
 
-    monkeypatch.setattr(tokenizer_processes, "_read", watched)
+    monkeypatch.setattr(tokenizer_processes, "_receive", watched)
     yield made
     made.close()
     assert all(process.poll() is not None for process in made.taken)
@@ -91,6 +92,36 @@ def test_the_end_of_a_process_ends_its_text_with_an_error(processes: Watched, en
             processes.encode(b"x", add_special_tokens=True)
 
 
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_a_process_that_does_not_answer_is_replaced(
+    processes: Watched, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    processes.encode(b"x", add_special_tokens=True)
+    os.kill(processes.taken[0].pid, signal.SIGSTOP)
+    with monkeypatch.context() as short:
+        short.setattr(tokenizer_processes, "_LEAST_S", 0.1)
+        short.setattr(tokenizer_processes, "_LEAST_BYTES_PER_S", 1e9)
+        with pytest.raises(Unavailable, match=f"tokenizes {size} bytes of text did not answer within 0 s; try again$"):
+            processes.encode(b"x" * size, add_special_tokens=True)
+    assert processes.taken[0].returncode == -signal.SIGKILL
+    assert len(processes.encode(b"xy", add_special_tokens=False)) == 2
+    assert len(set(processes.taken)) == 2
+
+
+def test_where_no_process_can_be_started_the_router_tokenizes_and_says_so_once(
+    processes: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    command, processes._command = processes._command, ["/nowhere"]
+    for text in TEXTS:
+        found = processes.encode(text.encode(), add_special_tokens=True)
+        assert list(found) == processes._tokenizer.encode(text)
+    (warning,) = caplog.messages
+    assert warning.startswith("no process to tokenize long texts can be started ([Errno 2]")
+    processes._command = command
+    assert len(processes.encode(b"xy", add_special_tokens=False)) == 2
+    assert len(processes.taken) == 1
+
+
 def test_a_process_that_died_while_idle_costs_no_request(processes: Watched) -> None:
     processes.encode(b"x", add_special_tokens=True)
     processes.taken[0].kill()
@@ -108,7 +139,7 @@ def test_texts_at_the_same_time_have_processes_of_their_own(processes: Watched) 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_an_idle_process_keeps_no_memory_of_its_last_text(processes: Watched) -> None:
+def test_an_idle_process_keeps_no_memory_of_its_last_text_and_has_one_thread(processes: Watched) -> None:
     def resident_mib() -> int:
         return (
             int(Path(f"/proc/{processes.taken[0].pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20
@@ -120,6 +151,8 @@ def test_an_idle_process_keeps_no_memory_of_its_last_text(processes: Watched) ->
     # It is idle again when it has answered the next one.
     processes.encode(b"x", add_special_tokens=True)
     assert resident_mib() < before + 50
+    # The library panics where it may not start threads.
+    assert len(list(Path(f"/proc/{processes.taken[0].pid}/task").iterdir())) == 1
 
 
 def test_a_process_without_a_tokenizer_ends_with_an_error(processes: Watched, tmp_path: Path) -> None:
