@@ -221,25 +221,23 @@ class FrontDoor:
 
     @contextlib.asynccontextmanager
     async def tokenize(
-        self, prompt: TextPrompt | ChatPrompt | None, caller: Caller, *, model: str = "", size: int = 0
+        self, prompt: TextPrompt | ChatPrompt | None, size: int, caller: Caller, *, model: str = ""
     ) -> AsyncIterator[ClientStream[Sequence[int]]]:
         """One item: the token ids of a text or a chat, which takes `size` bytes."""
         with self._admit(caller):
             self._validator.check_model(model)
-            token_ids = await self._validator.tokenize(prompt, caller.tenant, size=size)
+            token_ids = await self._validator.tokenize(prompt, size, caller.tenant)
             async with self._stalls.stream(_once(token_ids), lambda: True) as stream:
                 yield stream
 
     @contextlib.asynccontextmanager
     async def detokenize(
-        self, token_ids: Sequence[int], caller: Caller, *, skip_special_tokens: bool, model: str = "", size: int = 0
+        self, token_ids: Sequence[int], caller: Caller, *, skip_special_tokens: bool, model: str = ""
     ) -> AsyncIterator[ClientStream[str]]:
-        """One item: the text of token ids, which take `size` bytes."""
+        """One item: the text of token ids."""
         with self._admit(caller):
             self._validator.check_model(model)
-            text = await self._validator.detokenize(
-                token_ids, caller.tenant, skip_special_tokens=skip_special_tokens, size=size
-            )
+            text = await self._validator.detokenize(token_ids, caller.tenant, skip_special_tokens=skip_special_tokens)
             async with self._stalls.stream(_once(text), lambda: True) as stream:
                 yield stream
 

@@ -79,7 +79,7 @@ class InferenceServicer:
             ),
             "Detokenize": grpc.unary_stream_rpc_method_handler(
                 self.Detokenize,
-                request_deserializer=sized(inference_pb2.DetokenizeRequest),
+                request_deserializer=inference_pb2.DetokenizeRequest.FromString,
                 response_serializer=inference_pb2.DetokenizeResponse.SerializeToString,
             ),
             "GetModel": grpc.unary_unary_rpc_method_handler(
@@ -108,7 +108,7 @@ class InferenceServicer:
     async def Tokenize(self, sent: Sized[inference_pb2.TokenizeRequest], context: grpc.aio.ServicerContext) -> None:
         """Turn a text or a chat into token ids."""
         caller, prompt = self._door.authenticate(_metadata(context)), tokenize_prompt(sent.message)
-        async with self._door.tokenize(prompt, caller, model=sent.message.model, size=sent.size) as answers:
+        async with self._door.tokenize(prompt, sent.size, caller, model=sent.message.model) as answers:
             async for token_ids in answers:
                 await begin(context)
                 parts = []
@@ -119,12 +119,12 @@ class InferenceServicer:
                 # Messages one after the other are one message, of which a repeated field has all elements.
                 await write(context, b"".join(parts))
 
-    async def Detokenize(self, sent: Sized[inference_pb2.DetokenizeRequest], context: grpc.aio.ServicerContext) -> None:
+    async def Detokenize(self, message: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext) -> None:
         """Turn token ids into text."""
-        caller, message = self._door.authenticate(_metadata(context)), sent.message
+        caller = self._door.authenticate(_metadata(context))
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
         async with self._door.detokenize(
-            message.token_ids, caller, skip_special_tokens=skip, model=message.model, size=sent.size
+            message.token_ids, caller, skip_special_tokens=skip, model=message.model
         ) as answers:
             async for text in answers:
                 await begin(context)
@@ -174,7 +174,7 @@ def _refusal(error: BatonError) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def generate_request(message: inference_pb2.GenerateRequest, size: int = 0) -> GenerateRequest:
+def generate_request(message: inference_pb2.GenerateRequest, size: int) -> GenerateRequest:
     """What the message of `size` bytes asks for; neither a text nor a repeated field is read."""
     sampling = message.sampling
     prompt: Prompt | None = None
@@ -190,6 +190,7 @@ def generate_request(message: inference_pb2.GenerateRequest, size: int = 0) -> G
             prompt = TokenPrompt(ids or long_ids)
     return GenerateRequest(
         prompt=prompt,
+        size=size,
         make_params=partial(sampling_from_proto, sampling),
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
         allowed_tokens=len(sampling.allowed_token_ids),
@@ -197,7 +198,6 @@ def generate_request(message: inference_pb2.GenerateRequest, size: int = 0) -> G
         cache=cache_policy_from_proto(message.cache),
         cache_salt=message.cache_salt,
         report_progress=message.report_progress,
-        size=size,
     )
 
 

@@ -33,6 +33,9 @@ _INLINE_BYTES = 4096
 _INLINE_TOKENS = 4096
 _INLINE_MESSAGES = 64
 
+_ID_BYTES = 4
+"""What a token id takes in memory."""
+
 _PIECE = 64 << 10
 """Characters encoded in one call, which keeps the interpreter's lock."""
 
@@ -105,6 +108,7 @@ class GenerateRequest:
     """
 
     prompt: Prompt | None
+    size: int
     make_params: Callable[[int], SamplingParams]
     max_tokens: int | None = None
     allowed_tokens: int = 0
@@ -112,7 +116,6 @@ class GenerateRequest:
     cache: CachePolicy = CachePolicy.READ_WRITE
     cache_salt: str = ""
     report_progress: bool = False
-    size: int = 0
 
 
 class RequestValidator:
@@ -185,9 +188,7 @@ class RequestValidator:
             ),
         )
 
-    async def tokenize(
-        self, prompt: TextPrompt | ChatPrompt | None, tenant: str = "", *, size: int = 0
-    ) -> Sequence[int]:
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt | None, size: int, tenant: str = "") -> Sequence[int]:
         """Token ids of a text or a chat; `size` is what it takes in memory.
 
         Raises InvalidRequest or Overloaded; of a long text also what `TokenizerProcesses.encode` raises.
@@ -199,10 +200,8 @@ class RequestValidator:
                 return await self._chat(prompt, tenant, size)
         raise InvalidRequest("input", "one of text and chat must be set")
 
-    async def detokenize(
-        self, token_ids: Sequence[int], tenant: str = "", *, skip_special_tokens: bool = True, size: int = 0
-    ) -> str:
-        """Text of token ids; `size` is what they take in memory. Raises InvalidRequest or Overloaded."""
+    async def detokenize(self, token_ids: Sequence[int], tenant: str = "", *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Raises InvalidRequest or Overloaded."""
         count, vocab_size = len(token_ids), self._model.vocab_size
         self._check_fits("token_ids", count)
         tokenizer = self._tokenizer("token_ids")
@@ -211,7 +210,7 @@ class RequestValidator:
             checked = token_ids_from_proto("token_ids", token_ids, vocab_size)
             return tokenizer.decode(checked, skip_special_tokens=skip_special_tokens)
 
-        return await self._work(decode, tenant, size, inline=count <= _INLINE_TOKENS)
+        return await self._work(decode, tenant, _ID_BYTES * count, inline=count <= _INLINE_TOKENS)
 
     def _check_counts(self, prompt: Prompt | None) -> None:
         match prompt:

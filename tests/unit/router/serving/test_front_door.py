@@ -18,7 +18,7 @@ from router.serving.validator import GenerateRequest, RequestValidator, ServedMo
 from router.workers.pool import Pool
 from tests.unit.router.dispatching import FakePool, dispatcher
 
-ONE = GenerateRequest(prompt=TokenPrompt([1, 2]), make_params=lambda vocab_size: SamplingParams(max_tokens=2))
+ONE = GenerateRequest(prompt=TokenPrompt([1, 2]), size=2, make_params=lambda vocabulary: SamplingParams(max_tokens=2))
 
 
 class FakePipeline:

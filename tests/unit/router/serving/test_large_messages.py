@@ -75,8 +75,8 @@ def validator() -> RequestValidator:
 async def test_a_field_is_counted_before_any_of_it_is_read(method: str, path: str, made: Any) -> None:
     message = WithUnread(made, path)
     calls: dict[str, Callable[[Any], Any]] = {
-        "Generate": lambda message: validator().validate(generate_request(message), arrived=0.0, deadline=None),
-        "Tokenize": lambda message: validator().tokenize(tokenize_prompt(message)),
+        "Generate": lambda message: validator().validate(generate_request(message, 1), arrived=0.0, deadline=None),
+        "Tokenize": lambda message: validator().tokenize(tokenize_prompt(message), 1),
         "Detokenize": lambda message: validator().detokenize(message.token_ids),
     }
     field, limit = LIMITS[path]
@@ -104,7 +104,7 @@ async def test_large_fields_are_converted_off_the_event_loop(monkeypatch: pytest
         monkeypatch.setattr(module, name, noted(getattr(module, name), seen))
     ids = range(count)
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=pb.SamplingParams(allowed_token_ids=ids))
-    request = await validator().validate(generate_request(message), arrived=0.0, deadline=None)
+    request = await validator().validate(generate_request(message, 1), arrived=0.0, deadline=None)
     assert (list(request.prompt_ids), request.params.allowed_token_ids) == (list(ids), tuple(ids))
     assert seen == [count == 2] * 2
 

@@ -128,7 +128,7 @@ async def test_what_waits_for_a_tenant_is_bounded_in_bytes() -> None:
         validator = RequestValidator(ServedModel("m", 300, (), cast(Tokenizer, Tokens())), lambda: 10**9, made)
 
         def call(tenant: str) -> asyncio.Task[list[int]]:
-            return asyncio.create_task(validator.tokenize(TextPrompt(lambda: b"a" * size), tenant, size=size))
+            return asyncio.create_task(validator.tokenize(TextPrompt(lambda: b"a" * size), size, tenant))
 
         running, first, second = (call("a") for _ in range(3))
         await asyncio.sleep(0)
@@ -150,4 +150,4 @@ async def test_a_chat_of_too_many_messages_is_refused() -> None:
     validator = RequestValidator(ServedModel("m", 300, (), cast(Tokenizer, object())), lambda: 10**6, Threads(1))
     chat = ChatPrompt([inference_pb2.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1))
     with pytest.raises(InvalidRequest, match=r"^chat.messages: at most 4096 messages are allowed, got 4097$"):
-        await validator.tokenize(chat)
+        await validator.tokenize(chat, 1)
