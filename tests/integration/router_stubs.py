@@ -320,7 +320,7 @@ async def continue_by_hand(down: DownStream, start: decode_pb2.Start, request: p
         ]
         if index == first:
             for each in outputs:
-                each.timings.fetch_ms, each.timings.slot_wait_ms = 1.0, 0.5
+                each.timings.fetch_ms, each.timings.slot_wait_ms = 2**-9, 2**-10
         down.messages.put_nowait(decode_pb2.SessionDown(outputs=outputs))
 
 
