@@ -48,7 +48,32 @@ from baton.rpc.security import Security, client_credentials
 __all__ = ["AsyncClient", "Choice", "Client", "Completion", "Delta", "Model"]
 
 
-class AsyncClient:
+class _Connection:
+    """What both clients have: a channel of `api` (`grpc` or `grpc.aio`), its stubs, and what each call carries."""
+
+    def __init__(self, api: Any, target: str, model: str, api_key: str | None, security: Security) -> None:
+        self._model, self._target = model, target
+        self._closed = False
+        self._metadata = _metadata(api_key)
+        credentials, options = client_credentials(**security)
+        self._secure = credentials is not None
+        if credentials is None:
+            self._channel = api.insecure_channel(target, options=options)
+        else:
+            self._channel = api.secure_channel(target, credentials, options=options)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        self._admin: Any = AdminStub(self._channel)
+
+    def _call(self, timeout: float | None) -> ClientCall:
+        return ClientCall(self._target, timeout, secure=self._secure)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("the client is closed")
+
+
+class AsyncClient(_Connection):
     """A client of the router at `target` ("host:port"); close it, or use it as an async context manager.
 
     `model` names the served model; empty means the only one. Every `timeout` is in seconds, and is the deadline of the
@@ -59,18 +84,7 @@ class AsyncClient:
     def __init__(
         self, target: str, *, model: str = "", api_key: str | None = None, **security: Unpack[Security]
     ) -> None:
-        self._model, self._target = model, target
-        self._closed = False
-        self._metadata = _metadata(api_key)
-        credentials, options = client_credentials(**security)
-        self._secure = credentials is not None
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
-        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
-        self._admin: Any = AdminStub(self._channel)
+        super().__init__(grpc.aio, target, model, api_key, security)
 
     async def __aenter__(self) -> Self:
         return self
@@ -153,19 +167,16 @@ class AsyncClient:
         answer = await self._ask(self._admin.ClearCache, ClearCacheRequest(redis=redis), timeout)
         return tiers_from_proto(answer.dropped)
 
-    def _call(self, timeout: float | None) -> ClientCall:
-        return ClientCall(self._target, timeout, secure=self._secure)
-
     async def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
         call = self._call(timeout)
-        _check_open(self._closed)
+        self._check_open()
         try:
             return await method(request, timeout=call.timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise call.to_error(error) from None
 
     async def _stream(self, request: pb.GenerateRequest, call: ClientCall) -> AsyncGenerator[Delta, None]:
-        _check_open(self._closed)
+        self._check_open()
         call.start_stream()
         stream = self._stub.Generate(request, timeout=call.timeout, metadata=self._metadata)
         try:
@@ -178,24 +189,13 @@ class AsyncClient:
             stream.cancel()
 
 
-class Client:
+class Client(_Connection):
     """The same as `AsyncClient`, without async; may be used from several threads at once."""
 
     def __init__(
         self, target: str, *, model: str = "", api_key: str | None = None, **security: Unpack[Security]
     ) -> None:
-        self._model, self._target = model, target
-        self._closed = False
-        self._metadata = _metadata(api_key)
-        credentials, options = client_credentials(**security)
-        self._secure = credentials is not None
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.secure_channel(target, credentials, options=options)
-        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
-        self._admin: Any = AdminStub(self._channel)
+        super().__init__(grpc, target, model, api_key, security)
 
     def __enter__(self) -> Self:
         return self
@@ -278,19 +278,16 @@ class Client:
         answer = self._ask(self._admin.ClearCache, ClearCacheRequest(redis=redis), timeout)
         return tiers_from_proto(answer.dropped)
 
-    def _call(self, timeout: float | None) -> ClientCall:
-        return ClientCall(self._target, timeout, secure=self._secure)
-
     def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
         call = self._call(timeout)
-        _check_open(self._closed)
+        self._check_open()
         try:
             return method(request, timeout=call.timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise call.to_error(error) from None
 
     def _stream(self, request: pb.GenerateRequest, call: ClientCall) -> Generator[Delta, None, None]:
-        _check_open(self._closed)
+        self._check_open()
         call.start_stream()
         stream = self._stub.Generate(request, timeout=call.timeout, metadata=self._metadata)
         try:
@@ -309,8 +306,3 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
         # The message does not contain the key.
         raise InvalidRequest("api_key", "must be of printable ASCII without spaces, and not be empty")
     return (("authorization", f"Bearer {api_key}"),)
-
-
-def _check_open(closed: bool) -> None:
-    if closed:
-        raise Unavailable("the client is closed")

@@ -163,7 +163,8 @@ async def test_cancelling_at_any_point_gives_all_back() -> None:
         assert pool.assignments == 0
 
 
-async def test_cancelling_between_the_turn_and_its_use_gives_the_seat_back() -> None:
+@pytest.mark.parametrize("had_its_turn", [True, False])
+async def test_a_head_that_is_cancelled_and_has_yet_to_wake_gives_its_turn_to_the_next(had_its_turn: bool) -> None:
     pool = FakePool()
     d = dispatcher(pool, prefill_limit=1)
     running = Held(d, "running")
@@ -171,23 +172,11 @@ async def test_cancelling_between_the_turn_and_its_use_gives_the_seat_back() -> 
     waiting, other = Held(d, "waiting"), Held(d, "other")
     await settle()
     assert running.place is not None
-    d.release(running.place.prefill)
+    if had_its_turn:
+        d.release(running.place.prefill)
     waiting.task.cancel()
-    await asyncio.wait_for(other.placed.wait(), 60)
-    await asyncio.gather(running.end(), other.end())
-    assert pool.assignments == 0
-
-
-async def test_a_turn_passes_over_a_head_that_was_cancelled_and_has_yet_to_wake() -> None:
-    pool = FakePool()
-    d = dispatcher(pool, prefill_limit=1)
-    running = Held(d, "running")
-    await running.placed.wait()
-    waiting, other = Held(d, "waiting"), Held(d, "other")
-    await settle()
-    assert running.place is not None
-    waiting.task.cancel()
-    d.release(running.place.prefill)
+    if not had_its_turn:
+        d.release(running.place.prefill)
     await asyncio.wait_for(other.placed.wait(), 60)
     await asyncio.gather(running.end(), other.end())
     assert pool.assignments == 0

@@ -50,20 +50,22 @@ async def ops_status(address: str, path: str) -> int:
     return int(line.split()[1])
 
 
+REST: dict[str, Any] = {
+    "control": Service("x.Control", nothing),
+    "kv": Service("x.Kv", nothing),
+    "ledger": no_ledger,
+    "cache": nothing_cached,
+    "clear": nothing_cached,
+}
+
+
 async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_follows_progress() -> None:
     config = WorkerConfig(stall_s=0.05)
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, "digest"), WorkerLoad)
     now = 0.0
     progress = Progress(lambda: now)
-    rest: dict[str, Any] = {
-        "control": Service("x.Control", nothing),
-        "kv": Service("x.Kv", nothing),
-        "ledger": no_ledger,
-        "cache": nothing_cached,
-        "clear": nothing_cached,
-    }
     async with (
-        serve_listeners(config, hub, progress, **rest) as addresses,
+        serve_listeners(config, hub, progress, **REST) as addresses,
         control_channel(addresses.control) as channel,
     ):
         watch = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())
@@ -98,12 +100,5 @@ async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_fo
 async def test_an_advertised_address_replaces_the_bound_one() -> None:
     config = WorkerConfig(kv_advertise="kv.example:7001")
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, ""), WorkerLoad)
-    rest: dict[str, Any] = {
-        "control": Service("x.Control", nothing),
-        "kv": Service("x.Kv", nothing),
-        "ledger": no_ledger,
-        "cache": nothing_cached,
-        "clear": nothing_cached,
-    }
-    async with serve_listeners(config, hub, Progress(), **rest):
+    async with serve_listeners(config, hub, Progress(), **REST):
         assert hub.identity.shards[0].kv_address == "kv.example:7001"
