@@ -37,11 +37,15 @@ class Worker:
 
 
 class Services:
-    """Processes of one fleet; `settings` go to every worker, those of `worker` to one."""
+    """Processes of one fleet; `settings` go to every worker, those of `worker` to one.
+
+    `processes` are in the order in which they were started.
+    """
 
     def __init__(self, *, model: str, **settings: Any) -> None:
         self._model = model
         self._settings = settings
+        self.processes: list[Child] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Services:
@@ -53,7 +57,7 @@ class Services:
     def worker(self, role: str, **settings: Any) -> Worker:
         """A worker that listens: its model is loaded."""
         flags = _flags({"model": self._model, **self._settings, **settings})
-        where = self._stack.enter_context(started(["-m", _MODULES[role], *flags])).listening()
+        where = self._start(_MODULES[role], flags)
         return Worker(where["control"], where["ops"])
 
     def router(self, prefill: Sequence[Worker], decode: Sequence[Worker], **settings: Any) -> str:
@@ -61,9 +65,14 @@ class Services:
         workers = {role: [each.control for each in them] for role, them in (("prefill", prefill), ("decode", decode))}
         places = {role: ",".join(addresses) for role, addresses in workers.items()}
         flags = _flags({"model": self._model, **places, **settings})
-        where = self._stack.enter_context(started(["-m", "router", *flags])).listening()
+        where = self._start("router", flags)
         wait_until_serving(where["grpc"])
         return where["grpc"]
+
+    def _start(self, module: str, flags: Sequence[str]) -> dict[str, str]:
+        process = self._stack.enter_context(started(["-m", module, *flags]))
+        self.processes.append(process)
+        return process.listening()
 
 
 def started(arguments: Sequence[str]) -> AbstractContextManager[Child]:
