@@ -223,12 +223,16 @@ class Rig:
             while [a.life.state in ready for a in self.app.service.worker.attempts] != [True] * count:
                 await router.reserve("barrier", 0, 1)
 
-    async def until_free(self) -> None:
-        """Wait, by the worker's own status, until no page is in use."""
+    async def until_status(self, condition: Callable[[worker_pb2.WorkerStatus], bool]) -> None:
+        """Wait until the worker's own status is so."""
         async with asyncio.timeout(WAIT_S), control_channel(self.app.addresses.control) as channel:
             async for status in worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()):
-                if not status.load.pages_used:
-                    break
+                if condition(status):
+                    return
+
+    async def until_free(self) -> None:
+        """Wait, by the worker's own status, until no page is in use."""
+        await self.until_status(lambda status: not status.load.pages_used)
         assert self.engine.audit() == {}
 
 

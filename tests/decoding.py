@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,7 +91,8 @@ def alone(prompt: Sequence[int], params: SamplingParams, choice: int = 0, **engi
 class LoggingEngine(FakeEngine):
     """A fake engine that keeps the owners of each step's batch, and can be stopped before a step or made to fail.
 
-    While `gate` is not set, a step waits for it; `entered` is released as each step begins.
+    While `gate` is not set, a step waits for it; `entered` is released as each step begins. `count_work` is called for
+    each heartbeat.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -102,6 +103,11 @@ class LoggingEngine(FakeEngine):
         self.entered = threading.Semaphore(0)
         self.fail_next = ""
         self.broken = False
+        self.count_work: Callable[[], int] = lambda: 0
+
+    def heartbeat(self) -> int:
+        """See `Engine.heartbeat`."""
+        return self.count_work()
 
     def step(self) -> StepHandle:
         """Log, wait, fail or step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 
@@ -133,6 +134,30 @@ async def test_a_worker_whose_pages_dont_add_up_fails_all_and_takes_no_more() ->
         assert "page audit failed" in str(all_.app.failed.exception())
         assert "engine has failed" in (await router.reserve("next", 5, 5)).reason
         all_.engine.broken = False
+
+
+async def test_a_step_that_counts_its_work_is_wedged_only_when_the_count_stands_still() -> None:
+    looks, looked = itertools.count(1), asyncio.Event()
+
+    def count_work() -> int:
+        if (number := next(looks)) == 3 * 4:
+            # Three times `stall_s`, in one step.
+            looked.set()
+        return number
+
+    async with rig({"stall_s": 0.2}) as all_:
+        router = await all_.router()
+        all_.engine.count_work = count_work
+        all_.engine.gate.clear()
+        await router.request("r", [1, 2, 3], greedy(9))
+        await asyncio.to_thread(all_.engine.entered.acquire)
+        await asyncio.wait_for(looked.wait(), WAIT_S)
+        await all_.until_status(lambda status: status.load.pages_used > 0 and not status.stalled)
+        all_.engine.count_work = lambda: -1
+        await all_.until_status(lambda status: status.stalled)
+        all_.engine.gate.set()
+        await router.until_finished(("r", 0))
+        await all_.until_status(lambda status: not status.stalled)
 
 
 async def test_a_drain_refuses_new_work_and_lets_the_running_finish(caplog: pytest.LogCaptureFixture) -> None:
