@@ -127,6 +127,11 @@ class CachedBlockIndex:
         cut = [] if part is None else list(part.pages[: -(-rest // self._page_size)])
         return [page for run in runs[:whole] for page in run.pages], cut, tokens
 
+    def whole_run(self, pages: Sequence[int]) -> list[int]:
+        """All pages of the run that begins with `pages`; none if these are none."""
+        run = self._run_of[pages[0]] if pages else None
+        return [] if run is None else list(run.pages)
+
     def insert(self, pages: Sequence[int], digests: Sequence[bytes], *, ends: bool = False) -> None:
         """Cache the runs of a sequence that owns `pages`; runs that are already cached stay in their pages.
 

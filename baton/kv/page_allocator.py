@@ -47,13 +47,15 @@ class PageAllocator:
             self._owners[page] = 1
         return taken
 
+    def missing(self, count: int) -> int:
+        """Cached pages that must be evicted before `count` pages are free where `allocate` takes them."""
+        return sum(max(0, wanted - len(free)) for wanted, free in zip(self._homes_of(count), self._free, strict=True))
+
     def evict(self, count: int, size: int) -> bool:
         """Evict `size` of the cached pages that `allocate` would evict or a few more; False if there are fewer."""
-        homes = self._homes_of(count)
-        missing = sum(max(0, wanted - len(free)) for wanted, free in zip(homes, self._free, strict=True))
-        if missing <= size or count > self.available():
+        if self.missing(count) <= size or count > self.available():
             return False
-        for host, wanted in enumerate(homes):
+        for host, wanted in enumerate(self._homes_of(count)):
             before = len(self._free[host])
             self._evict(bool(host), min(wanted, before + size))
             size -= max(0, len(self._free[host]) - before)

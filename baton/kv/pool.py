@@ -182,8 +182,9 @@ class PagePool:
         most = tokens if max_cached_tokens is None else min(max_cached_tokens, tokens)
         with self._locked():
             shared, cut, _ = self._block_index.match_prefix(prefix, most)
-            need, kept = self.pages_for(tokens) - len(shared), shared + cut
-            if need <= EVICT_PAGES or need > self._allocator.available(kept):
+            # `reserve` will copy the beginning of a run, so the run must stay, with pages that it will not copy.
+            need, kept = self.pages_for(tokens) - len(shared), shared + self._block_index.whole_run(cut)
+            if self._allocator.missing(need) <= EVICT_PAGES or need > self._allocator.available(kept):
                 return
             self._allocator.share(kept)
             held = PageHandle(self._lease(owner, kept), self.page_size, self._device_pages)

@@ -115,6 +115,18 @@ def test_what_a_reservation_replaces_is_evicted_in_slices_and_its_own_prefix_is_
     assert pool.reserve("c/1", 4 * 10, CHAIN_A[:2]).cached == 8
 
 
+def test_slices_spare_a_run_of_several_pages_whose_beginning_is_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.kv.pool.EVICT_PAGES", 1)
+    # Three pages of two tokens are two blocks of three.
+    pool, copied = PagePool(9, 2, 3), list[PageCopy]()
+    for owner, chain in (("a/1", CHAIN_A[:2]), ("b/1", CHAIN_B[:4])):
+        handle = pool.reserve(owner, 3 * len(chain))
+        pool.free(handle, chain)
+    assert sum(1 for _ in pool.evict_for("c/1", 12, CHAIN_A[:1])) == 2
+    assert (pool.match_prefix(CHAIN_A), pool.match_prefix(CHAIN_B)) == (6, 0)
+    assert pool.reserve("c/1", 12, CHAIN_A[:1], copy=copied.append).cached == 3
+
+
 def test_an_eviction_that_is_given_up_or_overtaken_leaves_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.kv.pool.EVICT_PAGES", 1)
     pool = PagePool(12, 4)

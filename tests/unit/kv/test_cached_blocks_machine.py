@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 from hypothesis import strategies as st
@@ -60,8 +61,12 @@ class Model:
 class CachedBlocksMachine(RuleBasedStateMachine):
     """The pool with a memory: what a page holds at an offset is the tokens up to there."""
 
-    @initialize(pages=st.integers(4, 30), page_size=st.integers(1, 3), block_size=st.integers(1, 4))
-    def make(self, pages: int, page_size: int, block_size: int) -> None:
+    @initialize(
+        pages=st.integers(4, 30), page_size=st.integers(1, 3), block_size=st.integers(1, 4), slice_=st.integers(1, 3)
+    )
+    def make(self, pages: int, page_size: int, block_size: int, slice_: int) -> None:
+        self.patched = mock.patch("baton.kv.pool.EVICT_PAGES", slice_)
+        self.patched.start()
         self.pool = PagePool(pages, page_size, block_size)
         self.block = block_size
         self.unit = self.pool._block_index.run_tokens
@@ -157,19 +162,20 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         most=st.none() | st.integers(1, 4),
         keep=st.sampled_from([False, False, True]),
         leaves=st.booleans(),
+        slices=st.booleans(),
     )
-    def serve(self, chain: list[int], tokens: int, most: int | None, keep: bool, leaves: bool) -> None:
+    def serve(self, chain: list[int], tokens: int, most: int | None, keep: bool, leaves: bool, slices: bool) -> None:
         """The life of most sequences: all but the last few tokens may be cached, all blocks are left for others."""
         before = len(self.sequences)
-        self.reserve(chain, tokens, 0, None if most is None else max(0, tokens - most))
+        self.reserve(chain, tokens, 0, None if most is None else max(0, tokens - most), slices)
         if len(self.sequences) > before:
             self.write(before, tokens or 1)
             self.publish(before, tokens)
             if not keep:
                 self.give_up(before, keep=False, leaves=leaves)
 
-    @rule(chain=CHAIN, tokens=TOKENS, more=st.integers(0, 4), most=st.none() | TOKENS)
-    def reserve(self, chain: list[int], tokens: int, more: int, most: int | None) -> None:
+    @rule(chain=CHAIN, tokens=TOKENS, more=st.integers(0, 4), most=st.none() | TOKENS, slices=st.booleans())
+    def reserve(self, chain: list[int], tokens: int, more: int, most: int | None, slices: bool = False) -> None:
         ids, capacity = self.ids(chain, tokens), tokens + more
         digests, owners, page_size = self.digests(ids), self.owned(), self.pool.page_size
         tokens_found = min(self.found(digests), capacity if most is None else most)
@@ -183,6 +189,8 @@ class CachedBlocksMachine(RuleBasedStateMachine):
             assert line == list(map(list, self.pool._block_index._lrus))
             return
         self.number += 1
+        if slices:
+            self.evict(capacity, digests, most)
         self.copied: list[PageCopy] = []
         handle = self.pool.reserve(str(self.number), capacity, digests, most, self.copy)
         sources = [copy.source for copy in self.copied]
@@ -200,6 +208,13 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         self.settle(need, sources)
         if sources:
             self.leave(sources)
+
+    def evict(self, capacity: int, digests: Sequence[bytes], most: int | None) -> None:
+        """Evict in slices what the reservation would evict; its own prefix counts as used up to now."""
+        held: list[int] = []
+        for _ in self.pool.evict_for("slices", capacity, digests, most):
+            (held,) = (lease.pages for lease in self.pool._leases if lease.owner == "slices")
+        self.leave(held)
 
     def copy(self, copy: PageCopy) -> None:
         # Nobody can have the source, nor the target, meanwhile.
@@ -387,6 +402,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
+        self.patched.stop()
         for _, stack in self.pins:
             stack.close()
         self.pool.free_all()
