@@ -54,11 +54,12 @@ from typing import Protocol, TypeVar
 
 from baton.engine.contract import Engine
 from baton.errors import OutOfPages, Overloaded
+from baton.kv.pool import EVICT_PAGES
 from baton.rates import DecayingAverage, DecayingSum
 from decode_svc.attempts import Attempts
 from decode_svc.claims import FORKS, NOBODY, Claimant, Claims, OutOfContextPages, OutOfUnclaimedPages
 from decode_svc.messages import Reserve
-from decode_svc.sequence import LocalAttempt, Sequence
+from decode_svc.sequence import InvalidReservation, LocalAttempt, Sequence
 
 T = TypeVar("T")
 
@@ -202,11 +203,37 @@ class Admission:
         self.claims = Claims()
         self._context_claims = Claims()
 
+    def evict(self, session: int, request: Reserve, now: float) -> bool:
+        """Evict a slice of the cached blocks that a long context replaces; False if `reserve` should be called now.
+
+        Nothing is evicted for a reservation that would be refused.
+        """
+        if self._engine.spec.pages_for(request.context_tokens) <= EVICT_PAGES:
+            return False
+        try:
+            self._check(session, request, now)
+        except (InvalidReservation, OutOfPages, Overloaded):
+            return False
+        return self._attempts.evict(request)
+
     def reserve(self, session: int, request: Reserve, now: float, limit_s: float = math.inf) -> LocalAttempt:
         """Reserve pages for an attempt.
 
         Raises InvalidReservation if it can never be granted, Overloaded or OutOfPages if it can't be granted now.
         """
+        need, claimant = self._check(session, request, now), (session, request.key)
+        try:
+            attempt = self._with_reclaim(lambda: self._attempts.reserve(session, request, now, limit_s))
+        except OutOfPages:
+            self.claims.add(claimant, need, now)
+            raise
+        self.claims.settle(claimant, self._free())
+        self._context_claims.settle(claimant, self._free_context_pages)
+        self.forecast.record_grant(now, pending=bool(self._attempts.pending))
+        return attempt
+
+    def _check(self, session: int, request: Reserve, now: float) -> int:
+        """Raise what `reserve` raises before it takes pages; returns their number."""
         need, claimant = self._attempts.check(session, request).pages, (session, request.key)
         self.claims.renew(claimant, now)
         self._context_claims.renew(claimant, now)
@@ -222,14 +249,10 @@ class Admission:
         self.forecast.check(self._attempts.sequences, now)
         try:
             self._check_claims(claimant, need, now)
-            attempt = self._with_reclaim(lambda: self._attempts.reserve(session, request, now, limit_s))
         except OutOfPages:
             self.claims.add(claimant, need, now)
             raise
-        self.claims.settle(claimant, self._free())
-        self._context_claims.settle(claimant, self._free_context_pages)
-        self.forecast.record_grant(now, pending=bool(self._attempts.pending))
-        return attempt
+        return need
 
     def cancel_claim(self, claimant: Claimant) -> bool:
         """Remove the claims of a refused attempt that does not ask again; returns whether it had any."""

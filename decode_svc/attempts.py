@@ -153,6 +153,11 @@ class Attempts:
         self._live[session, request.key] = attempt
         return attempt
 
+    def evict(self, request: Reserve) -> bool:
+        """Evict a slice of the cached blocks that a reservation replaces (`Engine.evict_for`)."""
+        tokens = size_reservation(self._engine.spec, request, self._reserve_tokens).tokens
+        return self._engine.evict_for(tokens, pinnable_digests(request), request.context_tokens)
+
     def start(
         self, attempt: LocalAttempt, now: float, limit_s: float = math.inf, deadline_s: float | None = None
     ) -> None:
@@ -163,7 +168,21 @@ class Attempts:
 
     def needs_digests(self, attempt: LocalAttempt) -> bool:
         """Whether the commit needs the digests of the context's blocks, to publish them or to check the pinned ones."""
-        return self._may_publish(attempt) or attempt.handle.cached > 0
+        return self.may_publish(attempt) or attempt.handle.cached > 0
+
+    def may_publish(self, attempt: LocalAttempt) -> bool:
+        """Whether other requests may use the KV that the attempt computes and fetches."""
+        return self._exact and attempt.request.cache.writes
+
+    def check_handoff(self, attempt: LocalAttempt, handoff: Handoff, digests: abc.Sequence[bytes]) -> None:
+        """Raise IncompleteTransfer or InvalidRequest if the handoff does not belong to the reservation."""
+        check_handoff(self._engine.spec, attempt.request, handoff)
+        pinned = attempt.handle.cached // self._engine.spec.kv_format.block_size
+        # The last digest of a chain names all blocks before it too.
+        if pinned and digests[pinned - 1 : pinned] != pinnable_digests(attempt.request)[pinned - 1 : pinned]:
+            raise IncompleteTransfer(
+                f"{attempt.key}: the {attempt.handle.cached} tokens that were pinned are not those of the handoff"
+            )
 
     def commit(
         self,
@@ -179,10 +198,9 @@ class Attempts:
         choice goes on; the caller must end the attempt then. Raises IncompleteTransfer or InvalidRequest if the handoff
         does not belong to the reservation, OutOfPages if no page is left to keep the context for further choices.
         """
-        check_handoff(self._engine.spec, attempt.request, handoff)
-        self._check_pinned_blocks(attempt, digests or ())
+        self.check_handoff(attempt, handoff, digests or ())
         hasher = None
-        if digests is not None and self._may_publish(attempt):
+        if digests is not None and self.may_publish(attempt):
             self._engine.publish(attempt.handle, digests)
             hasher = self._hasher(attempt, handoff, digests)
         going = [
@@ -305,10 +323,6 @@ class Attempts:
         attempt.choices.clear()
         return dropped
 
-    def _may_publish(self, attempt: LocalAttempt) -> bool:
-        """Whether other requests may use the KV that the attempt computes and fetches."""
-        return self._exact and attempt.request.cache.writes
-
     def _update_state(self, attempt: LocalAttempt, now: float) -> None:
         """Derive the state of the attempt from the states of its choices."""
         states = {choice.state for choice in attempt.choices.values()}
@@ -376,14 +390,6 @@ class Attempts:
         if digests:
             found = attempt.request.context_tokens // self._engine.spec.kv_format.block_size
             self._published.append(Published(choice.handle.owner, digests, found))
-
-    def _check_pinned_blocks(self, attempt: LocalAttempt, digests: abc.Sequence[bytes]) -> None:
-        """Raise IncompleteTransfer if the pinned blocks are not those of the handoff's tokens."""
-        pinned = pinnable_digests(attempt.request)[: attempt.handle.cached // self._engine.spec.kv_format.block_size]
-        if pinned != list(digests[: len(pinned)]):
-            raise IncompleteTransfer(
-                f"{attempt.key}: the {attempt.handle.cached} tokens that were pinned are not those of the handoff"
-            )
 
     def _free(self, handles: list[KvHandle]) -> None:
         for handle in handles:

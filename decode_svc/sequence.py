@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from baton.engine.contract import Engine, EngineSpec, KvHandle
 from baton.errors import IncompleteTransfer, InvalidRequest
-from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES, block_digests, chain_root
+from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES, PackedDigests, block_digests, chain_root
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
 from baton.request import MAX_CHOICES, FirstToken, Handoff, SequenceState, check_token_ids
 from baton.worker.messages import DecodeTimings
-from decode_svc.messages import AttemptKey, Reserve
+from decode_svc.messages import AttemptKey, Failure, FailureKind, Reserve
 
 
 class InvalidReservation(InvalidRequest):
@@ -64,10 +64,9 @@ def size_reservation(spec: EngineSpec, request: Reserve, reserve_tokens: int) ->
     return ReservationSize(tokens, spec.page_size if splits else 0, pages + splits)
 
 
-def pinnable_digests(request: Reserve) -> list[bytes]:
+def pinnable_digests(request: Reserve) -> PackedDigests:
     """Digests of the leading blocks to pin; empty if the request does not read the cache."""
-    names = request.prefix_digests if request.cache.reads else b""
-    return [names[start : start + DIGEST_BYTES] for start in range(0, len(names), DIGEST_BYTES)]
+    return PackedDigests(request.prefix_digests if request.cache.reads else b"")
 
 
 def _check_digests(spec: EngineSpec, request: Reserve) -> None:
@@ -87,7 +86,10 @@ def context_ids(handoff: Handoff) -> abc.Sequence[int]:
 
 
 def check_handoff(spec: EngineSpec, request: Reserve, handoff: Handoff) -> None:
-    """Raise IncompleteTransfer or InvalidRequest unless the handoff is what the pages were reserved for."""
+    """Raise IncompleteTransfer or InvalidRequest unless the handoff is what the pages were reserved for.
+
+    The token ids of its context were checked when it was read.
+    """
     choices = {first.choice_index for first in handoff.first_tokens}
     new_tokens = (handoff.params.max_tokens or 0) - len(handoff.output_ids)
     for what, seen, expected in (
@@ -103,8 +105,6 @@ def check_handoff(spec: EngineSpec, request: Reserve, handoff: Handoff) -> None:
             f"{request.key}: the handoff allows {new_tokens} new tokens, reserved was {request.max_new_tokens}"
         )
     handoff.params.check_vocabulary(spec.vocab_size)
-    check_token_ids("prompt_token_ids", handoff.prompt_ids, spec.vocab_size)
-    check_token_ids("output_token_ids", handoff.output_ids, spec.vocab_size)
     firsts = [first.token.token_id for first in handoff.first_tokens]
     check_token_ids("first_tokens", firsts, spec.vocab_size)
 
@@ -274,6 +274,19 @@ class LocalAttempt:
             return [self.handle] if self.spare is None else [self.handle, self.spare]
         own = [choice.handle for choice in self.choices.values()]
         return own if self.pending is None else [*own, self.pending.context]
+
+    def overdue_failure(self) -> Failure:
+        """The failure of an attempt that stayed in its state for too long."""
+        life = self.life
+        if life.is_request_deadline():
+            given = life.deadline - self.reserved_at
+            message = f"{self.key} was {life.state.value} at its deadline, {given:.3g} s after its reservation"
+            return Failure(FailureKind.DEADLINE, message)
+        message = f"{self.key} was still {life.state.value} after {life.deadline - life.since:g} s"
+        if life.state is State.TRANSFERRING:
+            message += ", prefill included (--fetch-timeout-s)"
+        # The request's deadline has not passed, so another attempt may follow.
+        return Failure(FailureKind.TRANSFER, message)
 
 
 def ledger_entries(attempts: abc.Iterable[LocalAttempt], engine: Engine, now: float) -> list[LedgerEntry]:

@@ -80,7 +80,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 while (message := await anext(requests, None)) is not None:
                     silence.reset()
                     if (command := command_from_proto(message)) is not None:
-                        self._worker.handle(session, command)
+                        await self._worker.receive(session, command)
         finally:
             self._worker.close_session(session)
 

@@ -131,6 +131,13 @@ class DecodeWorker:
             session.end(error)
         self.admission.drop_session(session.number)
 
+    async def receive(self, session: RouterSession, command: Command) -> None:
+        """Handle a command; others run between the slices in which a long context replaces cached blocks."""
+        if isinstance(command, Reserve) and not self.refusal:
+            while self.admission.evict(session.number, command, self._loop.time()):  # noqa: ASYNC110 nothing is awaited
+                await asyncio.sleep(0)
+        self.handle(session, command)
+
     def handle(self, session: RouterSession, command: Command) -> None:
         """Handle a router's command. An invalid command is answered or ignored, and never ends the session.
 
@@ -224,6 +231,9 @@ class DecodeWorker:
             digests = None
             if self.attempts.needs_digests(attempt):
                 digests = await self._blocks.hash_blocks(context_ids(handoff), attempt.request.cache_salt)
+                self.attempts.check_handoff(attempt, handoff, digests)
+                if self.attempts.may_publish(attempt):
+                    await self._blocks.publish(attempt.handle, digests)
             # The attempt may have ended while the last frame was written.
             if not attempt.life.ended:
                 self._commit(attempt, handoff, digests, (self._loop.time() - started) * 1e3)
@@ -280,7 +290,8 @@ class DecodeWorker:
         now = self._loop.time()
         for attempt in self.attempts:
             if attempt.life.is_overdue(now):
-                self._fail_overdue(attempt)
+                failure = attempt.overdue_failure()
+                self._fail(attempt, failure.kind, failure.message)
         self.advance()
 
     def report(self, report: StepReport) -> None:
@@ -331,20 +342,6 @@ class DecodeWorker:
             if attempt.key not in heartbeat.live:
                 _log.warning("%s ends: its router %s does not list it", attempt.key, session.router_id)
                 self._end(attempt)
-
-    def _fail_overdue(self, attempt: LocalAttempt) -> None:
-        """End an attempt that stayed in its state for too long."""
-        life = attempt.life
-        if life.is_request_deadline():
-            given = life.deadline - attempt.reserved_at
-            message = f"{attempt.key} was {life.state.value} at its deadline, {given:.3g} s after its reservation"
-            self._fail(attempt, FailureKind.DEADLINE, message)
-        else:
-            message = f"{attempt.key} was still {life.state.value} after {life.deadline - life.since:g} s"
-            if life.state is State.TRANSFERRING:
-                message += ", prefill included (--fetch-timeout-s)"
-            # The request's deadline has not passed, so another attempt may follow.
-            self._fail(attempt, FailureKind.TRANSFER, message)
 
     def _fail(self, attempt: LocalAttempt, kind: FailureKind, message: str) -> None:
         """End an attempt with a failure, and tell its router. Does nothing if it has ended."""

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.contract import KvHandle
@@ -101,7 +101,6 @@ class PrefillJob:
     prompt          the prompt as the scheduler knows it
     ids             prompt and output token ids; the last token is always computed
     handle          the right to its pages
-    eviction        evicts cached blocks in slices, before the job gets its pages
     digests         of the full blocks of `ids`
     hits            blocks that the cache had, from block `looked_up_from` on
     load_plan       the part of `hits` that is loaded
@@ -122,7 +121,6 @@ class PrefillJob:
     life: Lifecycle
     handle: KvHandle | None = None
     export: Export | None = None
-    eviction: Generator[None, None, None] | None = None
     digests: Sequence[bytes] = ()
     looked_up_from: int = 0
     hits: Hits = field(default_factory=Hits)

@@ -15,12 +15,11 @@ computed: the one from which the next token is sampled.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from baton.engine.contract import Engine
@@ -36,9 +35,6 @@ from prefill_svc.job import PrefillJob
 from prefill_svc.load_plan import PEER, TierRun, add_peer, cached_runs, common_blocks, to_hits, truncate
 from prefill_svc.peers import PeerFetcher
 from prefill_svc.saver import ChunkSaver
-
-PUBLISH_BLOCKS = 2048
-"""Blocks that are published before others run."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,19 +93,7 @@ class PrefixLoader:
         new_tokens = len(job.ids) - job.looked_up_from * self._block
         if self._engine.spec.pages_for(new_tokens) <= EVICT_PAGES:
             return False
-        if job.eviction is None:
-            job.eviction = self._engine.evict_for(job.task.name, len(job.ids), job.readable, len(job.ids) - 1)
-        for _ in job.eviction:
-            return True
-        job.eviction = None
-        return False
-
-    def end_evictions(self, jobs: Iterable[PrefillJob]) -> None:
-        """End the evictions of jobs that end, or are no longer next: they hold pages for which others might wait."""
-        for job in jobs:
-            if job.eviction is not None:
-                job.eviction.close()
-                job.eviction = None
+        return self._engine.evict_for(len(job.ids), job.readable, len(job.ids) - 1)
 
     def plan_load(self, job: PrefillJob) -> None:
         """Count the blocks that came with the job's pages, and decide which of the hits to load."""
@@ -155,14 +139,13 @@ class PrefixLoader:
 
     def publish(self, job: PrefillJob) -> None:
         """Publish the job's final blocks, so that others can share them."""
-        self._publish(job, job.computed // self._block)
+        if job.handle is not None and job.task.cache.writes:
+            self._engine.publish(job.handle, job.digests[: job.computed // self._block])
 
     async def publish_loaded(self, job: PrefillJob) -> None:
-        """The same after a load, perhaps of tens of thousands of blocks: others run between slices of them."""
-        for blocks in range(PUBLISH_BLOCKS, job.computed // self._block, PUBLISH_BLOCKS):
-            self._publish(job, blocks)
-            await asyncio.sleep(0)
-        self.publish(job)
+        """The same after a load, in slices."""
+        if job.task.cache.writes:
+            await self._blocks.publish(job.pages, job.digests[: job.computed // self._block])
 
     async def save(self, job: PrefillJob) -> None:
         """Save the final blocks of a long prompt beside its next chunk; waits a while for those of the chunk before."""
@@ -201,10 +184,6 @@ class PrefixLoader:
             common = min(common, other.computing_end // unit * unit)
         saved = min(common, len(job.ids) - 1) - done
         return other.computed < -(-common // unit) * unit and 2 * saved >= job.prompt.remaining
-
-    def _publish(self, job: PrefillJob, blocks: int) -> None:
-        if job.handle is not None and job.task.cache.writes:
-            self._engine.publish(job.handle, job.digests[:blocks])
 
     async def _search(self, job: PrefillJob) -> None:
         wanted = job.digests[job.looked_up_from : self._useful_blocks(job)]

@@ -298,7 +298,6 @@ class PrefillWorker:
     def _free(self, job: PrefillJob) -> None:
         """Free all that the job held; prompts that wait for pages may get them now."""
         job.life.end(time.monotonic())
-        self._prefix.end_evictions([job])
         if job.handle is not None:
             self._engine.free(job.handle)
         del self._live_jobs[job]
@@ -314,7 +313,6 @@ class PrefillWorker:
         while not self._closing:
             now = time.monotonic()
             prompt = self._scheduler.next_allocation(now, self._deferred(), refused)
-            self._prefix.end_evictions(job for other, job in self._open_jobs.items() if other is not prompt)
             if prompt is None:
                 return
             job = self._open_jobs[prompt]

@@ -22,7 +22,7 @@ Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -131,14 +131,12 @@ class Engine(Protocol):
         tokens after the cached ones can be written.
         """
 
-    def evict_for(
-        self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
-    ) -> Generator[None, None, None]:
-        """Evict the cached blocks that `reserve` would evict with these arguments, in slices; the last is left to it.
+    def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
+        """Evict a slice of the cached blocks that `reserve` would evict with these arguments, but none of `prefix`.
 
-        A long sequence may replace thousands of pages, which takes many milliseconds: a caller may let others run after
-        each slice. Meanwhile `owner` has the cached blocks of its own `prefix`; `close` gives them back too. Evicts
-        nothing if `reserve` would raise OutOfPages.
+        False, and nothing is evicted, if no more than a slice is left to `reserve`, or if it would raise OutOfPages. A
+        long sequence may replace thousands of pages, which takes many milliseconds: a caller may let others run after
+        each slice.
         """
 
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:

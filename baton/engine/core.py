@@ -12,7 +12,7 @@ hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from baton.engine.checks import check_blocks, check_parts, check_range
@@ -54,11 +54,9 @@ class EngineCore:
         """See `Engine.reserve`."""
         return self._kv.pool.reserve(owner, tokens, prefix, max_cached_tokens, self._copy)
 
-    def evict_for(
-        self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
-    ) -> Generator[None, None, None]:
+    def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
         """See `Engine.evict_for`."""
-        return self._kv.pool.evict_for(owner, tokens, prefix, max_cached_tokens)
+        return self._kv.pool.evict_for(tokens, prefix, max_cached_tokens)
 
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
         """See `Engine.publish`. A paused sequence publishes nothing, until `resume` has put back all of its KV."""

@@ -110,7 +110,7 @@ class CachedBlockIndex:
 
     def count_tokens(self, digests: Sequence[bytes]) -> int:
         """How many leading tokens of the chain are cached."""
-        runs, _, blocks = self._match(digests)
+        runs, _, blocks = self._match(digests, len(digests))
         return len(runs) * self.run_tokens + blocks * self._block_size
 
     def match_prefix(self, digests: Sequence[bytes], max_tokens: int) -> tuple[list[int], list[int], int]:
@@ -119,7 +119,7 @@ class CachedBlockIndex:
         First the pages of whole runs, then those of the run of which only the beginning matches.
         """
         wanted = -(-max_tokens // self.run_tokens) * self._run_blocks
-        runs, part, blocks = self._match(digests[:wanted])
+        runs, part, blocks = self._match(digests, wanted)
         tokens = min(max_tokens, len(runs) * self.run_tokens + blocks * self._block_size)
         whole, rest = divmod(tokens, self.run_tokens)
         if whole < len(runs):
@@ -293,11 +293,14 @@ class CachedBlockIndex:
                 del self._others[digest]
         return [*gone, *run.blocks[len(run.inner) :]]
 
-    def _match(self, digests: Sequence[bytes]) -> tuple[list[CachedRun], CachedRun | None, int]:
-        """The leading runs of the chain; then one that begins with the next blocks, and how many of these."""
+    def _match(self, digests: Sequence[bytes], wanted: int) -> tuple[list[CachedRun], CachedRun | None, int]:
+        """The leading runs of the chain; then one that begins with the next blocks, and how many of these.
+
+        Looks at the first `wanted` digests only.
+        """
         runs, size, found = self._runs, self._run_blocks, list[CachedRun]()
         last: CachedRun | None = None
-        for name in digests[size - 1 :: size]:
+        for name in digests[size - 1 : wanted : size]:
             run = runs.get(name)
             # Digests that are not a chain count as unknown.
             if run is None or run.parent is not last or not run.is_whole:
@@ -305,7 +308,7 @@ class CachedBlockIndex:
             found.append(run)
             last = run
         begun = len(found) * size
-        for blocks in range(min(size - 1, len(digests) - begun), 0, -1):
+        for blocks in range(min(size - 1, min(wanted, len(digests)) - begun), 0, -1):
             name = digests[begun + blocks - 1]
             part = self._inner.get(name)
             if part is not None and part.parent is last and part.blocks[blocks - 1 : blocks] == (name,):

@@ -19,6 +19,7 @@ import hmac
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import overload
 
 DIGEST_BYTES = 32
 
@@ -57,6 +58,30 @@ def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> lis
             parent = sha256(parent + data[start : start + stride]).digest()
             digests.append(parent)
     return digests
+
+
+class PackedDigests(Sequence[bytes]):
+    """Digests that lie one after the other in `data`; each is cut out when it is read, since there may be many."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data) // DIGEST_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        chosen = range(len(self))[index]
+        if isinstance(chosen, int):
+            return self._data[chosen * DIGEST_BYTES : (chosen + 1) * DIGEST_BYTES]
+        return [self._data[each * DIGEST_BYTES : (each + 1) * DIGEST_BYTES] for each in chosen]
 
 
 def tenant_salt(fleet_secret: str, tenant: str) -> bytes:

@@ -19,7 +19,7 @@ any thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ from baton.kv.cached_blocks import PrefixesChanged
 from baton.kv.page_allocator import PageAllocator
 
 EVICT_PAGES = 512
-"""Pages that `evict_for` evicts at a time; with eight blocks each, this takes about a millisecond."""
+"""Pages that `evict_for` evicts in one call; with eight blocks each, this takes about a millisecond."""
 DRAINING = " (draining)"
 """Suffix of an owner's name in the audit if it freed pages that are still pinned."""
 
@@ -175,9 +175,7 @@ class PagePool:
                 self._unpin(source)
         return handle
 
-    def evict_for(
-        self, owner: str, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None
-    ) -> Generator[None, None, None]:
+    def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
         """See `Engine.evict_for`."""
         most = tokens if max_cached_tokens is None else min(max_cached_tokens, tokens)
         with self._locked():
@@ -185,17 +183,11 @@ class PagePool:
             # `reserve` will copy the beginning of a run, so the run must stay, with pages that it will not copy.
             need, kept = self.pages_for(tokens) - len(shared), shared + self._block_index.whole_run(cut)
             if self._allocator.missing(need) <= EVICT_PAGES or need > self._allocator.available(kept):
-                return
+                return False
             self._allocator.share(kept)
-            held = PageHandle(self._lease(owner, kept), self.page_size, self._device_pages)
-        try:
-            while True:
-                with self._locked():
-                    if not self._allocator.evict(need, EVICT_PAGES):
-                        return
-                yield
-        finally:
-            self.free(held)
+            evicted = self._allocator.evict(need, EVICT_PAGES)
+            self._allocator.release(kept)
+            return evicted
 
     def publish(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
         """See `Engine.publish`."""

@@ -10,7 +10,6 @@ import functools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from baton.errors import InvalidRequest
@@ -241,13 +240,16 @@ def handoff_to_proto(handoff: Handoff) -> kv_pb2.Handoff:
     return message
 
 
-def handoff_from_proto(message: kv_pb2.Handoff) -> Handoff:
-    """The handoff in a message."""
+def handoff_from_proto(message: kv_pb2.Handoff, vocab_size: int) -> Handoff:
+    """The handoff in a message; raises InvalidRequest naming the first token id outside the vocabulary.
+
+    On a thread it lets other threads run between pieces.
+    """
     return Handoff(
         request_id=message.request_id,
         attempt=message.attempt,
-        prompt_ids=tuple(chain.from_iterable(pieces(message.prompt_token_ids))),
-        output_ids=tuple(chain.from_iterable(pieces(message.output_token_ids))),
+        prompt_ids=tuple(token_ids_from_proto("prompt_token_ids", message.prompt_token_ids, vocab_size)),
+        output_ids=tuple(token_ids_from_proto("output_token_ids", message.output_token_ids, vocab_size)),
         params=sampling_from_proto(message.sampling),
         first_tokens=tuple(first_token_from_proto(first) for first in message.first_tokens),
     )

@@ -113,10 +113,10 @@ def pack(handoff: Handoff) -> bytes:
     return _bytes(handoff_to_proto(handoff))
 
 
-def unpack(data: bytes) -> Handoff:
-    """Deserialize a handoff; raises TransferError if the bytes are not a valid one."""
+def unpack(data: bytes, vocab_size: int) -> Handoff:
+    """Deserialize a handoff; raises TransferError if the bytes are not a valid one, or have other token ids."""
     try:
-        return handoff_from_proto(kv_pb2.Handoff.FromString(data))
+        return handoff_from_proto(kv_pb2.Handoff.FromString(data), vocab_size)
     except (DecodeError, BatonError) as error:
         raise TransferError(f"the handoff can't be read: {error}") from error
 

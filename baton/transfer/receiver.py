@@ -134,7 +134,7 @@ class Receiver:
         if commit.handoff is not None:
             if commit.version != HANDOFF_VERSION:
                 raise TransferError(f"the handoff has version {commit.version}, this is {HANDOFF_VERSION}")
-            handoff = unpack(commit.handoff)
+            handoff = unpack(commit.handoff, self._engine.spec.vocab_size)
             lengths.add(len(handoff.prompt_ids) + len(handoff.output_ids))
         if lengths != {self._length}:
             raise IncompleteTransfer(f"the commit covers {sorted(lengths)} tokens, {self._length} are wanted")

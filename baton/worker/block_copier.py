@@ -24,6 +24,8 @@ T = TypeVar("T")
 SLICE_BYTES = 16 << 20
 COPY_BYTES = 4 << 20
 MAX_WRITE_BACKS = 4
+PUBLISH_BLOCKS = 2048
+"""Blocks that are published before others run."""
 LONG_TOKENS = 8192
 """From this number on, hashing runs in a thread. Below, it takes less time than the way to a thread and back."""
 
@@ -55,6 +57,13 @@ class BlockCopier:
         """The same on the calling thread; about a microsecond for each block."""
         root = chain_root(self._fingerprint, self._format.digest, salt)
         return block_digests(root, ids, self._format.block_size)
+
+    async def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
+        """`Engine.publish`, perhaps of tens of thousands of blocks: others run between slices of them."""
+        for blocks in range(PUBLISH_BLOCKS, len(digests), PUBLISH_BLOCKS):
+            self._engine.publish(handle, digests[:blocks])
+            await asyncio.sleep(0)
+        self._engine.publish(handle, digests)
 
     async def load(
         self,

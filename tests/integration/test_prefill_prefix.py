@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -14,7 +14,6 @@ from baton.kv.prefix import Payload
 from baton.kv.prefix.contract import FetchRate
 from baton.kv.prefix.fetch_cost import FetchCostModel, FetchDecision
 from baton.request import CachePolicy, SamplingParams
-from prefill_svc.scheduler import PrefillScheduler
 from tests.metrics import sample
 from tests.peers import exporter
 from tests.prefill import (
@@ -195,7 +194,7 @@ async def test_many_blocks_that_were_loaded_are_shared_slice_by_slice(
             published.append(len(digests))
             super().publish(handle, digests)
 
-    monkeypatch.setattr("prefill_svc.prefix.PUBLISH_BLOCKS", 2)
+    monkeypatch.setattr("baton.worker.block_copier.PUBLISH_BLOCKS", 2)
     published: list[int] = []
     async with serving(redis=valkey.url) as client:
         await client.done()
@@ -211,22 +210,17 @@ class Evicting(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__(pages=14)
-        self.evictions: list[Any] = []
         self.turns: list[int] = []
         self.on_slice: Callable[[], object] = lambda: None
         self._turns = 0
 
-    def evict_for(self, *args: Any) -> Generator[None, None, None]:
-        self.evictions.append(eviction := self._noted(super().evict_for(*args)))
-        return eviction
-
-    def _noted(self, eviction: Generator[None, None, None]) -> Generator[None, None, None]:
-        with contextlib.closing(eviction):
-            for _ in eviction:
-                self.turns.append(self._turns)
-                asyncio.get_running_loop().call_soon(self._turn)
-                self.on_slice()
-                yield
+    def evict_for(self, *args: Any) -> bool:
+        if not super().evict_for(*args):
+            return False
+        self.turns.append(self._turns)
+        asyncio.get_running_loop().call_soon(self._turn)
+        self.on_slice()
+        return True
 
     def _turn(self) -> None:
         self._turns += 1
@@ -257,7 +251,7 @@ async def test_the_blocks_that_a_long_prompt_replaces_are_evicted_a_slice_in_eac
         assert engine.turns == [0, 1, 2]
 
 
-async def test_a_prompt_that_ends_while_blocks_are_evicted_for_it_keeps_no_pages(
+async def test_no_more_is_evicted_for_a_prompt_that_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with evicting(monkeypatch) as (engine, client):
@@ -271,30 +265,6 @@ async def test_a_prompt_that_ends_while_blocks_are_evicted_for_it_keeps_no_pages
             await client.done(REPLACING)
         await client.pages_back()
         assert engine.turns == [0]
-        assert engine.audit() == {}
-
-
-async def test_a_prompt_for_which_blocks_are_evicted_does_not_keep_pages_from_one_that_goes_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("prefill_svc.scheduler.PATIENCE_S", 1e9)
-    async with evicting(monkeypatch) as (engine, client):
-        running = engine.reserve("running", 20)
-        refused, mark = asyncio.Event(), PrefillScheduler.mark_refused
-        monkeypatch.setattr(PrefillScheduler, "mark_refused", lambda *each: (mark(*each), refused.set()))
-        first = asyncio.create_task(client.done([*range(300, 520)]))
-        await refused.wait()
-
-        def free() -> None:
-            """Now the first prompt has waited long enough to go before all others."""
-            if running.alive:
-                engine.free(running)
-            monkeypatch.setattr("prefill_svc.scheduler.PATIENCE_S", 0)
-
-        engine.on_slice = free
-        await asyncio.gather(first, client.done(REPLACING))
-        await client.pages_back()
-        assert engine.audit() == {}
 
 
 async def test_the_load_tells_what_is_left_after_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ class FakeService:
             self.session = None
             session.end(error)
 
-    def handle(self, session: RouterSession, command: Command) -> None:
+    async def receive(self, session: RouterSession, command: Command) -> None:
         self.heard += 1
 
 

@@ -1,9 +1,14 @@
-"""Deadlines of attempts: a result that reaches the loop in time counts, however late the loop handles it."""
+"""Deadlines of attempts: a result that reaches the loop in time counts, however late the loop handles it.
+
+And reservations that replace many cached blocks: others are served meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 
@@ -17,7 +22,9 @@ from baton.transfer.remote import RemoteExport
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.messages import AttemptKey, FailureKind, Reserve, Start
 from decode_svc.service import DecodeService
-from tests.decoding import prefill
+from decode_svc.session import RouterSession
+from decode_svc.worker import DecodeWorker, FetchKv
+from tests.decoding import GREEDY, digests, prefill
 from tests.prefix_cache import MemoryPrefixCache
 from tests.property.virtual import VirtualLoop
 
@@ -31,6 +38,18 @@ def loop() -> Iterator[VirtualLoop]:
     made.close()
 
 
+def made(loop: VirtualLoop, engine: FakeEngine, fetch: FetchKv) -> DecodeWorker:
+    """A worker without its engine thread. A fetch may take FETCH_S for three tokens."""
+
+    def make() -> DecodeService:
+        identity = new_identity(WorkerConfig(), WorkerRole.DECODE, engine.spec, "")
+        # And a tenth of a second for each token.
+        config = DecodeConfig(fetch_timeout_s=FETCH_S - 0.3)
+        return DecodeService(config, engine, identity, fetch, ExportRegistry(engine, "ours"), MemoryPrefixCache())
+
+    return loop.call(make).worker
+
+
 @pytest.mark.parametrize("late_s", [0.0, 1.0])
 def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s: float) -> None:
     engine, ready = FakeEngine(), prefill(PROMPT, SamplingParams(max_tokens=8, seed=1), request_id="r")
@@ -41,13 +60,7 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
         ready.write(engine, handle, first)
         return ready.handoff
 
-    def made() -> DecodeService:
-        identity = new_identity(WorkerConfig(), WorkerRole.DECODE, engine.spec, "")
-        # And a tenth of a second for each token.
-        config = DecodeConfig(fetch_timeout_s=FETCH_S - 0.3)
-        return DecodeService(config, engine, identity, fetch, ExportRegistry(engine, "ours"), MemoryPrefixCache())
-
-    worker = loop.call(made).worker
+    worker = made(loop, engine, fetch)
     session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
     loop.call(worker.handle, session, Reserve(key, len(PROMPT), 8, 1))
     # Before the worker's own timer, at the same instant.
@@ -60,3 +73,103 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
     assert len(worker.attempts) == (not late_s)
     loop.call(worker.close_session, session)
     assert engine.audit() == {}
+
+
+@dataclass
+class Evicting:
+    """A worker that evicts two pages at a time, whose 14 pages are full of the cached blocks of two contexts."""
+
+    loop: VirtualLoop
+    engine: FakeEngine = field(default_factory=lambda: FakeEngine(pages=14))
+    answers: list[tuple[str, bool]] = field(default_factory=list)
+    """The requests in the order in which they were answered, and whether they were granted."""
+
+    def __post_init__(self) -> None:
+        self.worker = made(self.loop, self.engine, cast(FetchKv, None))
+        self.contexts = [[number] * 16 * 7 for number in (1, 2)]
+        for ids in self.contexts:
+            self.engine.free(self.engine.reserve("cached", len(ids)), digests(self.engine, ids))
+        assert self.engine.stats().cached == 14
+
+    def open_session(self) -> RouterSession:
+        return self.loop.call(self.worker.open_session, "router")
+
+    def ask(self, session: RouterSession, name: str, pages: int, prefix: Sequence[int] = ()) -> asyncio.Task[None]:
+        """Begin to handle a reservation of so many pages."""
+        names = b"".join(digests(self.engine, prefix))
+        request = Reserve(AttemptKey(name, 0), pages * 16 - 1, 1, 1, prefix_digests=names)
+
+        async def receive() -> None:
+            await self.worker.receive(session, request)
+            self.answers += [(key.request_id, result.granted) for key, result in session._down.reserved]
+            session._down.reserved.clear()
+
+        return self.loop.create_task(receive())
+
+
+@pytest.fixture
+def evicting(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> Iterator[Evicting]:
+    for module in ("baton.kv.pool", "decode_svc.admission"):
+        monkeypatch.setattr(f"{module}.EVICT_PAGES", 2)
+    made = Evicting(loop)
+    yield made
+    for session in list(made.worker.sessions.values()):
+        loop.call(made.worker.close_session, session)
+    assert made.engine.audit() == {}
+
+
+def test_others_are_served_while_blocks_are_evicted_for_a_long_context(evicting: Evicting) -> None:
+    first, second = evicting.open_session(), evicting.open_session()
+    evicting.ask(first, "long", 12, evicting.contexts[0][:32])
+    evicting.ask(second, "short", 1)
+    evicting.loop.settle()
+    assert evicting.answers == [("short", True), ("long", True)]
+    assert evicting.engine.match_prefix(digests(evicting.engine, evicting.contexts[0])) == 32, "its own prefix stays"
+
+
+def test_nothing_is_evicted_for_a_long_context_that_is_refused(evicting: Evicting) -> None:
+    session = evicting.open_session()
+    for slot in range(evicting.engine.spec.slots):
+        evicting.ask(session, f"r{slot}", 1)
+    evicting.loop.settle()
+    cached = evicting.engine.stats().cached
+    evicting.ask(session, "long", 5)
+    evicting.loop.settle()
+    assert (evicting.answers[-1], evicting.engine.stats().cached) == (("long", False), cached)
+
+
+def test_no_more_is_evicted_for_a_session_that_has_ended(evicting: Evicting) -> None:
+    asking = evicting.ask(evicting.open_session(), "long", 12)
+    evicting.loop.run_until_complete(asyncio.sleep(0))
+    left = evicting.engine.stats().cached
+    asking.cancel()
+    evicting.loop.settle()
+    assert 14 > evicting.engine.stats().cached == left > 4
+
+
+def test_the_blocks_of_a_long_context_are_published_in_slices(
+    evicting: Evicting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.worker.block_copier.PUBLISH_BLOCKS", 2)
+    published = list[int]()
+    publish = evicting.engine.publish
+    monkeypatch.setattr(evicting.engine, "publish", lambda *each: (published.append(len(each[1])), publish(*each)))
+    ready = prefill([7] * 90, GREEDY, page_size=16)
+
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
+        ready.write(evicting.engine, handle, first)
+        return ready.handoff
+
+    evicting.worker._fetch = fetch
+    session, key = evicting.open_session(), AttemptKey("r", 0)
+    evicting.loop.call(evicting.worker.handle, session, Reserve(key, 90, 4, 1))
+    evicting.loop.call(evicting.worker.handle, session, Start(key, RemoteExport("t", "theirs", ())))
+    assert published[:3] == [2, 4, 5]
+    assert evicting.engine.match_prefix(digests(evicting.engine, [7] * 90)) == 80
+
+
+def test_of_two_long_contexts_that_replace_blocks_at_the_same_time_one_is_granted(evicting: Evicting) -> None:
+    for name, ids in zip("ab", evicting.contexts, strict=True):
+        evicting.ask(evicting.open_session(), name, 13, ids[:32])
+    evicting.loop.settle()
+    assert sorted(granted for _, granted in evicting.answers) == [False, True]

@@ -211,10 +211,10 @@ class CachedBlocksMachine(RuleBasedStateMachine):
 
     def evict(self, capacity: int, digests: Sequence[bytes], most: int | None) -> None:
         """Evict in slices what the reservation would evict; its own prefix counts as used up to now."""
-        held: list[int] = []
-        for _ in self.pool.evict_for("slices", capacity, digests, most):
-            (held,) = (lease.pages for lease in self.pool._leases if lease.owner == "slices")
-        self.leave(held)
+        index = self.pool._block_index
+        while self.pool.evict_for(capacity, digests, most):
+            shared, cut, _ = index.match_prefix(digests, capacity if most is None else min(most, capacity))
+            self.leave(shared + index.whole_run(cut))
 
     def copy(self, copy: PageCopy) -> None:
         # Nobody can have the source, nor the target, meanwhile.

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from baton.kv.hashing import DIGEST_BYTES, block_digests, chain_root, request_salt, tenant_salt
+from baton.kv.hashing import DIGEST_BYTES, PackedDigests, block_digests, chain_root, request_salt, tenant_salt
 
 FORMAT = "f" * 64
 
@@ -97,3 +97,15 @@ def test_a_cache_salt_sets_requests_apart_and_none_changes_nothing() -> None:
 def test_an_id_that_is_no_uint32_is_an_error() -> None:
     with pytest.raises(OverflowError):
         block_digests(chain_root("m", FORMAT), [2**32], 1)
+
+
+def test_packed_digests_are_the_same_as_a_list() -> None:
+    plain = block_digests(bytes(32), range(35), 5)
+    packed = PackedDigests(b"".join(plain))
+    assert (len(packed), list(packed)) == (7, plain)
+    for chosen in (slice(None), slice(1, 6, 2), slice(4, 2), slice(-3, None), slice(0, 99)):
+        assert packed[chosen] == plain[chosen]
+    assert (packed[-1], packed[3]) == (plain[-1], plain[3])
+    with pytest.raises(IndexError):
+        packed[7]
+    assert list(PackedDigests(b"")) == []

@@ -90,7 +90,10 @@ def test_handoff() -> None:
     first = (FirstToken(0, TOKEN), FirstToken(2, TokenInfo(1), FinishReason.STOP))
     handoff = Handoff("r", 3, (1, 2, 3), (4,), RICH, first)
     wire = convert.handoff_to_proto(handoff).SerializeToString()
-    assert convert.handoff_from_proto(kv_pb2.Handoff.FromString(wire)) == handoff
+    assert convert.handoff_from_proto(kv_pb2.Handoff.FromString(wire), 5) == handoff
+    for vocab_size, field in ((4, "output_token_ids"), (3, "prompt_token_ids")):
+        with pytest.raises(InvalidRequest, match=field):
+            convert.handoff_from_proto(kv_pb2.Handoff.FromString(wire), vocab_size)
 
 
 def test_kv_format() -> None:

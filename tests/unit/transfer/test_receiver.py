@@ -203,6 +203,11 @@ LIES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], type[TransferError],
         IncompleteTransfer,
         r"heads \[0, 1\)",
     ),
+    "a token id that the model does not have": (
+        lambda f: [*f[:-1], encode_commit(TOKENS, pack(replace(handoff(TOKENS), output_ids=(1000,))), (WHOLE,))],
+        TransferError,
+        "output_token_ids.*1000",
+    ),
     "no handoff": (lambda f: [*f[:-1], encode_commit(TOKENS, b"\xff", (WHOLE,))], TransferError, "can't be read"),
     "bad frame that was not lost": (
         lambda f: [flip(f[0]), *f],
