@@ -6,11 +6,12 @@ steps and joining rows keep up to date, so nothing is copied in. Rows after the 
 on the null page. The width bounds how far flash-attn spreads a context over the device: it divides the widest context
 that the tables could hold, so with wide tables few blocks would work on a short context.
 
-A capture first runs the step twice, so that libraries have chosen kernels and taken workspaces; this writes KV that the
-step itself writes again, with the same values. A step that makes the host wait can't be captured (flash-attn after
-2.8.3 asks for the longest context in every layer); then all steps run eagerly, and a warning says so. Where the capture
-itself fails, for want of memory above all, steps of that shape run eagerly from then on. Graphs share one memory pool:
-a replay may overwrite what another one left, but for its hidden states, which are used before the next.
+A step that makes the host wait can't be captured (flash-attn after 2.8.3 asks for the longest context in every layer);
+then all steps run eagerly, and a warning says so. A step at the start shows it, on the null page. A capture first runs
+the step once, so that libraries have chosen kernels and taken workspaces; this writes KV that the step itself writes
+again, with the same values. Where the capture itself fails, for want of memory above all, steps of that shape run
+eagerly from then on. Graphs share one memory pool: a replay may overwrite what another one left, but for its hidden
+states, which are used before the next.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class DecodeGraphs:
 
     def __init__(self, run: Callable[[Sequence[int], int], Tensor], inputs: StepInputs) -> None:
         """`run(contexts, width)` computes the hidden states of the first rows of `inputs`, whose attention must follow
-        tensors alone: neither lengths nor pages may be read on the host. `inputs` has rows for the largest graph."""
+        tensors alone: neither lengths nor pages may be read on the host. `inputs` has rows for the largest graph.
+
+        For the time before other threads use the device (`_host_waits`).
+        """
         self._run = run
         self._inputs = inputs
         self._captured: dict[tuple[int, int], _Captured | None] = {}
@@ -55,7 +59,7 @@ class DecodeGraphs:
         # One for all captures: torch hands out its 32 streams in turn, so that a new one for each would in time be that
         # of another thread's copies, which the capture would swallow; and each has a workspace of its own.
         self._side = torch.cuda.Stream(inputs.ids.device)
-        self.rows = min(MAX_ROWS, len(inputs.ids))
+        self.rows = 0 if self._host_waits() else min(MAX_ROWS, len(inputs.ids))
 
     def run(self, count: int, width: int) -> Tensor:
         """Hidden states `[count, hidden]` of the first rows, whose contexts fit in `width` pages.
@@ -78,12 +82,11 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, rows: int, width: int) -> _Captured | None:
-        """None if it can't be captured; `self.rows` is 0 where no other shape can be either."""
+        """None if it can't be captured."""
         began, device = time.monotonic(), self._inputs.ids.device
         free, _ = torch.cuda.mem_get_info(device)
         contexts = self._contexts(rows, width)
-        if not self._warm(contexts, width):
-            return None
+        self._run_aside(contexts, width)
         graph = torch.cuda.CUDAGraph()
         # Other threads copy KV meanwhile; their calls are none of this capture's business.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
@@ -105,23 +108,30 @@ class DecodeGraphs:
         )
         return _Captured(graph, hidden)
 
-    def _warm(self, contexts: Sequence[int], width: int) -> bool:
-        """Run the step as it will be captured; False if it makes the host wait."""
+    @torch.inference_mode()
+    def _host_waits(self) -> bool:
+        """Whether a step makes the host wait; then a warning says so."""
+        contexts = self._contexts(1, 1)
+        self._run_aside(contexts, 1)
+        # This mode is the whole process's: a copy of another thread that waits would fail.
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._run_aside(contexts, 1)
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            _log.warning("decode runs without CUDA graphs, because a step makes the host wait: %s", error)
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return False
+
+    def _run_aside(self, contexts: Sequence[int], width: int) -> None:
+        """Run a step on the stream of captures."""
         main, side = torch.cuda.current_stream(self._inputs.ids.device), self._side
         side.wait_stream(main)
         try:
             with torch.cuda.stream(side):
                 self._run(contexts, width)
-                if not self._captured:
-                    torch.cuda.set_sync_debug_mode("error")
-                self._run(contexts, width)
-        except RuntimeError as error:
-            if "synchronizing" not in str(error):
-                raise
-            _log.warning("decode runs without CUDA graphs, because a step makes the host wait: %s", error)
-            self.rows = 0
-            return False
         finally:
-            torch.cuda.set_sync_debug_mode("default")
             main.wait_stream(side)
-        return True

@@ -84,10 +84,15 @@ def expected(engine: EngineCore, found: list[list[int]]) -> list[list[int]]:
     return [generate(engine, one, len(outputs)) for one, outputs in zip(WANTED, found, strict=True)]
 
 
-def test_tokens_are_those_of_eager_steps(make: Make, cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_are_those_of_eager_steps(
+    make: Make, cuda: Cuda, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, eager = make(), make()
+    # It is the whole process's: from here on, copies of other threads would fail.
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: pytest.fail(f"{mode} while others copy"))
     with caplog.at_level(logging.INFO, "baton.engine.cuda_graphs"):
-        found = batch(make())
-    assert found == expected(make(), found)
+        found = batch(engine)
+    assert found == expected(eager, found)
     # Four rows, then eight, then four again; contexts grow from 3 pages to 5.
     shapes = {tuple(record.args[:2]) for record in caplog.records}  # type: ignore[index]
     assert shapes == {(4, 4), (8, 4), (4, 8)}
