@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -190,11 +190,13 @@ class Bench:
         self._raw, self._device, self._plan, self._probes = raw, device, plan, probes
         self._model = random_model(ModelConfig.from_dict(raw), device)
 
-    def measure(self) -> dict[str, Any]:
-        """All figures."""
+    def measure(self, saved: Callable[[dict[str, Any]], object] = lambda _: None) -> dict[str, Any]:
+        """All figures; `saved` is called with those known so far."""
         results = self._whole()
         for name, (steps_ahead, graphs) in VARIANTS.items():
+            saved(results)
             results[name] = self._decode_only(steps_ahead, graphs)
+        saved(results)
         results["transformers"] = peer = transformers(self._raw, self._device, self._plan)
         results["over_transformers"] = results["decode"][-1]["tokens_per_s"] / peer["tokens_per_s"]
         return results
@@ -251,8 +253,10 @@ def main() -> None:
     raw = SHAPES[arguments.shape]
     with torch.cuda.device(device):
         probes = Probes(ModelShape.of(ModelConfig.from_dict(raw)), torch.bfloat16, device)
-        results = {"gpu": gpu(device), "shape": arguments.shape, **Bench(raw, device, PLAN, probes).measure()}
-    save("gpu", results)
+        about = {"gpu": gpu(device), "shape": arguments.shape}
+        # Each part at once: whoever stops this keeps what is known.
+        results = Bench(raw, device, PLAN, probes).measure(lambda found: save("gpu", {**about, **found}))
+    save("gpu", {**about, **results})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
 import sys
 import time
@@ -338,6 +339,8 @@ def main() -> None:
     if on_cuda and not torch.cuda.is_available():
         raise SystemExit(NO_CUDA.replace("bench.gpu", "bench.gpu_long"))
     saved: Save = (lambda row, part: save("gpu-long", row, part)) if on_cuda else lambda row, part: print(part, row)
+    # As workers have it: the pool is there sooner in huge pages.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with torch.cuda.device(device) if on_cuda else nullcontext():
         Bench(SHAPES[chosen.shape], device, chosen).run([chosen.only] if chosen.only else PARTS, saved)
 

@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 def test_every_figure_is_there_and_positive() -> None:
     shape = ModelShape.of(ModelConfig.from_dict(gpu.TINY))
     probes = Probes(shape, torch.bfloat16, CPU, buffer_bytes=1 << 12, square=32)
-    results = gpu.Bench(gpu.TINY, CPU, PLAN, probes).measure()
+    saved: list[list[str]] = []
+    results = gpu.Bench(gpu.TINY, CPU, PLAN, probes).measure(lambda found: saved.append([*found]))
+    assert saved == [[*results][: 3 + count] for count in range(4)]
     assert [row["tokens"] for row in results["prefill"]] == [24]
     for name in ("decode", *gpu.VARIANTS):
         assert [row["batch"] for row in results[name]] == [1, 3]
