@@ -22,6 +22,8 @@ _NARROWEST = 256
 _WIDER = 4
 _SLAB = 1 << 13
 """Elements of a slab, unless a single entry has more."""
+_PIECE = 4096
+"""Token ids looked at in one call. It keeps the interpreter's lock, and there may be a million."""
 
 
 class _Slab:
@@ -68,7 +70,7 @@ class PenaltyTable:
 
     def add(self, state: SequenceState) -> PenaltyEntry:
         """A new entry for the sequence as it is."""
-        distinct = dict.fromkeys([*state.prompt_ids, *state.output_ids])
+        distinct = _distinct(state)
         columns = dict(zip(distinct, range(len(distinct)), strict=True))
         entry = self._place(columns)
         slab, used, index = entry.slab, len(columns), entry.index
@@ -172,3 +174,12 @@ def _by_slab(entries: Sequence[PenaltyEntry]) -> dict[_Slab, list[int]]:
     for place, entry in enumerate(entries):
         places.setdefault(entry.slab, []).append(place)
     return places
+
+
+def _distinct(state: SequenceState) -> dict[int, None]:
+    """The token ids of a sequence, each once, in the order in which they first occur."""
+    found: dict[int, None] = {}
+    for ids in (state.prompt_ids, state.output_ids):
+        for start in range(0, len(ids), _PIECE):
+            found.update(dict.fromkeys(ids[start : start + _PIECE]))
+    return found

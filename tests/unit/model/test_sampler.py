@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -204,6 +204,22 @@ def test_penalty_counts_grow_to_what_a_rebuild_counts() -> None:
     table.append([again], [token])
     table.append([again], [950])
     assert table.counts(again) == {**before, token: before[token] + 1, 950: 1}
+
+
+class Pieces(list[int]):
+    """Token ids that may be read in slices only."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("all are read by one call, which keeps the interpreter's lock")
+
+
+def test_the_tokens_of_a_long_prompt_are_counted_in_pieces() -> None:
+    chooser, table = random.Random(3), PenaltyTable(CPU)
+    ids = [chooser.randrange(9_000) for _ in range(10_000)]
+    params = SamplingParams(frequency_penalty=0.5)
+    plain = SequenceState(params, ids, [3, 9_001])
+    assert table.counts(table.add(replace(plain, prompt_ids=Pieces(ids)))) == table.counts(table.add(plain))
+    assert table.counts(table.add(plain)).keys() == {*ids, 3, 9_001}
 
 
 def test_only_real_penalties_are_tracked() -> None:
