@@ -30,13 +30,12 @@ def start(*arguments: str, **environ: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_starts_and_stops(tmp_path: Path, number: signal.Signals) -> None:
+def test_starts_and_stops(tmp_path: Path) -> None:
     with start(f"--model={checkpoint(tmp_path)}", *WORKERS) as router:
         assert router.stdout is not None
         line = router.stdout.readline()
         assert re.fullmatch(r"listening grpc=127\.0\.0\.1:\d+ ops=127\.0\.0\.1:\d+\n", line)
-        router.send_signal(number)
+        router.send_signal(signal.SIGINT)
         _, log = router.communicate(timeout=60)
     assert router.returncode == 0, log
 
@@ -66,8 +65,3 @@ async def test_bad_settings_are_named(tmp_path: Path, setting: str, value: str) 
     with pytest.raises(BatonError, match=value):
         async with run(config):
             pytest.fail("it has started")
-
-
-def test_neither_torch_nor_transformers_is_loaded() -> None:
-    code = "import router.__main__, sys; print(sorted({'torch', 'transformers', 'numpy', 'redis'} & set(sys.modules)))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

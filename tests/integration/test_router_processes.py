@@ -27,6 +27,7 @@ from baton.errors import ConfigError
 from baton.launcher import bind_to_parent
 from baton.pb import inference_pb2, inference_pb2_grpc
 from router.processes import run_several
+from tests.processes import gone
 
 STEP_MS = 10
 NOBODY = ["--prefill=127.0.0.1:1", "--decode=127.0.0.1:1"]
@@ -143,14 +144,6 @@ def ready(ops: str) -> None:
             time.sleep(0.05)
 
 
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def test_requests_are_spread_and_a_death_leaves_the_other_serving() -> None:
     with routers() as found:
         assert found.parent.stderr is not None
@@ -192,7 +185,7 @@ def test_sigterm_drains_all_and_leaves_nothing_behind() -> None:
             events = [first, *call]
             assert sum(len(delta.tokens) for event in events for delta in event.choices) == 50
         assert found.parent.wait(60) == 0
-        assert all(map(gone, children))
+        assert gone(children)
 
 
 def test_a_second_sigterm_cuts_the_drain_short() -> None:
@@ -210,7 +203,7 @@ def test_a_second_sigterm_cuts_the_drain_short() -> None:
             list(call)
         assert cut.value.code() is UNAVAILABLE
         assert found.parent.wait(60) == 0
-        assert all(map(gone, children))
+        assert gone(children)
 
 
 @pytest.mark.parametrize(
