@@ -120,11 +120,8 @@ def secure_compose() -> Iterator[tuple[str, dict[str, str], set[str]]]:
 
 
 def compose_environments() -> Iterator[tuple[str, dict[str, str]]]:
-    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    for service in compose["services"].values():
-        if service["image"].startswith("baton"):
-            texts = {name: str(value) for name, value in service["environment"].items()}
-            yield service["command"][-1], {name: text for name, text in texts.items() if "${" not in text}
+    for module, texts in compose_texts():
+        yield module, {name: text for name, text in texts.items() if "${" not in text}
 
 
 def compose_texts() -> Iterator[tuple[str, dict[str, str]]]:
