@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,7 @@ from tests.prefix_redis import (
     hits,
     open_cache,
 )
-from tests.redis_server import BINARIES, Server, running
-
-
-@pytest.fixture(params=list(BINARIES))
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    with running(request.param, tmp_path, tcp=True) as server:
-        yield server
+from tests.redis_server import Server, running
 
 
 @pytest.fixture

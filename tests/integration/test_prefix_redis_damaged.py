@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,21 +10,9 @@ from baton.kv.prefix import PrefixCache, open_prefix_cache
 from baton.kv.prefix.record import HEADER_BYTES, RecordCodec
 from baton.kv.prefix.redis import RedisLimits
 from tests.prefix_redis import BLOCKS, CODEC, DIGESTS, FORMAT, KEYS, faults, fill, open_cache, removed
-from tests.redis_server import BINARIES, Server, running
+from tests.redis_server import Server
 
 LIMITS = RedisLimits(budget_s=20.0, ttl_s=1000)
-
-
-@pytest.fixture(params=list(BINARIES))
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    with running(request.param, tmp_path, tcp=True) as server:
-        yield server
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[Server]:
-    with running("valkey", tmp_path, tcp=True) as server:
-        yield server
 
 
 def flipped(record: bytes, at: int) -> bytes:

@@ -7,10 +7,8 @@ the sentinel speak plainly with each other.
 from __future__ import annotations
 
 import asyncio
-import socket
-import ssl
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,82 +17,17 @@ from tests import certificates
 from tests.integration.test_redis_rights import RULE
 from tests.prefix_redis import faults, fill, hits, open_cache
 from tests.redis_server import SERVICE, Server, sentinels
+from tests.tls_ends import TlsEnds
 
 WATCHER = "user watcher on >w@tch resetchannels -@all +ping +sentinel|masters"
 SECRETS = b"p@ss", b"w@tch"
-TLS_BEGINS = b"\x16"
-
-
-class Ends:
-    """The ends of all servers; `plain` is what was said to them without TLS, `tls` the ports that were spoken to so."""
-
-    def __init__(self) -> None:
-        ours = certificates.fleet()
-        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self._context.load_cert_chain(ours / "router.crt", ours / "router.key")
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.plain = bytearray()
-        self.tls: set[int] = set()
-
-    @asynccontextmanager
-    async def of(self, server: Server) -> AsyncIterator[int]:
-        """The port of a server's end."""
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            listener.setblocking(False)
-            task = asyncio.create_task(self._accept(listener, server.port))
-            try:
-                yield int(listener.getsockname()[1])
-            finally:
-                for each in (task, *self._tasks):
-                    each.cancel()
-                await asyncio.wait({task, *self._tasks})
-
-    async def _accept(self, listener: socket.socket, port: int) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            connection, _ = await loop.sock_accept(listener)
-            task = asyncio.create_task(self._serve(connection, port))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _serve(self, connection: socket.socket, port: int) -> None:
-        loop, readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(connection, readable.set)
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(connection)
-        secure = connection.recv(1, socket.MSG_PEEK) == TLS_BEGINS
-        reader = asyncio.StreamReader()
-        with suppress(OSError):
-            transport, protocol = await loop.connect_accepted_socket(
-                lambda: asyncio.StreamReaderProtocol(reader), connection, ssl=self._context if secure else None
-            )
-            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
-            if secure:
-                self.tls.add(port)
-            said = None if secure else self.plain
-            await asyncio.gather(self._copy(reader, inner_writer, said), self._copy(inner_reader, writer, None))
-
-    @staticmethod
-    async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, said: bytearray | None) -> None:
-        try:
-            with suppress(OSError):
-                while data := await reader.read(1 << 16):
-                    if said is not None:
-                        said += data
-                    writer.write(data)
-                    await writer.drain()
-        finally:
-            writer.close()
 
 
 @asynccontextmanager
-async def service(directory: Path) -> AsyncIterator[tuple[Ends, int, tuple[Server, Server, Server]]]:
+async def service(directory: Path) -> AsyncIterator[tuple[TlsEnds, int, tuple[Server, Server, Server]]]:
     """The ends, the port of the sentinel's, and master, replica and sentinel."""
     assert RULE is not None
-    loop, ends = asyncio.get_running_loop(), Ends()
+    loop, ends = asyncio.get_running_loop(), TlsEnds(plain_too=True)
     async with AsyncExitStack() as stack:
 
         def end(server: Server) -> int:

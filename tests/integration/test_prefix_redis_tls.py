@@ -1,54 +1,18 @@
 """The Redis prefix cache over TLS, to a real server behind a TLS end of its own: the embedded one has none."""
 
-import asyncio
-import ssl
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
-
-import pytest
 
 from tests import certificates
 from tests.prefix_redis import fill, hits, open_cache
-from tests.redis_server import Server, agreed, cluster, running
+from tests.redis_server import Server, agreed, cluster
+from tests.tls_ends import TlsEnds
 
 
-@asynccontextmanager
-async def tls_end(server: Server, client_certificates: bool = False) -> AsyncIterator[int]:
-    """A port that takes TLS for the server."""
-    ours = certificates.fleet()
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(ours / "router.crt", ours / "router.key")
-    if client_certificates:
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(ours / "ca.crt")
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", server.port)
-        await asyncio.gather(copy(reader, inner_writer), copy(inner_reader, writer))
-
-    listener = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    yield listener.sockets[0].getsockname()[1]
-    listener.close()
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    with running("valkey", tmp_path, tcp=True) as server:
-        yield server
-
-
-async def test_tls_with_our_ca_and_client_certificates(server: Server) -> None:
+async def test_tls_with_our_ca_and_client_certificates(valkey: Server) -> None:
     ours = certificates.fleet()
     options = f"ssl_ca_certs={ours}/ca.crt&ssl_certfile={ours}/client.crt&ssl_keyfile={ours}/client.key"
-    async with tls_end(server, client_certificates=True) as port:
+    async with TlsEnds(client_certificates=True).of(valkey) as port:
         cache = open_cache(f"rediss://127.0.0.1:{port}?{options}")
         await fill(cache)
         assert await hits(cache) == (6, 6)
@@ -59,7 +23,7 @@ async def test_a_cluster_over_tls(tmp_path: Path) -> None:
     """Each node announces its TLS end, so that whatever a client learns of the cluster leads there."""
     with cluster(tmp_path) as servers:
         async with AsyncExitStack() as stack:
-            ports = [await stack.enter_async_context(tls_end(server)) for server in servers]
+            ports = [await stack.enter_async_context(TlsEnds().of(server)) for server in servers]
             for server, port in zip(servers, ports, strict=True):
                 with server.client() as client:
                     client.config_set("cluster-announce-port", port)
@@ -82,8 +46,8 @@ async def test_a_cluster_over_tls(tmp_path: Path) -> None:
         assert min(held) > 0
 
 
-async def test_a_server_that_we_do_not_trust_is_out_of_reach(server: Server) -> None:
-    async with tls_end(server) as port:
+async def test_a_server_that_we_do_not_trust_is_out_of_reach(valkey: Server) -> None:
+    async with TlsEnds().of(valkey) as port:
         for url in (
             f"rediss://127.0.0.1:{port}",
             f"rediss://127.0.0.1:{port}?ssl_ca_certs={certificates.fleet('theirs')}/ca.crt",

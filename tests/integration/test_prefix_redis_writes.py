@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,15 +14,9 @@ from baton.kv.prefix.redis import RedisLimits, key_prefix
 from baton.kv.prefix.redis.calls import RedisCalls
 from baton.kv.prefix.redis.nodes import Command, Node
 from tests.prefix_redis import BLOCKS, DIGESTS, FORMAT, KEYS, dropped, faults, fill, found, open_cache
-from tests.redis_server import Server, running
+from tests.redis_server import Server
 
 LIMITS = RedisLimits(budget_s=60.0, pause_s=0.001, max_pause_s=0.001)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with running("valkey", tmp_path, tcp=True) as server:
-        yield server
 
 
 async def request(cache: PrefixCache, hits: int) -> int:
@@ -35,10 +28,10 @@ async def request(cache: PrefixCache, hits: int) -> int:
 
 @pytest.mark.parametrize(("writes", "memory"), [("first", 0), ("first", 1 << 20), ("second", 0), ("second", 1 << 20)])
 async def test_a_write_that_came_to_nothing_is_made_with_the_next_sighting(
-    server: Server, writes: str, memory: int
+    valkey: Server, writes: str, memory: int
 ) -> None:
-    cache = open_prefix_cache(server.url, FORMAT, "secret", cache_memory=memory, limits=LIMITS, writes=writes)
-    with server.client() as client:
+    cache = open_prefix_cache(valkey.url, FORMAT, "secret", cache_memory=memory, limits=LIMITS, writes=writes)
+    with valkey.client() as client:
         if writes == "second":
             await request(cache, 0)
             await cache.flush()
@@ -57,12 +50,12 @@ async def test_a_write_that_came_to_nothing_is_made_with_the_next_sighting(
     await cache.close()
 
 
-async def test_what_was_queued_at_a_server_that_went_away_is_not_taken_for_stored(server: Server) -> None:
-    cache = open_prefix_cache(server.url, FORMAT, "secret", limits=LIMITS)
-    server.kill()
+async def test_what_was_queued_at_a_server_that_went_away_is_not_taken_for_stored(valkey: Server) -> None:
+    cache = open_prefix_cache(valkey.url, FORMAT, "secret", limits=LIMITS)
+    valkey.kill()
     await request(cache, 0)
     await cache.flush()
-    server.start()
+    valkey.start()
     async with asyncio.timeout(60):
         while (await cache.stats())[-1].state:
             await cache.check()
@@ -74,14 +67,14 @@ async def test_what_was_queued_at_a_server_that_went_away_is_not_taken_for_store
 
 @pytest.mark.parametrize("memory", [0, 1 << 20])
 async def test_what_the_server_forgot_is_written_again_though_nobody_looks_for_it(
-    server: Server, memory: int, monkeypatch: pytest.MonkeyPatch
+    valkey: Server, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.kv.prefix.tiered.random.random", lambda: 0.0)
-    cache = open_prefix_cache(server.url, FORMAT, "secret", cache_memory=memory, limits=LIMITS)
+    cache = open_prefix_cache(valkey.url, FORMAT, "secret", cache_memory=memory, limits=LIMITS)
     await request(cache, 0)
     await cache.flush()
     assert await request(cache, len(BLOCKS)) == 0
-    with server.client() as client:
+    with valkey.client() as client:
         client.delete(*KEYS[2:])
         # All of it is a hit in the worker's pages.
         cache.touch(DIGESTS)
@@ -117,7 +110,7 @@ def watch_batches(monkeypatch: pytest.MonkeyPatch, scanned: Scanned) -> None:
 
 
 async def test_clearing_takes_as_long_as_it_takes_and_opens_no_breaker(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    valkey: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each batch has the whole time of one."""
     go_on, budgets = asyncio.Semaphore(0), list[float]()
@@ -127,8 +120,8 @@ async def test_clearing_takes_as_long_as_it_takes_and_opens_no_breaker(
         await go_on.acquire()
 
     watch_batches(monkeypatch, scanned)
-    many(server, 1000)
-    cache, before, states = open_cache(server.url), faults("timeout"), []
+    many(valkey, 1000)
+    cache, before, states = open_cache(valkey.url), faults("timeout"), []
     await fill(cache)
     clearing = asyncio.create_task(cache.clear(shared=True))
     while not clearing.done():
@@ -141,33 +134,33 @@ async def test_clearing_takes_as_long_as_it_takes_and_opens_no_breaker(
     told = [int(state.split()[1]) for state in states if state.startswith("clearing: ")]
     assert told == sorted(told)
     assert len(set(told)) > 3
-    with server.client() as client:
+    with valkey.client() as client:
         assert client.keys() == [b"other"]
     await cache.close()
 
 
 async def test_a_server_that_stops_in_the_middle_is_left_and_the_answer_says_so(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    valkey: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = itertools.count()
 
     async def scanned(_: float) -> None:
         if next(batches) == 3:
-            server.kill()
+            valkey.kill()
 
     watch_batches(monkeypatch, scanned)
-    many(server, 1000)
-    cache = open_cache(server.url)
+    many(valkey, 1000)
+    cache = open_cache(valkey.url)
     (tier,) = await cache.clear(shared=True)
     assert 0 < tier.blocks < 1000
     assert tier.state.startswith("not all of it; out of reach: ")
     await cache.close()
 
 
-async def test_deletions_that_are_refused_are_counted_and_told(server: Server) -> None:
-    cache = open_cache(server.url)
+async def test_deletions_that_are_refused_are_counted_and_told(valkey: Server) -> None:
+    cache = open_cache(valkey.url)
     await fill(cache)
-    with server.client() as client:
+    with valkey.client() as client:
         client.replicaof("127.0.0.1", 1)
         before = faults("readonly")
         (tier,) = await cache.clear(shared=True)
