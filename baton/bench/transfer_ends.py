@@ -164,8 +164,8 @@ class Producer(_End):
             export = self._exports.open(transfer_id, handle, self._tokens, on_closed=lambda: None)
             for layer in range(self._engine.spec.kv_format.layers):
                 export.advance(layer, self._tokens)
-            first = (FirstToken(0, TokenInfo(1)),)
-            export.commit(Handoff(transfer_id, 0, (1,) * self._tokens, (), params, first))
+            first = (FirstToken(0, TokenInfo(0)),)
+            export.commit(Handoff(transfer_id, 0, (0,) * self._tokens, (), params, first))
         return {}
 
     async def raw(self, streams: int, size: int) -> Answer:
