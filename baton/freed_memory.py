@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 def keep(size: int) -> None:
@@ -26,6 +26,12 @@ def keep(size: int) -> None:
             # The most that an older glibc takes.
             mallopt(_MMAP_THRESHOLD, 1 << 25)
         mallopt(_TRIM_THRESHOLD, min(size, (1 << 31) - 1))
+
+
+def share() -> None:
+    """Have threads that start from now on take memory from one heap, so that they use what others have freed."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
 def prepare(size: int) -> None:

@@ -122,6 +122,7 @@ def prepare() -> None:
     """Set what the whole process of a router shares: how threads take turns, and what becomes of freed memory."""
     sys.setswitchinterval(_SWITCH_S)
     freed_memory.keep(_KEPT_BYTES)
+    freed_memory.share()
 
 
 def start(config: RouterConfig) -> Running:
