@@ -117,6 +117,8 @@ class Attempt:
                 await self._serve(placement, message)
         finally:
             self._life.end(self._loop.time())
+            # It delivers to this attempt: the cycle would keep the prompt until the garbage collector runs.
+            self._placement = None
 
     def ledger_entry(self, now: float) -> LedgerEntry:
         """Its line in the router's ledger, at `now` on the event loop's clock."""

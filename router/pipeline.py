@@ -80,9 +80,7 @@ class Pipeline:
         if request.deadline is None:
             request = replace(request, deadline=request.arrived + self._config.request_timeout_s)
         self._budget.record_request()
-        task = asyncio.current_task()
-        if task is not None:
-            self._running[task] = output
+        self._running[_this_task()] = output
         try:
             if self._stopped:
                 # It was still being tokenized when the others were ended.
@@ -97,8 +95,7 @@ class Pipeline:
             _logger.exception("request %s failed", request.id)
             output.queue.fail(error)
         finally:
-            if task is not None:
-                del self._running[task]
+            del self._running[_this_task()]
 
     async def ledger(self) -> Ledger:
         """Every attempt that lives, from its birth until all that it held was given back."""
@@ -189,6 +186,13 @@ def words(failed: Failed, culprit: str) -> str:
     # Workers name themselves in their errors, but for those of a call that broke.
     where = error if culprit in error else f"worker {culprit}: {error}"
     return f"{_HAPPENED[failed.cause]} {where}"
+
+
+def _this_task() -> asyncio.Task[Any]:
+    """The task that runs; a request that knew it would be part of a cycle, and wait for the garbage collector."""
+    if (task := asyncio.current_task()) is None:
+        raise RuntimeError("a request is served in a task")
+    return task
 
 
 async def _all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -170,9 +170,7 @@ def _guard(
     stream_in: bool,
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
-        if (task := asyncio.current_task()) is not None:
-            running.add(task)
-            task.add_done_callback(running.discard)
+        _add_current(running)
         try:
             if admit is not None:
                 admit(context)
@@ -191,6 +189,13 @@ def _guard(
             await _abort(context, error, method)
 
     return call
+
+
+def _add_current(running: set[asyncio.Task[Any]]) -> None:
+    """Add the current task until it has ended; a handler that knew its own task would be part of a cycle."""
+    if (task := asyncio.current_task()) is not None:
+        running.add(task)
+        task.add_done_callback(running.discard)
 
 
 async def _decode(data: bytes, decode: Deserializer | None) -> Any:

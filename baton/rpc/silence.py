@@ -45,6 +45,13 @@ class SilenceTimer:
         if self._timer is not None:
             self._timer.cancel()
 
+    def ended_call(self) -> bool:
+        """Whether a CancelledError of this task comes from `on_silence`, and not from who cancels the task."""
+        # A caller that had the task in a variable would be part of a cycle: the task keeps the error, this its
+        # traceback, and the traceback the variable. All that the call holds would wait for the garbage collector.
+        task = asyncio.current_task()
+        return self.expired and not (task is not None and task.cancelling())
+
     def reset(self) -> None:
         """Start again, because a message came."""
         self._expires_at = self._loop.time() + self.limit_s

@@ -272,8 +272,7 @@ class WorkerLink:
         except BatonError as error:
             return f"sent a status that can't be read: {error}"
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not silence.expired or (task is not None and task.cancelling()):
+            if not silence.ended_call():
                 raise
             return f"was silent for {SILENCE_S:g} s"
         except Exception as error:

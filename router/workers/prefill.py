@@ -225,8 +225,7 @@ async def call_prefill(
             deliver(await _judge_error(assignment, from_rpc_error(error)))
         return
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if not silence.expired or (task is not None and task.cancelling()):
+        if not silence.ended_call():
             raise
         if not done:
             said = f"prefill worker {link.name} was silent for {silence_s:g} s"

@@ -268,8 +268,7 @@ class DecodeSession:
         except grpc.aio.AioRpcError as error:
             reason = f"is lost: {error.code().name} {error.details()}"
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not silence.expired or (task is not None and task.cancelling()):
+            if not silence.ended_call():
                 raise
         except Exception as error:
             # The next session may fare better; without one the worker would stand idle.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import router.pipeline
 from baton.pb import decode_pb2, inference_pb2, prefill_pb2
 from baton.rpc.convert import export_from_proto
 from baton.transfer.remote import RemoteExport
+from router.attempt import Attempt
 from tests.integration.router_bench import bench, whole
 from tests.integration.router_stubs import (
     KV,
@@ -51,6 +56,42 @@ async def test_happy_path(tmp_path: Path) -> None:
         assert sampling.HasField("seed")
         # Decode ended the request itself, so nothing is left to be cancelled.
         assert b.decode[0].cancels == []
+
+
+@pytest.mark.parametrize("end", ["finished", "prefilling", "decoding"])
+async def test_an_ended_request_leaves_no_work_to_the_garbage_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Each of a million tokens would keep 16 MB until a collection, which is rare."""
+    freed, prefilling = asyncio.Event(), asyncio.Event()
+    watches: list[weakref.ref[Attempt]] = []
+
+    class Watched(Attempt):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            watches.append(weakref.ref(self, lambda _: freed.set()))
+
+    async def prefill(_: prefill_pb2.PrefillRequest) -> None:
+        prefilling.set()
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(router.pipeline, "Attempt", Watched)
+    async with asyncio.timeout(60), bench(tmp_path) as b:
+        if end == "prefilling":
+            b.prefill[0].script = prefill
+        if end == "decoding":
+            b.decode[0].script = never_ending
+        gc.disable()
+        try:
+            call = b.call(max_tokens=4, temperature=0)
+            await (prefilling.wait() if end == "prefilling" else call.read())
+            if end == "finished":
+                await whole(call)
+            call.cancel()
+            await freed.wait()
+        finally:
+            gc.enable()
+        assert len(watches) == 1
 
 
 async def test_max_tokens_default_is_what_the_models_length_leaves(tmp_path: Path) -> None:
