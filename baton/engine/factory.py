@@ -244,4 +244,7 @@ def _hiding_chunk(model: LoadedModel, device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     group = model.config.num_heads // model.config.num_kv_heads
-    return hiding_chunk(*measure_rates(device, model.dtype), group, model.dtype.itemsize)
+    rates = measure_rates(device, model.dtype)
+    # The pool is next, and can't use what torch keeps of this.
+    torch.cuda.empty_cache()
+    return hiding_chunk(*rates, group, model.dtype.itemsize)
