@@ -133,8 +133,9 @@ class DecodeWorker:
 
     async def receive(self, session: RouterSession, command: Command) -> None:
         """Handle a command; others run between the slices in which a long context replaces cached blocks."""
-        if isinstance(command, Reserve) and not self.refusal:
-            while self.admission.evict(session.number, command, self._loop.time()):  # noqa: ASYNC110 nothing is awaited
+        if isinstance(command, Reserve):
+            evict, now = self.admission.evict, self._loop.time
+            while not self.refusal and evict(session.number, command, now()):  # noqa: ASYNC110 nothing is awaited
                 await asyncio.sleep(0)
         self.handle(session, command)
 

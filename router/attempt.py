@@ -1,7 +1,7 @@
 """One try at serving some choices of a request, from the queue to the last token or the first failure.
 
-    LINE ── place ── RESERVING ── PREFILLING ── first token ── TRANSFERRING ── decode's first ── DECODING ── ENDED
-                                  prefill call and Start at once       tokens may come before the first token
+    QUEUED ── place ── RESERVING ── PREFILLING ── first token ── TRANSFERRING ── decode's first ── DECODING ── ENDED
+                                    prefill call and Start at once       tokens may come before the first token
 
 Events come from the prefill call and from the decode session, and each is handled at once, where it arrives: a token
 costs no turn of the attempt's task, which waits only for the end. However it ends (served, failed, cancelled, too

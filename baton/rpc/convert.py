@@ -10,6 +10,7 @@ import functools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from baton.errors import InvalidRequest
@@ -133,10 +134,17 @@ def token_array_from_proto(name: str, ids: Sequence[int], vocab_size: int) -> ar
 
 
 def _extend(found: A, name: str, ids: Sequence[int], vocab_size: int) -> A:
-    for piece in pieces(ids):
-        check_token_ids(name, piece, vocab_size, len(found))
+    for piece in _checked_pieces(name, ids, vocab_size):
         found.extend(piece)
     return found
+
+
+def _checked_pieces(name: str, ids: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:
+    done = 0
+    for piece in pieces(ids):
+        check_token_ids(name, piece, vocab_size, done)
+        done += len(piece)
+        yield piece
 
 
 def add_token_ids(field: RepeatedScalarFieldContainer[int], ids: Sequence[int]) -> None:
@@ -245,11 +253,13 @@ def handoff_from_proto(message: kv_pb2.Handoff, vocab_size: int) -> Handoff:
 
     On a thread it lets other threads run between pieces.
     """
+    prompt = _checked_pieces("prompt_token_ids", message.prompt_token_ids, vocab_size)
+    output = _checked_pieces("output_token_ids", message.output_token_ids, vocab_size)
     return Handoff(
         request_id=message.request_id,
         attempt=message.attempt,
-        prompt_ids=tuple(token_ids_from_proto("prompt_token_ids", message.prompt_token_ids, vocab_size)),
-        output_ids=tuple(token_ids_from_proto("output_token_ids", message.output_token_ids, vocab_size)),
+        prompt_ids=tuple(chain.from_iterable(prompt)),
+        output_ids=tuple(chain.from_iterable(output)),
         params=sampling_from_proto(message.sampling),
         first_tokens=tuple(first_token_from_proto(first) for first in message.first_tokens),
     )

@@ -45,8 +45,8 @@ _WITHOUT_ROOM = 8
 class PlacementRequest:
     """What one attempt asks for. `again` is set when the request was accepted before and goes to the head.
 
-    `life` goes from LINE to RESERVING when decode workers are asked, and back when all refuse. `digests` are empty for
-    a request that must not read the prefix cache.
+    `life` goes from QUEUED to RESERVING when decode workers are asked, and back when all refuse. `digests` are empty
+    for a request that must not read the prefix cache.
     """
 
     request_id: str

@@ -106,7 +106,11 @@ class TokenizerProcesses:
             # What it still has to say would be taken for the ids of the next text.
             self._end(process)
             raise
-        self._idle.append(process)
+        with self._lock:
+            if not self._closed:
+                self._idle.append(process)
+                return tokenized, answer
+        self._end(process)
         return tokenized, answer
 
     def close(self) -> None:
@@ -118,6 +122,8 @@ class TokenizerProcesses:
         for process in list(self._running):
             # Threads that wait for one close its pipes: another file could get their numbers before they notice.
             process.wait()
+        while self._idle:
+            self._end(self._idle.pop())
 
     def _take(self) -> subprocess.Popen[bytes] | None:
         """An idle process, or a new one; None if none can be started."""

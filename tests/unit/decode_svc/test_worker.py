@@ -16,7 +16,7 @@ from baton.config.decode import DecodeConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
-from baton.request import Handoff, SamplingParams
+from baton.request import CachePolicy, Handoff, SamplingParams
 from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import RemoteExport
 from baton.worker.status import WorkerRole, new_identity
@@ -127,6 +127,17 @@ def test_others_are_served_while_blocks_are_evicted_for_a_long_context(evicting:
     assert evicting.engine.match_prefix(digests(evicting.engine, evicting.contexts[0])) == 32, "its own prefix stays"
 
 
+def test_a_drain_ends_the_eviction_for_a_long_context(evicting: Evicting) -> None:
+    async def drain() -> None:
+        evicting.worker.refusal = "drains"
+
+    evicting.ask(evicting.open_session(), "long", 12)
+    evicting.loop.create_task(drain())
+    evicting.loop.settle()
+    assert evicting.answers == [("long", False)]
+    assert evicting.engine.stats().cached == 12, "one slice of two pages"
+
+
 def test_nothing_is_evicted_for_a_long_context_that_is_refused(evicting: Evicting) -> None:
     session = evicting.open_session()
     for slot in range(evicting.engine.spec.slots):
@@ -173,3 +184,43 @@ def test_of_two_long_contexts_that_replace_blocks_at_the_same_time_one_is_grante
         evicting.ask(evicting.open_session(), name, 13, ids[:32])
     evicting.loop.settle()
     assert sorted(granted for _, granted in evicting.answers) == [False, True]
+
+
+def test_what_a_request_may_only_read_is_not_published(evicting: Evicting) -> None:
+    ids = [7] * 32 + [8] * 58
+    evicting.engine.free(evicting.engine.reserve("cached", 32), digests(evicting.engine, ids[:32]))
+    ready = prefill(ids, GREEDY, page_size=16)
+
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
+        assert first == 32
+        return ready.handoff
+
+    evicting.worker._fetch = fetch
+    session, key = evicting.open_session(), AttemptKey("r", 0)
+    names = b"".join(digests(evicting.engine, ids[:32]))
+    reserve = Reserve(key, 90, 4, 1, prefix_digests=names, cache=CachePolicy.READ)
+    evicting.loop.call(evicting.worker.handle, session, reserve)
+    evicting.loop.call(evicting.worker.handle, session, Start(key, RemoteExport("t", "theirs", ())))
+    evicting.loop.settle()
+    assert evicting.engine.match_prefix(digests(evicting.engine, ids)) == 32
+
+
+def test_what_does_not_belong_to_the_pinned_blocks_is_not_published(loop: VirtualLoop) -> None:
+    """Pages of four blocks: the pinned beginning of a page was copied into the attempt's own page."""
+    engine, ids = FakeEngine(pages=8, page_size=64), [7] * 32 + [8] * 58
+    ready = prefill(ids, GREEDY, page_size=64)
+
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
+        assert first == 32
+        return ready.handoff
+
+    worker = made(loop, engine, fetch)
+    engine.free(engine.reserve("cached", 64), digests(engine, [1] * 64))
+    session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
+    names = b"".join(digests(engine, [1] * 32))
+    loop.call(worker.handle, session, Reserve(key, 90, 4, 1, prefix_digests=names))
+    loop.call(worker.handle, session, Start(key, RemoteExport("t", "theirs", ())))
+    loop.settle()
+    assert len(worker.attempts) == 0
+    assert engine.match_prefix(digests(engine, ids)) == 0
+    loop.call(worker.close_session, session)

@@ -54,7 +54,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch
     monkeypatch.setattr(tokenizer_processes, "_receive", watched)
     yield made
     made.close()
-    assert all(process.poll() is not None for process in made.taken)
+    assert all(process.poll() is not None and process.stdin and process.stdin.closed for process in made.taken)
 
 
 @pytest.mark.parametrize("special", [True, False])

@@ -11,10 +11,12 @@ import pytest
 import router.workers.prefill
 from baton.errors import InvalidRequest
 from baton.pb import inference_pb2, prefill_pb2
+from baton.tokenizer import Tokenizer
 from router.serving.servicer import generate_request
 from router.serving.tenants import Threads
 from router.serving.validator import RequestValidator, ServedModel
 from tests.integration.router_bench import bench
+from tests.integration.router_stubs import checkpoint
 
 
 async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_computed() -> None:
@@ -29,6 +31,20 @@ async def test_a_report_that_no_message_can_carry_is_refused_before_it_is_comput
     assert len((await take(280_000)).prompt_ids) == 280_000
     with pytest.raises(InvalidRequest, match=r"^prompt_logprobs: a report on 290000 prompt tokens .*, got 20$"):
         await take(290_000)
+
+
+async def test_token_ids_that_wait_to_become_text_count_with_their_memory(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    class Noting(Threads):
+        async def run(self, tenant: str, function: Any, size: int = 0) -> Any:
+            sizes.append(size)
+            return await super().run(tenant, function, size)
+
+    tokenizer = Tokenizer.load(checkpoint(tmp_path))
+    validator = RequestValidator(ServedModel("m", 300, (), tokenizer), lambda: 1_000_000, Noting(1))
+    await validator.detokenize([1] * 5_000)
+    assert sizes == [20_000]
 
 
 @pytest.mark.parametrize("count", [2, 1000])
