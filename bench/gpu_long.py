@@ -65,7 +65,7 @@ Save = Callable[[dict[str, Any], str], None]
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """Operations a second of a large product and of attention, bytes a second of the link, seconds of a merge."""
 
     product: float
@@ -74,7 +74,7 @@ class Rates:
     merge_s: float
 
     @classmethod
-    def of(cls, model: LoadedModel) -> Rates:
+    def of(cls, model: LoadedModel) -> DeviceRates:
         """Those of the model's device; on a CPU, which copies nothing, product and link are not measured."""
         device, config = model.device, model.config
         product, link = measure_rates(device, model.dtype) if device.type == "cuda" else (1e11, 1e10)
@@ -141,7 +141,7 @@ class Copies:
 
 
 @dataclass
-class Prompt:
+class PrefillRun:
     """A prompt's chunks: `[first token, tokens, seconds, seconds of waiting for copies]` each."""
 
     tokens: int
@@ -164,7 +164,7 @@ class Prompt:
         return sum(waited for _, _, _, waited in self.chunks)
 
 
-class Bench:
+class LongBench:
     """A model of random weights, and what is measured with it."""
 
     def __init__(self, raw: dict[str, Any], device: torch.device, options: argparse.Namespace) -> None:
@@ -175,7 +175,7 @@ class Bench:
         """Measure the parts, and save each row."""
         for layers in self._options.layers:
             model = random_model(self._config(layers), self._device)
-            rates = Rates.of(model)
+            rates = DeviceRates.of(model)
             about = {"layers": layers, "chunk": self._options.chunk, "rates": asdict(rates)}
             if "rates" in parts:
                 saved({**about, "gpu": gpu(self._device)}, "rates")
@@ -213,11 +213,11 @@ class Bench:
         finally:
             engine.close()
 
-    def prefill(self, engine: EngineCore, tokens: int, chunk: int, copies: Copies | None = None) -> Prompt:
+    def prefill(self, engine: EngineCore, tokens: int, chunk: int, copies: Copies | None = None) -> PrefillRun:
         """Compute a prompt until the minutes are over, at least a chunk; `chunk` 0: as prefill workers choose."""
         drawn = random.Random(tokens)
         ids = drawn.choices(range(engine.spec.vocab_size), k=tokens)
-        prompt, handle, start, rate = Prompt(tokens, []), engine.reserve("long", tokens), 0, 0.0
+        prompt, handle, start, rate = PrefillRun(tokens, []), engine.reserve("long", tokens), 0, 0.0
         hiding = engine.spec.hiding_chunk if handle.in_host else 0
         while start < tokens and (start == 0 or time.monotonic() < self._until):
             end = min(tokens, start + (chunk or chunk_size(tokens, 0, rate, hiding)))
@@ -250,7 +250,7 @@ class Bench:
         kept = {home: rows[:turns] for home, rows in found.items()}
         return {"tokens": tokens, **kept, "host / device": ratio(kept["host"], kept["device"], "seconds")}
 
-    def lengths(self, model: LoadedModel, rates: Rates) -> Iterator[dict[str, Any]]:
+    def lengths(self, model: LoadedModel, rates: DeviceRates) -> Iterator[dict[str, Any]]:
         """A row for each length that there is time for."""
         shape, began = ModelShape.of(model.config), time.perf_counter()
         with self._engine(model, "host", max(self._options.lengths)) as engine:
@@ -268,7 +268,7 @@ class Bench:
                 prompt = self.prefill(engine, tokens, self._options.chunk, copies)
                 yield {**self._row(prompt, shape, rates), "predicted_s": predicted, **pool, **self._memory(model)}
 
-    def _row(self, prompt: Prompt, shape: ModelShape, rates: Rates) -> dict[str, Any]:
+    def _row(self, prompt: PrefillRun, shape: ModelShape, rates: DeviceRates) -> dict[str, Any]:
         took, copy_s = prompt.seconds, prompt.copied / rates.link
         flops = prefill_flops(shape, prompt.done, logits=int(prompt.done == prompt.tokens))
         return {
@@ -342,7 +342,7 @@ def main() -> None:
     # As workers have it: the pool is there sooner in huge pages.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with torch.cuda.device(device) if on_cuda else nullcontext():
-        Bench(SHAPES[chosen.shape], device, chosen).run([chosen.only] if chosen.only else PARTS, saved)
+        LongBench(SHAPES[chosen.shape], device, chosen).run([chosen.only] if chosen.only else PARTS, saved)
 
 
 if __name__ == "__main__":

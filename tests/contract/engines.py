@@ -143,6 +143,19 @@ def whole_kv(engine: Engine, handle: KvHandle, tokens: int) -> list[PartData]:
     ]
 
 
+def copy_kv(engine: Engine, donor: KvHandle, owner: str, tokens: int) -> list[bytes]:
+    """What new pages hold after the donor's KV was written to them: by layers, then by blocks but the first."""
+    kv_format = engine.spec.kv_format
+    target, heads = engine.reserve(owner, tokens), range(kv_format.heads)
+    for layer in range(kv_format.layers):
+        engine.write_kv(target, layer, 0, 0, engine.read_kv(donor, layer, range(tokens), heads))
+    block = kv_format.block_size
+    engine.write_blocks(target, block, engine.read_blocks(donor, block, tokens // block - 1))
+    found = [bytes(part.data) for part in whole_kv(engine, target, tokens)]
+    engine.free(target)
+    return found
+
+
 def payload_of(engine: Engine, handle: KvHandle, blocks: Sequence[range]) -> bytes:
     """Blocks as the format defines them, from what `read_kv` gives."""
     kv_format = engine.spec.kv_format

@@ -20,7 +20,7 @@ from baton.engine.core import EngineCore
 from baton.model.attention import flash_backend
 from tests.checkpoints import make_checkpoint
 from tests.contract.conftest import make_torch
-from tests.contract.engines import MIXED, Rig, generate, prefill, start, state, whole_kv
+from tests.contract.engines import MIXED, Rig, copy_kv, generate, prefill, start, state, whole_kv
 
 CONTRACT = ("test_engine", "test_engine_ahead", "test_engine_pages", "test_engine_prefix", "test_engine_spares")
 
@@ -97,19 +97,8 @@ def test_copies_beside_a_running_batch_change_nothing(tmp_path: Path) -> None:
     expected = generate(engine, state([5, 6, 7]), 40)
     handle, outputs = start(engine, "a/1", state([5, 6, 7]))
 
-    def transfer(number: int) -> list[bytes]:
-        home = engine.reserve(f"t{number}", 600)
-        heads = range(engine.spec.kv_format.heads)
-        for layer in range(engine.spec.kv_format.layers):
-            engine.write_kv(home, layer, 0, 0, engine.read_kv(donor, layer, range(600), heads))
-        block = engine.spec.kv_format.block_size
-        engine.write_blocks(home, block, engine.read_blocks(donor, block, 600 // block - 1))
-        found = [bytes(part.data) for part in whole_kv(engine, home, 600)]
-        engine.free(home)
-        return found
-
     with ThreadPoolExecutor(2) as threads:
-        copies = [threads.submit(transfer, number) for number in range(6)]
+        copies = [threads.submit(copy_kv, engine, donor, f"t{number}", 600) for number in range(6)]
         unread = engine.step()
         while len(outputs) < 40:
             following = engine.step()

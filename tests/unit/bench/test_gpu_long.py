@@ -20,7 +20,7 @@ def measure(*flags: str) -> dict[str, Any]:
     """All rows of a run on a CPU."""
     chosen = gpu_long.options().parse_args(["--layers", "3", "--chunk", "128", "--homes-length", "300", *flags])
     rows: dict[str, Any] = {}
-    bench = gpu_long.Bench(gpu.TINY, torch.device("cpu"), chosen)
+    bench = gpu_long.LongBench(gpu.TINY, torch.device("cpu"), chosen)
     bench.run(gpu_long.PARTS, lambda row, part: rows.update({part: row}))
     return rows
 
@@ -42,18 +42,20 @@ def test_every_part_has_its_rows() -> None:
 
 def test_a_prompt_ends_with_the_minutes_and_none_is_begun_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*measure("--lengths", "300", "--minutes", "0")] == ["rates", "homes-3"]
-    monkeypatch.setattr(gpu_long.Rates, "predict", lambda *_: -1e9)
+    monkeypatch.setattr(gpu_long.DeviceRates, "predict", lambda *_: -1e9)
     row = measure("--lengths", "300", "--minutes", "0")["lengths-3-300"]
     assert (row["complete"], row["done"]) == (False, 128)
 
 
 def test_a_prediction_has_products_and_attention_at_rates_of_their_own() -> None:
     shape = ModelShape.of(ModelConfig.from_dict(gpu.LLAMA_8B | {"num_hidden_layers": 8}))
-    rates = gpu_long.Rates(product=1e15, link=1.0, attention=1e14, merge_s=0.0)
+    rates = gpu_long.DeviceRates(product=1e15, link=1.0, attention=1e14, merge_s=0.0)
     seconds = rates.predict(shape, 1 << 20)
     # Seven layers, each `4 * 32 * 128 * n^2 / 2`; the products are seven layers of 218 million weights.
     assert seconds == pytest.approx(7 * 2 * 4096 * 2**40 / 1e14 + 7 * 2 * 218e6 * 2**20 / 1e15, rel=5e-3)
-    assert gpu_long.Rates(1e15, 1.0, 1e15, 0.0).predict(shape, 999) == pytest.approx(prefill_flops(shape, 999) / 1e15)
+    assert gpu_long.DeviceRates(1e15, 1.0, 1e15, 0.0).predict(shape, 999) == pytest.approx(
+        prefill_flops(shape, 999) / 1e15
+    )
 
 
 def test_without_cuda_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
