@@ -37,18 +37,20 @@ class DecodeConfig(WorkerConfig):
         choices=[each.value for each in KvCompression],
     )
     start_timeout_s: float = option(
-        10.0, help="Seconds for which pages are reserved for a request that has not started.", minimum=0.01
+        10.0, help="Seconds for which pages are reserved for a request that has not started.", minimum=0.01, hidden=True
     )
     fetch_timeout_s: float = option(
         600.0,
         help="Longest time in seconds from a request's start until all its KV has arrived, with its prefill; 0.1 s "
         "more for each token of its context.",
         minimum=0.01,
+        hidden=True,
     )
     fetch_stall_s: float = option(
         30.0,
         help="Seconds without a frame after which a KV transfer fails. An open export sends one each second.",
         minimum=0.01,
+        hidden=True,
     )
     drain_s: float = option(30.0, help="Seconds that running sequences get to finish in a drain.", minimum=0)
 

@@ -80,6 +80,15 @@ class _Names(click.ParamType[tuple[str, ...]]):
         return tuple(part.strip() for part in parts if part.strip())
 
 
+class _Flag(click.Option):
+    """An option whose errors name its variable; its help does not, because the names follow from the flags."""
+
+    def get_help_extra(self, ctx: click.Context) -> click.types.OptionHelpExtra:
+        extra = super().get_help_extra(ctx)
+        extra.pop("envvars", None)
+        return extra
+
+
 class SettingsCommand(click.Command):
     """A command that refuses a flag that is given twice, and flags of `secrets`, which are names of settings."""
 
@@ -130,14 +139,15 @@ def option(
     minimum: Any = None,
     secret: bool = False,
     shown: bool = True,
+    hidden: bool = False,
 ) -> Any:
     """A field of a settings class; its type follows from the default.
 
     `unit` is "" (none), "bytes" ("4GiB") or "address" ("host:port", or empty if the default is). A secret comes only
     from the environment, and appears in no help and no `repr`. A field that is not `shown` may contain a secret, and
-    appears in no `repr`.
+    appears in no `repr`. A `hidden` field has a flag and a variable as others, but does not appear in the help.
     """
-    metadata = {"help": help, "type": _type(default, choices, unit, minimum), "secret": secret}
+    metadata = {"help": help, "type": _type(default, choices, unit, minimum), "secret": secret, "hidden": hidden}
     return dataclasses.field(default=default, repr=shown and not secret, metadata=metadata)
 
 
@@ -176,11 +186,12 @@ def click_option(field: dataclasses.Field[Any], **changes: Any) -> click.Option:
         "help": field.metadata["help"],
         "envvar": variable_of(field.name),
         "show_envvar": True,
+        "hidden": field.metadata["hidden"],
         "show_default": default not in ("", ()) and kind is not click.BOOL,
     }
     if kind is click.BOOL:
         attributes |= {"is_flag": False, "flag_value": True}
-    return click.Option([flag_of(field.name)], **attributes | changes)
+    return _Flag([flag_of(field.name)], **attributes | changes)
 
 
 @contextmanager

@@ -21,10 +21,15 @@ class PrefillConfig(WorkerConfig):
         help="Chunks from which a prompt is long: its blocks go to Redis after each chunk, so that another worker can "
         "resume it; 0: never.",
         minimum=0,
+        hidden=True,
     )
-    max_waiting: int = option(64, help="Largest number of prompts that wait for their first chunk.", minimum=1)
+    max_waiting: int = option(
+        64, help="Largest number of prompts that wait for their first chunk.", minimum=1, hidden=True
+    )
     cache_memory: int = option(256 << 20, help="Host memory for cached prefixes; 0: none.", unit="bytes")
-    lease_s: float = option(10.0, help="Seconds for which finished KV is kept if nobody fetches it.", minimum=0.01)
+    lease_s: float = option(
+        10.0, help="Seconds for which finished KV is kept if nobody fetches it.", minimum=0.01, hidden=True
+    )
     drain_s: float = option(
         30.0, help="Seconds that running prompts and fetches of finished KV get in a drain.", minimum=0
     )

@@ -43,14 +43,18 @@ def command(settings: type[S], name: str, run: Callable[[S], Any]) -> click.Comm
         return run(config)
 
     secrets = {field.name: field.metadata["help"] for field in fields(settings) if field.metadata["secret"]}
-    lines = [f"{variable_of(each)}: {text}" for each, text in secrets.items()]
+    epilog = [
+        "Each flag can also be a variable: BATON_LOG_LEVEL stands for --log-level. Timers and buffers that rarely need "
+        "a change are listed in docs/operations.md."
+    ]
+    epilog += [f"A secret has only a variable. {variable_of(each)}: {text}" for each, text in secrets.items()]
     return SettingsCommand(
         name,
         secrets=secrets,
         params=[click_option(field) for field in fields(settings) if field.name not in secrets],
         callback=start,
         help=(settings.__doc__ or "").partition("\n")[0],
-        epilog="\n\n".join(["Secrets have no flag, only a variable:", *lines]) if lines else None,
+        epilog="\n\n".join(epilog),
         context_settings=STYLE,
     )
 

@@ -43,24 +43,30 @@ class RouterConfig(Settings):
         minimum=1,
     )
     max_attempts: int = option(3, help="Attempts at serving a request before its failure is reported.", minimum=1)
-    reserve_timeout_s: float = option(5.0, help="Seconds for a decode worker's answer to a reservation.", minimum=0.01)
+    reserve_timeout_s: float = option(
+        5.0, help="Seconds for a decode worker's answer to a reservation.", minimum=0.01, hidden=True
+    )
     request_timeout_s: float = option(3600.0, help="Deadline in seconds of requests that have none.", minimum=0.01)
     client_stall_s: float = option(
-        60.0, help="Seconds after which a stream ends if its client reads none of the waiting output.", minimum=0.1
+        60.0,
+        help="Seconds after which a stream ends if its client reads none of the waiting output.",
+        minimum=0.1,
+        hidden=True,
     )
     prefill_silence_s: float = option(
-        10.0, help="Seconds without a message after which a prefill call has failed.", minimum=0.01
+        10.0, help="Seconds without a message after which a prefill call has failed.", minimum=0.01, hidden=True
     )
     isolation_wait_s: float = option(
         30.0,
         help="Seconds that a request suspected of killing workers waits for free workers; "
         "after that it runs together with other requests.",
         minimum=0,
+        hidden=True,
     )
     worker_wait_s: float = option(
         60.0, help="Seconds that requests wait if there is no worker of a role; 0: refuse new requests.", minimum=0
     )
-    resolve_s: float = option(5.0, help="Seconds between two look-ups of a dns:/// name.", minimum=0.1)
+    resolve_s: float = option(5.0, help="Seconds between two look-ups of a dns:/// name.", minimum=0.1, hidden=True)
     drain_s: float = option(30.0, help="Seconds that running requests get to finish in a drain.", minimum=0)
     tls_cert: str = option("", help="PEM file with this router's certificate; TLS needs cert, key and CA.")
     tls_key: str = option("", help="PEM file with the private key of --tls-cert.")

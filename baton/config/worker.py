@@ -61,9 +61,10 @@ class WorkerConfig(Settings):
         0,
         help="Tokens of KV in host memory that attention takes to the device at once; 0: 16,384 on CUDA, 4,096 on CPU.",
         minimum=0,
+        hidden=True,
     )
     num_kv_buffers: int = option(
-        3, help="Device buffers for KV that comes from host memory, each for --segment-tokens.", minimum=2
+        3, help="Device buffers for KV that comes from host memory, each for --segment-tokens.", minimum=2, hidden=True
     )
     page_size: int = option(
         0,
@@ -93,7 +94,7 @@ class WorkerConfig(Settings):
     fleet_secret: str = option(
         "", help="Secret that authenticates cached blocks, the same in all workers and routers.", secret=True
     )
-    cache_budget_s: float = option(0.5, help="Seconds that a round trip to Redis may take.", minimum=0.001)
+    cache_budget_s: float = option(0.5, help="Seconds that a round trip to Redis may take.", minimum=0.001, hidden=True)
     cache_ttl_s: int = option(24 * 3600, help="Seconds for which Redis keeps a block that nobody uses.", minimum=1)
     cache_writes: str = option(
         "first", help="Write blocks to Redis when first seen, when seen a second time, or never.", choices=CACHE_WRITES
