@@ -36,7 +36,7 @@ _LEDGER_FIELDS = ("process", "role", "incarnation", "pages_total", "pages_free",
 
 @dataclass(frozen=True, slots=True)
 class AdminSources:
-    """What a process answers from, with its id and role; without `clear` it has nothing to clear."""
+    """Sources of a process's answers, with its id and role; without `clear` it has nothing to clear."""
 
     process: str
     role: str

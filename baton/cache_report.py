@@ -1,4 +1,4 @@
-"""What a process reports of its prefix cache, by tier. Pure: routers and clients import it too."""
+"""A process's report of its prefix cache, by tier. Pure: routers and clients import it too."""
 
 from __future__ import annotations
 

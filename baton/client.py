@@ -49,7 +49,7 @@ __all__ = ["AsyncClient", "Choice", "Client", "Completion", "Delta", "Model"]
 
 
 class _Connection:
-    """What both clients have: a channel of `api` (`grpc` or `grpc.aio`), its stubs, and what each call carries."""
+    """The common part of both clients: a channel of `api` (`grpc` or `grpc.aio`), its stubs, metadata of calls."""
 
     def __init__(self, api: Any, target: str, model: str, api_key: str | None, security: Security) -> None:
         self._model, self._target = model, target
@@ -153,7 +153,7 @@ class AsyncClient(_Connection):
         return requests.serving(await self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
 
     async def ledger(self, *, timeout: float | None = None) -> Ledger:
-        """Who holds what in the process at `target`, which may also be a worker's control listener."""
+        """The owners of memory in the process at `target`, which may also be a worker's control listener."""
         return ledger_from_proto(await self._ask(self._admin.Ledger, LedgerRequest(), timeout))
 
     async def cache(self, *, timeout: float | None = None) -> CacheReport:
@@ -264,7 +264,7 @@ class Client(_Connection):
         return requests.serving(self._ask(self._health.Check, health_pb2.HealthCheckRequest(), timeout))
 
     def ledger(self, *, timeout: float | None = None) -> Ledger:
-        """Who holds what in the process at `target`, which may also be a worker's control listener."""
+        """The owners of memory in the process at `target`, which may also be a worker's control listener."""
         return ledger_from_proto(self._ask(self._admin.Ledger, LedgerRequest(), timeout))
 
     def cache(self, *, timeout: float | None = None) -> CacheReport:

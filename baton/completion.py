@@ -1,4 +1,4 @@
-"""What a client sends and gets: prompts, sampling arguments, deltas, completions; plain Python."""
+"""Types of the client: prompts, sampling arguments, deltas, completions; plain Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.request import CachePolicy, FinishReason, PrefillProgress, Timings, T
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Messages
 Cache = CachePolicy | str
-"""How a request uses the prefix cache: a policy, or its value: "read_write", "read", "write" or "off"."""
+"""A request's use of the prefix cache: a policy, or its value: "read_write", "read", "write" or "off"."""
 
 
 class Sampling(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""How many cores this process may use: by its affinity, and by the CPU time that its cgroups grant it.
+"""The number of cores that this process may use: by its affinity, and by the CPU time that its cgroups grant it.
 
 The affinity (taskset, cpusets, `docker --cpuset-cpus`) is a set of cores. A quota (`docker --cpus`, limits of
 Kubernetes) is CPU time in each period: if more threads than that run, all of them stop until the next period begins.
@@ -31,7 +31,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def available_cpus(text: str) -> frozenset[int]:
-    """What `parse_cpus` returns; raises ConfigError also for a core that this thread may not use."""
+    """The result of `parse_cpus`; raises ConfigError also for a core that this thread may not use."""
     cpus = parse_cpus(text)
     if missing := sorted(cpus and cpus - os.sched_getaffinity(0)):
         raise ConfigError(f"cpus: core {missing[0]} is not available to this process, got {text!r}")

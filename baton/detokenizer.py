@@ -34,7 +34,7 @@ class Detokenizer(Protocol):
 
 
 class Vocabulary:
-    """What incremental decoding needs from a tokenizer, shared by all its detokenizers."""
+    """The part of a tokenizer that incremental decoding needs, shared by all its detokenizers."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend

@@ -25,7 +25,7 @@ PREFILL_TOKEN_S = 0.1
 
 
 class State(enum.Enum):
-    """Where an attempt is in its life, as one of its parts sees it."""
+    """The state of an attempt, as one of its parts sees it."""
 
     QUEUED = "queued"
     """In the router's queue."""

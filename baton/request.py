@@ -1,4 +1,4 @@
-"""What a request asks for and what it gets, in plain Python.
+"""Requests and their results, in plain Python.
 
 All parts of Baton use these types; they import neither torch nor grpc. Ranges are checked when a value is made, so that
 a bad one can't exist. What depends on the model is checked by `SamplingParams.check_vocabulary`.
@@ -44,7 +44,7 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a choice ends; the same names and meanings as in vLLM.
+    """Parameters of sampling, and of the end of a choice; the same names and meanings as in vLLM.
 
     `max_tokens` None means as many as the model's length and the memory of the workers allow. `seed` None means that
     the router picks one. `logprobs` and `prompt_logprobs` are the number of alternatives reported with each token, None
@@ -176,7 +176,7 @@ class Handoff:
 
 
 class CachePolicy(enum.Enum):
-    """How a request uses the prefix cache."""
+    """A request's use of the prefix cache."""
 
     READ_WRITE = "read_write"
     READ = "read"
@@ -212,7 +212,7 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """How much of a prompt is computed; see inference.proto. Cached tokens are done."""
+    """The computed part of a prompt, as in inference.proto. Cached tokens are done."""
 
     tokens_done: int
     tokens_total: int

@@ -35,7 +35,7 @@ CUT_S = 1.0
 """Seconds from SIGTERM to a second one, which cuts a drain short, unless a drain may take longer."""
 
 LISTENING = "listening "
-"""How the ready line of a service begins: `listening name=address …`, on standard output."""
+"""The beginning of a service's ready line: `listening name=address …`, on standard output."""
 
 Relay = Callable[[str, str], None]
 """Takes the name of a child and one line of its output."""
@@ -176,7 +176,7 @@ class Supervisor:
 
     def __init__(self, relay: Relay, times: SupervisorTimes | None = None) -> None:
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """How the first child that is not restarted ended, if nobody had asked it to."""
+        """The end of the first child that is not restarted, if nobody had asked for it."""
         self._relay = relay
         self._times = times or SupervisorTimes()
         self._tasks: dict[SupervisedProcess, asyncio.Task[None]] = {}

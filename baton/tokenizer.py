@@ -29,7 +29,7 @@ from baton.errors import InvalidRequest, ModelError
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _NORMALIZED_SHRINK = 4
-"""How many bytes of text a normalizer may turn into one; NFC's worst is 3."""
+"""The number of bytes of text that a normalizer may turn into one; NFC's worst is 3."""
 
 
 class Tokenizer:
@@ -42,7 +42,7 @@ class Tokenizer:
         self._special_tokens = _special_tokens(config)
         self._chat_template = chat_template
         self.vocabulary = Vocabulary(backend)
-        """What incremental decoding must know of each token."""
+        """The facts about each token that incremental decoding needs."""
         shrink = 1 if backend.normalizer is None else _NORMALIZED_SHRINK
         self.longest_token = shrink * self.vocabulary.longest_token
         """Most bytes of text that one token can stand for."""

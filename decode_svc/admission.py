@@ -355,7 +355,7 @@ class Admission:
         return stats.free + stats.cached
 
     def _with_reclaim(self, take: abc.Callable[[], T]) -> T:
-        """What `take` yields, if need be with the pages that are held for no request."""
+        """The yield of `take`, if need be with the pages that are held for no request."""
         try:
             return take()
         except OutOfPages:

@@ -1,4 +1,4 @@
-"""Which sequences wait for a slot, run, or are paused, and when each one ends. Pure; used by the engine thread
+"""The sequences that wait for a slot, run, or are paused, and the end of each. Pure; used by the engine thread
 alone.
 
     add ──▶ waiting ──admit──▶ running ──advance──▶ ended

@@ -28,7 +28,7 @@ class InvalidReservation(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class ReservationSize:
-    """What a reservation takes: room for `tokens` of one choice, and `spare_tokens` for the page that forks can't
+    """The size of a reservation: room for `tokens` of one choice, and `spare_tokens` for the page that forks can't
     share.
 
     `pages` is the number of all these pages. It includes pages that may turn out to be shared; those need not be free.

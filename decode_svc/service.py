@@ -93,7 +93,7 @@ class DecodeService:
             worker.fail_all(FailureKind.DRAINING, f"the worker stops; {grace_s:g} s were given to finish")
 
     async def ledger(self) -> Ledger:
-        """Who holds pages and host memory, and whether the sums are right."""
+        """The owners of pages and host memory, and whether the sums are right."""
 
         def listed() -> list[LedgerEntry]:
             now = self._asyncio.time()

@@ -1,4 +1,4 @@
-"""How fast a prompt is computed, and when it will be done. Pure; times are passed in.
+"""Rates of prompts, and the time at which one will be done. Pure; times are passed in.
 
 Attention makes each token take longer than the one before: one at position p takes about base + slope · p seconds.
 So the time of a prompt is quadratic in its length. Base and slope are fitted to all of its chunks by least squares; the

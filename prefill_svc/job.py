@@ -45,7 +45,7 @@ _PREFILLING_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask:
-    """What a router asks for; `deadline` is on this process's monotonic clock, in seconds.
+    """A router's order; `deadline` is on this process's monotonic clock, in seconds.
 
     `output_ids` are tokens that the client has already, if the request is replayed. `transfer_id` is empty if no decode
     follows. `source` is where a prefix can be fetched if no cache has it.

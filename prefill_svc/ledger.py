@@ -1,4 +1,4 @@
-"""What a prefill worker's jobs hold, as entries of its ledger."""
+"""Memory of a prefill worker's jobs, as entries of its ledger."""
 
 from __future__ import annotations
 

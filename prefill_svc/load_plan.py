@@ -1,4 +1,4 @@
-"""Which blocks of a prompt's prefix are loaded, and from which tier. Pure.
+"""The choice of the blocks of a prompt's prefix to load, and of their tiers. Pure.
 
     pool │ host │ redis │ peer │ computed
     have ▲      the cache's hits      ▲ the peer's, after the end of the cache's hits, or earlier if it is faster

@@ -1,4 +1,4 @@
-"""Which prompt is computed next, and how many of its tokens. Pure; times are passed in.
+"""The choice of the next prompt to compute, and of the number of its tokens. Pure; times are passed in.
 
     admit ──▶ LOOKUP ──await_pages──▶ WAITING ──allocate──▶ LOADING ──make_ready──▶ READY ⇄ COMPUTING ──▶ remove
               (prefix cache)          (for pages)           (cached blocks)         (a chunk at a time)
@@ -128,7 +128,7 @@ class PrefillScheduler:
     _served_s: dict[bytes, float] = field(default_factory=dict)
     """Seconds for which the engine has served each tenant, on one scale for all tenants."""
     _fair_s: float = 0.0
-    """What the tenant had that was served last, when it was served; it never falls."""
+    """The service that the tenant served last had received at that time; it never falls."""
 
     @property
     def waiting(self) -> int:

@@ -142,7 +142,7 @@ class PrefillWorker:
         )
 
     async def ledger(self) -> Ledger:
-        """Who holds pages, and whether the sums are right."""
+        """The owners of pages, and whether the sums are right."""
         spec = self._engine.spec
         return await build_ledger(
             self._identity, self._engine, lambda: entries(list(self._live_jobs), spec, time.monotonic())

@@ -35,7 +35,7 @@ from router.serving.validator import RequestValidator, ServedModel, largest_mess
 from router.workers.pool import Pool
 
 _LAST_WORDS_S = 2.0
-"""What clients have to take the end of their streams, before these are cut."""
+"""Seconds for clients to read the end of their streams, before these are cut."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class RouterApp:
 
     @property
     def listening(self) -> str:
-        """Where it listens."""
+        """The addresses of its listeners."""
         return f"grpc={self.address} ops={self.ops_address}"
 
     async def drain(self) -> None:

@@ -67,7 +67,7 @@ class AttemptFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AttemptDeps:
-    """What attempts are made with."""
+    """Dependencies of an attempt."""
 
     pool: Pool
     dispatcher: Dispatcher
@@ -151,7 +151,7 @@ class Attempt:
             yield self._placement, message
 
     async def _placement_request(self) -> PlacementRequest:
-        """What is asked of the dispatcher; with one token to go, prefill samples it, and nothing is decoded."""
+        """The request to the dispatcher; with one token to go, prefill samples it, and nothing is decoded."""
         request, history = self._request, self._history
         context, left = len(request.prompt_ids) + len(self._output_ids), request.max_tokens - len(self._output_ids)
         digests = await self._hasher.hash(self._deps.pool.namespaces, self._output_ids) if self._hasher else {}
@@ -172,7 +172,7 @@ class Attempt:
         )
 
     async def _message(self) -> PrefillMessage:
-        """What prefill is asked for.
+        """The order to the prefill worker.
 
         It is made before there is a placement: the tenant's work may keep its threads busy for long, and a worker that
         waits for them serves nobody.
@@ -227,7 +227,7 @@ class Attempt:
         return PrefixSource(export, placement.pinned_tokens)
 
     def _kv_ticket(self, transfer_id: str, incarnation: str, consumer: str) -> bytes:
-        """What lets `consumer` fetch KV until the deadline; empty where the fleet has no keys."""
+        """The ticket that lets `consumer` fetch KV until the deadline; empty where the fleet has no keys."""
         if (signer := self._deps.signer) is None:
             return b""
         expires = time.time() + (self._remaining() or 0.0)
@@ -356,7 +356,7 @@ class Attempt:
                 placement.decode.cancel_choice(choice)
 
     async def _judge(self, placement: Placement, failed: Failed) -> Exception:
-        """What a failure means for the request, and for its workers."""
+        """The meaning of a failure for the request, and for its workers."""
         if isinstance(failed.error, _FINAL) and failed.cause is not Cause.REFUSED:
             return failed.error
         # Decode may notice before the watch does that it can't fetch KV because the prefill worker is lost.

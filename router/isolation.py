@@ -46,7 +46,7 @@ class Isolation:
         self._attempts: dict[str, int] = {}
         """Requests in the order of their turns, and how many of their attempts take part."""
         self._pair: Selection | None = None
-        """Where the attempts of the request whose turn it is run."""
+        """Workers for the attempts of the request whose turn it is."""
         self._granted: frozenset[str] = frozenset()
         """The workers that these have for themselves."""
         self._empty_by: float | None = None

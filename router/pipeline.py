@@ -33,7 +33,7 @@ from router.workers.pool import Pool
 from router.workers.prefill import Abandoner
 
 VERDICT_S = 15.0
-"""How long a worker that may have been killed by a request is waited for, before it is taken for dead."""
+"""Seconds to wait for a worker that a request may have killed, before it counts as dead."""
 
 _STOPPED = "the router stops before the request has ended"
 
@@ -72,7 +72,7 @@ class Pipeline:
         self._budget = RetryBudget(self._loop.time())
         self._running: dict[asyncio.Task[Any], OutputProcessor] = {}
         self._attempts: dict[Attempt, None] = {}
-        """Those that hold, or wait for, anything; none means that nothing is left of anybody."""
+        """Requests that hold, or wait for, anything; none means that nothing is left of any request."""
         self._stopped = False
 
     async def run(self, request: Request, output: OutputProcessor) -> None:
@@ -181,7 +181,7 @@ class Pipeline:
 
 
 def words(failed: Failed, culprit: str) -> str:
-    """What happened to an attempt, and at which worker or pair."""
+    """The outcome of an attempt, and its worker or pair."""
     error = str(failed.error)
     # Workers name themselves in their errors, but for those of a call that broke.
     where = error if culprit in error else f"worker {culprit}: {error}"

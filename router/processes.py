@@ -107,7 +107,7 @@ def _flags(config: RouterConfig) -> list[str]:
 
 
 def _ops(config: RouterConfig, number: int) -> str:
-    """Where a router is to tell its metrics; port 0: anywhere, when it starts for the first time."""
+    """The address of a router's metrics; port 0: any free one, when it starts for the first time."""
     port = parse_address(config.ops)[1]
     if port + number > _LAST_PORT:
         raise ConfigError(f"ops: {config.ops} leaves no port for router {number}")

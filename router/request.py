@@ -57,7 +57,7 @@ class NoText:
 
 
 class Blame(enum.Enum):
-    """Which part of an attempt a fault lies in."""
+    """The part of an attempt that has a fault."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -65,7 +65,7 @@ class Blame(enum.Enum):
 
 
 class Cause(enum.Enum):
-    """What kind of failure it was; only a fault is held against whom it lies in."""
+    """The kind of a failure; only a fault counts against the part that has it."""
 
     FAULT = "fault"
     LOST = "lost"
@@ -79,13 +79,13 @@ class Cause(enum.Enum):
 
 
 class Suspicion(enum.IntEnum):
-    """Which workers a request is suspected of killing, and so must have for itself."""
+    """The workers that a request is suspected of killing, and so must have for itself."""
 
     NONE = 0
     PREFILL = 1
     """Deaths of workers point at it, but too few of decode workers."""
     DECODE = 2
-    """Those of decode workers do by themselves; it has a prefill worker for itself as well."""
+    """Deaths of decode workers alone suffice; it has a prefill worker for itself as well."""
 
 
 @dataclass(frozen=True, slots=True)

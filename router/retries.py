@@ -1,4 +1,4 @@
-"""Which failed attempts are followed by another one, and when. Pure.
+"""The failed attempts that are followed by another one, and the times. Pure.
 
     fault       something is wrong with a worker or a pair: at most `max_attempts`, each charged to the budget; those
                 before an attempt that brought FORGIVEN_TOKENS do not count
@@ -85,7 +85,7 @@ class AvoidedWorker:
 
 @dataclass(slots=True)
 class History:
-    """What was tried for some choices of a request; attempts are numbered over all of them."""
+    """Attempts at some choices of a request; attempts are numbered over all of them."""
 
     numbers: Iterator[int] = field(default_factory=itertools.count)
     attempts: int = 0
@@ -96,13 +96,13 @@ class History:
     losses: list[WorkerLoss] = field(default_factory=list)
     """Lost connections of which it is a suspect."""
     losses_at_decode: list[WorkerLoss] = field(default_factory=list)
-    """Those of them that are of decode workers."""
+    """Deaths of decode workers among them."""
     losses_alone: list[WorkerLoss] = field(default_factory=list)
-    """Those of them at which nothing else was there."""
+    """Deaths among them at which no other request was there."""
 
     @property
     def suspicion(self) -> Suspicion:
-        """Which workers the next attempt must have for itself, for all that is known now of its losses."""
+        """The workers that the next attempt must have for itself, by the losses that are known now."""
         if _point_at_it(self.losses_at_decode):
             return Suspicion.DECODE
         return Suspicion.PREFILL if _point_at_it(self.losses) else Suspicion.NONE

@@ -1,4 +1,4 @@
-"""How a client command fails: one line on standard error, and an exit status that scripts can tell apart."""
+"""Failures of client commands: one line on standard error, and an exit status that scripts can tell apart."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ except KeyboardInterrupt:
 
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""How writes fail that are nobody's fault but the disk's."""
+"""Errors of writes that are the disk's fault."""
 
 
 class _Commands(click.Group):

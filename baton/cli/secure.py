@@ -1,4 +1,4 @@
-"""What `baton up --secure DIR` keeps in DIR, and the flags by which its services use it.
+"""Files that `baton up --secure DIR` keeps in DIR, and the flags by which its services use them.
 
     as `baton certs` makes them    CA, certificates of router and admin, ticket keys
     prefill-0.… decode-0.… …       a certificate for each worker, so that a ticket for one serves no other
@@ -92,7 +92,7 @@ class SecureFleet:
             )
 
     def describe(self) -> str:
-        """Where clients find what they need, for the ready line."""
+        """Files that clients need, for the ready line."""
         return f" ca={self.file('ca.crt')} api_key_file={self.file('api.key')}"
 
     def _tls_flags(self, name: str) -> list[str]:

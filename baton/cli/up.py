@@ -69,7 +69,7 @@ _OFFERED = (
 """Settings of the services that are also flags of `up`: a given flag goes to all roles that have the setting."""
 
 _NEEDED = ("drain_s", "log_level")
-"""Those of them that `up` uses itself."""
+"""The settings that `up` uses itself."""
 
 _NAME_WIDTH = len("prefill-0")
 

@@ -97,7 +97,7 @@ class SettingsCommand(click.Command):
         self._secrets = {flag_of(name): variable_of(name) for name in secrets}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See click.Command."""
+        """Parse, and refuse what the class's text names."""
         try:
             _, _, given = self.make_parser(ctx).parse_args(list(args))
         except click.NoSuchOption as error:

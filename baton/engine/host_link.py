@@ -1,4 +1,4 @@
-"""How long a chunk must be to hide the copies of KV from host memory behind its own computation."""
+"""The length of a chunk whose computation hides the copies of KV from host memory."""
 
 from __future__ import annotations
 

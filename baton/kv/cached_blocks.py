@@ -101,7 +101,7 @@ class CachedBlockIndex:
         return sum(self._idle)
 
     def idle_pages_in(self, host: bool) -> int:
-        """Those on the device, or in host memory."""
+        """Cached pages on the device, or in host memory."""
         return self._idle[host]
 
     def is_cached(self, page: int) -> bool:
@@ -109,7 +109,7 @@ class CachedBlockIndex:
         return self._run_of[page] is not None
 
     def count_tokens(self, digests: Sequence[bytes]) -> int:
-        """How many leading tokens of the chain are cached."""
+        """The number of leading tokens of the chain that are cached."""
         runs, _, blocks = self._match(digests, len(digests))
         return len(runs) * self.run_tokens + blocks * self._block_size
 

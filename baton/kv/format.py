@@ -71,7 +71,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """What both ends of a transfer and every reader of a cached block must agree on."""
+    """The properties of KV that both ends of a transfer and every reader of a cached block must agree on."""
 
     parts: tuple[KvPart, ...]
     layers: int

@@ -1,4 +1,4 @@
-"""Which tokens of which layers a stream has carried; used by exporter and consumer."""
+"""The tokens of each layer that a stream has carried; used by exporter and consumer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Coverage:
         return tuple((layer, start, stop) for layer, runs in self._runs.items() for start, stop in runs)
 
     def missing(self) -> list[Box]:
-        """What was not carried: one box for each gap in a layer."""
+        """The gaps: one box for each part of a layer that was not carried."""
         gaps = []
         for layer, runs in self._runs.items():
             at = self._box.tokens.start

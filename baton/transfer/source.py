@@ -1,4 +1,4 @@
-"""Where a consumer's frames come from: the protocol of a transport for KV, and gRPC as one.
+"""Sources of a consumer's frames: the protocol of a transport for KV, and gRPC as one.
 
 Another transport (RDMA) implements `KvSource`. It does not decide what is fetched, and does not check or write frames.
 """

@@ -1,4 +1,4 @@
-"""What prefill and decode workers share; imports no torch.
+"""The common part of prefill and decode workers; imports no torch.
 
 Read `start` first: it builds the parts of a worker.
 

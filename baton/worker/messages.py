@@ -1,4 +1,4 @@
-"""What decode workers tell routers about an attempt, as plain types; see decode.proto. Pure."""
+"""Messages of decode workers to routers about an attempt, as plain types of decode.proto. Pure."""
 
 from __future__ import annotations
 

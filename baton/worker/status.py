@@ -56,7 +56,7 @@ class WorkerIdentity:
 
     @property
     def consumer(self) -> str:
-        """Whom KV tickets for this worker are made out to."""
+        """Audience of KV tickets for this worker."""
         return self.principal or self.incarnation
 
 

@@ -143,7 +143,7 @@ class OutputProcessor:
         self._choices = [_Choice(index, request, self.queue) for index in range(request.params.n)]
 
     def unfinished(self, choices: Iterable[int]) -> tuple[int, ...]:
-        """Those of `choices` that have not ended."""
+        """The `choices` that have not ended."""
         return tuple(index for index in choices if self._choices[index].finish is None)
 
     def output_ids(self, choice: int) -> list[int]:
@@ -151,7 +151,7 @@ class OutputProcessor:
         return self._choices[choice].output_ids
 
     def count_emitted(self, choices: Iterable[int]) -> int:
-        """How many tokens of these choices were emitted."""
+        """The number of tokens of these choices that were emitted."""
         return sum(len(self._choices[index].output_ids) for index in choices)
 
     def begin(self, choices: Iterable[int]) -> None:

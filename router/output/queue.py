@@ -1,4 +1,4 @@
-"""What a client has not been sent yet, cut into messages that any client can receive.
+"""Output that a client has not been sent yet, cut into messages that any client can receive.
 
     add ──▶ [Update] [Update] [Update, still filling] ──▶ take: one at a time, oldest first, each at most MESSAGE_BYTES
 
@@ -36,7 +36,7 @@ _TEXT = _ROOM // _CHARACTER_BYTES // 4
 
 @dataclass(slots=True)
 class ChoiceUpdate:
-    """What is new about one choice; the last two say what a finish with STOP is owed to."""
+    """News of one choice; the last two fields name the cause of a finish with STOP."""
 
     index: int
     text: str = ""
@@ -48,7 +48,7 @@ class ChoiceUpdate:
 
 @dataclass(slots=True)
 class Update:
-    """What is new about a request, at most one message; usage and timings come with the last."""
+    """News of a request, at most one message; usage and timings come with the last."""
 
     deltas: dict[int, ChoiceUpdate] = field(default_factory=dict)
     prompt_tokens: Sequence[TokenInfo] = ()
@@ -134,7 +134,7 @@ class OutputQueue:
         return self._take_report() if self._report else self._waiting.popleft()
 
     def _take_report(self) -> Update:
-        """As much of the report as a message holds."""
+        """The part of the report that a message holds."""
         report, start, size = self._report, self._reported, 0
         end = start
         while end < len(report) and (end == start or size + _size(report[end]) <= _ROOM):
@@ -150,7 +150,7 @@ class OutputQueue:
         return update
 
     def _delta(self, choice: int, size: int) -> ChoiceUpdate:
-        """What of the last message is about a choice, with room for `size` bytes more."""
+        """The part of the last message that is about a choice, with room for `size` bytes more."""
         update = self._last(size + _DELTA_BYTES)
         found = update.deltas.get(choice)
         if found is None:

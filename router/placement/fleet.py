@@ -14,7 +14,7 @@ from typing import TypeVar
 from baton.kv.format import KvFormat
 
 RECENT_SHARE = 1 / 10
-"""What a token of the recent past weighs against one that waits."""
+"""The weight of a token of the recent past against one that waits."""
 
 RECENT_S = 60.0
 """Time in which the recent past fades to 1/e."""

@@ -26,7 +26,7 @@ ALL_ASKED, MOST_ASKED = 32, 6
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """What a request asks of placement.
+    """A request's query to placement.
 
     `tokens` are those to prefill; `prefill_match` and `decode_match` tell which workers hold some of them. `avoid`
     names workers, `avoid_pairs` (prefill, decode) pairs, that failed the request before. `never` names decode workers
@@ -63,7 +63,7 @@ class Selection:
 
 
 class Penalty:
-    """What counts against workers and pairs: the request's own past, and breakers."""
+    """Penalties of workers and pairs: from the request's own past, and from breakers."""
 
     def __init__(self, query: PlacementQuery, excluded: Excluded) -> None:
         self._workers = (query.avoid, excluded.workers)
@@ -74,11 +74,11 @@ class Penalty:
         return any(self._workers) or any(self._pairs)
 
     def of_worker(self, name: str) -> int:
-        """How often a worker is counted against."""
+        """The penalty of a worker."""
         return sum(name in names for names in self._workers)
 
     def of_pair(self, prefill: str, decode: str) -> tuple[int, int]:
-        """How often two workers are, and then their pair; less is better."""
+        """The penalties of two workers, then of their pair; less is better."""
         return self.of_worker(prefill) + self.of_worker(decode), sum((prefill, decode) in each for each in self._pairs)
 
     def least(self, prefill: str, decodes: Collection[DecodeView], least_decode: int) -> tuple[int, int]:
@@ -179,7 +179,7 @@ def _open_groups(
 def _least_penalty(
     found: list[tuple[PrefillView, list[DecodeView]]], penalty: Penalty
 ) -> list[tuple[PrefillView, list[DecodeView]]]:
-    """Those of the prefill workers whose best pair has the least penalty of all."""
+    """The prefill workers whose best pair has the least penalty of all."""
     least_of = {
         id(decodes): min((penalty.of_worker(each.name) for each in decodes), default=0)
         for decodes in {id(decodes): decodes for _, decodes in found}.values()

@@ -46,7 +46,7 @@ _INLINE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class BlockNamespace:
-    """What workers must have in common to name blocks alike; `kv_format` is a digest."""
+    """The properties that workers with the same block names have in common; `kv_format` is a digest."""
 
     fingerprint: str
     kv_format: str
@@ -93,7 +93,7 @@ class BlockHasher:
 
 
 EXPECTED_S = 30.0
-"""How long blocks count as held by the worker that computes them, without a report of it."""
+"""Seconds for which blocks count as held by the worker that computes them, without a report of it."""
 
 MOST_BLOCKS = 2**20
 """Each takes about 200 bytes for each worker that holds it."""
@@ -112,7 +112,7 @@ Level = tuple[int, Collection[str]]
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """Which workers hold leading tokens of a prompt; valid until the index changes."""
+    """The workers that hold leading tokens of a prompt; valid until the index changes."""
 
     levels: Sequence[Level]
     """The most tokens first, and of each number all holders, among which are those of more."""
@@ -194,7 +194,7 @@ class PrefixIndex:
         self._coarser.discard(worker)
 
     def match(self, digests: Sequence[bytes], block_size: int, now: float) -> PrefixMatch:
-        """Who holds how much of a chain of blocks of so many tokens."""
+        """The workers that hold the beginning of a chain of blocks, with the tokens that each holds."""
         self._expire(now)
         positions: Sequence[int] = range(len(digests))
         if self._mask:
@@ -210,7 +210,7 @@ class PrefixIndex:
         return PrefixMatch(levels)
 
     def _reach(self, digests: Sequence[bytes], end: int, more_than: int) -> int:
-        """How many of the first `end` blocks more than so many workers hold: steps that double, then halves."""
+        """The number of the first `end` blocks that more than so many workers hold: steps that double, then halves."""
         get, low, high, step = self._blocks.get, 0, end, 1
         while low < end:
             at = low + step - 1 if low + step < end else end - 1
@@ -295,11 +295,11 @@ class PrefixDirectory:
         INDEX_BLOCKS.labels(role.value).set(len(index))
 
     def match_prefill(self, digests: Digests) -> PrefixMatch:
-        """Which prefill workers hold how much of a context; valid until the next report."""
+        """The prefill workers that hold the beginning of a context; valid until the next report."""
         return self._match(self._prefill, digests)
 
     def match_decode(self, digests: Digests) -> PrefixMatch:
-        """Which decode workers hold how much of a context; valid until the next report."""
+        """The decode workers that hold the beginning of a context; valid until the next report."""
         return self._match(self._decode, digests)
 
     def _match(self, index: PrefixIndex, digests: Digests) -> PrefixMatch:

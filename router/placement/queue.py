@@ -53,11 +53,11 @@ class FairQueue(Generic[T]):
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those who wait."""
+        """The entries that wait."""
         return self._queues.keys()
 
     def count(self, tenant: str) -> int:
-        """How many entries of a tenant wait."""
+        """The number of entries of a tenant that wait."""
         return len(self._queues.get(tenant, ()))
 
     def append(self, entry: T, tenant: str) -> None:
@@ -144,7 +144,7 @@ class RequestQueue(Generic[T]):
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those who wait."""
+        """The entries that wait."""
         return {*self._queue.tenants, *(() if self._first is None else (self._first[1],))}
 
     @property

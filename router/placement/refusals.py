@@ -1,4 +1,4 @@
-"""Who of those that wait may ask decode workers, after workers have refused one of them. Pure.
+"""The waiting entries that may ask decode workers, after workers have refused one of them. Pure.
 
 The one that all workers refused first waits for news of a worker, and then tries before all others: its claim to a
 worker's pages lasts only as long as it asks again. Those behind it may ask meanwhile if their context finds the room
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What an entry asks for: a context of so many tokens, for so many choices, but of none of the `closed` workers."""
+    """The need of an entry: a context of so many tokens, for so many choices, on none of the `closed` workers."""
 
     context: int
     choices: int
@@ -40,7 +40,7 @@ class Try:
 
 
 class RefusalGate(Generic[T]):
-    """What refusals say to the entries that wait."""
+    """The meaning of refusals for the entries that wait."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -49,7 +49,7 @@ class RefusalGate(Generic[T]):
         self._room = 0
         self._probe: T | None = None
         self._blocked: set[T] = set()
-        """Those that have been refused since the last news, for what is their own."""
+        """The entries that were refused since the last news, for a reason of their own."""
         self._forks_blocked = False
         self._narrowed: T | None = None
         """The first of those that are narrowed, one at a time, whichever was refused first."""

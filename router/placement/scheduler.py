@@ -1,4 +1,4 @@
-"""Whose turn it is, and which workers it may use. Decisions are return values; time and the fleet are arguments. Pure.
+"""The next entry of the queue, and its workers. Decisions are return values; time and the fleet are arguments. Pure.
 
     push ──▶ queue ── next_turn ──▶ Turn: a request and its selection ── begin ──▶ asks decode workers ──▶ grant ── end
                ▲                                                                        │
@@ -43,7 +43,7 @@ _WITHOUT_ROOM = 8
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What one attempt asks for. `again` is set when the request was accepted before and goes to the head.
+    """The need of one attempt. `again` is set when the request was accepted before and goes to the head.
 
     `life` goes from QUEUED to RESERVING when decode workers are asked, and back when all refuse. `digests` are empty
     for a request that must not read the prefix cache.
@@ -62,7 +62,7 @@ class PlacementRequest:
     salt: bytes = b""
     cache: CachePolicy = CachePolicy.READ_WRITE
     avoided: frozenset[AvoidedWorker] = frozenset()
-    """What failed the request before."""
+    """Workers at which the request failed before."""
 
     @property
     def deadline(self) -> float:
@@ -72,7 +72,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What the decode workers said that refused a request: who can never hold it and why, and when to ask again."""
+    """Refusals of a request by decode workers: which can never hold it and why, and when to ask again."""
 
     never: Mapping[str, str] = field(default_factory=dict)
     retry_after_s: float = math.inf
@@ -96,14 +96,14 @@ class Waiter:
     """The latest one in which it asked decode workers."""
 
     def ask(self, kept: frozenset[str] = frozenset()) -> Ask:
-        """What it asks decode workers for."""
+        """The entry's need at decode workers."""
         request, never = self.request, self.refusal.never
         return Ask(request.context_tokens, len(request.choices), kept.union(never) if never else kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Who is next; `selection` is None for one that every decode worker says it can never hold."""
+    """The next entry; `selection` is None for one that every decode worker says it can never hold."""
 
     waiter: Waiter
     query: PlacementQuery
@@ -113,7 +113,7 @@ class Turn:
 def make_query(
     request: PlacementRequest, never: Mapping[str, str], fleet: FleetView, prefixes: PrefixDirectory
 ) -> PlacementQuery:
-    """What to place, with who can never hold it, who is avoided, and who holds which prefixes now."""
+    """The query of an entry, with the workers that can never hold it, are avoided, or hold its prefixes now."""
     if not never and not request.digests and not request.avoided:
         return request.query
     views = ((each, fleet.prefill.get(each.worker) or fleet.decode.get(each.worker)) for each in request.avoided)
@@ -167,7 +167,7 @@ class PlacementScheduler:
         self._queue.push(waiter, tenant=request.tenant, deadline=request.deadline, now=now)
 
     def next_turn(self, fleet: FleetView, excluded: Excluded, now: float, without_room: set[Waiter]) -> Turn | None:
-        """Who is next; None when nobody can use a turn. Those that find no room join `without_room`.
+        """The next entry; None when no entry can use a turn. Entries that find no room join `without_room`.
 
         The caller begins the turn, or removes the request. One pass over the queue, whose work is linear in the number
         of tenants that wait.
@@ -267,7 +267,7 @@ class PlacementScheduler:
         return self._gone_since is not None
 
     def overdue(self, fleet: FleetView, now: float, worker_wait_s: float) -> tuple[list[Waiter], float]:
-        """Those that have waited long enough for a fleet that is gone, and when the next one will have (inf: none)."""
+        """Entries that have waited long enough for a fleet that is gone, and the time of the next one (inf: none)."""
         late, next_at = [], math.inf
         if self.is_stranded(fleet, now) and self._gone_since is not None:
             for waiter in self._queue:
@@ -288,7 +288,7 @@ class PlacementScheduler:
             raise Overloaded(problem, max(wait_s - self._max_wait_s, SHORTEST_RETRY_S))
 
     def _candidates(self, fleet: FleetView, now: float, most: int) -> Iterator[Waiter]:
-        """Those of the first `most` that may use a turn, in the order of their turns."""
+        """Entries among the first `most` that may use a turn, in the order of their turns."""
         kept, narrowed = fleet.kept, self._gate.narrowed
         if (
             narrowed is not None

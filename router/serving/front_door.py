@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ClientStream(Generic[T]):
-    """What one client is sent, item by item; asking for an item tells that the client has taken the one before.
+    """The items for one client, one by one; asking for an item tells that the client has taken the one before.
 
     `take` makes the items and raises StopAsyncIteration after the last; `generated` tells whether all output is there.
     """
@@ -181,7 +181,7 @@ class FrontDoor:
         """Calls that a drain waits for."""
 
     def authenticate(self, authorization: Sequence[str]) -> Caller:
-        """Who calls, by the values of the header `authorization`. Raises Unauthenticated."""
+        """The caller, by the values of the header `authorization`. Raises Unauthenticated."""
         return self._tenants.caller(authorization)
 
     @contextlib.asynccontextmanager

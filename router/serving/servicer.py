@@ -175,7 +175,7 @@ def _refusal(error: BatonError) -> Any:
 
 
 def generate_request(message: inference_pb2.GenerateRequest, size: int) -> GenerateRequest:
-    """What the message of `size` bytes asks for; neither a text nor a repeated field is read."""
+    """The request in a message of `size` bytes; neither a text nor a repeated field is read."""
     sampling = message.sampling
     prompt: Prompt | None = None
     match message.WhichOneof("prompt"):
@@ -202,7 +202,7 @@ def generate_request(message: inference_pb2.GenerateRequest, size: int) -> Gener
 
 
 def tokenize_prompt(message: inference_pb2.TokenizeRequest) -> TextPrompt | ChatPrompt | None:
-    """What is to be tokenized."""
+    """The text to tokenize."""
     match message.WhichOneof("input"):
         case "text":
             special = message.add_special_tokens if message.HasField("add_special_tokens") else True

@@ -1,4 +1,4 @@
-"""Who calls, and what each tenant may use: open streams, and threads.
+"""Callers, and the limits of each tenant: open streams, and threads.
 
     authorization: Bearer KEY ──▶ Caller (tenant, its limit, whether an admin) or Unauthenticated
 
@@ -41,7 +41,7 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a call comes from; `max_streams` None means no limit."""
+    """The tenant of a call; `max_streams` None means no limit."""
 
     tenant: str = ""
     max_streams: int | None = None
@@ -72,7 +72,7 @@ class Tenants:
         self._streams: Counter[str] = Counter()
 
     def caller(self, authorization: Sequence[str]) -> Caller:
-        """Whose key the values of the header have. Raises Unauthenticated."""
+        """The tenant whose key the header's values contain. Raises Unauthenticated."""
         if self._keys is None:
             return ANYBODY
         seen = digest(_key(authorization))

@@ -84,7 +84,7 @@ class TokenizerProcesses:
         return array("I", answer)
 
     def _ask(self, process: subprocess.Popen[bytes], text: bytes, add_special_tokens: bool) -> tuple[bool, bytearray]:
-        """What `_tokenize` returns in the process, which is idle again after it."""
+        """The result of `_tokenize` in the process, which is idle again after it."""
         limit_s = _LEAST_S + len(text) / _LEAST_BYTES_PER_S
         deadline = time.monotonic() + limit_s
         try:

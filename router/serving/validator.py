@@ -34,7 +34,7 @@ _INLINE_TOKENS = 4096
 _INLINE_MESSAGES = 64
 
 _ID_BYTES = 4
-"""What a token id takes in memory."""
+"""Bytes of a token id in memory."""
 
 _PIECE = 64 << 10
 """Characters encoded in one call, which keeps the interpreter's lock."""
@@ -54,7 +54,7 @@ _TOKEN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the router knows of the served model; `tokenizer` is None when the checkpoint has none.
+    """The served model, as the router knows it; `tokenizer` is None when the checkpoint has none.
 
     `processes` tokenize long texts; without them threads do.
     """
@@ -101,7 +101,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """What a client asks for, as a front end hands it in; nothing of it is checked yet.
+    """A client's request, as a front end hands it in; nothing of it is checked yet.
 
     `make_params` makes the sampling parameters for a vocabulary of a given size, or raises InvalidRequest; of
     `allowed_tokens` there are so many that it may take long. `size` is what the request takes in memory, in bytes.

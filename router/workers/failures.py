@@ -1,4 +1,4 @@
-"""What failures say: breakers judge workers and pairs, losses judge the requests that were there. Pure.
+"""Evidence of failures: breakers judge workers and pairs, losses judge the requests that were there. Pure.
 
 There is a breaker (`baton.breaker`) for each worker and each (prefill, decode) pair, shared by all requests of a
 router. A request avoids what failed *it*; breakers make all requests avoid what fails them one after another. They
@@ -48,18 +48,18 @@ class AttemptHealth:
         self._trials: dict[Key, Permit] = {key: permit for key, permit in trials.items() if permit is not None}
 
     def record_success(self, key: Key | None) -> None:
-        """What `key` names did its part."""
+        """The worker or pair that `key` names did its part."""
         if key is not None:
             self._trials.pop(key, None)
             self._breakers.record_success(key)
 
     def pass_trial(self, key: Key | None) -> None:
-        """What `key` names has begun to do its part, which ends a trial well, but not yet a row of faults."""
+        """The worker or pair has begun to do its part, which ends a trial well, but not yet a row of faults."""
         if key in self._trials:
             self.record_success(key)
 
     def record_fault(self, key: Key | None) -> None:
-        """What `key` names is at fault."""
+        """The worker or pair that `key` names is at fault."""
         if key is not None:
             self._breakers.record_fault(key, self._trials.pop(key, None))
 
@@ -78,7 +78,7 @@ class Breakers:
         self._breakers: dict[Key, Breaker] = {}
 
     def excluded(self) -> Excluded:
-        """What placement should leave out now."""
+        """The workers and pairs that placement should leave out now."""
         keys = [key for key, breaker in self._breakers.items() if not breaker.due]
         return Excluded(
             frozenset(key[0] for key in keys if len(key) == 1),
@@ -143,7 +143,7 @@ class WorkerLoss:
     incarnation: str
     at: float
     share: float = 0.0
-    """What it says against each of its suspects."""
+    """The evidence against each of its suspects."""
     death: bool = True
     """Whether it is a death for all that is known."""
     settled: bool = False
@@ -160,7 +160,7 @@ class WorkerLoss:
             self._listeners.append(listener)
 
     def settle(self, *, death: bool) -> None:
-        """What became of the incarnation was seen."""
+        """The end of the incarnation, or its survival, was seen."""
         self.death, self.settled = death, True
         listeners, self._listeners = self._listeners, []
         for listener in listeners:

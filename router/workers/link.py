@@ -46,7 +46,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Who follows what happens at a worker."""
+    """Followers of a worker's events."""
 
     def update_worker(self, link: WorkerLink) -> None:
         """Its status or its session is another."""
@@ -83,7 +83,7 @@ class WorkerLink:
         self.status: WorkerStatus | None = None
         """Latest status; None while the worker is lost."""
         self.namespace: BlockNamespace | None = None
-        """How it names its blocks; None before it was first heard of."""
+        """The namespace of its blocks; None before its first status."""
         self.session: DecodeSession | None = None
         """The session with an accepted decode worker, while it is open."""
         self._router_id = router_id
@@ -112,7 +112,7 @@ class WorkerLink:
 
     @property
     def name(self) -> str:
-        """What logs and messages call it: its id and address."""
+        """Its name in logs and messages: id and address."""
         return _name(self.status, self.address)
 
     async def run(self) -> None:
@@ -191,7 +191,7 @@ class WorkerLink:
 
     @property
     def consumer(self) -> str:
-        """Whom KV tickets for this decode worker are made out to; "" while it is lost."""
+        """Audience of KV tickets for this decode worker; "" while it is lost."""
         return "" if self.status is None else self.status.identity.consumer
 
     @property
@@ -200,7 +200,7 @@ class WorkerLink:
         return self.status is not None and self.status.draining
 
     def prefill_view(self) -> PrefillView | None:
-        """What placement may know of a prefill worker; None while it is lost."""
+        """Placement's view of a prefill worker; None while it is lost."""
         if self.status is None:
             return None
         return PrefillView(
@@ -217,7 +217,7 @@ class WorkerLink:
         )
 
     def decode_view(self) -> DecodeView | None:
-        """What placement may know of a decode worker; None while there is no session with it."""
+        """Placement's view of a decode worker; None while there is no session with it."""
         if self.status is None or self.session is None or not self.session.open:
             return None
         load = self.status.load

@@ -144,7 +144,7 @@ class Pool:
 
     @property
     def namespaces(self) -> Collection[BlockNamespace]:
-        """How the accepted workers name blocks."""
+        """The block namespaces of the accepted workers."""
         return self._namespaces.keys()
 
     @property
@@ -298,7 +298,7 @@ class Pool:
         _logger.info("%s worker %s joined", link.role.value, link.name)
 
     def _problem(self, link: WorkerLink, identity: WorkerIdentity) -> str | None:
-        """What keeps the worker from joining."""
+        """The reason why the worker can't join."""
         pairs: list[tuple[str, str, str, str]] = [
             ("role", identity.role.value, link.role.value, f"--{link.role.value}, which lists it"),
             ("wire version", str(identity.wire_version), str(WIRE_VERSION), "this router"),

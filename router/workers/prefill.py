@@ -40,7 +40,7 @@ from router.workers.failures import WorkerLoss
 _logger = logging.getLogger(__name__)
 
 LOSS_GRACE_S = 0.5
-"""How long after a broken call its worker's watch may still tell that the worker is lost."""
+"""Seconds after a broken call in which its worker's watch may still tell that the worker is lost."""
 
 LARGE_REPORT = 256
 """Prompt tokens from which on their log-probabilities are converted on a thread."""
@@ -64,7 +64,7 @@ class PrefillLink(Protocol):
 
     @property
     def name(self) -> str:
-        """What logs and messages call the worker."""
+        """The worker's name in logs and messages."""
 
     @property
     def draining(self) -> bool:
@@ -91,10 +91,10 @@ class PrefillAssignment:
         self.cached_tokens = cached_tokens
         """Of the tokens, those that the worker was thought to hold when it was chosen."""
         self.shards = complete_shards(identity.shards, link.address)
-        """Where decode workers reach the worker's KV."""
+        """The worker's KV addresses for decode workers."""
         self.incarnation = identity.incarnation
         self.consumer = identity.consumer
-        """Whom KV tickets for this worker are made out to."""
+        """Audience of KV tickets for this worker."""
         self.lost = lost
         """Set when this incarnation of the worker is lost, whether or not the assignment was released before."""
         self.loss: WorkerLoss | None = None
@@ -238,7 +238,7 @@ async def call_prefill(
 
 
 async def _judge_error(assignment: PrefillAssignment, error: BatonError) -> Failed:
-    """What a failed call means: the worker may be dead, full, or draining, and then nothing is wrong with it."""
+    """The meaning of a failed call: the worker may be dead, full, or draining, and then nothing is wrong with it."""
     # A prompt that is too large for one worker's memory may find room at another.
     if isinstance(error, Overloaded) or (isinstance(error, InvalidRequest) and error.field == "prompt_token_ids"):
         return Failed(error, Blame.PREFILL, Cause.REFUSED)

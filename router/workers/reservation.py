@@ -1,4 +1,4 @@
-"""What an attempt asks of workers and is given: an assignment at a prefill worker, and pages on a decode worker."""
+"""The placement of an attempt: an assignment at a prefill worker, and pages on a decode worker."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What an attempt was given; `decode` is None when nothing is to be decoded.
+    """The placement of an attempt; `decode` is None when nothing is to be decoded.
 
     `consumer` is whom a KV ticket is made out to; what the attempt learns of its workers goes to `health`.
     `pinned_tokens` are the leading ones that the decode worker has already, and `peer` is where prefill can fetch them.
@@ -84,7 +84,7 @@ class Reserver:
         """Attempts of requests that wait, by the decode worker that refused them."""
 
     def query(self, request: PlacementRequest, never: Mapping[str, str]) -> PlacementQuery:
-        """What to place, by what is known now."""
+        """The request to place, by the facts that are known now."""
         return make_query(request, never, self._pool.fleet, self._pool.prefixes)
 
     def assign(self, selection: Selection, query: PlacementQuery) -> PrefillAssignment:

@@ -61,7 +61,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a reservation says of the prefix cache: digests of blocks that may be there, one after the other."""
+    """The prefix of a reservation: digests of blocks that may be cached, one after the other."""
 
     digests: bytes = b""
     salt: bytes = b""
@@ -70,7 +70,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """What the end of a session means; `reason` is empty where no more is known than the session knows itself."""
+    """The meaning of a session's end; `reason` is empty where the session knows no more."""
 
     reason: str
     cause: Cause

@@ -1,4 +1,4 @@
-"""Where the shared prefix cache is: the URLs of the `--redis` setting. Pure; loads no Redis client.
+"""Addresses of the shared prefix cache: the URLs of the `--redis` setting. Pure; loads no Redis client.
 
     redis://[[USER]:PASSWORD@]HOST[:PORT][/DB][?OPTIONS]                      one server
     unix://[[USER]:PASSWORD@]/PATH[?db=DB]                                    one server on a unix socket

@@ -80,7 +80,7 @@ class PrefixCache(Protocol):
         """
 
     async def select_saves(self, digests: Sequence[bytes], hits: int = 0) -> list[bool]:
-        """Which blocks of a long prompt `save` should get: those that the shared store is not known to have.
+        """The blocks of a long prompt that `save` should get: those that the shared store is not known to have.
 
         The store is asked about the first `hits` blocks, which were hits: it may have lost blocks that are used here.
         The blocks do not count as seen. Empty if no other worker could find saved blocks.

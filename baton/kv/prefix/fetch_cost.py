@@ -30,7 +30,7 @@ TRIAL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class FetchDecision:
-    """How many of the `found` leading blocks to fetch, and the seconds that this should save by the known rates."""
+    """The number of the `found` leading blocks to fetch, and the seconds that this should save by the known rates."""
 
     found: int
     blocks: int

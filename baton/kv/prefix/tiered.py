@@ -197,7 +197,7 @@ class TieredPrefixCache:
         await self._shared.close()
 
     async def _absent(self, digests: Sequence[bytes]) -> set[bytes]:
-        """Those that the store would take."""
+        """The blocks that the store would take."""
         wanted = await self._shared.select_writes(digests)
         return {digest for digest, wants in zip(digests, wanted, strict=True) if wants}
 

@@ -1,4 +1,4 @@
-"""What a worker remembers of blocks: seen once, seen again, stored in Redis, or refused on reading. Pure.
+"""A worker's memory of blocks: seen once, seen again, stored in Redis, or refused on reading. Pure.
 
 Keyed by the first 8 bytes of the digests, in two generations of a dictionary. When the young generation is full, it
 becomes the old one, and the old one is dropped. An update moves a block to the young generation. At most about 18 MB
@@ -17,7 +17,7 @@ KEY_BYTES = 8
 
 
 class BlockState(IntEnum):
-    """What is known about a block."""
+    """The known facts about a block."""
 
     NEVER = 0
     ONCE = 1

@@ -230,7 +230,7 @@ class RedisPrefixCache:
         """Do nothing: no block is in this process."""
 
     async def stats(self) -> list[CacheTier]:
-        """What the servers report: blocks are all keys of the database, bytes all memory in use."""
+        """The servers' report: blocks are all keys of the database, bytes all memory in use."""
         blocks = used = most = 0
         for keys, info in await self._call_all([("DBSIZE",), ("INFO", "memory")]):
             blocks += keys if isinstance(keys, int) else 0

@@ -17,7 +17,7 @@ Command: TypeAlias = tuple[Any, ...]
 """A command and its arguments, as `Redis.execute_command` takes them."""
 
 LANES = {"look": 8, "fetch": 8, "write": 4}
-"""How many calls of each kind one node gets at a time, so that no kind delays another."""
+"""The number of calls of each kind that one node gets at a time, so that no kind delays another."""
 
 
 class Node:

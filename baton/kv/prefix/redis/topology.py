@@ -1,4 +1,4 @@
-"""Which master has which key: one server, the master that sentinels name, or the masters of a cluster.
+"""The master of each key: one server, the master that sentinels name, or the masters of a cluster.
 
 A cluster is asked for its slots by CLUSTER SLOTS, on plain clients. Nothing else of redis-py's cluster client is needed
 (docs/decisions/0014-redis-py-as-documented.md).
@@ -29,7 +29,7 @@ _ASKED = 3
 
 
 class Topology(Protocol):
-    """Which node has which key."""
+    """The node of each key."""
 
     health: NodeHealth
     """Whether the nodes could be looked up."""
