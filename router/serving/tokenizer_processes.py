@@ -8,7 +8,8 @@ another one, and the ids come back as bytes.
 
 A process starts when a long text comes and no other process is idle, so there are at most as many as threads. Each
 ends at the end of its standard input, with `close`, and with the thread that started it. One that does not answer for
-far longer than its text can take is killed. Where no process can be started, the thread tokenizes the text itself.
+far longer than its text can take is killed. Where no process can be started, or one ends before it is ready (the
+checkpoint's folder is gone, or has another tokenizer now), the thread tokenizes the text itself.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ _LEAST_BYTES_PER_S = 16 << 10
 
 _TEXT = struct.Struct("=?Q")
 """Whether special tokens are added, and how many bytes of text follow."""
+_READY = b"1"
+"""Written by a process that has loaded its tokenizer."""
 _ANSWER = struct.Struct("=?Q")
 """Whether the text was tokenized, and how many bytes of ids, or of an error in UTF-8, follow."""
 
@@ -65,14 +68,13 @@ class TokenizerProcesses:
         self._idle: list[subprocess.Popen[bytes]] = []
         self._running: set[subprocess.Popen[bytes]] = set()
         self._failed = False
-        """Whether the last start of a process failed."""
+        """Whether the last start of a process failed; it is logged once."""
         self._closed = False
 
     def encode(self, text: bytes, *, add_special_tokens: bool) -> array[int]:
         """Token ids of a text in UTF-8, as `Tokenizer.encode` makes them.
 
-        Raises Unavailable if the process ends or does not answer, EngineError if the tokenizer fails or is no longer
-        that of `digest`.
+        Raises Unavailable if the process ends or does not answer, EngineError if the tokenizer fails.
         """
         answer: bytes | bytearray
         if (process := self._take()) is None:
@@ -139,15 +141,28 @@ class TokenizerProcesses:
                     self._command, bufsize=0, stdin=PIPE, stdout=PIPE, process_group=0, env=self._environment
                 )
             except OSError as error:
-                if not self._failed:
-                    instead = "the router does it itself, and all else waits for 30 ms for a million tokens"
-                    _log.warning("no process to tokenize long texts can be started (%s); %s", error, instead)
-                self._failed = True
-                return None
-            self._failed = False
+                return self._fail_start(str(error))
             self._running.add(process)
+        try:
             os.set_blocking(_pipe(process.stdin), False)
+            ready = _receive(process, len(_READY), time.monotonic() + _LEAST_S) == _READY
+        except (OSError, EOFError, TimeoutError):
+            ready = False
+        except BaseException:
+            self._end(process)
+            raise
+        if ready:
+            self._failed = False
             return process
+        self._end(process)
+        self._check_open()
+        return self._fail_start(f"it ended with status {process.returncode} before it was ready")
+
+    def _fail_start(self, problem: str) -> None:
+        if not self._failed:
+            instead = "the router does it itself, and all else waits for 30 ms for a million tokens"
+            _log.warning("no process to tokenize long texts can be started (%s); %s", problem, instead)
+        self._failed = True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -219,17 +234,18 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder, digest = sys.argv[1:]
     tokenizer = Tokenizer.load(folder)
-    changed = tokenizer_digest(folder) != digest
+    if tokenizer_digest(folder) != digest:
+        sys.exit(f"the tokenizer in {folder} has changed since the router started")
     # Whatever else is written to standard output goes to standard error.
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    sink.write(_READY)
+    sink.flush()
     with contextlib.suppress(EOFError):
         while True:
             add_special_tokens, size = _TEXT.unpack(_read(source, _TEXT.size))
             text = _read(source, size)
-            answer = False, f"the tokenizer in {folder} has changed since the router started".encode()
-            if not changed:
-                answer = _tokenize(tokenizer, text, add_special_tokens)
+            answer = _tokenize(tokenizer, text, add_special_tokens)
             sink.write(_ANSWER.pack(answer[0], len(answer[1])) + answer[1])
             sink.flush()
             # A million tokens would leave 400 MB with a process that may never be needed again.

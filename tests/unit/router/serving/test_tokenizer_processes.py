@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,17 +156,21 @@ def test_an_idle_process_keeps_no_memory_of_its_last_text_and_has_one_thread(pro
     assert len(list(Path(f"/proc/{processes.taken[0].pid}/task").iterdir())) == 1
 
 
-def test_a_process_without_a_tokenizer_ends_with_an_error(processes: Watched, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(Unavailable, match=r"ended with status 1; try again$"):
-        processes.encode(b"x", add_special_tokens=True)
-
-
-def test_a_process_with_another_tokenizer_than_the_router_refuses_texts(processes: Watched, tmp_path: Path) -> None:
-    with (tmp_path / "tokenizer.json").open("a") as file:
-        file.write("\n")
-    with pytest.raises(EngineError, match=r"can't be tokenized: the tokenizer in .* has changed since the router"):
-        processes.encode(b"x", add_special_tokens=True)
+@pytest.mark.parametrize("change", ["folder is gone", "tokenizer is another"])
+def test_texts_are_tokenized_in_the_router_when_the_checkpoint_has_changed(
+    processes: Watched, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    if change == "folder is gone":
+        shutil.rmtree(tmp_path)
+    else:
+        with (tmp_path / "tokenizer.json").open("a") as file:
+            file.write("\n")
+    for text in TEXTS:
+        found = processes.encode(text.encode(), add_special_tokens=True)
+        assert list(found) == processes._tokenizer.encode(text)
+    (warning,) = caplog.messages
+    assert "(it ended with status 1 before it was ready); the router does it itself" in warning
+    assert not processes.taken
 
 
 def test_a_text_that_the_tokenizer_refuses_ends_with_its_error_and_the_process_goes_on(tmp_path: Path) -> None:
@@ -195,5 +200,6 @@ def test_a_process_survives_sigterm_and_imports_nothing_from_the_working_directo
 
 
 def test_a_process_ends_with_its_standard_input(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", tokenizer_processes.__name__, str(checkpoint(tmp_path)), "digest"]
+    folder = checkpoint(tmp_path)
+    command = [sys.executable, "-m", tokenizer_processes.__name__, str(folder), tokenizer_digest(folder)]
     assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=WAIT_S).returncode == 0
