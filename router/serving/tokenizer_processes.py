@@ -141,7 +141,8 @@ class TokenizerProcesses:
                     self._command, bufsize=0, stdin=PIPE, stdout=PIPE, process_group=0, env=self._environment
                 )
             except OSError as error:
-                return self._fail_start(str(error))
+                self._fail_start(str(error))
+                return None
             self._running.add(process)
         try:
             os.set_blocking(_pipe(process.stdin), False)
@@ -156,7 +157,8 @@ class TokenizerProcesses:
             return process
         self._end(process)
         self._check_open()
-        return self._fail_start(f"it ended with status {process.returncode} before it was ready")
+        self._fail_start(f"it ended with status {process.returncode} before it was ready")
+        return None
 
     def _fail_start(self, problem: str) -> None:
         if not self._failed:

@@ -216,6 +216,14 @@ def test_importing_baton_is_light() -> None:
     assert done.stdout.strip() == ""
 
 
+def test_the_installed_package_wins_over_a_folder_named_baton(tmp_path: Path) -> None:
+    """As in the folder above a clone, which is a package without code for Python."""
+    (tmp_path / "baton").mkdir()
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = "from baton import Client"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True)
+
+
 def test_a_worker_loads_nothing_that_it_may_not_need() -> None:
     heavy = ("transformers", "torch._dynamo", "sympy", "cryptography", "redis", "tokenizers", "jinja2")
     code = f"import sys, prefill_svc.app, decode_svc.app, baton.engine.factory; print(*{{*sys.modules}} & {{*{heavy}}})"
