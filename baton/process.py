@@ -29,6 +29,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 from baton.config.options import Settings
 from baton.config.roles import command
 from baton.errors import BatonError
+from baton.executors import LookupThreads
 
 # gRPC reads it when it is imported, which is after this module. Services report faults better than gRPC's own log,
 # which has a line for each connection that a peer closes.
@@ -95,7 +96,9 @@ def _exit(status: int) -> NoReturn:
 
 async def serve(app: Running, role: str) -> int:
     """Run `app` until a signal or its failure; the exit status."""
-    listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(LookupThreads())
+    listening: asyncio.Future[None] = loop.create_future()
     with signals() as stop:
         # One task for the whole life of the app: the task that enters a context must also leave it.
         living = asyncio.create_task(_run(app, role, stop, listening), name=role)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 
 import grpc
 
+from baton import executors
 from baton.engine.contract import EngineSpec
 from baton.errors import Cancelled, InvalidRequest
+from baton.executors import WORK
 from baton.kv.hashing import MAX_SALT_BYTES
 from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.request import MAX_CHOICES, PrefillProgress, SamplingParams, check_count, check_id, check_length
@@ -44,14 +45,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         left = context.time_remaining()
         deadline = None if left is None else time.monotonic() + left
         if _token_ids(request) > _LARGE_TOKENS:
-            task = await asyncio.to_thread(task_from_proto, request, self._spec, deadline)
+            task = await executors.run(WORK, task_from_proto, request, self._spec, deadline)
         else:
             task = task_from_proto(request, self._spec, deadline)
         job = self._worker.submit(task)
         try:
             async for event in job.events():
                 if isinstance(event, PrefillDone) and event.prompt_tokens:
-                    yield await asyncio.to_thread(event_to_proto, event)
+                    yield await executors.run(WORK, event_to_proto, event)
                 else:
                     yield event_to_proto(event)
         finally:

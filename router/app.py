@@ -13,10 +13,11 @@ from functools import partial
 
 import grpc
 
-from baton import freed_memory
+from baton import executors, freed_memory
 from baton.admin import ADMIN_SERVICE, AdminSources, add_admin
 from baton.config.router import RouterConfig
 from baton.digest import tokenizer_digest
+from baton.executors import WORK
 from baton.kv.hashing import request_salt
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
@@ -82,7 +83,7 @@ async def run(config: RouterConfig, *, shared: bool = False) -> AsyncIterator[Ro
     tls = Tls.load(config, "router")
     tenants = Tenants(config.api_keys, config.fleet_secret)
     signer = TicketSigner(config.ticket_key) if config.ticket_key else None
-    model, longest, digest = await asyncio.to_thread(_load, config)
+    model, longest, digest = await executors.run(WORK, _load, config)
     largest = largest_message(min(longest, config.max_model_len or longest), model.vocab_size)
     # The first large request should not pay for page faults either: it is received, copied and parsed on the loop.
     freed_memory.prepare(2 * largest)

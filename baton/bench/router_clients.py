@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 
+from baton import executors
 from baton.pb import inference_pb2
 
 START_S = 60.0
@@ -82,7 +83,7 @@ async def _run(targets: list[str], streams: int, slow: int, max_tokens: int) -> 
     gc.disable()
     reading = [asyncio.create_task(stream.read()) for stream in quick]
     print("streaming", flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+    await executors.run(executors.WORK, sys.stdin.read)
     for task in reading:
         if task.done():
             task.result()

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import grpc
 
-from baton import bundled
+from baton import bundled, executors
 from baton.digest import tokenizer_digest
 from baton.kv.format import KvFormat, attention_parts
 from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -231,7 +231,7 @@ async def _serve(step_s: float) -> None:
     async with _listening(WorkerRole.PREFILL, add_prefill) as prefill, _listening(WorkerRole.DECODE, add_decode) as at:
         stepping = asyncio.create_task(decode.run())
         print(f"listening prefill={prefill} decode={at}", flush=True)
-        await asyncio.to_thread(sys.stdin.read)
+        await executors.run(executors.WORK, sys.stdin.read)
         stepping.cancel()
         print(json.dumps(decode.steps), flush=True)
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from baton import executors
 from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.executor import OnLayer
@@ -231,10 +232,9 @@ class Consumer(_End):
 
 
 async def _serve(end: Producer | Consumer) -> None:
-    loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         print(json.dumps({"ready": await end.start(stack)}), flush=True)
-        while line := await loop.run_in_executor(None, sys.stdin.readline):
+        while line := await executors.run(executors.WORK, sys.stdin.readline):
             ((command, arguments),) = json.loads(line).items()
             answer = await end.commands[command](**arguments)
             print(json.dumps(answer | {"cpu": time.process_time()}), flush=True)

@@ -18,8 +18,10 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
+from baton import executors
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, IncompleteTransfer, InvalidRequest, TransferError
+from baton.executors import COPIES, WORK
 from baton.kv.format import KvCompression, Shard
 from baton.request import Handoff
 from baton.telemetry.metrics import LEASES_EXPIRED, TRANSFER_BYTES
@@ -196,7 +198,7 @@ class Export:
                 yield wire.PROGRESS
                 sent_at = self._loop.time()
         self._check()
-        yield await asyncio.to_thread(self._encoded_commit)
+        yield await executors.run(WORK, self._encoded_commit)
         self._renew()
 
     def _encoded_commit(self) -> bytes:
@@ -218,7 +220,7 @@ class Export:
         if piece is None:
             return None
         self._reading += 1
-        read = self._loop.run_in_executor(None, self._read, *piece, box.heads, compression)
+        read = executors.run(COPIES, self._read, *piece, box.heads, compression)
         read.add_done_callback(self._on_read_done)
         return read
 

@@ -18,8 +18,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
+from baton import executors
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import CorruptFrame, IncompleteTransfer, TransferError, WrongPrefix
+from baton.executors import COPIES
 from baton.kv.format import Shard
 from baton.request import Handoff
 from baton.tasks import wait_to_end
@@ -160,14 +162,13 @@ async def _pull_shard(
 
 async def _receive(source: KvSource, receiver: Receiver) -> list[Box]:
     """Read one stream to its end; returns the boxes to fetch again."""
-    loop = asyncio.get_running_loop()
     writing: asyncio.Future[None] | None = None
     async with aclosing(source.frames(receiver.box)) as frames:
         try:
             async for frame in frames:
                 if writing is not None:
                     await asyncio.shield(writing)
-                writing = loop.run_in_executor(None, receiver.add_frame, frame)
+                writing = executors.run(COPIES, receiver.add_frame, frame)
             if writing is not None:
                 await asyncio.shield(writing)
         finally:

@@ -13,9 +13,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from baton import executors
 from baton.admin import LedgerSource
 from baton.engine.contract import Engine
 from baton.errors import EngineError
+from baton.executors import WORK
 from baton.kv.pool import DRAINING
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import State
@@ -37,7 +39,7 @@ async def build_ledger(
     violation, draining, listed = "", list[LedgerEntry](), entries()
     page_bytes = engine.spec.page_size * engine.spec.kv_format.token_bytes
     try:
-        pages = await asyncio.to_thread(engine.audit)
+        pages = await executors.run(WORK, engine.audit)
         listed = entries()
         for name, count in pages.items():
             if name.endswith(DRAINING):
@@ -45,7 +47,7 @@ async def build_ledger(
                 draining.append(LedgerEntry(owner, "draining", State.ENDED.value, count, count * page_bytes))
         orphans = _owners(pages) - {entry.owner for entry in listed} - {SELF_TEST}
         if orphans:
-            orphans &= _owners(await asyncio.to_thread(engine.audit))
+            orphans &= _owners(await executors.run(WORK, engine.audit))
             orphans -= {entry.owner for entry in entries()}
         if orphans:
             violation = f"no running request owns the pages of {', '.join(sorted(orphans))}"

@@ -12,7 +12,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
+from baton import executors
 from baton.engine.contract import Engine, KvHandle
+from baton.executors import COPIES, WORK
 from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix import Payload, PrefixCache
 from baton.tasks import wait_to_end
@@ -51,7 +53,7 @@ class BlockCopier:
         """The digests of all full blocks of `ids`; uses a thread if there are many."""
         if len(ids) < LONG_TOKENS:
             return self.digests(ids, salt)
-        return await asyncio.to_thread(self.digests, ids, salt)
+        return await executors.run(WORK, self.digests, ids, salt)
 
     def digests(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
         """The same on the calling thread; about a microsecond for each block."""
@@ -176,7 +178,7 @@ class BlockCopier:
 
 async def _in_thread(copy: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a copy in a thread. Returns or raises, also when cancelled, only after the copy has ended."""
-    copying = asyncio.ensure_future(asyncio.to_thread(copy, *args, **kwargs))
+    copying = executors.run(COPIES, copy, *args, **kwargs)
     await wait_to_end(copying)
     return copying.result()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
+from baton import executors
 from baton.cache_report import CacheTier
 from baton.engine.contract import Engine
+from baton.executors import WORK
 from baton.kv.prefix import PrefixCache
 from baton.telemetry import metrics
 
@@ -38,7 +39,7 @@ class CacheTiers:
 
     async def clear(self, shared: bool) -> list[CacheTier]:
         """Drop all cached blocks, in Redis too if `shared`; returns the tiers with the dropped blocks and bytes."""
-        pages = await asyncio.to_thread(self._engine.drop_cached)
+        pages = await executors.run(WORK, self._engine.drop_cached)
         return [self._pool(pages), *await self._cache.clear(shared=shared)]
 
     def _pool(self, pages: int) -> CacheTier:

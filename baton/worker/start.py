@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from baton import executors
 from baton.config.worker import WorkerConfig
 from baton.digest import tokenizer_digest
 from baton.engine.contract import Engine, EngineSpec
 from baton.engine.process import pin_compute_threads
+from baton.executors import WORK
 from baton.kv.format import KvFormat
 from baton.kv.prefix import PrefixCache, open_prefix_cache
 from baton.model.checkpoint import resolve
@@ -51,8 +52,8 @@ async def start_runtime(
     async with contextlib.AsyncExitStack() as stack:
         thread = EngineThread(f"{role.value}-engine")
         stack.push_async_callback(thread.close)
-        directory = await asyncio.to_thread(resolve, config.checkpoint)
-        digest = await asyncio.to_thread(tokenizer_digest, directory)
+        directory = await executors.run(WORK, resolve, config.checkpoint)
+        digest = await executors.run(WORK, tokenizer_digest, directory)
         if engine is None:
             engine = await thread.run(_build, config)
             stack.callback(engine.close)

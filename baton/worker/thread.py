@@ -9,6 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from baton import executors
+from baton.executors import WORK
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -53,4 +56,4 @@ class EngineThread:
         # The engine thread may take some meanwhile.
         for future, _ in tuple(self._preempting):
             future.cancel()
-        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+        await executors.run(WORK, self._executor.shutdown, cancel_futures=True)

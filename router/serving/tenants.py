@@ -7,7 +7,7 @@ a number of open streams. Tokenize and Detokenize count as streams too. GetModel
 refusal.
 
 Threads are for what would hold up the event loop: tokenizing, hashing, converting large reports. They are the router's
-own: asyncio's default threads also resolve host names, which must not wait behind texts.
+own, so that texts of tenants delay nothing else.
 
     run ──▶ a queue for each tenant, which take turns ──▶ 2 to 4 threads, of which one tenant may use all but one
 

@@ -49,7 +49,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Discovery:
-    """Calls `found` with the set of addresses behind `targets`, at once and whenever it changes."""
+    """Calls `found` with the set of addresses behind `targets` whenever it changes, at once with those that are known.
+
+    Each name is looked up apart: one whose look-up hangs delays no other.
+    """
 
     def __init__(self, flag: str, targets: Sequence[str], interval_s: float, found: Callable[[set[str]], None]) -> None:
         self._names = [target.removeprefix(_DNS) for target in targets if target.startswith(_DNS)]
@@ -68,26 +71,29 @@ class Discovery:
 
     async def run(self) -> None:
         """Look up until cancelled; static addresses alone need no second look."""
-        known: set[str] | None = None
+        if self._static:
+            self._found(self._static)
+        await asyncio.gather(*map(self._follow, self._names))
+
+    async def _follow(self, name: str) -> None:
+        """Look up one name until cancelled."""
         while True:
-            await asyncio.gather(*map(self._look_up, self._names))
-            addresses = self._static.union(*self._known.values())
-            if addresses != known:
-                known = addresses
-                self._found(addresses)
-            if not self._names:
-                return
+            addresses = await self._look_up(name)
+            if addresses is not None and addresses != self._known[name]:
+                self._known[name] = addresses
+                self._found(self._static.union(*self._known.values()))
             await asyncio.sleep(self._interval_s)
 
-    async def _look_up(self, name: str) -> None:
+    async def _look_up(self, name: str) -> set[str] | None:
+        """The addresses of a name now; None if it can't be looked up."""
         host, port = parse_address(name)
         try:
             records = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             # Workers that are known go on serving while a name server has a bad moment.
             _logger.warning("%s can't be looked up: %s", name, error)
-            return
-        self._known[name] = {join_address(record[4][0], port) for record in records}
+            return None
+        return {join_address(record[4][0], port) for record in records}
 
 
 class Pool:

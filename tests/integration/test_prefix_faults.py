@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,3 +131,30 @@ async def test_no_request_fails_when_redis_does(fault: Fault, reasons: set[str],
             async with asyncio.timeout(60):  # hits come back
                 await load.until(lambda: bool(load.seen[-1].redis))
     assert all(seen.right for seen in load.seen)
+
+
+async def test_names_that_do_not_resolve_hold_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sentinels by name, and a resolver that hangs: transfers and page copies have threads of their own."""
+    look_up, hanging, over = socket.getaddrinfo, threading.Event(), threading.Event()
+
+    def getaddrinfo(host: Any, *args: Any, **kind: Any) -> Any:
+        if str(host).endswith(".invalid"):
+            hanging.set()
+            over.wait()
+        return look_up(host, *args, **kind)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    # One thread: a single look-up that hangs takes all that other work could have.
+    names = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(names)
+    url = "redis+sentinel://one.invalid:1,two.invalid:2,three.invalid:3/primary"
+    try:
+        async with Fleet(bundled.path(), cache_budget_s=0.05) as fleet:
+            prefill = await fleet.prefill(engine=FakeEngine(pages=64), redis=url)
+            decode = await fleet.decode(engine=FakeEngine(pages=64), redis=url)
+            load = Load(await fleet.router([prefill], [decode]))
+            for _ in range(4):
+                assert (await load.ask()).right
+        assert hanging.is_set()
+    finally:
+        over.set()

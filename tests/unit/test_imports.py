@@ -216,6 +216,19 @@ def test_importing_baton_is_light() -> None:
     assert done.stdout.strip() == ""
 
 
+def test_the_default_executor_is_left_to_names() -> None:
+    """A look-up that hangs holds its thread; work that shares these threads would wait for it (`baton.executors`)."""
+    found = []
+    for path in (each for package in PACKAGES for each in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                name, first = node.func.attr, node.args[0] if node.args else None
+                takes_default = isinstance(first, ast.Constant) and first.value is None
+                if name == "to_thread" or (name == "run_in_executor" and takes_default):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []
+
+
 def test_the_installed_package_wins_over_a_folder_named_baton(tmp_path: Path) -> None:
     """As in the folder above a clone, which is a package without code for Python."""
     (tmp_path / "baton").mkdir()

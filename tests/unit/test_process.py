@@ -138,6 +138,55 @@ async def test_the_process_ends_when_all_is_stopped_and_takes_nothing_apart() ->
     assert (child.returncode, said) == (0, b"listening x=1\ndrained\nstopped\n"), errors
 
 
+LOOKING_UP = """
+import asyncio, contextlib, socket, sys, threading
+from dataclasses import dataclass
+from baton.process import main
+
+def getaddrinfo(*_, **__):
+    print("looking up", flush=True)
+    threading.Event().wait()
+
+class Service:
+    listening = "x=1"
+    async def drain(self):
+        pass
+
+@contextlib.asynccontextmanager
+async def run(settings):
+    loop = asyncio.get_running_loop()
+    socket.getaddrinfo = getaddrinfo
+    look_up = asyncio.ensure_future(loop.getaddrinfo("name", 1))
+    service = Service()
+    service.failed = loop.create_future()
+    yield service
+    look_up.cancel()
+    print("stopped", flush=True)
+
+@dataclass(frozen=True)
+class Settings:
+    pass
+
+sys.exit(main("decode", "decode_svc", Settings, run))
+"""
+
+
+async def test_a_look_up_of_a_name_that_hangs_does_not_hold_up_the_end() -> None:
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", LOOKING_UP, stdout=PIPE, stderr=PIPE)
+    assert child.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            said = {await child.stdout.readline(), await child.stdout.readline()}
+            child.send_signal(signal.SIGTERM)
+            rest, errors = await child.communicate()
+        assert said == {b"listening x=1\n", b"looking up\n"}
+        assert (child.returncode, rest) == (0, b"stopped\n"), errors
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
 LOADING = """
 import asyncio, contextlib, sys, threading
 from dataclasses import dataclass

@@ -40,7 +40,25 @@ async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> Non
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     # A failed look-up keeps what is known.
-    assert found == [{"a:1", "10.0.0.1:7000", "10.0.0.2:7000"}, {"a:1", "10.0.0.2:7000", "[fd00::3]:7000"}]
+    first, later = {"10.0.0.1:7000", "10.0.0.2:7000"}, {"10.0.0.2:7000", "[fd00::3]:7000"}
+    assert found == [{"a:1"}, {"a:1", *first}, {"a:1", *later}]
+
+
+async def test_a_name_whose_look_up_hangs_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def getaddrinfo(host: str, port: int, **kind: int) -> list[tuple[object, ...]]:
+        if host == "hangs":
+            await asyncio.Event().wait()
+        return [(0, 0, 0, "", ("10.0.0.1", port))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    found: asyncio.Queue[set[str]] = asyncio.Queue()
+    targets = ["dns:///hangs:1", "dns:///decode:7000", "a:1"]
+    task = asyncio.create_task(Discovery("--decode", targets, 0.01, found.put_nowait).run())
+    async with asyncio.timeout(60):
+        assert await found.get() == {"a:1"}
+        assert await found.get() == {"a:1", "10.0.0.1:7000"}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_real_name() -> None:
