@@ -4,11 +4,11 @@
       │        └ 2        │                            │        └ again: stop now
       └ signal: 0         └ signal: 0                  └ the service fails: 1
 
-On SIGTERM or SIGINT a service drains, and the process ends with status 0; a second signal cuts the drain short. A
-signal before the service listens ends the process at once, since no client depends on it yet; the load of a model runs
-on a thread that can't be stopped otherwise. If the service itself fails, the process prints why and ends with status 1.
-It does the same if the service can't stop within STOP_S because one of its threads hangs. Signal handlers are set here
-and nowhere else.
+On SIGTERM, SIGINT or SIGHUP a service drains, and the process ends with status 0; a second signal cuts the drain
+short. A signal before the service listens ends the process at once, since no client depends on it yet; the load of a
+model runs on a thread that can't be stopped otherwise. If the service itself fails, the process prints why and ends
+with status 1. It does the same if the service can't stop within STOP_S (FAILED_STOP_S after a failure) because one of
+its threads hangs. Signal handlers are set here and nowhere else.
 
 After the service has stopped, the process ends without unloading its modules: with torch loaded, that would take
 seconds on a busy machine.
@@ -36,9 +36,11 @@ from baton.executors import LookupThreads
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 STOP_S = 15.0
+FAILED_STOP_S = 2.0
+"""Seconds in which routers hear of a failure."""
 ABANDON_S = 0.5
 _GC_THRESHOLDS = (20_000, 50, 10)
-_NUMBERS = (signal.SIGTERM, signal.SIGINT)
+_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]
             print(f"{role}: {error}", file=sys.stderr)
         sys.exit(2)
 
-    for number in _NUMBERS:
+    for number in stop_signals():
         signal.signal(number, lambda *_: os._exit(0))
     # Before torch is imported: frequent collections over its objects would take a tenth of the import.
     gc.set_threshold(*_GC_THRESHOLDS)
@@ -127,16 +129,21 @@ class Signals:
         return None
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals that stop a process: SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under nohup."""
+    return [number for number in _NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 @contextlib.contextmanager
 def signals() -> Iterator[Signals]:
-    """Record SIGTERM and SIGINT, in place of their usual effect, until the block ends."""
-    found, loop = Signals(), asyncio.get_running_loop()
-    for number in _NUMBERS:
+    """Record `stop_signals`, in place of their usual effect, until the block ends."""
+    found, loop, numbers = Signals(), asyncio.get_running_loop(), stop_signals()
+    for number in numbers:
         loop.add_signal_handler(number, found.receive, number.name)
     try:
         yield found
     finally:
-        for number in _NUMBERS:
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
@@ -159,7 +166,8 @@ async def _run(app: Running, role: str, stop: Signals, listening: asyncio.Future
                     _log.error("%s failed: %s", role, service.failed.exception())
                     return 1
             finally:
-                limit = asyncio.get_running_loop().call_later(STOP_S, _exit_hung, role)
+                seconds = FAILED_STOP_S if service.failed.done() else STOP_S
+                limit = asyncio.get_running_loop().call_later(seconds, _exit_hung, role, seconds)
                 stopping.callback(limit.cancel)
     return 0
 
@@ -173,8 +181,8 @@ def _freeze_garbage_collector() -> None:
     gc.freeze()
 
 
-def _exit_hung(role: str) -> None:
-    _log.error("%s does not stop within %g s: one of its threads hangs", role, STOP_S)
+def _exit_hung(role: str, seconds: float) -> None:
+    _log.error("%s does not stop within %g s: one of its threads hangs", role, seconds)
     os._exit(1)
 
 

@@ -9,7 +9,8 @@
 
 A supervisor has a group of processes that stops as one. Groups that stop one after the other are supervisors in nested
 blocks. A successor starts at once if the child had served for `steady_s`, and after the first early end. After further
-early ends it starts after a pause, which doubles each time.
+early ends it starts after a pause, which doubles each time. A successor that hangs at its start is killed, and has a
+successor of its own.
 
 Each child leads a session of its own: Ctrl-C in a terminal reaches only the supervisor, and when the child ends, other
 processes in its session are killed. On Linux the kernel kills the children when the supervisor dies, even by SIGKILL
@@ -25,6 +26,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -56,6 +58,8 @@ class SupervisorTimes(NamedTuple):
     max_pause_s: float = 30.0
     steady_s: float = 5.0
     """If a child has been ready for this long, its end is not early."""
+    start_stall_s: float = 60.0
+    """A successor that uses no processor time for this long before it is ready hangs, and is replaced."""
 
 
 def parse_listeners(line: str) -> dict[str, str]:
@@ -100,6 +104,16 @@ class SupervisedProcess:
             # Process.send_signal may consume the exit status that the loop waits for.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
+
+    def processor_time(self) -> int | None:
+        """Processor time of all its threads so far, in clock ticks (proc(5)); None where the system does not tell."""
+        if self._process is None:
+            return None
+        try:
+            after_name = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return int(after_name[11]) + int(after_name[12])
 
     async def launch(self) -> None:
         """Start a process, from a thread that lives at least as long. Raises Unavailable if it can't be started."""
@@ -246,9 +260,21 @@ class Supervisor:
                 continue
             if self._stopping.is_set():
                 child.signal(signal.SIGTERM)
+            watching = asyncio.create_task(self._watch_start(child), name=f"start of {child.name}")
             words = await child.end()
+            watching.cancel()
         if not (self._stopping.is_set() or self.death.done()):
             self.death.set_result(words)
+
+    async def _watch_start(self, child: SupervisedProcess) -> None:
+        """Kill a child whose start makes no progress; a large model may load for long."""
+        used = None
+        while child.ready_s is None and (used is None or used != child.processor_time()):
+            used = child.processor_time()
+            await asyncio.sleep(self._times.start_stall_s)
+        if child.ready_s is None:
+            _log.error("%s hangs at its start: it uses no processor time", child.name)
+            child.signal(signal.SIGKILL)
 
     async def _wait_for_stop(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):

@@ -91,6 +91,7 @@ async def run(config: DecodeConfig, *, engine: Engine | None = None) -> AsyncIte
                 ledger=service.ledger,
                 cache=service.cache_tiers.list_tiers,
                 clear=service.cache_tiers.clear,
+                fail=service.worker.fail_engine,
             )
         )
         turning = service.start(base.thread)

@@ -105,6 +105,7 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 ledger=worker.ledger,
                 cache=backends.cache_tiers.list_tiers,
                 clear=backends.cache_tiers.clear,
+                fail=worker.fail_engine,
             )
         )
         yield PrefillApp(addresses, worker, cache, status, base.engine, config)

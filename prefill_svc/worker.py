@@ -85,7 +85,7 @@ class PrefillWorker:
         self._faults = FaultCounter()
         self._closing = False
         self._next_allocation = self._loop.call_soon(self._allocate_pages)
-        self._audit = IdleAudit(self.ledger, lambda: not self._live_jobs, self._fail_engine)
+        self._audit = IdleAudit(self.ledger, lambda: not self._live_jobs, self.fail_engine)
         self._audit_task = asyncio.create_task(self._audit.run(), name="idle-audit")
         self._audit_task.add_done_callback(self._on_checked)
 
@@ -381,7 +381,7 @@ class PrefillWorker:
         check.add_done_callback(self._on_checked)
         await wait_to_end(check)
 
-    def _fail_engine(self, error: BaseException) -> None:
+    def fail_engine(self, error: BaseException) -> None:
         """End all jobs because the engine can't be trusted any more, and set `failed`."""
         self._refusal = f"the engine failed: {error}"
         for job in list(self._open_jobs.values()):
@@ -391,7 +391,7 @@ class PrefillWorker:
 
     def _on_checked(self, check: asyncio.Future[Any]) -> None:
         if not check.cancelled() and (error := check.exception()) is not None:
-            self._fail_engine(error)
+            self.fail_engine(error)
 
 
 def _finite(deadline: float) -> float | None:

@@ -41,7 +41,7 @@ from baton.errors import BatonError, ConfigError, ModelError, Unavailable
 from baton.model.checkpoint import weight_files
 from baton.model.fingerprint import cache_folder
 from baton.native.mapping import unnamed_file
-from baton.process import STOP_S, Signals, signals
+from baton.process import STOP_S, Signals, signals, stop_signals
 from baton.rpc.channel import control_channel
 from baton.rpc.tls import Tls
 from baton.supervisor import Supervisor, parse_listeners
@@ -124,12 +124,12 @@ _FIELDS = {field.name: field for role in reversed(ROLES.values()) for field in f
 def up(ctx: click.Context, /, **flags: Any) -> None:
     """Run router, prefill and decode on this machine until Ctrl-C.
 
-    At Ctrl-C or SIGTERM the router refuses new requests and lets running ones finish; then everything ends with status
-    0. A second Ctrl-C or SIGTERM stops everything at once.
+    At Ctrl-C, SIGTERM or SIGHUP (a terminal that closes) the router refuses new requests and lets running ones finish;
+    then everything ends with status 0. A second Ctrl-C or signal stops everything at once.
 
-    If a worker or the embedded Valkey dies, it is started again at the same address; standard error says which one and
-    why. If the router dies, or a worker before all is ready, everything ends with status 1. Bad flags and variables end
-    with status 2.
+    If a worker or the embedded Valkey dies or hangs, it is started again at the same address; standard error says which
+    one and why. If the router dies, or a worker before all is ready, everything ends with status 1. Bad flags and
+    variables end with status 2.
 
     Settings that have no flag here, such as BATON_CPUS and BATON_KV_COMPRESSION, are read from variables by all
     processes that know them: python -m prefill_svc, decode_svc or router --help lists them.
@@ -145,7 +145,9 @@ def up(ctx: click.Context, /, **flags: Any) -> None:
 
 def run(options: UpOptions) -> int:
     """Run the fleet on the calling thread, which must be the main thread; returns the exit status."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in stop_signals():
+        if number is not signal.SIGINT:
+            signal.signal(number, lambda *_: sys.exit(0))
     logging.basicConfig(level=options.services["log_level"].upper(), format=f"{'up':<{_NAME_WIDTH}} | %(message)s")
     try:
         secure = _secure(options)

@@ -1,6 +1,7 @@
 """The ops listener: plain HTTP with /live, /ready and /metrics, and nothing else.
 
-It runs on the process's own event loop, so /live answers only while the loop runs.
+It runs on the process's own event loop, so /live answers only while the loop runs. /live is negative when the engine
+hangs: the process must be replaced.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serve_ops(address: str, *, ready: Callable[[], bool]) -> AsyncIterator[OpsListener]:
-    """Serve on `address` ("host:port"; port 0 picks a free one); /ready answers 200 or 503 as `ready` says.
+async def serve_ops(
+    address: str, *, ready: Callable[[], bool], live: Callable[[], bool] = lambda: True
+) -> AsyncIterator[OpsListener]:
+    """Serve on `address` ("host:port"; port 0 picks a free one); /ready and /live answer 200 or 503 as they say.
 
     Raises ConfigError naming the address if it can't be bound.
     """
@@ -58,7 +61,7 @@ async def serve_ops(address: str, *, ready: Callable[[], bool]) -> AsyncIterator
     except ConfigError as error:
         raise ConfigError(f"ops: {error}") from None
     config = uvicorn.Config(
-        _app(ready),
+        _app(ready, live),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -85,9 +88,9 @@ async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:
         await serving
 
 
-def _app(ready: Callable[[], bool]) -> Starlette:
-    async def live(request: Request) -> Response:
-        return PlainTextResponse("live\n")
+def _app(ready: Callable[[], bool], live: Callable[[], bool]) -> Starlette:
+    async def is_live(request: Request) -> Response:
+        return PlainTextResponse("live\n") if live() else PlainTextResponse("not live\n", 503)
 
     async def is_ready(request: Request) -> Response:
         return PlainTextResponse("ready\n") if ready() else PlainTextResponse("not ready\n", 503)
@@ -95,4 +98,4 @@ def _app(ready: Callable[[], bool]) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(routes=[Route("/live", live), Route("/ready", is_ready), Route("/metrics", metrics)])
+    return Starlette(routes=[Route("/live", is_live), Route("/ready", is_ready), Route("/metrics", metrics)])

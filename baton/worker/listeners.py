@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,12 @@ import grpc
 
 from baton.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSource, LedgerSource, add_admin
 from baton.config.worker import WorkerConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, EngineError
 from baton.pb import worker_pb2_grpc
 from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
 from baton.sockets import bind
+from baton.tasks import wait_to_end
 from baton.telemetry.ops import serve_ops
 from baton.transfer.tickets import TicketVerifier
 from baton.worker.progress import Progress, watch_progress
@@ -77,12 +79,14 @@ async def serve_listeners(
     ledger: LedgerSource,
     cache: CacheSource,
     clear: CacheClearer,
+    fail: Callable[[EngineError], object],
     tls: Tls | None = None,
     tickets: TicketVerifier | None = None,
 ) -> AsyncIterator[WorkerAddresses]:
     """Serve `control` (with Worker, Admin, health and reflection), `kv` and ops until the block ends.
 
-    `progress` decides the health of both gRPC listeners, the readiness of ops, and the stall in `status`. Raises
+    `progress` decides the health of both gRPC listeners, the readiness of ops, and the stall in `status`. When the
+    engine hangs, the stacks of all threads are logged, /live turns negative, and `fail` is called. Raises
     ConfigError naming an address that is not allowed or already in use. With `tls`, control accepts calls of
     CONTROL_ROLES only, kv of KV_ROLES. Admin uses `ledger`, `cache` and `clear`. The kv service verifies tickets with
     `tickets`, and `status` reports their key ids to routers.
@@ -107,23 +111,29 @@ async def serve_listeners(
             serve(field="control", add=add_control, services=services, roles=CONTROL_ROLES)
         )
         stack.callback(status.close)
-        ops_listener = await stack.enter_async_context(
-            serve_ops(config.ops, ready=lambda: not status.draining and progress.stalled_s() < config.stall_s)
-        )
 
         def report(healthy: bool) -> None:
             for listener in (kv_listener, control_listener):
                 listener.set_serving(healthy)
             status.set_stalled(not healthy)
 
-        report(True)
+        async def watch() -> None:
+            await watch_progress(progress, config.stall_s, report)
+            faulthandler.dump_traceback(2)
+            fail(EngineError(f"it has made no progress for {progress.stalled_s():.0f} s: it hangs (--stall-s)"))
 
-        watching = asyncio.create_task(watch_progress(progress, config.stall_s, report), name="watch-progress")
-        try:
-            yield WorkerAddresses(control_listener.address, kv_listener.address, ops_listener.address)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+        watching = asyncio.create_task(watch(), name="watch-progress")
+        report(True)
+        stack.push_async_callback(wait_to_end, watching)
+        stack.callback(watching.cancel)
+        ops_listener = await stack.enter_async_context(
+            serve_ops(
+                config.ops,
+                ready=lambda: not status.draining and progress.stalled_s() < config.stall_s,
+                live=lambda: not watching.done(),
+            )
+        )
+        yield WorkerAddresses(control_listener.address, kv_listener.address, ops_listener.address)
 
 
 def _keys(config: WorkerConfig) -> dict[str, str]:

@@ -1,4 +1,9 @@
-"""Health means progress: a worker is NOT_SERVING if its engine has work but makes no progress."""
+"""Health means progress: a worker is NOT_SERVING if its engine has work but makes no progress.
+
+    progress ──(limit_s without any)──▶ stalled: NOT_SERVING ──(HANG_LOOKS more looks without any)──▶ hung: replaced
+
+A hang is counted in looks, not in seconds: a process that was stopped for an hour is not hung when it goes on.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,8 @@ import time
 from collections.abc import Callable
 
 _CHECKS_PER_LIMIT = 4
+HANG_LOOKS = 2 * _CHECKS_PER_LIMIT
+"""Looks in a row that find a stall, after which the engine counts as hung."""
 
 
 class Progress:
@@ -44,12 +51,13 @@ class Progress:
 async def watch_progress(progress: Progress, limit_s: float, report: Callable[[bool], object]) -> None:
     """Call `report(False)` after `limit_s` seconds without progress, and `report(True)` when there is progress again.
 
-    Runs until cancelled; checks four times in each `limit_s`, so a stall is reported after at most 1.5 times that.
+    Runs until cancelled, or until the engine hangs: after about 3 times `limit_s`. Looks four times in each `limit_s`,
+    so a stall is reported after at most 1.5 times that.
     """
-    healthy = True
-    while True:
+    looks = 0
+    while looks < HANG_LOOKS:
         await asyncio.sleep(limit_s / _CHECKS_PER_LIMIT)
-        now = progress.stalled_s() < limit_s
-        if now != healthy:
-            healthy = now
-            report(healthy)
+        stalled = progress.stalled_s() >= limit_s
+        if stalled != bool(looks):
+            report(not stalled)
+        looks = looks + 1 if stalled else 0

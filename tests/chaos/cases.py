@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tests.chaos.fleet import Fleet
 
 TARGETS = ("router", "prefill", "decode", "redis")
-FAULTS = ("kill", "stop", "cut", "pair", "slow", "reset", "restart")
+FAULTS = ("kill", "stop", "hang", "cut", "pair", "slow", "reset", "restart", "names")
 STATES = ("waiting", "prefilling", "transferring", "decoding")
 
 SLOW_RATES = {"kv": 80_000, "redis": 80_000}
@@ -26,7 +27,8 @@ SLOW_CONTROL_RATE = 8_000
 TRANSFER_RATE = 300_000
 """Bytes per second of KV links before a fault that is to hit a transfer: enough for the load, with long transfers."""
 
-HOLD_S = {"kill": 1.5, "stop": 9.0, "cut": 9.0, "pair": 9.0, "slow": 6.0, "reset": 6.0, "restart": 0.0}
+HOLD_S = {"kill": 1.5, "slow": 6.0, "reset": 6.0, "restart": 0.0, "hang": 0.0}
+HOLD_S |= dict.fromkeys(("stop", "cut", "pair", "names"), 9.0)
 """How long a fault lasts; long enough that a silent peer must have been noticed."""
 
 RESETS = 6
@@ -63,8 +65,13 @@ class Case:
 
     @property
     def applicable(self) -> bool:
-        """A link of one pair has a prefill and a decode worker at its ends; sessions join routers with workers."""
-        return self.fault not in ("pair", "reset") or self.target in ("prefill", "decode")
+        """A link of one pair has a prefill and a decode worker at its ends; sessions join routers with workers.
+
+        Only workers have an engine that can hang; only Redis is dialled by a name that may not resolve.
+        """
+        if self.fault == "names":
+            return self.target == "redis"
+        return self.fault not in ("pair", "reset", "hang") or self.target in ("prefill", "decode")
 
 
 MATRIX = [Case(target, fault, state) for target in TARGETS for fault in FAULTS for state in STATES]
@@ -112,6 +119,10 @@ async def inject(fleet: Fleet, case: Case, name: str, other: str) -> None:
             process.send(signal.SIGSTOP)
         case "restart":
             process.send(signal.SIGTERM)
+        case "hang":
+            process.send(signal.SIGUSR2)
+        case "names":
+            await hang_names(fleet, fleet.prefill)
         case "pair":
             prefill, decode = (name, other) if case.target == "prefill" else (other, name)
             await fleet.mode("cut", f"kv-{prefill}", peer=decode)
@@ -133,6 +144,19 @@ async def hold(fleet: Fleet, case: Case, name: str, seconds: float) -> None:
         await asyncio.sleep(seconds / (RESETS - 1))
 
 
+async def hang_names(fleet: Fleet, prefill: Collection[str]) -> None:
+    """Let look-ups of names hang in these prefill workers, and break their connections to Redis."""
+    for name in prefill:
+        fleet.processes[name].send(signal.SIGUSR1)
+        await fleet.abort(f"redis-{name}")
+
+
+def resolve_names(fleet: Fleet) -> None:
+    """Let names resolve again."""
+    for name in fleet.prefill:
+        fleet.processes[name].send(signal.SIGALRM)
+
+
 async def _break_sessions(fleet: Fleet, first: str, turn: int) -> None:
     names = fleet.decode if first in fleet.decode else fleet.prefill
     hit = names[(names.index(first) + turn) % len(names)]
@@ -150,6 +174,14 @@ async def heal(fleet: Fleet, case: Case, name: str) -> str:
             await fleet.restart(name)
         case "stop":
             process.send(signal.SIGCONT)
+        case "names":
+            resolve_names(fleet)
+        case "hang":
+            code = await process.ended()
+            if code != 1:
+                trouble = f"{name} ended with status {code} after its engine hung"
+                await process.kill()
+            await fleet.restart(name)
         case "restart":
             code = await process.ended()
             if code is None:

@@ -55,7 +55,8 @@ class Shape:
     model_len: int = 4096
     tenants: Mapping[str, int | None] = field(default_factory=dict)
     """Most streams of each tenant, None for no limit; with tenants the routers ask for API keys."""
-    worker_flags: Sequence[str] = ()
+    worker_flags: Sequence[str] = ("--stall-s", "3")
+    """An engine that hangs is replaced after about 9 s."""
     router_flags: Sequence[str] = ()
 
 
@@ -202,7 +203,7 @@ class Fleet:
         kv = self._port()
         shared = await self._link(f"kv-{name}", ("*", name), kv, peers=self.decode)
         flags = ["--chunk-time", str(self.shape.chunk_time), "--pages", str(self.shape.prefill_pages)]
-        flags += ["--chunk-size", str(self.shape.chunk_size), "--redis", f"redis://127.0.0.1:{redis}/0"]
+        flags += ["--chunk-size", str(self.shape.chunk_size), "--redis", f"redis://localhost:{redis}/0"]
         flags += ["--kv", f"127.0.0.1:{kv}", "--kv-advertise", f"127.0.0.1:{shared}"]
         self._start_worker(name, "prefill", flags)
 

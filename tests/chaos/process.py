@@ -3,12 +3,20 @@
     python -m tests.chaos.process decode --step-time 0.01 --slots 8 --pages 400 [flags of the service]
 
 Flags that are not the engine's are the service's own; those of the environment count too.
+
+SIGUSR2 makes the engine hang for ever, at the next step or chunk. SIGUSR1 makes look-ups of names hang, and SIGALRM
+ends that.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
+import socket
 import sys
+import threading
+import time
+from typing import Any
 
 from baton.config.decode import DecodeConfig
 from baton.config.prefill import PrefillConfig
@@ -33,6 +41,23 @@ def main() -> int:
     parser.add_argument("--host-kv", type=int, default=1 << 20)
     parser.add_argument("--model-len", type=int, default=4096)
     own, rest = parser.parse_known_args()
+    hangs, resolves = threading.Event(), threading.Event()
+    resolves.set()
+    signal.signal(signal.SIGUSR2, lambda *_: hangs.set())
+    signal.signal(signal.SIGUSR1, lambda *_: resolves.clear())
+    signal.signal(signal.SIGALRM, lambda *_: resolves.set())
+    look_up = socket.getaddrinfo
+
+    def delay(seconds: float) -> None:
+        time.sleep(seconds)
+        while hangs.is_set():
+            time.sleep(3600)
+
+    def getaddrinfo(*args: Any, **kwargs: Any) -> Any:
+        resolves.wait()
+        return look_up(*args, **kwargs)
+
+    socket.getaddrinfo = getaddrinfo
     engine = FakeEngine(
         vocab_size=VOCABULARY,
         max_model_len=own.model_len,
@@ -44,6 +69,7 @@ def main() -> int:
         host_kv_memory=own.host_kv,
         step_time=own.step_time,
         chunk_time=own.chunk_time,
+        delay=delay,
     )
 
     def prefill(config: PrefillConfig) -> Running:

@@ -1,7 +1,7 @@
-"""A storm: every few seconds a worker that is up is killed or frozen, so that at times a whole role is gone.
+"""A storm: every few seconds a worker that is up is killed, frozen, or its engine hangs; at times a whole role is gone.
 
-Killed workers are started again a moment later, as `baton up` does; frozen ones go on. Streams that were accepted must
-finish with exact tokens.
+Workers that ended are started again a moment later, as `baton up` does; frozen ones go on. In the second half of the
+storm the name of Redis does not resolve. Streams that were accepted must finish with exact tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import signal
 import time
 
+from tests.chaos.cases import hang_names, resolve_names
 from tests.chaos.scene import Scene
 
 STORM_S = 25.0
@@ -32,10 +33,20 @@ _SAMPLE_S = 0.05
 async def storm(scene: Scene) -> float:
     """Hit and heal until the time is over and all are up again; when it began, on the monotonic clock."""
     fleet, rng, row = scene.fleet, scene.rng, scene.row
-    up, blows, last = set(fleet.workers), {"kill": 0, "freeze": 0}, ""
+    up, blows, last = set(fleet.workers), {"kill": 0, "freeze": 0, "hang": 0}, ""
 
     async def kill(name: str) -> None:
         await fleet.processes[name].kill()
+        await asyncio.sleep(rng.uniform(*DOWN_S))
+        await fleet.restart(name)
+        up.add(name)
+
+    async def hang(name: str) -> None:
+        fleet.processes[name].send(signal.SIGUSR2)
+        code = await fleet.processes[name].ended()
+        if code != 1:
+            row.problems.append(f"{name} ended with status {code} after its engine hung")
+            await fleet.processes[name].kill()
         await asyncio.sleep(rng.uniform(*DOWN_S))
         await fleet.restart(name)
         up.add(name)
@@ -48,9 +59,12 @@ async def storm(scene: Scene) -> float:
 
     gone = {"prefill": 0.0, "decode": 0.0}
     watching = asyncio.create_task(_watch(scene, up, gone))
-    began, healing = time.monotonic(), []
+    began, healing, resolves = time.monotonic(), [], True
     try:
         while time.monotonic() - began < scene.hold * STORM_S:
+            if resolves and time.monotonic() - began > scene.hold * STORM_S / 2:
+                resolves = False
+                await hang_names(fleet, up & set(fleet.prefill))
             for _ in range(STREAMS):
                 scene.load.send(scene.load.mix.plain(40, STREAM_TOKENS), rng.choice(fleet.routers))
             await asyncio.sleep(rng.uniform(*EVERY_S))
@@ -59,16 +73,17 @@ async def storm(scene: Scene) -> float:
             same = sorted(name for name in up if name[0] == last)
             name = rng.choice(same if same and rng.random() < SAME_ROLE else sorted(up))
             up.discard(name)
-            blow, last = rng.choice(("kill", "freeze")), name[0]
+            blow, last = rng.choice(("kill", "freeze", "hang")), name[0]
             blows[blow] += 1
-            healing.append(asyncio.create_task(kill(name) if blow == "kill" else freeze(name)))
+            healing.append(asyncio.create_task({"kill": kill, "freeze": freeze, "hang": hang}[blow](name)))
         await asyncio.gather(*healing)
+        resolve_names(fleet)
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
     row.hit, row.in_state = "workers", len(scene.load.in_flight())
     absent = ", ".join(f"no {role} worker for {seconds:.1f} s" for role, seconds in gone.items())
-    row.note = f"{blows['kill']} kills, {blows['freeze']} freezes, {absent}"
+    row.note = f"{blows['kill']} kills, {blows['freeze']} freezes, {blows['hang']} hangs, {absent}"
     return began
 
 

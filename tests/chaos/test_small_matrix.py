@@ -1,4 +1,4 @@
-"""Two cells of the chaos matrix, on one fleet of real processes; `make chaos` runs the whole.
+"""Cells of the chaos matrix, on one fleet of real processes; `make chaos` runs the whole.
 
 The faults themselves have cheaper tests. What only these can show is that routers, prefill and decode workers go
 together through a fault under a mixed load, with exact tokens and nothing held afterwards.
@@ -16,7 +16,7 @@ from tests.chaos.cases import parse
 from tests.chaos.fleet import Fleet, Shape
 from tests.chaos.runner import run_case
 
-CASES = ("decode/kill/decoding", "router/restart/decoding")
+CASES = ("decode/kill/decoding", "router/restart/decoding", "prefill/hang/prefilling")
 
 
 @pytest.mark.timeout(240)

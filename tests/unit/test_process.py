@@ -86,7 +86,7 @@ async def test_a_worker_that_does_not_stop_is_ended(monkeypatch: pytest.MonkeyPa
             yield self
             await stopped.wait()
 
-    monkeypatch.setattr(process, "STOP_S", 0.02)
+    monkeypatch.setattr(process, "FAILED_STOP_S", 0.02)
     monkeypatch.setattr(os, "_exit", end)
     worker = Wedged()
     worker.failed.set_exception(EngineError("the engine hangs"))

@@ -122,6 +122,19 @@ async def test_one_that_had_served_has_its_successor_at_once(said: Lines) -> Non
             await said.until("log: w is ready again", number)
 
 
+async def test_a_successor_that_hangs_at_its_start_is_replaced(said: Lines, tmp_path: Path) -> None:
+    """The first successor waits for ever, the second one serves."""
+    came = tmp_path / "came"
+    second = f"os.path.exists({str(came)!r}) or (open({str(came)!r}, 'w'), signal.pause()); {SERVE}"
+    async with Supervisor(said.add, SupervisorTimes(steady_s=0.0, start_stall_s=0.5)) as group:
+        child = await started(group, SERVE)
+        child.restart_on_death(script(second))
+        child.signal(signal.SIGKILL)
+        await said.until("log: w hangs at its start: it uses no processor time")
+        await said.until("log: w is ready again")
+    assert came.exists()
+
+
 @pytest.mark.parametrize("what", ["asyncio.create_subprocess_exec", "os.pipe"])
 async def test_one_that_can_not_be_started_has_not_served(
     said: Lines, monkeypatch: pytest.MonkeyPatch, what: str

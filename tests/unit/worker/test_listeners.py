@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cache_report import CacheTier
@@ -15,6 +16,7 @@ from baton.kv.format import KvFormat, KvPart
 from baton.ledger import Ledger
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
+from baton.worker import progress as progress_module
 from baton.worker.listeners import Service, serve_listeners
 from baton.worker.progress import Progress
 from baton.worker.servicer import status_from_proto
@@ -56,10 +58,14 @@ REST: dict[str, Any] = {
     "ledger": no_ledger,
     "cache": nothing_cached,
     "clear": nothing_cached,
+    "fail": nothing,
 }
 
 
-async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_follows_progress() -> None:
+async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_follows_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress_module, "HANG_LOOKS", 1_000_000)
     config = WorkerConfig(stall_s=0.05)
     hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, "digest"), WorkerLoad)
     now = 0.0
@@ -95,6 +101,19 @@ async def test_watchers_learn_who_the_worker_is_and_when_it_drains_and_health_fo
         assert await ops_status(addresses.ops, "/ready") == 503
         health.cancel()
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "watch-progress"]
+
+
+async def test_a_worker_whose_engine_hangs_is_not_live_and_fails() -> None:
+    config, progress = WorkerConfig(stall_s=0.01), Progress()
+    hub = StatusHub(new_identity(config, WorkerRole.DECODE, SPEC, ""), WorkerLoad)
+    failures: asyncio.Queue[Exception] = asyncio.Queue()
+    async with serve_listeners(config, hub, progress, **REST | {"fail": failures.put_nowait}) as addresses:
+        assert await ops_status(addresses.ops, "/live") == 200
+        progress.record()
+        error = await asyncio.wait_for(failures.get(), 60)
+        assert str(error).endswith("it hangs (--stall-s)")
+        while await ops_status(addresses.ops, "/live") != 503:
+            pass
 
 
 async def test_an_advertised_address_replaces_the_bound_one() -> None:

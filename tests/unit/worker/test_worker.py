@@ -17,7 +17,7 @@ from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat, KvPart, Shard
 from baton.worker import status as status_module
-from baton.worker.progress import Progress, watch_progress
+from baton.worker.progress import HANG_LOOKS, Progress, watch_progress
 from baton.worker.servicer import status_from_proto, status_to_proto
 from baton.worker.status import StatusHub, WorkerLoad, WorkerRole, WorkerStatus, new_identity
 from baton.worker.thread import EngineThread
@@ -208,6 +208,42 @@ async def test_a_stall_is_reported_once_and_so_is_its_end() -> None:
     assert await asyncio.wait_for(reports.get(), 60) is True
     watching.cancel()
     assert reports.empty()
+
+
+async def test_an_engine_hangs_when_look_after_look_finds_no_progress_however_long_the_process_was_stopped() -> None:
+    now, looks = 0.0, 0
+    progress = Progress(lambda: now)
+
+    class Watched(Progress):
+        def stalled_s(self) -> float:
+            nonlocal looks
+            looks += 1
+            return progress.stalled_s()
+
+    progress.record()
+    reports: asyncio.Queue[bool] = asyncio.Queue()
+
+    def report(healthy: bool) -> None:
+        nonlocal looks
+        reports.put_nowait(healthy)
+        looks = 1
+        if not healthy and reports.qsize() < 3:
+            # As after an hour of SIGSTOP: one look finds a stall, and the next one finds progress.
+            progress.set_idle()
+
+    watching = asyncio.create_task(watch_progress(Watched(), 0.02, report))
+    now = 3600.0
+    async with asyncio.timeout(60):
+        assert not await reports.get()
+        assert await reports.get()
+        assert not watching.done()
+        # Now it hangs: `report` says so only once.
+        reports.put_nowait(False)
+        reports.put_nowait(False)
+        progress.record()
+        now += 1
+        await watching
+    assert looks == HANG_LOOKS
 
 
 def test_the_tokenizer_digest_depends_on_the_files_that_matter(tmp_path: Path) -> None:
