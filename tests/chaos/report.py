@@ -202,6 +202,6 @@ _EXPLAINED = (
     "without a token in any stream that went on; *healthy*: from the end of the fault until fresh requests succeed at "
     "every router and every worker has worked again; *free*: until every ledger was empty. Faults: *cut*: nothing "
     "moves on the links; *reset*: the connections that routers have with the workers of a role break, one worker after "
-    "the other, while all live; *storm*: every 3 to 4 s a worker that is up is killed or frozen, or its engine hangs; *damage*: bits of "
-    "records in Redis are flipped; *flood*: no fault, see above.",
+    "the other, while all live; *storm*: every 3 to 4 s a worker that is up is killed, frozen or hangs; "
+    "*damage*: bits of records in Redis are flipped; *flood*: no fault, see above.",
 )
