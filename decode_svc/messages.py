@@ -101,6 +101,11 @@ class Failure:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An attempt has ended without a failure; nothing of it is held any more."""
+
+
 @dataclass(slots=True)
 class SessionDown:
     """One message to a router.
@@ -111,7 +116,8 @@ class SessionDown:
     reserved: list[tuple[AttemptKey, ReserveResult]] = field(default_factory=list)
     outputs: list[tuple[AttemptKey, Output]] = field(default_factory=list)
     failures: list[tuple[AttemptKey, Failure]] = field(default_factory=list)
+    ended: list[AttemptKey] = field(default_factory=list)
     live: list[AttemptKey] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.reserved or self.outputs or self.failures or self.live is not None)
+        return bool(self.reserved or self.outputs or self.failures or self.ended or self.live is not None)

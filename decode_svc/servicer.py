@@ -146,6 +146,7 @@ def down_to_proto(down: SessionDown) -> decode_pb2.SessionDown:
         heartbeat=heartbeat,
         reserved=[_reserved(*each) for each in down.reserved],
         failures=[_failure(*each) for each in down.failures],
+        ended=map(_key_to_proto, down.ended),
     )
     for key, output in down.outputs:
         _add_output(message, key, output)

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from baton.errors import BatonError
 from baton.rpc.silence import HEARTBEAT_S
 from baton.worker.messages import Output, ReserveResult
-from decode_svc.messages import AttemptKey, Failure, SessionDown
+from decode_svc.messages import AttemptKey, Ended, Failure, SessionDown
 
 MAX_ANSWERS = 10_000
 
@@ -42,8 +42,8 @@ class RouterSession:
         """Number of answers and failures that the router has not read yet."""
         return len(self._down.reserved) + len(self._down.failures)
 
-    def send(self, key: AttemptKey, message: ReserveResult | Output | Failure) -> None:
-        """Add an answer, an output or a failure of an attempt to the next message."""
+    def send(self, key: AttemptKey, message: ReserveResult | Output | Failure | Ended) -> None:
+        """Add an answer, an output, a failure or the end of an attempt to the next message."""
         match message:
             case ReserveResult():
                 self._down.reserved.append((key, message))
@@ -51,6 +51,8 @@ class RouterSession:
                 self._down.outputs.append((key, message))
             case Failure():
                 self._down.failures.append((key, message))
+            case Ended():
+                self._down.ended.append(key)
         self._has_message.set()
 
     def end(self, error: BatonError | None = None) -> None:

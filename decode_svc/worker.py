@@ -44,7 +44,7 @@ from decode_svc.attempts import Attempts
 from decode_svc.claims import RENEW_S
 from decode_svc.load import LoadMeter
 from decode_svc.loop import DecodeLoop, StepReport
-from decode_svc.messages import Cancel, Command, Failure, FailureKind, Heartbeat, Reserve, Start
+from decode_svc.messages import Cancel, Command, Ended, Failure, FailureKind, Heartbeat, Reserve, Start
 from decode_svc.sequence import InvalidReservation, LocalAttempt, Sequence, context_ids, pinnable_digests
 from decode_svc.session import MAX_ANSWERS, RouterSession
 from decode_svc.write_backs import WriteBacks
@@ -347,15 +347,17 @@ class DecodeWorker:
     def _fail(self, attempt: LocalAttempt, kind: FailureKind, message: str) -> None:
         """End an attempt with a failure, and tell its router. Does nothing if it has ended."""
         if not attempt.life.ended:
-            self.sessions[attempt.session].send(attempt.key, Failure(kind, message))
-            self._end(attempt, publish=kind is not FailureKind.ENGINE)
+            self._end(attempt, Failure(kind, message))
 
-    def _end(self, attempt: LocalAttempt, *, publish: bool = True) -> None:
-        """End an attempt, once, in any state: free all that it holds.
+    def _end(self, attempt: LocalAttempt, failure: Failure | None = None) -> None:
+        """End an attempt, once, in any state: tell its router, and free all that it holds.
 
-        Its final KV is left to others, unless `publish` is False.
+        Its final KV is left to others, unless the engine has failed.
         """
         now = self._loop.time()
+        publish = failure is None or failure.kind is not FailureKind.ENGINE
+        if not attempt.life.ended:
+            self.sessions[attempt.session].send(attempt.key, failure or Ended())
         self._end_prefix_export(attempt)
         if dropped := self.attempts.end(attempt, now, publish=publish):
             self.loop.drop(dropped)

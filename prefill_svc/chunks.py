@@ -89,7 +89,7 @@ class ChunkRunner:
         self._scheduler.finish_chunk(job.prompt, end, chunk.seconds)
         metrics.PREFILL_TOKENS.labels("computed").inc(end - chunk.start)
         job.computed = end
-        job.prompt_tokens += result.prompt_logprobs
+        job.report(result.prompt_logprobs)
         if cancelled:
             raise asyncio.CancelledError
         return result

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +42,9 @@ PREPARING_S, _PREPARING_TOKEN_S = 120.0, 0.002
 meanwhile. After that, another worker or the router's queue is the better place."""
 
 _PREFILLING_S = 60.0
+
+_REPORT_ENTRIES = 1024
+"""Tokens and alternatives of a report that are sent in one message, which takes about 2 ms to make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +91,18 @@ class PrefillTask:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
-    """The result of a prefill; `prompt_tokens` is empty unless logprobs of the prompt were asked for."""
+    """The result of a prefill."""
 
     first_tokens: tuple[FirstToken, ...]
     cached: CachedTokens
-    prompt_tokens: tuple[TokenInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """Log-probabilities of a part of the prompt, from position `start` on; the prompt's first token has none."""
+
+    start: int
+    tokens: Sequence[TokenInfo]
 
 
 @dataclass(eq=False, slots=True)
@@ -131,7 +142,6 @@ class PrefillJob:
     to_save: Sequence[bool] = ()
     saved: int = 0
     saving: asyncio.Task[None] | None = None
-    prompt_tokens: list[TokenInfo] = field(default_factory=list)
     error: BatonError | None = None
     started: bool = False
     finished: bool = False
@@ -140,6 +150,8 @@ class PrefillJob:
     export_closed: asyncio.Event = field(default_factory=asyncio.Event)
     _estimate: PrefillEstimate | None = None
     _progress: PrefillProgress | None = None
+    _report: deque[TokenInfo] = field(default_factory=deque)
+    _reported: int = 0
     _outcome: PrefillDone | BatonError | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -163,6 +175,16 @@ class PrefillJob:
         if self._estimate is not None and (progress := self._estimate.record(self.computed, now)) is not None:
             self._progress = progress
             self._changed.set()
+
+    def report(self, tokens: Sequence[TokenInfo]) -> None:
+        """Add log-probabilities of the tokens that follow those that were added before."""
+        if not tokens:
+            return
+        if not self._reported and not self._report:
+            self._report.append(TokenInfo(self.ids[0]))
+        left = len(self.task.prompt_ids) - self._reported - len(self._report)
+        self._report.extend(tokens[:left])
+        self._changed.set()
 
     @property
     def pages(self) -> KvHandle:
@@ -205,24 +227,36 @@ class PrefillJob:
         self._outcome = outcome
         self._changed.set()
 
-    async def events(self) -> AsyncIterator[PrefillDone | PrefillProgress | None]:
-        """Yield progress, or None after HEARTBEAT_S without, and then `PrefillDone`. Raises the error that ended the
-        job.
+    async def events(self) -> AsyncIterator[PrefillDone | PrefillProgress | PromptReport | None]:
+        """Yield progress and parts of the report, None after HEARTBEAT_S without, and `PrefillDone` as soon as it is
+        known: parts of the report may follow. Raises the error that ended the job.
         """
-        while True:
-            if self._outcome is None:
+        done = False
+        while not (done and not self._report):
+            if self._outcome is None and not self._report:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT_S):
                         await self._changed.wait()
                 self._changed.clear()
             progress, self._progress = self._progress, None
-            if progress is not None or self._outcome is None:
+            if progress is not None:
                 yield progress
             elif isinstance(self._outcome, BatonError):
                 raise self._outcome
-            else:
+            elif self._outcome is not None and not done:
+                done = True
                 yield self._outcome
-                return
+            else:
+                yield self._take_report() if self._report else None
+
+    def _take_report(self) -> PromptReport:
+        """The next part, small enough to become a message without holding the event loop."""
+        start, entries, tokens = self._reported, 0, list[TokenInfo]()
+        while self._report and entries < _REPORT_ENTRIES:
+            tokens.append(self._report.popleft())
+            entries += 1 + len(tokens[-1].top)
+        self._reported += len(tokens)
+        return PromptReport(start, tokens)
 
 
 def count_by_tier(sources: Sequence[tuple[str, int]], limit: int) -> dict[str, int]:
@@ -243,9 +277,6 @@ def make_result(
         FirstToken(choice, token, finish_reason(task.params, [*task.output_ids, token.token_id], eos_token_ids))
         for choice, token in zip(task.choices, tokens, strict=True)
     )
-    prompt_tokens: tuple[TokenInfo, ...] = ()
-    if task.params.prompt_logprobs is not None:
-        prompt_tokens = (TokenInfo(job.ids[0]), *job.prompt_tokens)[: len(task.prompt_ids)]
     handoff = Handoff(
         task.request_id,
         task.attempt,
@@ -254,7 +285,7 @@ def make_result(
         task.params,
         first_tokens,
     )
-    return handoff, PrefillDone(first_tokens, cached, prompt_tokens)
+    return handoff, PrefillDone(first_tokens, cached)
 
 
 def overdue_error(job: PrefillJob) -> BatonError:

@@ -24,7 +24,7 @@ from baton.rpc.convert import (
     token_ids_from_proto,
     token_to_proto,
 )
-from prefill_svc.job import PrefillDone, PrefillTask
+from prefill_svc.job import PrefillDone, PrefillTask, PromptReport
 from prefill_svc.worker import PrefillWorker
 
 MAX_TENANT_BYTES = 64
@@ -51,10 +51,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         job = self._worker.submit(task)
         try:
             async for event in job.events():
-                if isinstance(event, PrefillDone) and event.prompt_tokens:
-                    yield await executors.run(WORK, event_to_proto, event)
-                else:
-                    yield event_to_proto(event)
+                yield event_to_proto(event)
         finally:
             self._worker.abort(job, Cancelled("the caller went away"))
 
@@ -97,10 +94,13 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
     )
 
 
-def event_to_proto(event: PrefillDone | PrefillProgress | None) -> prefill_pb2.PrefillEvent:
+def event_to_proto(event: PrefillDone | PrefillProgress | PromptReport | None) -> prefill_pb2.PrefillEvent:
     """One message of the stream; None is a heartbeat."""
     if event is None:
         return prefill_pb2.PrefillEvent()
+    if isinstance(event, PromptReport):
+        tokens = [token_to_proto(token) for token in event.tokens]
+        return prefill_pb2.PrefillEvent(report=prefill_pb2.PromptReport(start=event.start, tokens=tokens))
     if isinstance(event, PrefillProgress):
         return prefill_pb2.PrefillEvent(prefill_progress=progress_to_proto(event))
     return prefill_pb2.PrefillEvent(
@@ -108,7 +108,6 @@ def event_to_proto(event: PrefillDone | PrefillProgress | None) -> prefill_pb2.P
             first_tokens=[first_token_to_proto(first) for first in event.first_tokens],
             cached_tokens=event.cached.total,
             cached=cached_to_proto(event.cached),
-            prompt_tokens=[token_to_proto(token) for token in event.prompt_tokens],
         )
     )
 

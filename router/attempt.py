@@ -34,7 +34,7 @@ from router.output.processor import OutputProcessor
 from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import BlockHasher
 from router.placement.scheduler import PlacementRequest
-from router.request import Blame, Cause, Event, Failed, Prefilled, Request
+from router.request import Blame, Cause, DecodeEnded, Event, Failed, Prefilled, PromptReport, Request
 from router.retries import AvoidedWorker, History
 from router.serving.tenants import Threads
 from router.workers.pool import Pool
@@ -98,6 +98,9 @@ class Attempt:
         self._history = history
         self._number = next(history.numbers)
         self._output_ids = list(state.output.output_ids(choices[0]))
+        if not state.output.unfinished(choices):
+            # Only the report on the prompt is missing; prefill samples the last token again.
+            self._output_ids.pop()
         self._loop = asyncio.get_running_loop()
         self._run_on_thread = deps.threads.of(request.tenant)
         deadline = math.inf if request.deadline is None else request.deadline
@@ -245,7 +248,6 @@ class Attempt:
                 timeout=self._remaining(),
                 silence_s=self._deps.config.prefill_silence_s,
                 deliver=self._deliver,
-                run=self._run_on_thread,
             )
         except Exception as error:
             # Nobody waits for this task, and the attempt would wait until its deadline.
@@ -298,6 +300,12 @@ class Attempt:
                     self._on_prefilled(placement, event)
                 case PrefillProgress():
                     self._output.report_progress(event)
+                case PromptReport() if placement is not None:
+                    self._output.add_report(event.start, event.tokens)
+                    self._check_end(placement)
+                case DecodeEnded() if placement is not None:
+                    self._finished.update(self._choices)
+                    self._check_end(placement)
         except Exception as error:
             # It is this request's, and not its whole session's.
             self._end(error)
@@ -347,7 +355,8 @@ class Attempt:
         """
         unfinished = self._output.unfinished(self._choices)
         if not unfinished:
-            self._end(None)
+            if self._output.report_complete:
+                self._end(None)
         elif self._prefilled and self._finished.intersection(unfinished):
             error = EngineError("the workers ended the request without all of its tokens")
             self._end(Failed(error, Blame.DECODE if placement.decode else Blame.PREFILL))

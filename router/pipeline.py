@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,10 +115,10 @@ class Pipeline:
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._abandoner.finish()
 
-    async def _serve(self, state: RequestState, choices: Iterable[int], history: History, delay_s: float) -> None:
+    async def _serve(self, state: RequestState, choices: Sequence[int], history: History, delay_s: float) -> None:
         """Make attempts until the choices have ended; raises the last failure when there may be no more."""
         output = state.output
-        while choices := output.unfinished(choices):
+        while choices := output.unserved(choices):
             if len(choices) > 1 and any(output.output_ids(choice) for choice in choices):
                 await _all(self._serve(state, (choice,), history.fork(), delay_s) for choice in choices)
                 return

@@ -90,15 +90,24 @@ class Suspicion(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Prefill is done; `prompt_tokens` carry prompt log-probabilities, if they were asked for.
-
-    `cached_tokens` were not computed, and `cached` tells where they came from.
-    """
+    """Prefill is done; `cached_tokens` were not computed, and `cached` tells where they came from."""
 
     first_tokens: tuple[FirstToken, ...]
     cached_tokens: int
-    prompt_tokens: tuple[TokenInfo, ...] = ()
     cached: CachedTokens = field(default_factory=CachedTokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """Log-probabilities of the prompt's tokens from position `start` on."""
+
+    start: int
+    tokens: Sequence[TokenInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEnded:
+    """The decode worker holds nothing of the attempt any more, and nothing is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,5 +121,5 @@ class Failed:
     """The lost connection, if the request is one of its suspects."""
 
 
-Event = PrefillProgress | Prefilled | Output | Failed
+Event = PrefillProgress | PromptReport | Prefilled | Output | DecodeEnded | Failed
 Deliver = Callable[[Event], None]

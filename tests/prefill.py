@@ -21,7 +21,7 @@ from baton.engine.fake import FakeEngine
 from baton.errors import BatonError
 from baton.kv.prefix.contract import Hits
 from baton.kv.prefix.fetch_cost import FetchCostModel, FetchDecision
-from baton.pb import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.pb import inference_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.request import CachePolicy, Handoff, SamplingParams, SequenceState
 from baton.rpc.channel import control_channel, kv_channel
 from baton.rpc.convert import cache_policy_to_proto, sampling_to_proto
@@ -114,9 +114,18 @@ class Client:
     async def done(self, *args: Any, **kwargs: Any) -> prefill_pb2.PrefillDone:
         """Run a prefill to its end."""
         async with asyncio.timeout(WAIT_S):
-            events = [event async for event in self.call(*args, **kwargs)]
+            events = [event async for event in self.call(*args, **kwargs) if not event.HasField("report")]
         assert [event.HasField("done") for event in events] == [False] * (len(events) - 1) + [True]
         return events[-1].done
+
+    async def report(self, *args: Any, **kwargs: Any) -> list[inference_pb2.TokenInfo]:
+        """Run a prefill to its end; the parts of its report, joined."""
+        joined: list[inference_pb2.TokenInfo] = []
+        async with asyncio.timeout(WAIT_S):
+            async for event in self.call(*args, **kwargs):
+                assert not event.HasField("report") or event.report.start == len(joined)
+                joined += event.report.tokens
+        return joined
 
     async def fetch(self, engine: FakeEngine, handle: Any, transfer_id: str, tokens: int) -> Handoff:
         """Pull finished KV, as decode does."""

@@ -154,13 +154,15 @@ class AttemptFailure(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., kind: _Optional[_Union[AttemptFailure.Kind, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class SessionDown(_message.Message):
-    __slots__ = ("reserved", "outputs", "failures", "heartbeat")
+    __slots__ = ("reserved", "outputs", "failures", "heartbeat", "ended")
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     reserved: _containers.RepeatedCompositeFieldContainer[ReserveResult]
     outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
     failures: _containers.RepeatedCompositeFieldContainer[AttemptFailure]
     heartbeat: Heartbeat
-    def __init__(self, reserved: _Optional[_Iterable[_Union[ReserveResult, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[AttemptFailure, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    ended: _containers.RepeatedCompositeFieldContainer[AttemptKey]
+    def __init__(self, reserved: _Optional[_Iterable[_Union[ReserveResult, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[AttemptFailure, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., ended: _Optional[_Iterable[_Union[AttemptKey, _Mapping]]] = ...) -> None: ...

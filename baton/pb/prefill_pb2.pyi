@@ -56,22 +56,30 @@ class AbandonResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class PromptReport(_message.Message):
+    __slots__ = ("start", "tokens")
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    tokens: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenInfo]
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_inference_pb2.TokenInfo, _Mapping]]] = ...) -> None: ...
+
 class PrefillDone(_message.Message):
-    __slots__ = ("first_tokens", "cached_tokens", "prompt_tokens", "cached")
+    __slots__ = ("first_tokens", "cached_tokens", "cached")
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     first_tokens: _containers.RepeatedCompositeFieldContainer[_kv_pb2.FirstToken]
     cached_tokens: int
-    prompt_tokens: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenInfo]
     cached: _inference_pb2.CachedTokens
-    def __init__(self, first_tokens: _Optional[_Iterable[_Union[_kv_pb2.FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[_Union[_inference_pb2.TokenInfo, _Mapping]]] = ..., cached: _Optional[_Union[_inference_pb2.CachedTokens, _Mapping]] = ...) -> None: ...
+    def __init__(self, first_tokens: _Optional[_Iterable[_Union[_kv_pb2.FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., cached: _Optional[_Union[_inference_pb2.CachedTokens, _Mapping]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("done", "prefill_progress")
+    __slots__ = ("done", "prefill_progress", "report")
     DONE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     done: PrefillDone
     prefill_progress: _inference_pb2.PrefillProgress
-    def __init__(self, done: _Optional[_Union[PrefillDone, _Mapping]] = ..., prefill_progress: _Optional[_Union[_inference_pb2.PrefillProgress, _Mapping]] = ...) -> None: ...
+    report: PromptReport
+    def __init__(self, done: _Optional[_Union[PrefillDone, _Mapping]] = ..., prefill_progress: _Optional[_Union[_inference_pb2.PrefillProgress, _Mapping]] = ..., report: _Optional[_Union[PromptReport, _Mapping]] = ...) -> None: ...

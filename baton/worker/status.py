@@ -21,7 +21,7 @@ from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, Shard
 from baton.worker.prefix_changes import PrefixChange, PrefixChangeFeed
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Version of the messages between Baton's processes. Routers and workers of different versions refuse each other."""
 
 MAX_INTERVAL_S = 1.0

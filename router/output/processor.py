@@ -134,7 +134,8 @@ class OutputProcessor:
     """All choices of a request, and the queue of what its client has not been sent."""
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
-        self.queue = OutputQueue()
+        asked = request.params.prompt_logprobs is not None
+        self.queue = OutputQueue(len(request.prompt_ids) if asked else 0)
         self.account = Account(request.arrived)
         self._prompt_tokens = len(request.prompt_ids)
         self._cached_tokens: int | None = None
@@ -145,6 +146,10 @@ class OutputProcessor:
     def unfinished(self, choices: Iterable[int]) -> tuple[int, ...]:
         """The `choices` that have not ended."""
         return tuple(index for index in choices if self._choices[index].finish is None)
+
+    def unserved(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """The `choices` that an attempt must serve: those that have not ended, or one if only the report is missing."""
+        return self.unfinished(choices) or (() if self.report_complete else tuple(choices[:1]))
 
     def output_ids(self, choice: int) -> list[int]:
         """The tokens of a choice that were emitted."""
@@ -164,12 +169,19 @@ class OutputProcessor:
         if self.account.first_token is None:
             self.queue.report_progress(progress)
 
+    @property
+    def report_complete(self) -> bool:
+        """Whether no log-probabilities of the prompt are missing."""
+        return self.queue.report_left == 0
+
+    def add_report(self, start: int, tokens: Sequence[TokenInfo]) -> None:
+        """Emit log-probabilities of the prompt from position `start` on; a new attempt may repeat earlier ones."""
+        self.queue.report(tokens[max(self.queue.reported - start, 0) :])
+
     def add_first_tokens(self, event: Prefilled) -> None:
         """Emit what prefill sampled, each at the end of its choice."""
         if self._cached_tokens is None:
             self._cached_tokens, self._cached = event.cached_tokens, event.cached
-            if event.prompt_tokens:
-                self.queue.report(event.prompt_tokens)
         for first in event.first_tokens:
             self._first(first)
 

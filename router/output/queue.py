@@ -62,12 +62,13 @@ class Update:
 class OutputQueue:
     """Gathers what is new until it is taken; one producer, one consumer."""
 
-    def __init__(self) -> None:
+    def __init__(self, report_tokens: int = 0) -> None:
+        """The report, log-probabilities of `report_tokens` tokens of the prompt, is taken before all output."""
+        self.reported, self.report_left = 0, report_tokens
+        """Tokens of the report that were added, and that are still to come."""
         self._waiting: deque[Update] = deque()
         self._progress: PrefillProgress | None = None
-        self._report: Sequence[TokenInfo] = ()
-        self._reported = 0
-        """Leading tokens of the report that were taken."""
+        self._report: deque[TokenInfo] = deque()
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
         self._error: BaseException | None = None
@@ -96,8 +97,10 @@ class OutputQueue:
             delta.finish, delta.stop_string, delta.stop_token_id = finish, stop_string, stop_token_id
 
     def report(self, prompt_tokens: Sequence[TokenInfo]) -> None:
-        """Add log-probabilities of the prompt; they are taken before all output."""
-        self._report = prompt_tokens
+        """Add log-probabilities of the next tokens of the prompt."""
+        self._report.extend(prompt_tokens)
+        self.reported += len(prompt_tokens)
+        self.report_left -= len(prompt_tokens)
         self._wake()
 
     def report_progress(self, progress: PrefillProgress) -> None:
@@ -113,7 +116,7 @@ class OutputQueue:
 
     def fail(self, error: BaseException) -> None:
         """End with an error, once what came before it is taken."""
-        self._error = error
+        self._error, self.report_left = error, 0
         self._wake()
 
     async def take(self) -> Update:
@@ -121,7 +124,7 @@ class OutputQueue:
 
         When nothing is left, raises the error that ended the request, or StopAsyncIteration if it was closed.
         """
-        while not (self._waiting or self._report or self._progress):
+        while not (self._report or self._progress or (self._waiting and not self.report_left)):
             if self._closed:
                 raise StopAsyncIteration
             if self._error is not None:
@@ -135,18 +138,15 @@ class OutputQueue:
 
     def _take_report(self) -> Update:
         """The part of the report that a message holds."""
-        report, start, size = self._report, self._reported, 0
-        end = start
-        while end < len(report) and (end == start or size + _size(report[end]) <= _ROOM):
-            size += _size(report[end])
-            end += 1
-        self._reported = end
-        if end < len(report):
-            return Update(prompt_tokens=report[start:end])
-        self._report = ()
-        fits = bool(self._waiting) and self._waiting[0].size + size <= _ROOM
+        tokens, size = [self._report.popleft()], 0
+        size = _size(tokens[0])
+        while self._report and size + _size(self._report[0]) <= _ROOM:
+            size += _size(self._report[0])
+            tokens.append(self._report.popleft())
+        last = not self._report and not self.report_left
+        fits = last and bool(self._waiting) and self._waiting[0].size + size <= _ROOM
         update = self._waiting.popleft() if fits else Update()
-        update.prompt_tokens = report[start:end]
+        update.prompt_tokens = tokens
         return update
 
     def _delta(self, choice: int, size: int) -> ChoiceUpdate:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from hashlib import sha256
 from typing import Protocol
 
@@ -33,17 +32,13 @@ from baton.rpc.silence import SilenceTimer
 from baton.transfer.remote import PrefixSource
 from baton.worker.status import WorkerIdentity
 from router.placement.prefix_directory import BlockNamespace
-from router.request import Blame, Cause, Deliver, Failed, Prefilled
-from router.serving.tenants import RunOnThread
+from router.request import Blame, Cause, Deliver, Failed, Prefilled, PromptReport
 from router.workers.failures import WorkerLoss
 
 _logger = logging.getLogger(__name__)
 
 LOSS_GRACE_S = 0.5
 """Seconds after a broken call in which its worker's watch may still tell that the worker is lost."""
-
-LARGE_REPORT = 256
-"""Prompt tokens from which on their log-probabilities are converted on a thread."""
 
 _ABANDON_TIMEOUT_S = 2.0
 _TENANT_BYTES = 8
@@ -192,19 +187,20 @@ async def call_prefill(
     timeout: float | None,
     silence_s: float,
     deliver: Deliver,
-    run: RunOnThread,
 ) -> None:
-    """Call the worker, and deliver its progress and then the outcome, exactly one event; cancelling it frees all the
+    """Call the worker, and deliver its progress, the report on the prompt and the outcome; cancelling it frees all the
     worker holds.
 
-    `transfer_id` is empty when no decode follows. Workers send a message every second, so `silence_s` without one
-    is a fault. `run` converts large reports.
+    Delivers Prefilled once, or Failed once. Parts of the report may come after Prefilled, and Failed if the rest of it
+    is lost. `transfer_id` is empty when no decode follows. Workers send a message every second, so `silence_s` without
+    one is a fault.
     """
     link = assignment.link
     request.transfer_id = transfer_id
     if source is not None:
         request.prefix_source.CopyFrom(prefix_source_to_proto(source))
     call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=timeout)
+    missing = len(request.prompt_token_ids) if request.sampling.HasField("prompt_logprobs") else 0
     done = False
     silence = SilenceTimer(silence_s, call.cancel)
     try:
@@ -213,28 +209,25 @@ async def call_prefill(
                 silence.reset()
                 if event.HasField("prefill_progress"):
                     deliver(progress_from_proto(event.prefill_progress))
+                if event.HasField("report"):
+                    missing -= len(event.report.tokens)
+                    deliver(PromptReport(event.report.start, [*map(token_from_proto, event.report.tokens)]))
                 if event.HasField("done"):
-                    # Its part is done, and a thread may be long in coming.
-                    silence.stop()
-                    large = len(event.done.prompt_tokens) > LARGE_REPORT
-                    convert = partial(prefilled_from_proto, event.done)
-                    deliver(await run(convert) if large else convert())
+                    deliver(prefilled_from_proto(event.done))
                     done = True
     except grpc.aio.AioRpcError as error:
-        if not done:
-            deliver(await _judge_error(assignment, from_rpc_error(error)))
+        deliver(await _judge_error(assignment, from_rpc_error(error)))
         return
     except asyncio.CancelledError:
         if not silence.ended_call():
             raise
-        if not done:
-            said = f"prefill worker {link.name} was silent for {silence_s:g} s"
-            deliver(Failed(Unavailable(said), Blame.PREFILL))
+        deliver(Failed(Unavailable(f"prefill worker {link.name} was silent for {silence_s:g} s"), Blame.PREFILL))
         return
     finally:
         call.cancel()
-    if not done:
-        deliver(Failed(Unavailable(f"prefill worker {link.name} ended without a token"), Blame.PREFILL))
+    if not done or missing > 0:
+        left = f"{missing} prompt log-probabilities" if done else "a token"
+        deliver(Failed(Unavailable(f"prefill worker {link.name} ended without {left}"), Blame.PREFILL))
 
 
 async def _judge_error(assignment: PrefillAssignment, error: BatonError) -> Failed:
@@ -258,7 +251,6 @@ def prefilled_from_proto(done: prefill_pb2.PrefillDone) -> Prefilled:
     return Prefilled(
         first_tokens=tuple(map(first_token_from_proto, done.first_tokens)),
         cached_tokens=done.cached_tokens,
-        prompt_tokens=tuple(map(token_from_proto, done.prompt_tokens)),
         cached=cached_from_proto(done.cached),
     )
 

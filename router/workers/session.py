@@ -39,7 +39,7 @@ from baton.rpc.silence import HEARTBEAT_S, SILENCE_S, SilenceTimer
 from baton.transfer.remote import RemoteExport
 from baton.worker.messages import DecodeTimings, Output, ReserveResult
 from baton.worker.status import WIRE_VERSION
-from router.request import Blame, Cause, Deliver, Failed
+from router.request import Blame, Cause, DecodeEnded, Deliver, Failed
 from router.workers.failures import WorkerLoss
 
 PREEMPTED_RETRY_S = 1.0
@@ -195,6 +195,11 @@ class DecodeAttempt:
         self.has_output = True
         self._deliver(Output(message.choice_index, message.output_index, tokens, finish, timings))
 
+    def on_ended(self) -> None:
+        """Take the attempt's end without a fault: none of its choices goes on; the worker holds nothing of it."""
+        self._reserved = False
+        self._deliver(DecodeEnded())
+
     def on_failure(
         self, error: BatonError, blame: Blame, cause: Cause = Cause.FAULT, loss: WorkerLoss | None = None
     ) -> None:
@@ -331,6 +336,9 @@ class DecodeSession:
             key = output.key
             if attempt := self._attempts.get((key.request_id, key.attempt)):
                 attempt.on_output(output)
+        for key in down.ended:
+            if attempt := self._attempts.get((key.request_id, key.attempt)):
+                attempt.on_ended()
         for failure in down.failures:
             if attempt := self._attempts.get((failure.key.request_id, failure.key.attempt)):
                 make, blame, cause = _FAULTS.get(failure.kind, _UNKNOWN)

@@ -191,6 +191,8 @@ class StubPrefill(Stub, prefill_pb2_grpc.PrefillServicer):
         yield prefill_pb2.PrefillEvent(done=self.done(request))
         if request.transfer_id:
             self.handoffs.of(request.transfer_id).set_result(request)
+        for start, token in enumerate(self.report(request)):
+            yield prefill_pb2.PrefillEvent(report=prefill_pb2.PromptReport(start=start, tokens=[token]))
 
     async def Abandon(
         self, request: prefill_pb2.AbandonRequest, context: grpc.aio.ServicerContext
@@ -198,6 +200,10 @@ class StubPrefill(Stub, prefill_pb2_grpc.PrefillServicer):
         self.abandoned.append(request)
         self.log.add(request)
         return prefill_pb2.AbandonResponse()
+
+    def report(self, request: prefill_pb2.PrefillRequest) -> list[inference_pb2.TokenInfo]:
+        """Log-probabilities of the prompt; they come after `done`."""
+        return []
 
     def done(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillDone:
         """The first token of each choice."""

@@ -1,7 +1,6 @@
 """The prefill service over real gRPC, on an engine whose tokens are computable by hand."""
 
 import asyncio
-import threading
 from typing import Any
 
 import grpc
@@ -10,8 +9,6 @@ import pytest
 from baton.engine.fake import PREFILL_LOGPROB, PROMPT_LOGPROB, FakeEngine, expected_tokens
 from baton.pb import inference_pb2, prefill_pb2
 from baton.request import SamplingParams
-from prefill_svc.job import PrefillDone
-from prefill_svc.servicer import event_to_proto
 from tests.prefill import GREEDY, PROMPT, Gate, decode, decoder, serving, status_of
 
 
@@ -109,25 +106,10 @@ async def test_finish_reasons_of_the_first_token() -> None:
 async def test_prompt_logprobs_cover_the_prompt(output: tuple[int, ...]) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=1)
     async with serving(chunk_size=7) as client:
-        done = await client.done(PROMPT[:20], params=params, output=output)
-    assert [token.token_id for token in done.prompt_tokens] == PROMPT[:20]
-    assert not done.prompt_tokens[0].HasField("logprob")
-    assert {token.logprob for token in done.prompt_tokens[1:]} == {PROMPT_LOGPROB}
-
-
-async def test_prompt_logprobs_become_a_message_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[threading.Thread] = []
-
-    def record(event: PrefillDone | None) -> prefill_pb2.PrefillEvent:
-        if event is not None:
-            threads.append(threading.current_thread())
-        return event_to_proto(event)
-
-    monkeypatch.setattr("prefill_svc.servicer.event_to_proto", record)
-    params = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=1)
-    async with serving() as client:
-        assert len((await client.done(params=params)).prompt_tokens) == len(PROMPT)
-    assert threading.main_thread() not in threads
+        report = await client.report(PROMPT[:20], params=params, output=output)
+    assert [token.token_id for token in report] == PROMPT[:20]
+    assert not report[0].HasField("logprob")
+    assert {token.logprob for token in report[1:]} == {PROMPT_LOGPROB}
 
 
 async def test_a_prompt_waits_for_pages_that_an_export_holds() -> None:

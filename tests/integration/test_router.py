@@ -168,21 +168,46 @@ async def test_chat_tokenize_detokenize_and_model(tmp_path: Path) -> None:
         assert model.fingerprint == "f" * 64
 
 
+async def test_a_report_that_is_cut_off_is_computed_again_without_a_seam(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        reports = [1, 2, 3]
+
+        def report(asked: prefill_pb2.PrefillRequest) -> list[inference_pb2.TokenInfo]:
+            return [inference_pb2.TokenInfo(token_id=each) for each in asked.prompt_token_ids[: reports.pop(0)]]
+
+        b.prefill[0].report = report  # type: ignore[method-assign]
+        answer = await b.answer(max_tokens=1, prompt_logprobs=0)
+        prompt = [token.token_id for event in answer.events for token in event.prompt_tokens]
+        assert prompt == list(b.prefill[0].requests[0].prompt_token_ids)
+        assert answer.text() == text(0, 1)
+        assert not reports
+
+
 async def test_logprobs_of_prompt_and_output(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         done = b.prefill[0].done
 
         def with_logprobs(asked: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillDone:
             answer = done(asked)
-            answer.prompt_tokens.add(token_id=asked.prompt_token_ids[0])
-            answer.prompt_tokens.add(token_id=asked.prompt_token_ids[1], logprob=-1.5)
             answer.first_tokens[0].token.logprob = -0.5
             answer.first_tokens[0].token.top.add(token_id=7, logprob=-0.25)
             return answer
 
+        def report(asked: prefill_pb2.PrefillRequest) -> list[inference_pb2.TokenInfo]:
+            first, *others = asked.prompt_token_ids
+            return [inference_pb2.TokenInfo(token_id=first)] + [
+                inference_pb2.TokenInfo(token_id=other, logprob=-1.5) for other in others
+            ]
+
         b.prefill[0].done = with_logprobs  # type: ignore[method-assign]
+        b.prefill[0].report = report  # type: ignore[method-assign]
         answer = await b.answer(max_tokens=1, logprobs=1, prompt_logprobs=0)
-        assert [token.logprob for token in answer.events[0].prompt_tokens] == [0.0, -1.5]
-        assert not answer.events[0].prompt_tokens[0].HasField("logprob")
+        prompt = [token for event in answer.events for token in event.prompt_tokens]
+        assert [token.token_id for token in prompt] == list(b.prefill[0].requests[0].prompt_token_ids)
+        assert [token.logprob for token in prompt] == [0.0, -1.5, -1.5]
+        assert not prompt[0].HasField("logprob")
+        # The whole report comes before the first token, although prefill said it later.
+        last = max(at for at, event in enumerate(answer.events) if event.prompt_tokens)
+        assert not any(event.choices for event in answer.events[:last])
         token = answer.deltas(0)[0].tokens[0]
         assert (token.logprob, token.top[0].token_id, token.top[0].logprob) == (-0.5, 7, -0.25)

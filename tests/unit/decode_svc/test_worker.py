@@ -75,6 +75,24 @@ def test_a_fetch_that_ends_at_the_deadline_is_in_time(loop: VirtualLoop, late_s:
     assert engine.audit() == {}
 
 
+def test_a_router_is_told_of_an_attempt_that_ends_with_its_first_token(loop: VirtualLoop) -> None:
+    """Its own word for it may come late: it must not take the attempt for lost meanwhile."""
+    engine, ready = FakeEngine(), prefill(PROMPT, SamplingParams(max_tokens=1, seed=1), request_id="r")
+
+    async def fetch(source: RemoteExport, handle: KvHandle, *, tokens: int, first: int) -> Handoff:
+        ready.write(engine, handle, first)
+        return ready.handoff
+
+    worker = made(loop, engine, fetch)
+    session, key = loop.call(worker.open_session, "router"), AttemptKey("r", 0)
+    loop.call(worker.handle, session, Reserve(key, len(PROMPT), 1, 1))
+    loop.call(worker.handle, session, Start(key, RemoteExport("t", "theirs", ())))
+    loop.advance(1.0)
+    assert (session._down.ended, session._down.failures) == ([key], [])
+    assert len(worker.attempts) == 0
+    loop.call(worker.close_session, session)
+
+
 @dataclass
 class Evicting:
     """A worker that evicts two pages at a time, whose 14 pages are full of the cached blocks of two contexts."""

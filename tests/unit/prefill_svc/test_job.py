@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from baton.engine.fake import FakeEngine
-from baton.request import CachedTokens, PrefillProgress, SamplingParams
-from prefill_svc.job import PREPARING_S, PrefillDone, PrefillJob, PrefillTask
+from baton.request import CachedTokens, PrefillProgress, SamplingParams, TokenInfo
+from prefill_svc.job import PREPARING_S, PrefillDone, PrefillJob, PrefillTask, PromptReport
 from prefill_svc.scheduler import PrefillScheduler
 
-DONE = PrefillDone((), CachedTokens(), ())
+DONE = PrefillDone((), CachedTokens())
 
 
 def create(ids: Sequence[int]) -> PrefillJob:
@@ -32,6 +33,22 @@ async def test_a_caller_that_reads_slowly_gets_the_last_progress_before_the_resu
     job.report_progress(1100.0)
     job.finish(DONE)
     assert [event async for event in events] == [PrefillProgress(100, 100, 1.0, 0.0), DONE]
+
+
+async def test_a_report_comes_in_parts_and_the_first_tokens_do_not_wait_for_it() -> None:
+    job = create(range(3000))
+    events = job.events()
+    alternatives = tuple((each, -1.0) for each in range(20))
+    job.report([TokenInfo(each, -1.0, alternatives) for each in range(1, 1000)])
+    first = await anext(events)
+    assert isinstance(first, PromptReport)
+    job.report([TokenInfo(each, -1.0, alternatives) for each in range(1000, 3100)])
+    job.finish(DONE)
+    assert await anext(events) == DONE
+    parts = [first, *[event async for event in events if isinstance(event, PromptReport)]]
+    assert [token.token_id for part in parts for token in part.tokens] == list(range(3000))
+    assert [part.start for part in parts] == list(itertools.accumulate([0, *(len(p.tokens) for p in parts[:-1])]))
+    assert max(len(part.tokens) for part in parts) * 21 <= 1024 + 21
 
 
 def test_a_long_prompt_may_be_loaded_for_longer() -> None:

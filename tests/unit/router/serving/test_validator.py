@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import router.workers.prefill
 from baton.errors import InvalidRequest
-from baton.pb import inference_pb2, prefill_pb2
+from baton.pb import inference_pb2
 from baton.tokenizer import Tokenizer
 from router.serving.servicer import generate_request
 from router.serving.tenants import Threads
 from router.serving.validator import RequestValidator, ServedModel
-from tests.integration.router_bench import bench
 from tests.integration.router_stubs import checkpoint
 
 
@@ -45,34 +42,3 @@ async def test_token_ids_that_wait_to_become_text_count_with_their_memory(tmp_pa
     validator = RequestValidator(ServedModel("m", 300, (), tokenizer), lambda: 1_000_000, Noting(1))
     await validator.detokenize([1] * 5_000)
     assert sizes == [20_000]
-
-
-@pytest.mark.parametrize("count", [2, 1000])
-async def test_large_reports_are_converted_off_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    seen: list[bool] = []
-
-    def noted(function: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            seen.append(threading.current_thread() is threading.main_thread())
-            return function(*arguments)
-
-        return call
-
-    monkeypatch.setattr(
-        router.workers.prefill, "prefilled_from_proto", noted(router.workers.prefill.prefilled_from_proto)
-    )
-    async with bench(tmp_path) as b:
-        done = b.prefill[0].done
-
-        def report(asked: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillDone:
-            answer = done(asked)
-            for _ in range(count):
-                answer.prompt_tokens.add(token_id=1, logprob=-1.5)
-            return answer
-
-        monkeypatch.setattr(b.prefill[0], "done", report)
-        answer = await b.answer(max_tokens=1, prompt_logprobs=0)
-    assert [len(event.prompt_tokens) for event in answer.events if event.prompt_tokens] == [count]
-    assert seen == [count == 2]

@@ -1,0 +1,49 @@
+"""The words of a decode worker about attempts, as a router's session takes them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+
+from baton.pb import decode_pb2
+from router.request import DecodeEnded, Event, Failed
+from router.workers.session import DecodeSession, Prefix
+
+
+async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.AttemptKey:
+    """An attempt that the worker has granted."""
+    attempt = session.attempt("r", 0, events.append)
+    asking = asyncio.create_task(
+        attempt.reserve(context_tokens=1, max_new_tokens=1, choices=(0,), deadline_ms=1, prefix=Prefix())
+    )
+    await asyncio.sleep(0)
+    session._dispatch(decode_pb2.SessionDown(reserved=[decode_pb2.ReserveResult(key=attempt.key, granted=True)]))
+    await asking
+    assert attempt.granted
+    return attempt.key
+
+
+BEATS = [decode_pb2.SessionDown(heartbeat=decode_pb2.Heartbeat())] * 3
+
+
+async def test_an_attempt_that_the_worker_has_ended_is_not_missed() -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        events: list[Event] = []
+        session = DecodeSession(channel, "d", "r0")
+        key = await granted(session, events)
+        for down in (decode_pb2.SessionDown(ended=[key]), *BEATS):
+            session._dispatch(down)
+        assert events == [DecodeEnded()]
+
+
+async def test_an_attempt_that_the_worker_has_lost_fails() -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        events: list[Event] = []
+        session = DecodeSession(channel, "d", "r0")
+        await granted(session, events)
+        for down in BEATS:
+            session._dispatch(down)
+        (failed,) = events
+        assert isinstance(failed, Failed)
+        assert "knows nothing of attempt r/0" in str(failed.error)
