@@ -102,7 +102,7 @@ def engine_of(model: LoadedModel, plan: EnginePlan, steps_ahead: int = 1, graphs
     )
     engine = assemble(model, config, steps_ahead)
     if not graphs:
-        engine.executor.runner._graphs = None
+        engine.executor.runner._graphs = None  # type: ignore[attr-defined]
     try:
         yield engine
     finally:
@@ -151,7 +151,7 @@ def transformers(raw: dict[str, Any], device: torch.device, plan: EnginePlan) ->
 
     config = {key: value for key, value in raw.items() if key not in ("architectures", "model_type")}
     with torch.device(device):
-        model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16).eval()
+        model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16).eval()  # type: ignore[arg-type]
     batch, steps = max(plan.batches), plan.steps
     ids = torch.randint(3, raw["vocab_size"], (batch, max(plan.contexts)), device=device)
     mask = torch.ones_like(ids)

@@ -118,7 +118,7 @@ class Copies:
         kv_format, self._cuda = engine.spec.kv_format, device.type == "cuda"
         self._token_bytes = kv_format.token_bytes // kv_format.layers
         self._bytes, self._waits = 0, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
-        source: Any = engine.executor.runner._source
+        source: Any = engine.executor.runner._source  # type: ignore[attr-defined]
         if source is not None:
             self._open, source.open = source.open, self._timed_open
 
@@ -299,11 +299,11 @@ class LongBench:
         if self._device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self._device)
-        layer = sum(each.nbytes for each in model.decoder.layers[0].parameters())
+        layer = sum(each.nbytes for each in model.decoder.layers[0].parameters())  # type: ignore[misc, union-attr]
         allocated = torch.cuda.max_memory_allocated(self._device)
         lacking = self._raw["num_hidden_layers"] - model.config.num_layers
         return {
-            "weights_mib": sum(each.nbytes for each in model.decoder.parameters()) / MIB,
+            "weights_mib": sum(each.nbytes for each in model.decoder.parameters()) / MIB,  # type: ignore[misc, union-attr]
             "allocated_mib": allocated / MIB,
             "reserved_mib": torch.cuda.max_memory_reserved(self._device) / MIB,
             "driver_mib": (total - free) / MIB,

@@ -124,11 +124,11 @@ def native_calls() -> Iterator[list[tuple[float, float]]]:
         calls.append((began, time.perf_counter()))
         return status
 
-    library.baton_native_forward = timed
+    library.baton_native_forward = timed  # type: ignore[attr-defined]
     try:
         yield calls
     finally:
-        library.baton_native_forward = forward
+        library.baton_native_forward = forward  # type: ignore[attr-defined]
 
 
 def write_tiny(model: Path, directory: Path) -> Path:

@@ -92,7 +92,7 @@ class Spec:
             "logprobs": self.logprobs,
         }
         given |= {name: value for name, value in optional.items() if value is not None}
-        return given | {
+        return given | {  # type: ignore[return-value]
             "max_tokens": self.max_tokens,
             "min_tokens": self.min_tokens,
             "n": self.n,

@@ -193,7 +193,7 @@ async def serve(port: int) -> None:
                 await proxy.command(json.loads(line))
                 answer = {"ok": True}
             except (OSError, KeyError, ValueError) as error:
-                answer = {"error": repr(error)}
+                answer = {"error": repr(error)}  # type: ignore[dict-item]
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
         writer.close()

@@ -141,7 +141,7 @@ class Soak:
                     statistics.median(part) / 2**20 for part in (values[quarter : 2 * quarter], values[-quarter:])
                 )
                 found.append((name, *medians))
-        return found
+        return found  # type: ignore[return-value]
 
 
 def page(soak: Soak, load: Tally, left: Leak, problems: list[str], *, seed: int, seconds: float) -> str:

@@ -110,7 +110,7 @@ def start(engine: Engine, owner: str, wanted: SequenceState, room: int = 40) -> 
 
 def step(engine: Engine) -> dict[KvHandle, int]:
     """One step: the new token of each sequence."""
-    return {handle: infos[0].token_id for handle, infos in engine.step().result()}
+    return {handle: infos[0].token_id for handle, infos in engine.step().result()}  # type: ignore[index]
 
 
 def generate(engine: Engine, wanted: SequenceState, count: int) -> list[int]:

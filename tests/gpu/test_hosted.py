@@ -118,7 +118,7 @@ def test_a_batch_has_sequences_of_both_homes(make: Make, quick: None) -> None:
     for _ in range(20):
         following = engine.step()
         for own, infos in unread.result():
-            next(outputs for handle, outputs in running if handle is own).append(infos[0].token_id)
+            next(outputs for handle, outputs in running if handle is own).append(infos[0].token_id)  # type: ignore[index]
         unread = following
     unread.result()
     assert [outputs[:20] for _, outputs in running] == expected

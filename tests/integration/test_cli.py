@@ -156,7 +156,7 @@ def a_killed_decode_worker_is_replaced_in_mid_stream_and_comes_back(
         for ids, stream in zip(token_ids, streams, strict=True):
             ids += [token.token_id for delta in stream for token in delta.tokens]
     assert token_ids == [alone["token_ids"]] * 2
-    ops = re.search(r"router +\|.* listening .*ops=(\S+)", log.read_text())[1]
+    ops = re.search(r"router +\|.* listening .*ops=(\S+)", log.read_text())[1]  # type: ignore[index]
     with urllib.request.urlopen(f"http://{ops}/metrics", timeout=HANG_S) as metrics:
         assert re.search(r"(?m)^baton_replays_total\{.*\} [1-9]", metrics.read().decode())
     wait_for(log, r"up +\| decode-0 was killed by SIGKILL; its last line: .*; it is started again at once\n")

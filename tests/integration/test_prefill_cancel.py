@@ -35,7 +35,7 @@ class SlowCache(MemoryPrefixCache):
 
     async def lookup(self, digests: Sequence[bytes]) -> int:
         await self._held("lookup")
-        return await super().lookup(digests)
+        return await super().lookup(digests)  # type: ignore[return-value]
 
     async def fetch(self, digests: Sequence[bytes]) -> list[Payload]:
         await self._held("fetch")

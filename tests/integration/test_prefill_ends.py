@@ -202,7 +202,7 @@ async def test_stopping_in_the_middle_of_everything_leaves_nothing() -> None:
         asyncio.get_running_loop().call_later(0.1, gate.open)
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     unavailable = grpc.StatusCode.UNAVAILABLE
-    assert all(isinstance(end, asyncio.CancelledError) or end[0] is unavailable for end in outcomes), outcomes
+    assert all(isinstance(end, asyncio.CancelledError) or end[0] is unavailable for end in outcomes), outcomes  # type: ignore[index]
 
 
 async def test_what_ended_is_forgotten() -> None:

@@ -110,7 +110,7 @@ class DecodeWorkerMachine(RuleBasedStateMachine):
 
     @initialize(target=sessions)
     def first_session(self) -> RouterSession:
-        return self.open_session()
+        return self.open_session()  # type: ignore[return-value]
 
     @rule(target=sessions)
     def open_session(self) -> RouterSession:

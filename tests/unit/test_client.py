@@ -42,7 +42,7 @@ async def test_complete(router: Router, face: str) -> None:
     assert (completion.text, completion.token_ids) == ("ab", [1, 2])
     assert completion.finish_reason is FinishReason.STOP
     assert completion.choices[0].stop == "b"
-    assert completion.logprobs[0] == TokenInfo(1, -0.5, ((1, -0.5),))
+    assert completion.logprobs[0] == TokenInfo(1, -0.5, ((1, -0.5),))  # type: ignore[index]
     assert (completion.choices[1].text, completion.choices[1].finish_reason) == ("xy", FinishReason.LENGTH)
     assert completion.choices[1].logprobs is None
     assert completion.prompt_tokens == [TokenInfo(9)]

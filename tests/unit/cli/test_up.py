@@ -50,7 +50,7 @@ class Up:
         """Wait for a match in the log."""
         with self._changed:
             assert self._changed.wait_for(lambda: re.search(pattern, self.log), 60), self.log
-            return re.search(pattern, self.log)
+            return re.search(pattern, self.log)  # type: ignore[return-value]
 
     def pids(self, count: int) -> list[int]:
         """Pids that stubs have logged, once there are `count`."""

@@ -124,8 +124,8 @@ def test_a_weight_of_several_tensors_is_split_over_ranks(monkeypatch: pytest.Mon
         "bias": (3,),
     }
     for linear in (*merged, *row):
-        for name in linear.parts():
-            linear.load_shard(name, given[name])
+        for name in linear.parts():  # type: ignore[operator]
+            linear.load_shard(name, given[name])  # type: ignore[operator]
 
     def product(name: str, x: Tensor) -> Tensor:
         return (

@@ -109,7 +109,7 @@ def run_both(
     found: list[Tensor] = []
     for decoder, kv in zip(decoders, reversed(pages.kv), strict=True):
         batch = AttentionBatch.build(queries, contexts, pages.tables[: len(queries)], kv.page_size)
-        hidden = decoder(ids, batch.positions, batch, kv, rows=rows)
+        hidden = decoder(ids, batch.positions, batch, kv, rows=rows)  # type: ignore[operator]
         found += hidden, decoder.logits(hidden) if len(hidden) else hidden
     for torchs, ours in zip(found[:2], found[2:], strict=True):
         assert (ours - torchs).norm() <= tolerance * torchs.norm()
