@@ -52,9 +52,14 @@ def size_reservation(spec: EngineSpec, request: Reserve, reserve_tokens: int) ->
         if value < 1 or (limit is not None and value > limit):
             raise InvalidReservation(name, "must be at least 1" + (f" and at most {limit}" if limit else ""), value)
     _check_digests(spec, request)
-    tokens = min(request.context_tokens + min(request.max_new_tokens, reserve_tokens), spec.max_model_len)
+    longest = request.context_tokens + request.max_new_tokens
+    if longest > spec.max_model_len:
+        # Routers accept what all workers can hold; this one joined later, with a smaller limit.
+        problem = f"with {request.context_tokens} tokens of context it exceeds max_model_len {spec.max_model_len}"
+        raise InvalidReservation("max_new_tokens", problem, request.max_new_tokens)
+    tokens = request.context_tokens + min(request.max_new_tokens, reserve_tokens)
     pages = spec.pages_for(tokens)
-    whole = spec.pages_for(min(request.context_tokens + request.max_new_tokens, spec.max_model_len))
+    whole = spec.pages_for(longest)
     if whole > spec.pages:
         raise InvalidReservation(
             "context_tokens", f"needs {whole} pages, there are {spec.pages}", request.context_tokens

@@ -20,10 +20,13 @@ from baton.errors import EngineError
 from baton.kv.format import KEYS, VALUES
 from baton.model.attention import AttentionBatch, KvCache
 from baton.model.config import ModelConfig
+from baton.model.families import AttentionKind, MlpKind
 from baton.native import abi
 from baton.native.packed import PACKED_DTYPES, TYPES, PackedWeights
 
 _LARGEST_HEAD = 256
+_KINDS = frozenset((AttentionKind.GROUPED, MlpKind.GATED))
+"""Kinds of attention and MLP that have kernels."""
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
@@ -31,6 +34,9 @@ def unsupported(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) 
     for name, seen in (("dtype", dtype), ("kv_dtype", kv_dtype)):
         if seen not in PACKED_DTYPES:
             return f"{name} is {str(seen).removeprefix('torch.')}, native kernels have float32 and bfloat16"
+    for name, kind in (("attention", config.family.attention), ("MLP", config.family.mlp)):
+        if kind not in _KINDS:
+            return f"its kind of {name} is {kind}, native kernels have {', '.join(sorted(_KINDS))}"
     if config.head_dim > _LARGEST_HEAD:
         return f"head_dim is {config.head_dim}, native kernels have up to {_LARGEST_HEAD}"
     return ""

@@ -147,10 +147,12 @@ def refuses(target: str) -> None:
 def a_killed_decode_worker_is_replaced_in_mid_stream_and_comes_back(
     up: subprocess.Popen[str], target: str, log: Path
 ) -> None:
-    request = ("x = 1\n", "--max-tokens=200", "--ignore-eos", "--temperature=0", "--json")
+    # So long that no stream ends before the kill, however long this process waits for a core.
+    tokens = 1500
+    request = ("x = 1\n", f"--max-tokens={tokens}", "--ignore-eos", "--temperature=0", "--json")
     alone = json.loads(generate(target, *request).stdout)
     with Client(target) as client:
-        streams = [client.generate("x = 1\n", max_tokens=200, ignore_eos=True, temperature=0) for _ in range(2)]
+        streams = [client.generate("x = 1\n", max_tokens=tokens, ignore_eos=True, temperature=0) for _ in range(2)]
         token_ids = [[token.token_id for token in next(stream).tokens] for stream in streams]
         os.kill(decode_workers(up.pid)["decode-0"], signal.SIGKILL)
         for ids, stream in zip(token_ids, streams, strict=True):

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ def manifests() -> Iterator[tuple[str, dict[str, Any]]]:
 def kustomization() -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load((BASE / "kustomization.yaml").read_text())
     return document
+
+
+def test_the_image_has_the_version_of_the_package() -> None:
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    assert {image["newTag"] for image in kustomization()["images"]} == {project["version"]}
 
 
 def environment_of(container: dict[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from baton.engine.factory import build
 from baton.errors import ConfigError, EngineError
 from baton.kv.format import KEYS
 from baton.model.attention import KvCache
+from baton.model.config import ModelConfig
 from baton.model.load import LoadedModel, load_model
-from baton.native.decoder import NativeDecoder
+from baton.native.decoder import NativeDecoder, unsupported
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.kernels import LIBRARY, needs_native
 from tests.unit.model.runner import Sequence, chunked_logits, forward
@@ -148,3 +150,11 @@ def test_models_without_kernels_get_torch_s(checkpoint: Path, fields: dict[str, 
     assert not isinstance(engine.executor.runner._decoder, NativeDecoder)
     with pytest.raises(ConfigError, match=r"native can't be used: .*dtype is float16"):
         build(EngineConfig(str(checkpoint), kernels="native", **given))
+
+
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_kinds_of_layers_without_kernels_get_torch_s(checkpoint: Path, kind: str) -> None:
+    config = ModelConfig.from_pretrained(checkpoint)
+    assert unsupported(config, torch.float32, torch.float32) == ""
+    other = dataclasses.replace(config, family=dataclasses.replace(config.family, **{kind: "another"}))
+    assert "its kind of " in unsupported(other, torch.float32, torch.float32)
