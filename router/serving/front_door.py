@@ -195,7 +195,7 @@ class FrontDoor:
         status, now = "CANCELLED", asyncio.get_running_loop().time
         try:
             arrived = now()
-            with self._admit(caller):
+            with self.admit(caller):
                 self._validator.check_model(request.model)
                 self._dispatcher.check(caller.tenant, decodes=request.max_tokens != 1)
                 checked = await self._validator.validate(
@@ -224,7 +224,7 @@ class FrontDoor:
         self, prompt: TextPrompt | ChatPrompt | None, size: int, caller: Caller, *, model: str = ""
     ) -> AsyncIterator[ClientStream[Sequence[int]]]:
         """One item: the token ids of a text or a chat, which takes `size` bytes."""
-        with self._admit(caller):
+        with self.admit(caller):
             self._validator.check_model(model)
             token_ids = await self._validator.tokenize(prompt, size, caller.tenant)
             async with self._stalls.stream(_once(token_ids), lambda: True) as stream:
@@ -235,7 +235,7 @@ class FrontDoor:
         self, token_ids: Sequence[int], caller: Caller, *, skip_special_tokens: bool, model: str = ""
     ) -> AsyncIterator[ClientStream[str]]:
         """One item: the text of token ids."""
-        with self._admit(caller):
+        with self.admit(caller):
             self._validator.check_model(model)
             text = await self._validator.detokenize(token_ids, caller.tenant, skip_special_tokens=skip_special_tokens)
             async with self._stalls.stream(_once(text), lambda: True) as stream:
@@ -260,7 +260,7 @@ class FrontDoor:
         await self._idle.wait()
 
     @contextlib.contextmanager
-    def _admit(self, caller: Caller) -> Iterator[None]:
+    def admit(self, caller: Caller) -> Iterator[None]:
         """A call that counts as one of its tenant's streams, and that a drain waits for."""
         if self._draining:
             raise Unavailable("the router is draining")

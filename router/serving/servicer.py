@@ -10,7 +10,7 @@ ends before gRPC sends its answer, so nothing would bound the answers that clien
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -67,18 +67,19 @@ class InferenceServicer:
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Register the service."""
+        # As streams of messages, so that a call is counted before its message is received.
         handlers = {
-            "Generate": grpc.unary_stream_rpc_method_handler(
-                self.Generate,
+            "Generate": grpc.stream_stream_rpc_method_handler(
+                self._counted(self.Generate),
                 request_deserializer=sized(inference_pb2.GenerateRequest),
                 response_serializer=inference_pb2.GenerateResponse.SerializeToString,
             ),
-            "Tokenize": grpc.unary_stream_rpc_method_handler(
-                self.Tokenize,
+            "Tokenize": grpc.stream_stream_rpc_method_handler(
+                self._counted(self.Tokenize),
                 request_deserializer=sized(inference_pb2.TokenizeRequest),
             ),
-            "Detokenize": grpc.unary_stream_rpc_method_handler(
-                self.Detokenize,
+            "Detokenize": grpc.stream_stream_rpc_method_handler(
+                self._counted(self.Detokenize),
                 request_deserializer=inference_pb2.DetokenizeRequest.FromString,
                 response_serializer=inference_pb2.DetokenizeResponse.SerializeToString,
             ),
@@ -89,6 +90,18 @@ class InferenceServicer:
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    def _counted(self, serve: Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]) -> Any:
+        """A handler that receives the message of a call while the call counts as a stream of its tenant."""
+
+        async def receive(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+            with self._door.admit(self._door.authenticate(_metadata(context))):
+                sent = await anext(messages, None)
+            if sent is None:
+                raise InvalidRequest("message", "is missing")
+            await serve(sent, context)
+
+        return receive
 
     async def Generate(self, sent: Sized[inference_pb2.GenerateRequest], context: grpc.aio.ServicerContext) -> None:
         """Stream the completion of one prompt."""

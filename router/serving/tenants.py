@@ -87,7 +87,10 @@ class Tenants:
 
     @contextlib.contextmanager
     def stream(self, caller: Caller) -> Iterator[None]:
-        """Count a stream of the caller's tenant until the block ends. Raises Overloaded beyond the tenant's limit."""
+        """Count a stream of the caller's tenant until the block ends. Raises Overloaded beyond the tenant's limit.
+
+        A call is a stream before its message is received, and again while it is served: large messages count too.
+        """
         tenant, limit = caller.tenant, caller.max_streams
         if limit is not None and self._streams[tenant] >= limit:
             problem = f"{self._streams[tenant]} streams of tenant {tenant} are open, {limit} may be"

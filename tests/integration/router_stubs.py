@@ -202,8 +202,9 @@ class StubPrefill(Stub, prefill_pb2_grpc.PrefillServicer):
         return prefill_pb2.AbandonResponse()
 
     def report(self, request: prefill_pb2.PrefillRequest) -> list[inference_pb2.TokenInfo]:
-        """Log-probabilities of the prompt; they come after `done`."""
-        return []
+        """Log-probabilities of the prompt, if they are asked for; they come after `done`."""
+        asked = request.sampling.HasField("prompt_logprobs")
+        return [inference_pb2.TokenInfo(token_id=each) for each in request.prompt_token_ids if asked]
 
     def done(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillDone:
         """The first token of each choice."""

@@ -17,6 +17,7 @@ from baton import keys
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.pb import inference_pb2, prefill_pb2
+from baton.rpc.channel import control_channel
 from baton.tokenizer import Tokenizer
 from router.app import run
 from tests.integration.router_bench import Answer, Bench, bench, refused, request, whole
@@ -152,3 +153,23 @@ async def answered(call: Any) -> grpc.StatusCode:
         assert (await call.details()) == "max_streams: 1 streams of tenant flood2 are open, 1 may be"
         assert float(dict(await call.trailing_metadata())["retry-after"]) > 0
     return code
+
+
+async def test_a_call_counts_before_its_message_is_received(tmp_path: Path) -> None:
+    """Thousands of calls with large messages would otherwise be one tenant's to send, whatever its limit."""
+    file = tmp_path / "keys.json"
+    metadata = (("authorization", f"Bearer {keys.add(file, tenant='a', max_streams=1)}"),)
+    async with bench(tmp_path, api_keys=str(file), **SETTINGS) as b, control_channel(b.app.address) as channel:
+        # A stream of messages, on the wire the same call: its message does not come.
+        method = "/baton.v1.Inference/Generate"
+        call = channel.stream_stream(method)(metadata=metadata, timeout=60)
+        async with asyncio.timeout(60):
+            while not b.app._door.running:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        error = await refused(b.client.Generate(request("x", max_tokens=1), metadata=metadata, timeout=60))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "max_streams: 1 streams of tenant a are open, 1 may be" in (error.details() or "")
+        call.cancel()
+        async with asyncio.timeout(60):
+            await b.app._door._idle.wait()
+        await whole(b.client.Generate(request("x", max_tokens=1), metadata=metadata, timeout=60))
