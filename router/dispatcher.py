@@ -49,7 +49,7 @@ class Dispatcher:
             max_wait_s=config.queue_wait_s,
         )
         self._turns: dict[Waiter, asyncio.Future[tuple[PrefillAssignment, Selection]]] = {}
-        """Reasons why requests in the queue wait."""
+        """The future of each waiting request, which gets its turn."""
         self._tenants: dict[PrefillAssignment, str] = {}
         """Tenants of the requests at prefill workers."""
         self._breakers = Breakers(self._loop.time)
