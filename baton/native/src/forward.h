@@ -95,9 +95,9 @@ struct Forward {
       most += query == 1 ? parts : (query + together - 1) / together;
       partial_count += query == 1 && parts > 1 ? parts : 0;
     }
-    units = reinterpret_cast<Unit*>(room.units.reserve_of<char>((most + batch->sequences) * int64_t(sizeof(Unit))));
+    units = reinterpret_cast<Unit*>(room.units.fit_of<char>((most + batch->sequences) * int64_t(sizeof(Unit))));
     splits = reinterpret_cast<Split*>(units + most);
-    partials = room.partials.reserve_of(partial_count * m.kv_heads * split_size);
+    partials = room.partials.fit_of(partial_count * m.kv_heads * split_size);
     int64_t token = 0, partial = 0;
     for (int64_t s = 0; s < batch->sequences; ++s) {
       const int64_t query = batch->query_lens[s], context = batch->context_lens[s];

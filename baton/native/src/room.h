@@ -11,7 +11,7 @@
 
 namespace baton {
 
-// Zeroed memory that grows, on boundaries of cache lines. What it held is lost when it grows.
+// Zeroed memory that grows, on boundaries of cache lines. What it held is lost when its size changes.
 class Buffer {
  public:
   Buffer() = default;
@@ -36,10 +36,24 @@ class Buffer {
   T* reserve_of(int64_t count) {
     return static_cast<T*>(reserve(count * int64_t(sizeof(T))));
   }
+  // As `reserve_of`, for what grows with contexts: gives large memory back that a run of calls has hardly used.
+  template <class T = float>
+  T* fit_of(int64_t count) {
+    const int64_t bytes = count * int64_t(sizeof(T));
+    idle_ = size_ > kKept && bytes < size_ / 4 ? idle_ + 1 : 0;
+    if (idle_ > kIdleCalls) {
+      std::free(data_);
+      data_ = nullptr;
+      size_ = idle_ = 0;
+    }
+    return reserve_of<T>(count);
+  }
 
  private:
+  static constexpr int64_t kKept = 16 << 20, kIdleCalls = 256;
+
   void* data_ = nullptr;
-  int64_t size_ = 0;
+  int64_t size_ = 0, idle_ = 0;
 };
 
 }  // namespace baton

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +39,8 @@ class NativeAttention:
     def __init__(self, library: ctypes.CDLL, threads: int = 1, weights: torch.dtype = torch.float32) -> None:
         self._library, self._threads, self._weights = library, threads, weights
         self._new: dict[int, tuple[Tensor, Tensor]] = {}
+        self.room: int | None = None
+        """That of all calls, if they share one."""
 
     def append(self, kv: KvCache, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         """Attend with some queries, which appends."""
@@ -58,11 +62,12 @@ class NativeAttention:
             ctypes.cast(keys, ctypes.c_void_p), ctypes.cast(values, ctypes.c_void_p), kv.num_pages, kv.page_size,
             TYPES[kv.dtype],
         )  # fmt: skip
-        room = self._library.baton_native_room_new()
+        room = self.room or self._library.baton_native_room_new()
         status = self._library.baton_native_attend(
             model, described, batch_of(batch), layer, self._threads, qkv.data_ptr(), out.data_ptr(), room
         )
-        self._library.baton_native_room_free(room)
+        if not self.room:
+            self._library.baton_native_room_free(room)
         assert status == 0, self._library.baton_native_error()
         return out.to(q.dtype)
 
@@ -122,6 +127,34 @@ def test_attention_keeps_its_contract(library: ctypes.CDLL, case: Case, threads:
 )
 def test_attention_over_bfloat16_pages(library: ctypes.CDLL, case: Case) -> None:
     check(NativeAttention(library, 2, torch.bfloat16), case, CPU, tolerance=2e-2)
+
+
+def test_memory_for_many_long_contexts_is_given_back_when_it_is_no_longer_needed(library: ctypes.CDLL) -> None:
+    """512 sequences share their pages, so that only the intermediate results take much memory: 64 KiB a sequence."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20
+
+    length, sequences = 32_000, 512
+    kv = cache_of(length, 1, 16, torch.float32)
+    table = torch.arange(kv.num_pages).int()[None]
+    backend = NativeAttention(library)
+    backend.room = library.baton_native_room_new()
+
+    def step(count: int) -> None:
+        backend._new[0] = (torch.zeros(count, 1, 16), torch.zeros(count, 1, 16))
+        batch = AttentionBatch.build([1] * count, [length] * count, table.expand(count, -1).contiguous(), kv.page_size)
+        backend.attend(kv, 0, torch.zeros(count, 1, 16), batch, None)
+
+    step(1)
+    before = resident()
+    step(sequences)
+    grown = resident() - before
+    assert grown >= 20
+    for _ in range(300):
+        step(1)
+    assert resident() - before < grown / 2
+    library.baton_native_room_free(backend.room)
 
 
 @pytest.mark.parametrize("window", [None, 9, 1500])
