@@ -11,7 +11,6 @@ from baton.cli.bench.engine import engine
 from baton.cli.bench.plot import plot
 from baton.cli.bench.router import router
 from baton.cli.bench.serve import serve
-from baton.cli.bench.transfer import transfer
 from baton.cli.failures import INTERRUPTED
 
 
@@ -32,5 +31,5 @@ def bench() -> None:
     """Measure servers, engines and links."""
 
 
-for _command in (engine, router, serve, transfer, plot):
+for _command in (engine, router, serve, plot):
     bench.add_command(_command)

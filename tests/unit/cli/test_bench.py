@@ -21,7 +21,7 @@ def refused(*arguments: str) -> str:
     return done.output
 
 
-@pytest.mark.parametrize("command", [["engine", "MODEL"], ["router"], ["transfer"], SERVE])
+@pytest.mark.parametrize("command", [["engine", "MODEL"], ["router"], SERVE])
 def test_a_report_that_can_not_be_written_is_refused(command: list[str], tmp_path: Path) -> None:
     file = tmp_path / "nowhere" / "report.json"
     assert f"'--json': '{file}' can't be written" in refused(*command, f"--json={file}")
@@ -60,7 +60,6 @@ def test_what_is_no_report_is_named(tmp_path: Path) -> None:
     [
         (["engine", "MODEL"], "torch", "worker"),
         (["engine", "MODEL", "--plot=a.svg"], "matplotlib", "bench"),
-        (["transfer"], "torch", "worker"),
     ],
 )
 def test_what_is_not_installed_is_named_with_its_extra(
