@@ -62,7 +62,7 @@ ADD = st.tuples(
 async def test_messages_are_bounded_and_joined_are_all_that_was_said(
     prompt: int, steps: list[tuple[int, int, tuple[str, int], bool] | None], copies: int
 ) -> None:
-    queue, told, expected, waits = OutputQueue(), Told(), Told(), 0
+    queue, told, expected, waits = OutputQueue(prompt), Told(), Told(), 0
     if prompt:
         queue.report([token(21)] * prompt)
     for step in steps:
