@@ -60,6 +60,10 @@ async def holds_pages_while_it_drains(process: Process, channel: grpc.aio.Channe
     assert (await session.read()).reserved[0].granted
     process.send_signal(signal.SIGTERM)
     await session.write(decode_pb2.SessionUp(cancel=decode_pb2.Cancel(key=key)))
+    ended = []
+    while (down := await session.read()) is not grpc.aio.EOF:
+        ended += down.ended
+    assert ended == [key]
     assert await session.code() is grpc.StatusCode.OK
 
 
