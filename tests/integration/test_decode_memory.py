@@ -51,7 +51,7 @@ async def test_while_a_sequence_is_paused_nothing_is_granted_and_the_ledger_says
         assert (refused.granted, refused.never) == (False, False)
         assert "; 1 sequences are paused" in refused.reason
         assert refused.retry_after_ms > 0
-        assert (await router.reserve("d", 79, 1000)).reason.endswith("1 sequences are paused")
+        assert (await router.reserve("d", 79, 1)).reason.endswith("1 sequences are paused")
         assert (await router.reserve("e", 80, 1)).never
         async with control_channel(all_.app.addresses.control) as channel:
             ledger = ledger_from_proto(await admin_pb2_grpc.AdminStub(channel).Ledger(admin_pb2.LedgerRequest()))
