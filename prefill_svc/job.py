@@ -177,8 +177,8 @@ class PrefillJob:
             self._changed.set()
 
     def report(self, tokens: Sequence[TokenInfo]) -> None:
-        """Add log-probabilities of the tokens that follow those that were added before."""
-        if not tokens:
+        """Add log-probabilities of the tokens that follow those that were added before, if they were asked for."""
+        if self.task.params.prompt_logprobs is None:
             return
         if not self._reported and not self._report:
             self._report.append(TokenInfo(self.ids[0]))

@@ -176,7 +176,7 @@ class OutputProcessor:
 
     def add_report(self, start: int, tokens: Sequence[TokenInfo]) -> None:
         """Emit log-probabilities of the prompt from position `start` on; a new attempt may repeat earlier ones."""
-        self.queue.report(tokens[max(self.queue.reported - start, 0) :])
+        self.queue.report(tokens[max(self.queue.reported - start, 0) :][: self.queue.report_left])
 
     def add_first_tokens(self, event: Prefilled) -> None:
         """Emit what prefill sampled, each at the end of its choice."""

@@ -6,7 +6,7 @@ Without a file of keys everybody is the one tenant "". A tenant has a queue of i
 a number of open streams. Tokenize and Detokenize count as streams too. GetModel does not: it takes no longer than a
 refusal.
 
-Threads are for what would hold up the event loop: tokenizing, hashing, converting large reports. They are the router's
+Threads are for what would hold up the event loop: tokenizing, hashing, making large messages. They are the router's
 own, so that texts of tenants delay nothing else.
 
     run ──▶ a queue for each tenant, which take turns ──▶ 2 to 4 threads, of which one tenant may use all but one

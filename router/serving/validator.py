@@ -326,11 +326,11 @@ def _messages(chat: ChatPrompt) -> list[dict[str, str]]:
 
 
 def _check_prompt_logprobs(alternatives: int, count: int) -> None:
-    """Refuse a report on `count` prompt tokens that no message can carry, before they are computed."""
+    """Refuse a report on `count` prompt tokens that takes too much of the router's memory, before they are computed."""
     size = count * (_TOKEN_BYTES + alternatives * _LOGPROB_BYTES)
     if size > CONTROL_MESSAGE_BYTES:
         raise InvalidRequest(
             "prompt_logprobs",
-            f"a report on {count} prompt tokens needs up to {size} bytes, a message holds {CONTROL_MESSAGE_BYTES}",
+            f"a report on {count} prompt tokens needs up to {size} bytes, at most {CONTROL_MESSAGE_BYTES} are allowed",
             alternatives,
         )

@@ -192,8 +192,8 @@ async def call_prefill(
     worker holds.
 
     Delivers Prefilled once, or Failed once. Parts of the report may come after Prefilled, and Failed if the rest of it
-    is lost. `transfer_id` is empty when no decode follows. Workers send a message every second, so `silence_s` without
-    one is a fault.
+    is lost. A call that breaks when all has come fails nothing. `transfer_id` is empty when no decode follows. Workers
+    send a message every second, so `silence_s` without one is a fault.
     """
     link = assignment.link
     request.transfer_id = transfer_id
@@ -201,7 +201,7 @@ async def call_prefill(
         request.prefix_source.CopyFrom(prefix_source_to_proto(source))
     call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=timeout)
     missing = len(request.prompt_token_ids) if request.sampling.HasField("prompt_logprobs") else 0
-    done = False
+    done, failed = False, None
     silence = SilenceTimer(silence_s, call.cancel)
     try:
         with silence:
@@ -216,18 +216,17 @@ async def call_prefill(
                     deliver(prefilled_from_proto(event.done))
                     done = True
     except grpc.aio.AioRpcError as error:
-        deliver(await _judge_error(assignment, from_rpc_error(error)))
-        return
+        if not done or missing > 0:
+            failed = await _judge_error(assignment, from_rpc_error(error))
     except asyncio.CancelledError:
         if not silence.ended_call():
             raise
-        deliver(Failed(Unavailable(f"prefill worker {link.name} was silent for {silence_s:g} s"), Blame.PREFILL))
-        return
+        failed = Failed(Unavailable(f"prefill worker {link.name} was silent for {silence_s:g} s"), Blame.PREFILL)
     finally:
         call.cancel()
     if not done or missing > 0:
         left = f"{missing} prompt log-probabilities" if done else "a token"
-        deliver(Failed(Unavailable(f"prefill worker {link.name} ended without {left}"), Blame.PREFILL))
+        deliver(failed or Failed(Unavailable(f"prefill worker {link.name} ended without {left}"), Blame.PREFILL))
 
 
 async def _judge_error(assignment: PrefillAssignment, error: BatonError) -> Failed:

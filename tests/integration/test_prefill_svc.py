@@ -102,14 +102,15 @@ async def test_finish_reasons_of_the_first_token() -> None:
         assert done.first_tokens[0].finish_reason == inference_pb2.FINISH_REASON_LENGTH
 
 
+@pytest.mark.parametrize("count", [1, 20])
 @pytest.mark.parametrize("output", [(), (5, 6)])
-async def test_prompt_logprobs_cover_the_prompt(output: tuple[int, ...]) -> None:
+async def test_prompt_logprobs_cover_the_prompt(output: tuple[int, ...], count: int) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=1)
     async with serving(chunk_size=7) as client:
-        report = await client.report(PROMPT[:20], params=params, output=output)
-    assert [token.token_id for token in report] == PROMPT[:20]
+        report = await client.report(PROMPT[:count], params=params, output=output)
+    assert [token.token_id for token in report] == PROMPT[:count]
     assert not report[0].HasField("logprob")
-    assert {token.logprob for token in report[1:]} == {PROMPT_LOGPROB}
+    assert [token.logprob for token in report[1:]] == [PROMPT_LOGPROB] * (count - 1)
 
 
 async def test_a_prompt_waits_for_pages_that_an_export_holds() -> None:

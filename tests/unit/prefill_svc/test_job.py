@@ -14,7 +14,7 @@ DONE = PrefillDone((), CachedTokens())
 
 
 def create(ids: Sequence[int]) -> PrefillJob:
-    params = SamplingParams(max_tokens=1, temperature=0.0)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=20)
     task = PrefillTask("r", 0, "", ids, (), (0,), params, report_progress=True)
     return PrefillJob.create(task, PrefillScheduler(FakeEngine().spec, 0, 8).admit(100), 1000.0)
 
