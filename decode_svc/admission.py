@@ -54,7 +54,7 @@ from typing import Protocol, TypeVar
 
 from baton.engine.contract import Engine
 from baton.errors import OutOfPages, Overloaded
-from baton.kv.pool import EVICT_PAGES
+from baton.kv.cached_blocks import SLICE_NODES
 from baton.rates import DecayingAverage, DecayingSum
 from decode_svc.attempts import Attempts
 from decode_svc.claims import FORKS, NOBODY, Claimant, Claims, OutOfContextPages, OutOfUnclaimedPages
@@ -208,7 +208,7 @@ class Admission:
 
         Nothing is evicted for a reservation that would be refused.
         """
-        if self._engine.spec.pages_for(request.context_tokens) <= EVICT_PAGES:
+        if self._engine.spec.pages_for(request.context_tokens) <= SLICE_NODES:
             return False
         try:
             self._check(session, request, now)

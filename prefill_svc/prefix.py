@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from baton.engine.contract import Engine
 from baton.errors import EngineError
-from baton.kv.pool import EVICT_PAGES
+from baton.kv.cached_blocks import SLICE_NODES
 from baton.kv.prefix import PrefixCache
 from baton.kv.prefix.contract import FetchRate, Hits
 from baton.kv.prefix.fetch_cost import FetchCostModel
@@ -91,7 +91,7 @@ class PrefixLoader:
     def evict(self, job: PrefillJob) -> bool:
         """Evict a slice of the cached blocks that the job's pages replace; False if only the last slice is left."""
         new_tokens = len(job.ids) - job.looked_up_from * self._block
-        if self._engine.spec.pages_for(new_tokens) <= EVICT_PAGES:
+        if self._engine.spec.pages_for(new_tokens) <= SLICE_NODES:
             return False
         return self._engine.evict_for(len(job.ids), job.readable, len(job.ids) - 1)
 

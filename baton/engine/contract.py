@@ -24,12 +24,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import NoToken
 from baton.kv.format import KvFormat, PartData
-from baton.kv.pool import PoolStats
 from baton.request import SequenceState, TokenInfo
+
+if TYPE_CHECKING:
+    # Routers load this module, and have no numpy.
+    from baton.kv.cached_blocks import PrefixesChanged
+    from baton.kv.pool import PoolStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +138,8 @@ class Engine(Protocol):
     def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
         """Evict a slice of the cached blocks that `reserve` would evict with these arguments, but none of `prefix`.
 
-        False, and nothing is evicted, if no more than a slice is left to `reserve`, or if it would raise OutOfPages. A
-        long sequence may replace thousands of pages, which takes many milliseconds: a caller may let others run after
-        each slice.
+        True if `reserve` would evict more. If it would raise OutOfPages, nothing is evicted. A long sequence may
+        replace those of thousands of others, in many milliseconds: a caller may let others run after each slice.
         """
 
     def publish(self, handle: KvHandle, digests: Sequence[bytes]) -> None:
@@ -150,12 +153,12 @@ class Engine(Protocol):
     def match_prefix(self, digests: Sequence[bytes]) -> int:
         """Tokens of the leading blocks that are cached now."""
 
-    def watch_prefixes(self, changed: Callable[[Sequence[bytes], Sequence[bytes]], object] | None) -> None:
+    def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
         """Call `changed(stored, dropped)` with the digests of blocks that are cached from now on, or no longer.
 
-        Calls come in the order of events, from any thread, with the pool's lock held: `changed` must be quick, not
-        raise, and not call the engine. Blocks that are cached already are reported at once. There is one watcher; None
-        removes it.
+        `dropped` is None if all are. Calls come in the order of events, from any thread, with the pool's lock held:
+        `changed` must be quick, not raise, and not call the engine. Blocks that are cached already are reported at
+        once. There is one watcher; None removes it.
         """
 
     def drop_cached(self) -> int:

@@ -19,7 +19,7 @@ base 251
 as numbers that every supported dtype holds exactly. Decode compares what is in the sequence's pages with what
 its tokens imply, and if anything differs, its token is certain to be another one: a transfer that loses,
 misplaces or alters a single element changes the output. An element that is not finite leaves its sequence without a
-token. No torch, no numpy.
+token. No torch.
 """
 
 from __future__ import annotations

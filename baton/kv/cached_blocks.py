@@ -1,98 +1,112 @@
-"""The cached blocks of a page pool: runs of pages, found again by the digests of what they hold.
+"""The cached blocks of a page pool: a tree of nodes, found again by the digests of what their pages hold.
 
-A *run* is the least number of tokens that is both whole pages and whole blocks: lcm(page, block) tokens. Its key is the
-digest of its last block, whose chain (`baton.kv.hashing`) covers every token before. Runs form trees, and one is here
-only while the one before it in its chain is, so a look-up may end at its first miss. The beginning of
-a run is found by its inner blocks. Several runs may contain the same inner blocks. The beginning is always copied,
-because sequences that continue differently can't share a page of the run. When a sequence ends within a run, it leaves
-such a beginning as a *part* of a run, which has inner blocks only.
+A *run* is the least number of tokens that is both whole pages and whole blocks: lcm(page, block) tokens. A *node* has
+consecutive runs of one chain; its children continue it in different ways. A digest covers every token before it
+(`baton.kv.hashing`), so a node is found by the last block of its first run, and how far it matches by bisection. A
+prompt of a million tokens is one node, unless others share its beginning. So the work of a look-up, a reservation or an
+eviction depends on the number of nodes in a chain; numpy does the rest, for all pages at once.
 
-A run that has pages without an owner is *idle*, and may be evicted: the least recently used goes first, of those on the
-device or of those in host memory, as is asked for (a run counts as where its first page is). When an owner
-frees its pages, the runs of its chain become the most recently used, from the last to the first. So the end of a chain
-is evicted before its beginning. If two sequences have computed the same run, the first that publishes it is cached,
-and the copy of the second is not. The second may then own the end of a chain whose beginning is idle. When that
-beginning is evicted, all runs after it are removed with it; their owner may publish them again, in its own pages.
+The beginning of a run is found by its inner blocks. Several nodes may begin with the same inner blocks. The beginning
+is always copied, because sequences that continue differently can't share a page of the run. When a sequence ends within
+a run, it leaves such a beginning as a *part*: a node of inner blocks only, without children.
 
-Pure bookkeeping without a lock: the pool calls it with its lock held, and counts the owners of each page.
+A node that has pages without an owner is *idle*. The least recently used is evicted first, from its end, of those on
+the device or of those in host memory, as is asked for (a run counts as where its first page is, and all runs of a node
+are in the same home). When an owner frees its pages, the nodes of its chain become the most recently used, from the
+last to the first, so a child is evicted before its parent. The node in which the chain ends is split there, because its
+rest was not used; a node and its only child become one. If two sequences have computed the same run, the first that
+publishes it is cached, and the copy of the second is not. The second may then own a node whose parent is idle. When the
+parent is evicted, so is the node; its owner may publish it again, in its own pages.
+
+Nodes are numbers, and what is known of them is in arrays, since the garbage collector would have to visit objects. Pure
+bookkeeping without a lock: the pool calls it with its lock held, and counts the owners of each page.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
-PrefixesChanged = Callable[[Sequence[bytes], Sequence[bytes]], object]
-"""Called with the digests of blocks that were added, and of those that were removed."""
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.kv.hashing import DIGEST_BYTES, PackedDigests
+
+PrefixesChanged: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes] | None], object]
+"""Called with the digests of blocks that were added, and of those that were removed; None: all that there were."""
+
+Pages: TypeAlias = NDArray[np.int64]
+Counts: TypeAlias = NDArray[np.int32]
+
+NO_PAGES: Pages = np.empty(0, np.int64)
+_ROOT, _REMOVED, _HEADS, _FIRST = 0, 1, (2, 3), 4
+SLICE_NODES, SLICE_PAGES = 32, 1 << 14
+"""The most that is evicted, removed or checked at once, which takes about a millisecond."""
+
+_SHARDS = 256
+"""A large dict takes many milliseconds to grow, so names are in several, by the last byte of a digest."""
 
 
-class CachedRun:
-    """Consecutive `blocks`, by their digests, in `pages`; the last digest is its key.
+class PrefixMatch(NamedTuple):
+    """Where the leading cached `tokens` of a chain are: whole runs in the pages `shared`, the rest in `cut`.
 
-    `idle` counts its pages without owner. `inner` are the blocks by which its beginning is found: all of a part's. The
-    runs that follow it are a list through `child` and their `next` and `previous`.
+    `cut` are the first pages of `run`.
     """
 
-    __slots__ = ("blocks", "child", "idle", "inner", "next", "pages", "parent", "previous")
+    shared: Pages
+    cut: Pages
+    run: Pages
+    tokens: int
 
-    def __init__(
-        self, blocks: tuple[bytes, ...], pages: tuple[int, ...], parent: CachedRun | None, *, part: bool = False
-    ) -> None:
-        self.blocks = blocks
-        self.inner = blocks if part else blocks[:-1]
-        self.pages = pages
-        self.idle = 0
-        self.parent = parent
-        self.child: CachedRun | None = None
-        self.next: CachedRun | None = None
-        self.previous: CachedRun | None = None
-        if parent is not None:
-            if parent.child is not None:
-                self.next = parent.child
-                parent.child.previous = self
-            parent.child = self
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is a whole run, and not a part."""
-        return len(self.inner) < len(self.blocks)
+class _Found(NamedTuple):
+    """Where a chain ends in the tree: `runs` of `node` match, `whole` with those of the nodes before it.
 
-    def unlink(self) -> None:
-        """Leave the list of its parent."""
-        if self.next is not None:
-            self.next.previous = self.previous
-        if self.previous is not None:
-            self.previous.next = self.next
-        elif self.parent is not None:
-            self.parent.child = self.next
-        self.parent = self.next = self.previous = None
+    The next run of `begun`, which is `node` or a child of it, begins with the next `blocks`; 0: there is none.
+    """
+
+    node: int
+    runs: int
+    whole: int
+    begun: int
+    blocks: int
 
 
 class CachedBlockIndex:
-    """Runs by key, and in which order idle ones are evicted. `owners` is the pool's count for each page.
+    """The tree, and the order of eviction. `owners` is the pool's count for each page.
 
     Pages from number `device_pages` on are in host memory.
     """
 
-    def __init__(self, owners: Sequence[int], page_size: int, block_size: int, device_pages: int) -> None:
+    def __init__(self, owners: Counts, page_size: int, block_size: int, device_pages: int) -> None:
         self.run_tokens = math.lcm(page_size, block_size)
-        self._idle = [0, 0]
         self._owners = owners
         self._device_pages = device_pages
         self._page_size = page_size
         self._block_size = block_size
-        self._run_pages = self.run_tokens // page_size
-        self._run_blocks = self.run_tokens // block_size
-        self._runs: dict[bytes, CachedRun] = {}
-        self._inner: dict[bytes, CachedRun] = {}
-        self._others: dict[bytes, dict[CachedRun, None]] = {}
-        """Further runs that contain an inner block, where there are several."""
-        self._run_of: list[CachedRun | None] = [None] * len(owners)
-        self._lrus: tuple[OrderedDict[CachedRun, None], OrderedDict[CachedRun, None]] = (OrderedDict(), OrderedDict())
-        self._stored: list[bytes] = []
-        self._dropped: list[bytes] = []
+        self._width = self.run_tokens // page_size
+        self._size = self.run_tokens // block_size
+        self._idle = [0, 0]
+        self.cached_pages = 0
+        """Pages in all nodes, with or without an owner."""
+        self._node_of = np.zeros(len(owners), np.int32)
+        # By node. The first numbers are no nodes: the root of the tree, the root of what was taken out of it, and the
+        # heads of two rings, which have the idle nodes of either home in the order of their use.
+        self._blocks = [bytearray() for _ in range(_FIRST)]
+        self._pages = [NO_PAGES] * _FIRST
+        self._numbers = [array("i", [0] * _FIRST) for _ in range(7)]
+        self._parent, self._child, self._next, self._previous, self._newer, self._older, self._idle_in = self._numbers
+        for head in _HEADS:
+            self._newer[head] = self._older[head] = head
+        self._unused: list[int] = []
+        # By each block of a node's first run.
+        self._named: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
+        self._others: dict[bytes, dict[int, None]] = {}
+        """Further nodes with such a block, where there are several."""
+        self._stored, self._dropped = bytearray(), bytearray()
         self._changed: PrefixesChanged | None = None
 
     @property
@@ -104,234 +118,458 @@ class CachedBlockIndex:
         """Cached pages on the device, or in host memory."""
         return self._idle[host]
 
-    def is_cached(self, page: int) -> bool:
-        """Whether the page belongs to a run, and so must not be written."""
-        return self._run_of[page] is not None
+    def are_cached(self, pages: Pages) -> bool:
+        """Whether one of the pages is cached; it must not be written."""
+        return bool(self._node_of[pages].any())
+
+    def cached(self) -> NDArray[np.bool_]:
+        """Whether each page is cached."""
+        return np.greater(self._node_of, 0)
 
     def count_tokens(self, digests: Sequence[bytes]) -> int:
         """The number of leading tokens of the chain that are cached."""
-        runs, _, blocks = self._match(digests, len(digests))
-        return len(runs) * self.run_tokens + blocks * self._block_size
+        found = self._find(digests, len(digests))
+        return found.whole * self.run_tokens + found.blocks * self._block_size
 
-    def match_prefix(self, digests: Sequence[bytes], max_tokens: int) -> tuple[list[int], list[int], int]:
-        """The pages of the chain's leading cached tokens, up to `max_tokens`, and the number of these tokens.
-
-        First the pages of whole runs, then those of the run of which only the beginning matches.
-        """
-        wanted = -(-max_tokens // self.run_tokens) * self._run_blocks
-        runs, part, blocks = self._match(digests, wanted)
-        tokens = min(max_tokens, len(runs) * self.run_tokens + blocks * self._block_size)
+    def match_prefix(self, digests: Sequence[bytes], max_tokens: int) -> PrefixMatch:
+        """The pages of the chain's leading cached tokens, up to `max_tokens`."""
+        found = self._find(digests, -(-max_tokens // self.run_tokens) * self._size)
+        width, pieces = self._width, [self._pages[found.node][: found.runs * self._width]]
+        pieces += [self._pages[node] for node in self._nodes_before(found.node)]
+        pages = np.concatenate(pieces[::-1])
+        tokens = min(max_tokens, found.whole * self.run_tokens + found.blocks * self._block_size)
         whole, rest = divmod(tokens, self.run_tokens)
-        if whole < len(runs):
-            part = runs[whole]
-        cut = [] if part is None else list(part.pages[: -(-rest // self._page_size)])
-        return [page for run in runs[:whole] for page in run.pages], cut, tokens
+        run = NO_PAGES
+        if rest and whole < found.whole:
+            run = pages[whole * width : (whole + 1) * width]
+        elif rest:
+            first = found.runs * width if found.begun == found.node else 0
+            run = self._pages[found.begun][first : first + width]
+        return PrefixMatch(pages[: whole * width], run[: -(-rest // self._page_size)], run, tokens)
 
-    def whole_run(self, pages: Sequence[int]) -> list[int]:
-        """All pages of the run that begins with `pages`; none if these are none."""
-        run = self._run_of[pages[0]] if pages else None
-        return [] if run is None else list(run.pages)
-
-    def insert(self, pages: Sequence[int], digests: Sequence[bytes], *, ends: bool = False) -> None:
+    def insert(self, pages: Pages, digests: Sequence[bytes], *, ends: bool = False) -> None:
         """Cache the runs of a sequence that owns `pages`; runs that are already cached stay in their pages.
 
         Only whole runs, unless the sequence `ends`: then nothing is written after its last block any more.
         """
-        size, width = self._run_blocks, self._run_pages
+        size, width = self._size, self._width
+        found = self._find(digests, len(digests))
         whole = min(len(digests) // size, len(pages) // width)
-        # A run is cached only while the one before it is, so stop at the first that is not.
-        known = bisect.bisect_left(range(1, whole + 1), True, key=lambda end: digests[end * size - 1] not in self._runs)
-        parent = self._runs[digests[known * size - 1]] if known else None
-        for index in range(known, whole):
-            own, blocks = pages[index * width : (index + 1) * width], digests[index * size : (index + 1) * size]
-            parent = self._index(CachedRun(tuple(blocks), tuple(own), parent))
-            if parent is None:
-                return
-        blocks = digests[whole * size : (whole + 1) * size] if ends else ()
-        own = pages[whole * width :][: -(-len(blocks) * self._block_size // self._page_size)]
-        if not 0 < len(blocks) < size or len(own) * self._page_size < len(blocks) * self._block_size:
-            return
-        if blocks[-1] not in self._inner and blocks[-1] not in self._runs:
-            self._index(CachedRun(tuple(blocks), tuple(own), parent, part=True))
+        new = pages[found.whole * width : whole * width]
+        if len(taken := np.flatnonzero(self._node_of[new])):
+            # A fork may share only the first pages of a run, and another one has published them.
+            whole, ends = found.whole + int(taken[0]) // width, False
+        node = found.node
+        if whole > found.whole:
+            node = self._extend(found, digests[found.whole * size : whole * size], pages[: whole * width])
+            found = _Found(node, len(self._pages[node]) // width, whole, node, 0)
+        rest = digests[whole * size : (whole + 1) * size] if ends and whole == found.whole else ()
+        own = pages[whole * width :][: -(-len(rest) * self._block_size // self._page_size)]
+        fits = len(own) * self._page_size >= len(rest) * self._block_size
+        if found.blocks < len(rest) < size and fits and not self.are_cached(own):
+            self._add(self._split(node, found.runs), bytearray().join(rest), own)
 
-    def acquire(self, pages: Sequence[int]) -> None:
-        """Note that pages have their first owner."""
-        for page in pages:
-            run = self._run_of[page]
-            if run is not None:
-                self._idle[self._in_host(page)] -= 1
-                run.idle -= 1
-                if not run.idle:
-                    del self._lru_of(run)[run]
+    def acquire(self, pages: Pages) -> None:
+        """Note that cached pages have their first owner."""
+        self._count_idle(pages, -1)
 
-    def release(self, pages: Sequence[int]) -> list[int]:
-        """Note that an owner of `pages`, in token order, has freed them; returns those neither owned nor cached."""
-        owners, run_of = self._owners, self._run_of
-        last: CachedRun | None = None
-        uncached = []
-        for page in reversed(pages):
-            run = run_of[page]
-            if run is not None:
-                last = last or run
-            if not owners[page]:
-                if run is None:
-                    uncached.append(page)
-                else:
-                    self._idle[self._in_host(page)] += 1
-                    run.idle += 1
-                    self._lru_of(run)[run] = None
-        while last is not None:
-            # Also mark idle runs in pages of other sequences: the whole chain was in use.
-            if last.idle:
-                self._lru_of(last).move_to_end(last)
-            last = last.parent
-        return uncached
+    def release(self, pages: Pages, unowned: NDArray[np.bool_]) -> Pages:
+        """Note that an owner of `pages`, in token order, has freed them; returns those neither owned nor cached.
 
-    def evict(self, host: bool) -> list[int]:
-        """Remove the least recently used run with a page without owner there; returns its pages without owner.
-
-        Those of the runs after it too, wherever they are. The caller knows that there is one.
+        `unowned`: which of them have no owner any more.
         """
-        lru = self._lrus[host] or self._lrus[not host]
-        return self._remove(next(iter(lru)))
+        cached = self._node_of[pages] > 0
+        if not len(last := np.flatnonzero(cached)[-1:]):
+            return pages[unowned]
+        self._count_idle(pages[unowned & cached], 1)
+        self.touch(pages[last])
+        return pages[unowned & ~cached]
 
-    def remove(self, pages: Sequence[int]) -> list[int]:
-        """Remove the runs in these pages, and all runs after them; returns their pages without owner."""
-        freed: list[int] = []
-        for page in pages:
-            run = self._run_of[page]
-            if run is not None:
-                freed += self._remove(run)
-        return freed
+    def touch(self, pages: Pages) -> None:
+        """Make a chain the most recently used, up to the last of these cached pages, which are in token order.
 
-    def clear(self) -> list[int]:
-        """Remove all runs; returns their pages without owner."""
-        begins = [run for run in self._runs.values() if run.parent is None]
-        return [page for run in begins for page in self._remove(run)]
+        Also where it is in pages of other sequences: the whole chain was in use.
+        """
+        if not len(pages):
+            return
+        node, run = self._locate(pages[-1])
+        node = self._split(node, run + 1)
+        while self._pages[node].size:
+            self._join(node)
+            if self._idle_in[node]:
+                self._unlink(node)
+                self._link(node, self._head_of(node))
+            node = self._parent[node]
+
+    def evict(self, host: bool, count: int) -> Pages:
+        """Remove the end of the least recently used node there, up to `count` pages without owner; returns these.
+
+        With all nodes after it, wherever they are. The caller knows that there is an idle node.
+        """
+        head, other = _HEADS[host], _HEADS[not host]
+        node = self._newer[head] if self._newer[head] != head else self._newer[other]
+        pages, idle = self._pages[node], self._idle_in[node]
+        first = max(0, idle - count)
+        if idle < len(pages):
+            first = int(np.flatnonzero(self._owners[pages] == 0)[first])
+        return self._cut(node, first // self._width)
+
+    def take_out(self, pages: Pages) -> None:
+        """Take the nodes in `pages`, and all after them, out of the tree; `clear` removes them."""
+        if len(cached := np.flatnonzero(self._node_of[pages])):
+            node, run = self._locate(pages[cached[0]])
+            if run:
+                self._split(node, run)
+            self._detach(node)
+            self._attach(node, _REMOVED)
+
+    def clear(self) -> tuple[Pages, bool]:
+        """Remove a slice of the nodes that were taken out; their pages without owner, and whether some are left."""
+        freed = self._remove_below(_REMOVED, SLICE_NODES)
+        return freed, bool(self._child[_REMOVED])
+
+    def emptied(self) -> CachedBlockIndex:
+        """A new index of the same pages without cached blocks, which has the watcher from now on."""
+        index = CachedBlockIndex(self._owners, self._page_size, self._block_size, self._device_pages)
+        self._changed, index._changed = None, self._changed
+        if index._changed is not None:
+            index._changed([], None)
+        return index
 
     def watch(self, changed: PrefixesChanged | None) -> None:
         """See `Engine.watch_prefixes`."""
         self.notify()
         self._changed = changed
-        if changed is not None and self._runs:
-            changed([*self._inner, *(name for name, run in self._runs.items() if run.is_whole)], [])
+        if changed is not None and (blocks := dict.fromkeys(PackedDigests(b"".join(self._blocks)))):
+            changed([*blocks], [])
 
     def notify(self) -> None:
         """Report the changes since the last call to the watcher."""
         if self._stored or self._dropped:
-            stored, self._stored = self._stored, []
-            dropped, self._dropped = self._dropped, []
+            stored, self._stored = PackedDigests(bytes(self._stored)), bytearray()
+            dropped, self._dropped = PackedDigests(bytes(self._dropped)), bytearray()
             if self._changed is not None:
                 self._changed(stored, dropped)
 
-    def check_integrity(self) -> list[str]:
-        """Contradictions between keys, pages and the order of eviction; empty if there are none."""
-        faults, idle_pages = [], 0
-        for name, run in self._runs.items():
-            idle = sum(not self._owners[page] for page in run.pages)
-            idle_pages += idle
-            is_idle = run in self._lru_of(run)
-            if run.idle != idle or is_idle != (idle > 0):
-                faults.append(f"run {name.hex()[:16]}: {idle} idle pages, counted {run.idle}, {is_idle=}")
-            if run.blocks[-1] != name or any(self._run_of[page] is not run for page in run.pages):
-                faults.append(f"run {name.hex()[:16]}: its pages {run.pages} belong to another")
-            if run.parent is not None and self._runs.get(run.parent.blocks[-1]) is not run.parent:
-                faults.append(f"run {name.hex()[:16]}: the run before it is gone")
-        cached = sum(run is not None for run in self._run_of)
-        if cached != (listed := sum(len(run.pages) for run in self._runs.values())):
-            faults.append(f"{cached} pages are in runs, {len(self._runs)} runs have {listed}")
-        idle_runs = [run for lru in self._lrus for run in lru]
-        if idle_pages != self.idle_pages or any(self._runs.get(run.blocks[-1]) is not run for run in idle_runs):
-            faults.append(f"{idle_pages} idle pages, counted {self.idle_pages}, {len(idle_runs)} idle runs")
-        return faults
+    def check_nodes(self, first: int) -> tuple[list[str], int]:
+        """Contradictions between nodes, their pages and names, their places in the tree, and the order of eviction.
 
-    def _in_host(self, page: int) -> bool:
-        return page >= self._device_pages
-
-    def _lru_of(self, run: CachedRun) -> OrderedDict[CachedRun, None]:
-        return self._lrus[self._in_host(run.pages[0])]
-
-    def _index(self, run: CachedRun) -> CachedRun | None:
-        """Add a new run; does nothing and returns None if one of its pages is in another run.
-
-        This happens because a fork may share only the first pages of a run.
+        Looks at a slice of them, from number `first` on; returns the number after the slice, 0 at the end.
         """
-        if any(self._run_of[page] is not None for page in run.pages):
-            run.unlink()
-            return None
-        self._runs[run.blocks[-1]] = run
-        for page in run.pages:
-            self._run_of[page] = run
-        self._stored += self._add_blocks(run)
-        return run
+        node, pages, faults = max(first, _FIRST), 0, list[str]()
+        stop = min(node + SLICE_NODES, len(self._pages))
+        while node < stop and pages < SLICE_PAGES:
+            pages += len(self._pages[node])
+            faults += self._check_node(node)
+            node += 1
+        return faults, node if node < len(self._pages) else 0
 
-    def _add_blocks(self, run: CachedRun) -> list[bytes]:
-        """Enter the run's blocks in the index; returns the digests that no other run has."""
-        new, inner = [], self._inner
-        for digest in run.inner:
-            if digest in inner:
-                self._others.setdefault(digest, {})[run] = None
+    def _check_node(self, node: int) -> Iterator[str]:
+        pages, blocks = self._pages[node], len(self._blocks[node]) // DIGEST_BYTES
+        if not len(pages):
+            return
+        if (self._node_of[pages] != node).any():
+            yield f"node {node}: its pages belong to another"
+        if -(-blocks * self._block_size // self._page_size) != len(pages):
+            yield f"node {node}: {blocks} blocks in {len(pages)} pages"
+        idle, in_ring = len(pages) - np.count_nonzero(self._owners[pages]), self._newer[self._older[node]] == node
+        if self._idle_in[node] != idle or in_ring != (idle > 0):
+            yield f"node {node}: {idle} idle pages, counted {self._idle_in[node]}, {in_ring=}"
+        parent, before = self._parent[node], self._previous[node]
+        in_list = (self._next[before] if before else self._child[parent]) == node
+        if not in_list or (parent >= _FIRST and not self._is_whole(parent)):
+            yield f"node {node}: its parent {parent} is gone"
+        for name in self._first_run(node):
+            if self._named[name[-1]].get(name) != node and node not in self._others.get(name, ()):
+                yield f"node {node}: block {name.hex()[:16]} does not name it"
+
+    # Nodes.
+
+    def _digest(self, node: int, block: int) -> bytearray:
+        return self._blocks[node][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+
+    def _is_whole(self, node: int) -> bool:
+        """Whether it has whole runs, and is not a part."""
+        return len(self._blocks[node]) >= self._size * DIGEST_BYTES
+
+    def _in_host(self, node: int) -> bool:
+        return bool(self._pages[node][0] >= self._device_pages)
+
+    def _head_of(self, node: int) -> int:
+        return _HEADS[self._in_host(node)]
+
+    def _locate(self, page: int) -> tuple[int, int]:
+        """The node that has a cached page, and in which of its runs."""
+        node = int(self._node_of[page])
+        return node, int(np.flatnonzero(self._pages[node] == page)[0]) // self._width
+
+    def _nodes_before(self, node: int) -> Iterator[int]:
+        while self._pages[node := self._parent[node]].size:
+            yield node
+
+    def _child_named(self, parent: int, name: bytes) -> Iterator[int]:
+        """The children of a node whose first run has a block."""
+        node = self._named[name[-1]].get(name)
+        for each in () if node is None else (node, *self._others.get(name, ())):
+            if self._parent[each] == parent:
+                yield each
+
+    def _find(self, digests: Sequence[bytes], wanted: int) -> _Found:
+        """Follow a chain from the root; looks at the first `wanted` digests only."""
+        size, node, runs, whole, limit = self._size, _ROOT, 0, 0, min(wanted, len(digests))
+        while (whole + 1) * size <= limit and runs * self._width == len(self._pages[node]):
+            name = digests[(whole + 1) * size - 1]
+            child = next((each for each in self._child_named(node, name) if self._digest(each, size - 1) == name), None)
+            if child is None:
+                break
+            most = min(len(self._pages[child]) // self._width, limit // size - whole)
+            node, runs = child, self._count_runs(child, digests, whole, most)
+            whole += runs
+        at, inside = whole * size, runs * self._width < len(self._pages[node])
+        for blocks in range(min(size - 1, limit - at), 0, -1):
+            name = digests[at + blocks - 1]
+            for begun in (node,) if inside else self._child_named(node, name):
+                if self._digest(begun, (runs * size if inside else 0) + blocks - 1) == name:
+                    return _Found(node, runs, whole, begun, blocks)
+        return _Found(node, runs, whole, node, 0)
+
+    def _count_runs(self, node: int, digests: Sequence[bytes], whole: int, most: int) -> int:
+        """The number of a node's runs, at most `most`, that continue a chain after `whole` runs; the first one does."""
+        size = self._size
+
+        def differs(runs: int) -> bool:
+            return self._digest(node, runs * size - 1) != digests[(whole + runs) * size - 1]
+
+        return 1 + bisect.bisect_left(range(2, most + 1), True, key=differs)
+
+    def _extend(self, found: _Found, digests: Sequence[bytes], pages: Pages) -> int:
+        """Cache the blocks `digests` after what was found, in the last of `pages`; returns the node where they end."""
+        node, size, width = found.node, self._size, self._width
+        if found.runs:
+            node = self._split(node, found.runs)
+        homes = pages[found.whole * width :: width] >= self._device_pages
+        begin = 0
+        for end in (*np.flatnonzero(np.diff(homes)) + 1, len(homes)):
+            blocks = bytearray().join(digests[begin * size : end * size])
+            own = pages[(found.whole + begin) * width : (found.whole + end) * width]
+            if node != _ROOT and not self._child[node] and self._in_host(node) == homes[begin]:
+                self._blocks[node] += blocks
+                self._pages[node] = np.concatenate([self._pages[node], own])
+                self._node_of[own] = node
+                self._stored += blocks
+                self.cached_pages += len(own)
             else:
-                inner[digest] = run
-                new.append(digest)
-        return [*new, *run.blocks[len(run.inner) :]]
+                node = self._add(node, blocks, own)
+            begin = end
+        return node
 
-    def _drop_blocks(self, run: CachedRun) -> list[bytes]:
-        """Undo `_add_blocks`; returns the digests that no other run has."""
-        gone, inner = [], self._inner
-        for digest in run.inner:
-            others = self._others.get(digest)
+    def _add(self, parent: int, blocks: bytearray, pages: Pages) -> int:
+        """Add a node whose pages all have an owner."""
+        node = self._new(blocks, pages)
+        self.cached_pages += len(pages)
+        self._attach(node, parent)
+        for name in self._name(node):
+            self._stored += name
+        self._stored += blocks[self._size * DIGEST_BYTES :]
+        return node
+
+    def _new(self, blocks: bytearray, pages: Pages) -> int:
+        if self._unused:
+            node = self._unused.pop()
+        else:
+            node = len(self._pages)
+            self._pages.append(NO_PAGES)
+            self._blocks.append(bytearray())
+            for numbers in self._numbers:
+                numbers.append(0)
+        self._blocks[node], self._pages[node] = blocks, pages.copy()
+        self._node_of[pages] = node
+        return node
+
+    def _split(self, node: int, runs: int) -> int:
+        """Make a node end after some of its runs; a child of it gets the others, with its number."""
+        if not runs or runs * self._width >= len(self._pages[node]):
+            return node
+        at, pages, blocks = runs * self._size * DIGEST_BYTES, self._pages[node], self._blocks[node]
+        self._unname(node)
+        # One of the two keeps the memory, since there may be megabytes.
+        if 2 * at > len(blocks):
+            self._blocks[node] = blocks[at:]
+            del blocks[at:]
+        else:
+            self._blocks[node], blocks = blocks, blocks[:at]
+            del self._blocks[node][:at]
+        upper = self._new(blocks, pages[: runs * self._width])
+        self._pages[node] = pages[runs * self._width :].copy()
+        parent = self._parent[node]
+        self._detach(node)
+        self._attach(upper, parent)
+        self._attach(node, upper)
+        self._name(upper)
+        self._name(node)
+        if idle := int(np.count_nonzero(self._owners[self._pages[upper]] == 0)):
+            self._link(upper, self._newer[node])
+            self._idle_in[upper] = idle
+            self._idle_in[node] -= idle
+            if not self._idle_in[node]:
+                self._unlink(node)
+        return upper
+
+    def _join(self, node: int) -> None:
+        """Make a node one with its parent, and with those before, as far as each has no other child."""
+        nodes = [node]
+        if self._is_whole(node):
+            for parent in self._nodes_before(node):
+                last = nodes[-1]
+                if self._next[last] or self._previous[last] or self._in_host(parent) != self._in_host(node):
+                    break
+                nodes.append(parent)
+        if len(nodes) == 1:
+            return
+        before = self._parent[nodes[-1]]
+        blocks = self._blocks[nodes[-1]]
+        for each in reversed(nodes[:-1]):
+            blocks += self._blocks[each]
+        pages = np.concatenate([self._pages[each] for each in reversed(nodes)])
+        for each in nodes:
+            self._unname(each)
+            self._detach(each)
+        for each in nodes[1:]:
+            if idle := self._idle_in[each]:
+                if not self._idle_in[node]:
+                    self._link(node, self._newer[each])
+                self._idle_in[node] += idle
+            self._node_of[self._pages[each]] = node
+            self._discard(each)
+        self._blocks[node], self._pages[node] = blocks, pages
+        self._attach(node, before)
+        self._name(node)
+
+    def _cut(self, node: int, runs: int) -> Pages:
+        """Remove a node's runs from a number on, and all nodes after it; returns their pages without owner."""
+        freed = [self._remove_below(node, len(self._pages))]
+        if not runs:
+            return np.concatenate([*freed, self._remove(node)])
+        at, end = runs * self._size * DIGEST_BYTES, self._pages[node][runs * self._width :]
+        idle = end[self._owners[end] == 0]
+        self._dropped += self._blocks[node][at:]
+        self._count_idle(idle, -1)
+        self._node_of[end] = 0
+        self.cached_pages -= len(end)
+        del self._blocks[node][at:]
+        self._pages[node] = self._pages[node][: runs * self._width]
+        return np.concatenate([*freed, idle])
+
+    def _remove_below(self, node: int, count: int) -> Pages:
+        """Remove up to `count` nodes below one, leaves first; returns their pages without owner."""
+        freed, at = [NO_PAGES], node
+        while len(freed) <= count and (at != node or self._child[at]):
+            if child := self._child[at]:
+                at = child
+            else:
+                at, leaf = self._parent[at], at
+                freed.append(self._remove(leaf))
+        return np.concatenate(freed)
+
+    def _remove(self, node: int) -> Pages:
+        """Remove a node without children; returns its pages without owner."""
+        pages = self._pages[node]
+        idle: Pages = pages[self._owners[pages] == 0]
+        self._count_idle(idle, -1)
+        self._node_of[pages] = 0
+        self.cached_pages -= len(pages)
+        for name in self._unname(node):
+            self._dropped += name
+        self._dropped += self._blocks[node][self._size * DIGEST_BYTES :]
+        self._detach(node)
+        self._discard(node)
+        return idle
+
+    def _discard(self, node: int) -> None:
+        """Forget a node that is neither in the tree nor named."""
+        if self._idle_in[node]:
+            self._idle_in[node] = 0
+            self._unlink(node)
+        self._blocks[node], self._pages[node] = bytearray(), NO_PAGES
+        self._unused.append(node)
+
+    def _attach(self, node: int, parent: int) -> None:
+        first = self._child[parent]
+        self._parent[node], self._child[parent] = parent, node
+        self._previous[node], self._next[node] = 0, first
+        if first:
+            self._previous[first] = node
+
+    def _detach(self, node: int) -> None:
+        before, after = self._previous[node], self._next[node]
+        if after:
+            self._previous[after] = before
+        if before:
+            self._next[before] = after
+        else:
+            self._child[self._parent[node]] = after
+        self._previous[node] = self._next[node] = 0
+
+    # Names.
+
+    def _first_run(self, node: int) -> list[bytes]:
+        blocks = bytes(self._blocks[node][: self._size * DIGEST_BYTES])
+        return [blocks[at : at + DIGEST_BYTES] for at in range(0, len(blocks), DIGEST_BYTES)]
+
+    def _name(self, node: int) -> list[bytes]:
+        """Enter the blocks of a node's first run; returns those that no other node has."""
+        new = []
+        for digest in self._first_run(node):
+            if self._named[digest[-1]].setdefault(digest, node) == node:
+                new.append(digest)
+            else:
+                self._others.setdefault(digest, {})[node] = None
+        return new
+
+    def _unname(self, node: int) -> list[bytes]:
+        """Undo `_name`; returns the blocks that no other node has."""
+        gone = []
+        for digest in self._first_run(node):
+            named, others = self._named[digest[-1]], self._others.get(digest)
             if others is None:
-                del inner[digest]
+                del named[digest]
                 gone.append(digest)
                 continue
-            listed = run
-            if inner[digest] is run:
-                inner[digest] = listed = next(iter(others))
+            listed = node
+            if named[digest] == node:
+                named[digest] = listed = next(iter(others))
             del others[listed]
             if not others:
                 del self._others[digest]
-        return [*gone, *run.blocks[len(run.inner) :]]
+        return gone
 
-    def _match(self, digests: Sequence[bytes], wanted: int) -> tuple[list[CachedRun], CachedRun | None, int]:
-        """The leading runs of the chain; then one that begins with the next blocks, and how many of these.
+    # Idle nodes.
 
-        Looks at the first `wanted` digests only.
-        """
-        runs, size, found = self._runs, self._run_blocks, list[CachedRun]()
-        last: CachedRun | None = None
-        for name in digests[size - 1 : wanted : size]:
-            run = runs.get(name)
-            # Digests that are not a chain count as unknown.
-            if run is None or run.parent is not last or not run.is_whole:
-                break
-            found.append(run)
-            last = run
-        begun = len(found) * size
-        for blocks in range(min(size - 1, min(wanted, len(digests)) - begun), 0, -1):
-            name = digests[begun + blocks - 1]
-            part = self._inner.get(name)
-            if part is not None and part.parent is last and part.blocks[blocks - 1 : blocks] == (name,):
-                return found, part, blocks
-        return found, None, 0
+    def _count_idle(self, pages: Pages, sign: int) -> None:
+        """Note that cached pages have lost their last owner (1), or are no longer idle (-1)."""
+        if not pages.size:
+            return
+        in_host = int(np.count_nonzero(pages >= self._device_pages))
+        self._idle[True] += sign * in_host
+        self._idle[False] += sign * (len(pages) - in_host)
+        nodes, begin = self._node_of[pages], 0
+        for end in (*np.flatnonzero(np.diff(nodes)) + 1, len(nodes)):
+            node = int(nodes[begin])
+            before = self._idle_in[node]
+            self._idle_in[node] = after = before + sign * int(end - begin)
+            if not before:
+                self._link(node, self._head_of(node))
+            elif not after:
+                self._unlink(node)
+            begin = end
 
-    def _remove(self, first: CachedRun) -> list[int]:
-        """Remove a run and all runs after it; returns their pages without owner."""
-        runs, run_of, owners = self._runs, self._run_of, self._owners
-        first.unlink()
-        freed, pending = [], [first]
-        while pending:
-            run = pending.pop()
-            while run.child is not None:
-                pending.append(run.child)
-                run.child.unlink()
-            del runs[run.blocks[-1]]
-            for page in run.pages:
-                run_of[page] = None
-                if not owners[page]:
-                    freed.append(page)
-                    self._idle[self._in_host(page)] -= 1
-            if run.idle:
-                del self._lru_of(run)[run]
-            self._dropped += self._drop_blocks(run)
-        return freed
+    def _link(self, node: int, newer: int) -> None:
+        """Put an idle node into its ring, before a newer one or the head."""
+        older = self._older[newer]
+        self._newer[older] = self._older[newer] = node
+        self._older[node], self._newer[node] = older, newer
+
+    def _unlink(self, node: int) -> None:
+        older, newer = self._older[node], self._newer[node]
+        self._newer[older], self._older[newer] = newer, older
+        self._older[node] = self._newer[node] = 0

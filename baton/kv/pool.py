@@ -13,22 +13,24 @@ each page is free, cached (published, and without owner), or its count equals th
 pages are evicted when no page is free. `watch` reports every return of pages, also a late one.
 
 Pure bookkeeping: pages are numbers, and the memory behind them belongs to the engine. Every method may be called from
-any thread.
+any thread. No method holds the lock for more than about a millisecond, whatever the number of pages: what takes longer
+takes the lock several times.
 """
 
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from baton.errors import EngineError, OutOfPages
-from baton.kv.cached_blocks import PrefixesChanged
+from baton.kv.cached_blocks import NO_PAGES, CachedBlockIndex, Pages, PrefixesChanged, PrefixMatch
 from baton.kv.page_allocator import PageAllocator
 
-EVICT_PAGES = 512
-"""Pages that `evict_for` evicts in one call; with eight blocks each, this takes about a millisecond."""
 DRAINING = " (draining)"
 """Suffix of an owner's name in the audit if it freed pages that are still pinned."""
 
@@ -45,10 +47,17 @@ class PoolStats:
 
 @dataclass(eq=False, slots=True)
 class _Lease:
+    """`pages` are replaced, never changed: others read them without the lock."""
+
     owner: str
-    pages: list[int]
+    pages: array[int]
     pins: int = 0
     active: bool = True
+
+    @property
+    def listed(self) -> Pages:
+        """A view of its pages."""
+        return np.asarray(self.pages)
 
 
 class PageHandle:
@@ -81,11 +90,11 @@ class PageHandle:
     @property
     def in_host(self) -> bool:
         """Whether some of its pages are in host memory."""
-        return max(self._lease.pages, default=0) >= self._device_pages
+        return bool((self._lease.listed >= self._device_pages).any())
 
     @property
     def pages(self) -> Sequence[int]:
-        """Its pages in token order. While it is pinned, their number can only grow."""
+        """Its pages in token order."""
         return self._lease.pages
 
     def check_alive(self) -> None:
@@ -117,7 +126,6 @@ class PagePool:
         self._lock = threading.Lock()
         self._device_pages = pages - host_pages
         self._allocator = PageAllocator(pages, page_size, block_size or page_size, self._device_pages)
-        self._block_index = self._allocator.block_index
         self._leases: set[_Lease] = set()
         self._returns = 0
         self._on_returned: Callable[[], object] | None = None
@@ -145,28 +153,28 @@ class PagePool:
         units in shared pages, the rest by calls of `copy`, without any lock held, if there is one and a page to spare
         for it.
         """
-        most = tokens if max_cached_tokens is None else min(max_cached_tokens, tokens)
-        if most < 0:
-            raise EngineError(f"{owner}: can't reserve {tokens} tokens, {max_cached_tokens} of them cached")
+        while self.evict_for(tokens, prefix, max_cached_tokens):
+            pass
         with self._locked():
-            shared, cut, cached = self._block_index.match_prefix(prefix, most)
-            need = self.pages_for(tokens) - len(shared)
-            if copy is None or need > self._allocator.available(shared + cut):
-                cut, cached = [], len(shared) * self.page_size
+            found = self._match(owner, tokens, prefix, max_cached_tokens)
+            (shared, cut, _, cached), need = found, self.pages_for(tokens) - len(found.shared)
+            if copy is None or need > self._allocator.available(shared, cut):
+                cut, cached = NO_PAGES, len(shared) * self.page_size
             if need > (available := self._allocator.available(shared)):
                 raise OutOfPages(need + len(shared), available + len(shared), self.pages)
-            self._allocator.share(shared + cut)
+            self._allocator.share(shared)
+            self._allocator.share(cut)
             own = self._allocator.allocate(need)
-            handle = PageHandle(self._lease(owner, shared + own), self.page_size, self._device_pages, cached)
-            if not cut or copy is None:
+            handle = self._handle(owner, np.concatenate([shared, own]), cached)
+            if not len(cut) or copy is None:
                 return handle
             source = self._lease(owner, cut)
             source.pins, source.active = 1, False
         try:
             with self.pin(handle):
-                for index, page in enumerate(cut):
+                for index, (page, target) in enumerate(zip(cut.tolist(), own.tolist(), strict=False)):
                     rest = cached - (len(shared) + index) * self.page_size
-                    copy(PageCopy(page, own[index], min(rest, self.page_size)))
+                    copy(PageCopy(page, target, min(rest, self.page_size)))
         except BaseException:
             self.free(handle)
             raise
@@ -177,23 +185,17 @@ class PagePool:
 
     def evict_for(self, tokens: int, prefix: Sequence[bytes] = (), max_cached_tokens: int | None = None) -> bool:
         """See `Engine.evict_for`."""
-        most = tokens if max_cached_tokens is None else min(max_cached_tokens, tokens)
         with self._locked():
-            shared, cut, _ = self._block_index.match_prefix(prefix, most)
-            # `reserve` will copy the beginning of a run, so the run must stay, with pages that it will not copy.
-            need, kept = self.pages_for(tokens) - len(shared), shared + self._block_index.whole_run(cut)
-            if self._allocator.missing(need) <= EVICT_PAGES or need > self._allocator.available(kept):
-                return False
-            self._allocator.share(kept)
-            evicted = self._allocator.evict(need, EVICT_PAGES)
-            self._allocator.release(kept)
-            return evicted
+            found = self._match("", tokens, prefix, max_cached_tokens)
+            # `reserve` will copy the beginning of the run, so all of it must stay, and pages that it will not copy.
+            need, kept = self.pages_for(tokens) - len(found.shared), np.concatenate([found.shared, found.run])
+            return self._allocator.make_room(need, kept)
 
     def publish(self, handle: PageHandle, digests: Sequence[bytes]) -> None:
         """See `Engine.publish`."""
         with self._locked():
             if handle.alive:
-                self._block_index.insert(handle._lease.pages, digests)
+                self._block_index.insert(handle._lease.listed, digests)
 
     def match_prefix(self, digests: Sequence[bytes]) -> int:
         """See `Engine.match_prefix`."""
@@ -202,15 +204,23 @@ class PagePool:
 
     def drop_cached(self) -> int:
         """See `Engine.drop_cached`."""
+        # Deleted after the lock's release: it may have many nodes.
+        dropped = self._block_index
         with self._locked():
-            self._allocator.add_free(freed := self._block_index.clear())
-            return len(freed)
+            freed = self._allocator.drop_cached()
+        del dropped
+        return freed
 
     def retract(self, handle: PageHandle) -> None:
         """See `Engine.retract`."""
         with self._locked():
             if handle.alive:
-                self._allocator.add_free(self._block_index.remove(handle._lease.pages))
+                self._block_index.take_out(handle._lease.listed)
+        left = True
+        while left:
+            with self._locked():
+                freed, left = self._block_index.clear()
+                self._allocator.add_free(freed)
 
     def watch_prefixes(self, changed: PrefixesChanged | None) -> None:
         """See `Engine.watch_prefixes`."""
@@ -219,10 +229,13 @@ class PagePool:
 
     def extend(self, handle: PageHandle, tokens: int) -> None:
         """Grow the handle to at least `tokens` tokens. Raises OutOfPages, and then changes nothing."""
+        while self._evict_to_extend(handle, tokens):
+            pass
         with self._locked():
             handle.check_alive()
-            pages = handle._lease.pages
-            pages += self._allocator.allocate(max(0, self.pages_for(tokens) - len(pages)))
+            pages = handle._lease.listed
+            if (more := self.pages_for(tokens) - len(pages)) > 0:
+                handle._lease.pages = _array(np.concatenate([pages, self._allocator.allocate(more)]))
 
     def fork(
         self, handle: PageHandle, owner: str, shared_tokens: int, tokens: int, spare: PageHandle | None = None
@@ -238,12 +251,11 @@ class PagePool:
                 asked = f"{shared_tokens} tokens of {handle.capacity}"
                 raise EngineError(f"{owner}: can't share {asked} in a fork of {tokens}")
             full, rest = divmod(shared_tokens, self.page_size)
-            need = self.pages_for(tokens) - full
-            shared = handle._lease.pages[:full]
+            need, pages = self.pages_for(tokens) - full, handle._lease.listed
             own = self._allocator.allocate(need) if spare is None else self._reuse_pages(spare, need)
-            self._allocator.share(shared)
-            copy = PageCopy(handle._lease.pages[full], own[0], rest) if rest else None
-            return PageHandle(self._lease(owner, shared + own), self.page_size, self._device_pages), copy
+            self._allocator.share(pages[:full])
+            copy = PageCopy(int(pages[full]), int(own[0]), rest) if rest else None
+            return self._handle(owner, np.concatenate([pages[:full], own])), copy
 
     @contextmanager
     def pin(self, handle: PageHandle, writes: range = range(0)) -> Iterator[Sequence[int]]:
@@ -273,8 +285,7 @@ class PagePool:
         with self._lock:
             dead = [handle for handle in handles if not handle.alive]
             leases = [] if dead else [handle._lease for handle in handles]
-            for lease, position in zip(leases, positions, strict=False):
-                self._check_writable(lease, range(position, position + 1))
+            self._check_batch(leases, positions)
             for lease in leases:
                 lease.pins += 1
         try:
@@ -292,7 +303,7 @@ class PagePool:
         with self._locked():
             lease = handle._lease
             if lease.active:
-                handle._lease = self._lease(lease.owner, [])
+                handle._lease = self._lease(lease.owner, NO_PAGES)
                 self._end_lease(lease)
             return handle.alive
 
@@ -300,13 +311,13 @@ class PagePool:
         """Free the handle; its pages return once unpinned. Caches `digests` (`Engine.free`) unless it is in `but`."""
         with self._locked():
             if handle.alive:
-                self._block_index.insert(handle._lease.pages, () if handle in but else digests, ends=True)
+                self._block_index.insert(handle._lease.listed, () if handle in but else digests, ends=True)
                 self._end_lease(handle._lease)
 
     def free_all(self) -> None:
         """Free every handle, and remove all published blocks."""
+        self.drop_cached()
         with self._locked():
-            self._allocator.add_free(self._block_index.clear())
             for lease in [lease for lease in self._leases if lease.active]:
                 self._end_lease(lease)
 
@@ -323,20 +334,29 @@ class PagePool:
         ledger.
         """
         with self._lock:
-            ledger: dict[str, int] = {}
-            counts = [0] * self.pages
-            faults = []
-            for lease in self._leases:
-                name = lease.owner if lease.active else lease.owner + DRAINING
-                ledger[name] = ledger.get(name, 0) + len(lease.pages)
-                for page in lease.pages:
-                    counts[page] += 1
-                if not lease.active and lease.pins <= 0:
-                    faults.append(f"{lease.owner} freed {len(lease.pages)} pages that did not return")
-            faults += self._allocator.check_integrity(counts)
+            leases = [(each.owner, each.active, each.pins, each.listed) for each in self._leases]
+            states = self._allocator.states()
+        ledger: dict[str, int] = {}
+        counts, faults = np.zeros(self.pages, np.int32), []
+        for owner, active, pins, pages in leases:
+            name = owner if active else owner + DRAINING
+            ledger[name] = ledger.get(name, 0) + len(pages)
+            counts[pages] += 1
+            if not active and pins <= 0:
+                faults.append(f"{owner} freed {len(pages)} pages that did not return")
+        faults += states.check(counts)
+        node = 1
+        while node:
+            with self._lock:
+                found, node = self._block_index.check_nodes(node)
+            faults += found
         if faults:
             raise EngineError(f"page audit failed: {'; '.join(faults[:20])}; ledger {ledger}")
         return ledger
+
+    @property
+    def _block_index(self) -> CachedBlockIndex:
+        return self._allocator.block_index
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -349,21 +369,37 @@ class PagePool:
         if on_returned is not None:
             on_returned()
 
-    def _lease(self, owner: str, pages: list[int]) -> _Lease:
-        lease = _Lease(owner, pages)
+    def _lease(self, owner: str, pages: Pages) -> _Lease:
+        lease = _Lease(owner, _array(pages))
         self._leases.add(lease)
         return lease
 
-    def _reuse_pages(self, spare: PageHandle, count: int) -> list[int]:
+    def _handle(self, owner: str, pages: Pages, cached: int = 0) -> PageHandle:
+        return PageHandle(self._lease(owner, pages), self.page_size, self._device_pages, cached)
+
+    def _match(self, owner: str, tokens: int, prefix: Sequence[bytes], max_cached_tokens: int | None) -> PrefixMatch:
+        """The cached beginning of a handle of `tokens` tokens."""
+        most = tokens if max_cached_tokens is None else min(max_cached_tokens, tokens)
+        if most < 0:
+            raise EngineError(f"{owner}: can't reserve {tokens} tokens, {max_cached_tokens} of them cached")
+        return self._block_index.match_prefix(prefix, most)
+
+    def _evict_to_extend(self, handle: PageHandle, tokens: int) -> bool:
+        """Evict a part of what `extend` replaces; True if more is left."""
+        with self._locked():
+            more = self.pages_for(tokens) - len(handle.pages)
+            return more > 0 and self._allocator.make_room(more, NO_PAGES)
+
+    def _reuse_pages(self, spare: PageHandle, count: int) -> Pages:
         """Allocate `count` pages, first those of `spare`, which is freed; its other pages return to the pool."""
         spare.check_alive()
-        lease = spare._lease
-        if lease.pins or any(not self._allocator.is_writable(page) for page in lease.pages):
+        lease, pages = spare._lease, spare._lease.listed
+        if lease.pins or not self._allocator.are_writable(pages):
             raise EngineError(f"{lease.owner}: its pages are in use, a fork can't use them")
-        more = self._allocator.allocate(max(0, count - len(lease.pages)))
-        kept, lease.pages = lease.pages[:count], lease.pages[count:]
+        more = self._allocator.allocate(max(0, count - len(pages)))
+        lease.pages = _array(pages[count:])
         self._end_lease(lease)
-        return kept + more
+        return np.concatenate([pages[:count], more])
 
     def _end_lease(self, lease: _Lease) -> None:
         lease.active = False
@@ -378,12 +414,23 @@ class PagePool:
         if lease.active or lease.pins:
             return
         self._leases.discard(lease)
-        self._returns += self._allocator.release(lease.pages)
+        self._returns += self._allocator.release(lease.listed)
 
     def _check_writable(self, lease: _Lease, tokens: range) -> None:
         first, last = tokens[0] // self.page_size, tokens[-1] // self.page_size
         if last >= len(lease.pages):
             raise EngineError(f"{lease.owner}: token {tokens[-1]} lies beyond its {len(lease.pages)} pages")
-        for page in lease.pages[first : last + 1]:
-            if not self._allocator.is_writable(page):
-                raise EngineError(f"{lease.owner}: page {page} is shared or published, {tokens} can't be written")
+        if not self._allocator.are_writable(lease.listed[first : last + 1]):
+            raise EngineError(f"{lease.owner}: a page is shared or published, {tokens} can't be written")
+
+    def _check_batch(self, leases: Sequence[_Lease], positions: Sequence[int]) -> None:
+        """The same for a position of each; in one look, because every step does it."""
+        places = [(lease, position // self.page_size) for lease, position in zip(leases, positions, strict=False)]
+        pages = [lease.pages[index] for lease, index in places if index < len(lease.pages)]
+        if len(pages) < len(places) or not self._allocator.are_writable(np.array(pages, np.int64)):
+            for lease, position in zip(leases, positions, strict=True):
+                self._check_writable(lease, range(position, position + 1))
+
+
+def _array(pages: Pages) -> array[int]:
+    return array("q", pages.tobytes())

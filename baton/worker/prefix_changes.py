@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from baton.engine.contract import Engine
@@ -30,6 +29,8 @@ MAX_NAMES = 4096
 """Largest number of names in one message; the others follow in the next ones."""
 
 _POOL, _HOST = 1, 2
+_SHARDS = 256
+"""A large dict takes many milliseconds to grow, and to list. So names are in several, by their last byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,11 @@ class PrefixChangeFeed:
         self._engine = engine
         self._cache = cache
         self._changed = changed
-        self._inbox: deque[tuple[int, Sequence[bytes], Sequence[bytes]]] = deque()
+        self._inbox: deque[tuple[int, Sequence[bytes] | None, bool]] = deque()
+        self._merged = 0
+        """How much of the first in the inbox has been merged: digests, or shards where all names are dropped."""
         self._due = False
-        self._tiers: dict[bytes, int] = {}
+        self._tiers: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._subscribers: set[PrefixSubscriber] = set()
         engine.watch_prefixes(partial(self._put, _POOL))
         cache.watch(partial(self._put, _HOST))
@@ -77,12 +80,12 @@ class PrefixChangeFeed:
         self._engine.watch_prefixes(None)
         self._cache.watch(None)
 
-    def _put(self, tier: int, stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
+    def _put(self, tier: int, stored: Sequence[bytes], dropped: Sequence[bytes] | None) -> None:
         """Called from any thread."""
-        for start in range(0, len(stored), MAX_NAMES):
-            self._inbox.append((tier, stored[start : start + MAX_NAMES], ()))
-        for start in range(0, len(dropped), MAX_NAMES):
-            self._inbox.append((tier, (), dropped[start : start + MAX_NAMES]))
+        if stored:
+            self._inbox.append((tier, stored, True))
+        if dropped is None or dropped:
+            self._inbox.append((tier, dropped, False))
         if not self._due:
             self._due = True
             # If the loop is closed, there are no subscribers.
@@ -99,58 +102,75 @@ class PrefixChangeFeed:
                 self._due = True
                 self._loop.call_soon(self._merge)
                 break
-            tier, stored, dropped = self._inbox.popleft()
-            merged += len(stored) + len(dropped)
-            for digest in stored:
-                name = digest[:NAME_BYTES]
-                tiers = self._tiers.get(name, 0)
-                self._tiers[name] = tiers | tier
-                if not tiers:
-                    changes[name] = True
-            for digest in dropped:
-                name = digest[:NAME_BYTES]
-                tiers = self._tiers.get(name, 0)
-                if tiers == tier:
-                    del self._tiers[name]
-                    changes[name] = False
-                elif tiers:
-                    self._tiers[name] = tiers & ~tier
+            tier, names, is_stored = self._next_names()
+            merged += len(names)
+            for name in names:
+                shard = self._tiers[name[-1]]
+                before = shard.get(name, 0)
+                after = before | tier if is_stored else before & ~tier
+                if after:
+                    shard[name] = after
+                elif before:
+                    del shard[name]
+                if bool(before) != bool(after):
+                    changes[name] = is_stored
         if changes:
             for subscriber in self._subscribers:
                 subscriber.add(changes)
             self._changed()
 
+    def _next_names(self) -> tuple[int, list[bytes], bool]:
+        """A slice of what is first in the inbox."""
+        tier, digests, is_stored = self._inbox[0]
+        if digests is None:
+            names, end = [name for name, tiers in self._tiers[self._merged].items() if tiers & tier], _SHARDS
+            self._merged += 1
+        else:
+            names = [digest[:NAME_BYTES] for digest in digests[self._merged : self._merged + MAX_NAMES]]
+            end = len(digests)
+            self._merged += MAX_NAMES
+        if self._merged >= end:
+            self._inbox.popleft()
+            self._merged = 0
+        return tier, names, is_stored
+
 
 class PrefixSubscriber:
-    """The changes that one watcher has not received yet."""
+    """The changes that one watcher has not received yet, by shard."""
 
-    def __init__(self, cached: Mapping[bytes, int]) -> None:
+    def __init__(self, cached: Sequence[Mapping[bytes, int]]) -> None:
         self._cached = cached
         self._reset = True
-        self._unsent: dict[bytes, bool] = {}
+        self._unsent: list[dict[bytes, bool]] = [{} for _ in cached]
+        self._listed = 0
+        """How many shards have been listed since the last reset; the others will be listed as they are then."""
 
     @property
     def has_changes(self) -> bool:
         """Whether there is something to send."""
-        return self._reset or bool(self._unsent)
+        return self._reset or any(self._unsent) or any(self._cached[self._listed :])
 
     def add(self, changes: Mapping[bytes, bool]) -> None:
         """Add blocks that are cached now (True) or no longer (False)."""
-        if self._reset:
-            return
-        self._unsent.update(changes)
-        if len(self._unsent) > len(self._cached) + MAX_NAMES:
-            self._reset = True
-            self._unsent.clear()
+        for name, is_cached in changes.items():
+            if name[-1] < self._listed:
+                self._unsent[name[-1]][name] = is_cached
+        if sum(map(len, self._unsent)) > sum(map(len, self._cached)) + MAX_NAMES:
+            self._reset, self._listed = True, 0
+            self._unsent = [{} for _ in self._cached]
 
     def pop(self) -> PrefixChange | None:
-        """The next message: all cached blocks, or the changes since the last message; None if there are none."""
+        """The next message: first of all cached blocks, then of the changes since the last; None if there are none."""
         if not self.has_changes:
             return None
         reset, self._reset = self._reset, False
-        if reset:
-            self._unsent = dict.fromkeys(self._cached, True)
-        names = list(islice(self._unsent, MAX_NAMES))
-        changes = {name: self._unsent.pop(name) for name in names}
-        stored = tuple(name for name, is_cached in changes.items() if is_cached)
-        return PrefixChange(reset, stored, tuple(name for name, is_cached in changes.items() if not is_cached))
+        stored, dropped, room = list[bytes](), list[bytes](), MAX_NAMES
+        for number, unsent in enumerate(self._unsent):
+            if number == self._listed and room:
+                unsent.update(dict.fromkeys(self._cached[number], True))
+                self._listed += 1
+            while unsent and room:
+                name, is_cached = unsent.popitem()
+                (stored if is_cached else dropped).append(name)
+                room -= 1
+        return PrefixChange(reset, tuple(stored), tuple(dropped))

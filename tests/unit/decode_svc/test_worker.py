@@ -127,8 +127,8 @@ class Evicting:
 
 @pytest.fixture
 def evicting(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> Iterator[Evicting]:
-    for module in ("baton.kv.pool", "decode_svc.admission"):
-        monkeypatch.setattr(f"{module}.EVICT_PAGES", 2)
+    monkeypatch.setattr("baton.kv.page_allocator.SLICE_PAGES", 2)
+    monkeypatch.setattr("decode_svc.admission.SLICE_NODES", 2)
     made = Evicting(loop)
     yield made
     for session in list(made.worker.sessions.values()):

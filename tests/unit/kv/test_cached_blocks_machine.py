@@ -7,13 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.errors import EngineError, OutOfPages
 from baton.kv.hashing import block_digests
-from baton.kv.pool import PageCopy, PageHandle, PagePool
+from baton.kv.pool import PageCopy, PageHandle, PagePool, _Lease
 from tests.effort import machine_test
 
 ROOT = bytes(32)
@@ -50,9 +51,10 @@ class Model:
     told: set[bytes] = field(default_factory=set)
     dropped: list[bytes] = field(default_factory=list)
 
-    def changed(self, stored: Sequence[bytes], dropped: Sequence[bytes]) -> None:
+    def changed(self, stored: Sequence[bytes], dropped: Sequence[bytes] | None) -> None:
         assert not self.told & set(stored)
         self.told |= set(stored)
+        dropped = [*self.told] if dropped is None else dropped
         assert set(dropped) <= self.told
         self.told -= set(dropped)
         self.dropped += dropped
@@ -65,14 +67,14 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         pages=st.integers(4, 30), page_size=st.integers(1, 3), block_size=st.integers(1, 4), slice_=st.integers(1, 3)
     )
     def make(self, pages: int, page_size: int, block_size: int, slice_: int) -> None:
-        self.patched = mock.patch("baton.kv.pool.EVICT_PAGES", slice_)
+        self.patched = mock.patch("baton.kv.page_allocator.SLICE_NODES", slice_)
         self.patched.start()
         self.pool = PagePool(pages, page_size, block_size)
         self.block = block_size
         self.unit = self.pool._block_index.run_tokens
         self.sequences: list[Sequence_] = []
         self.dead: list[PageHandle] = []
-        self.pins: list[tuple[Sequence[int], ExitStack]] = []
+        self.pins: list[tuple[_Lease, ExitStack]] = []
         self.content: dict[tuple[int, int], tuple[int, ...]] = {}
         self.model = Model()
         self.pool.watch_prefixes(self.model.changed)
@@ -99,11 +101,9 @@ class CachedBlocksMachine(RuleBasedStateMachine):
 
     def owned(self) -> dict[int, int]:
         """Owners of each page that has any, among them what was given up and is pinned still."""
-        lists = [sequence.handle.pages for sequence in self.sequences]
-        current = {id(pages) for pages in lists}
-        lists += {id(pages): pages for pages, _ in self.pins if id(pages) not in current}.values()
+        leases = {sequence.handle._lease for sequence in self.sequences} | {lease for lease, _ in self.pins}
         owners: dict[int, int] = {}
-        for page in (page for pages in lists for page in pages):
+        for page in (page for lease in leases for page in lease.pages):
             owners[page] = owners.get(page, 0) + 1
         return owners
 
@@ -139,9 +139,9 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         """Check what was evicted when `wanted` pages were, with others pinned meanwhile, and forget it."""
         dropped, self.model.dropped = set(self.model.dropped), []
         # The watcher is not told of a part that goes while another unit begins with its blocks.
-        cached = self.pool._block_index.is_cached
+        cached = self.pool._block_index.cached()
         parts = {name: unit for name, unit in self.model.names.items() if len(unit.blocks) * self.block < self.unit}
-        dropped |= {name for name, unit in parts.items() if not cached(unit.pages[0])}
+        dropped |= {name for name, unit in parts.items() if not cached[unit.pages[0]]}
         gone = {name: unit for name, unit in self.model.names.items() if name in dropped}
         for name in gone:
             del self.model.names[name]
@@ -183,15 +183,16 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         shared = [page for unit in self.run(digests)[:whole] for page in unit.pages]
         need, free = self.pool.pages_for(capacity) - len(shared), self.available() - len(set(shared) - owners.keys())
         if need > free:
-            line = list(map(list, self.pool._block_index._lrus))
+            order = list(self.pool._block_index._newer)
             with pytest.raises(OutOfPages):
                 self.pool.reserve("x", capacity, digests, most, self.copy)
-            assert line == list(map(list, self.pool._block_index._lrus))
+            assert order == list(self.pool._block_index._newer)
             return
         self.number += 1
         if slices:
             self.evict(capacity, digests, most)
         self.copied: list[PageCopy] = []
+        cut_run = self.pool._match("", capacity, digests, most).run
         handle = self.pool.reserve(str(self.number), capacity, digests, most, self.copy)
         sources = [copy.source for copy in self.copied]
         assert list(handle.pages[: len(shared)]) == shared
@@ -203,22 +204,29 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         assert [copy.tokens for copy in self.copied] == [
             min(page_size, rest - i * page_size) for i in range(self.pool.pages_for(rest) if sources else 0)
         ]
-        assert [copy.target for copy in self.copied] == handle.pages[len(shared) :][: len(sources)]
+        assert [copy.target for copy in self.copied] == list(handle.pages[len(shared) :])[: len(sources)]
         self.sequences.append(Sequence_(handle, ids, min(handle.cached, tokens)))
+        if self.model.dropped:
+            # What was evicted made room beside its prefix, which counts as used up to then.
+            self.leave([*shared, *cut_run])
         self.settle(need, sources)
         if sources:
             self.leave(sources)
 
     def evict(self, capacity: int, digests: Sequence[bytes], most: int | None) -> None:
         """Evict in slices what the reservation would evict; its own prefix counts as used up to now."""
-        index = self.pool._block_index
-        while self.pool.evict_for(capacity, digests, most):
-            shared, cut, _ = index.match_prefix(digests, capacity if most is None else min(most, capacity))
-            self.leave(shared + index.whole_run(cut))
+        while True:
+            free = self.pool.stats().free
+            left = self.pool.evict_for(capacity, digests, most)
+            if self.pool.stats().free > free:
+                found = self.pool._match("", capacity, digests, most)
+                self.leave([*found.shared, *found.run])
+            if not left:
+                return
 
     def copy(self, copy: PageCopy) -> None:
         # Nobody can have the source, nor the target, meanwhile.
-        assert {copy.source, copy.target}.isdisjoint(page for pages in self.pool._allocator._free for page in pages)
+        assert {copy.source, copy.target}.isdisjoint(np.concatenate(self.pool._allocator.states().free).tolist())
         assert self.pool._allocator._owners[copy.source] > 0 < self.pool._allocator._owners[copy.target]
         self.copied.append(copy)
         for offset in range(copy.tokens):
@@ -238,7 +246,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         else:
             owners = self.owned()
             self.pool.extend(sequence.handle, tokens)
-            self.gained = set(pages[before:])
+            self.gained = set(sequence.handle.pages[before:])
             assert len(self.gained) == max(0, need)
             assert not self.gained & owners.keys()
             self.settle(need)
@@ -326,17 +334,18 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         sequence = self.pick(index)
         if sequence is not None:
             stack = ExitStack()
-            self.pins.append((stack.enter_context(self.pool.pin(sequence.handle)), stack))
+            stack.enter_context(self.pool.pin(sequence.handle))
+            self.pins.append((sequence.handle._lease, stack))
 
     @rule(index=INDEX)
     def unpin(self, index: int) -> None:
         if self.pins:
-            pages, stack = self.pins.pop(index % len(self.pins))
+            lease, stack = self.pins.pop(index % len(self.pins))
             stack.close()
-            if not any(pages is each for each, _ in self.pins) and all(
-                pages is not sequence.handle.pages for sequence in self.sequences
+            if all(lease is not each for each, _ in self.pins) and all(
+                lease is not sequence.handle._lease for sequence in self.sequences
             ):
-                self.leave(pages)
+                self.leave(lease.pages)
 
     @rule(index=INDEX, keep=st.booleans(), leaves=st.booleans())
     def give_up(self, index: int, keep: bool, leaves: bool = False) -> None:
@@ -344,7 +353,7 @@ class CachedBlocksMachine(RuleBasedStateMachine):
         sequence = self.pick(index)
         if sequence is None:
             return
-        pages, before = sequence.handle.pages, self.pool.stats()
+        lease, before = sequence.handle._lease, self.pool.stats()
         told = self.returns
         if keep:
             assert self.pool.detach(sequence.handle)
@@ -356,8 +365,8 @@ class CachedBlocksMachine(RuleBasedStateMachine):
             self.pool.free(sequence.handle, self.digests(self.ids([1], 40)))
             self.sequences.remove(sequence)
             self.dead.append(sequence.handle)
-        if not any(pages is each for each, _ in self.pins):
-            self.leave(pages)
+        if all(lease is not each for each, _ in self.pins):
+            self.leave(lease.pages)
         after = self.pool.stats()
         assert (self.returns > told) == (after.free + after.cached > before.free + before.cached)
 
