@@ -109,7 +109,7 @@ class LoopTimer:
 
 def watch_callbacks(longest: Longest) -> None:
     """Count how long each callback of the event loop runs."""
-    run: Callable[[Any], None] = asyncio.events.Handle._run  # type: ignore[attr-defined]
+    run: Callable[[Any], None] = asyncio.events.Handle._run
 
     def timed(handle: Any) -> None:
         callback = handle._callback
@@ -118,7 +118,7 @@ def watch_callbacks(longest: Longest) -> None:
         took = time.monotonic() - began
         longest.add(took, took, lambda: _name(callback))
 
-    asyncio.events.Handle._run = timed  # type: ignore[attr-defined]
+    asyncio.events.Handle._run = timed  # type: ignore[assignment, method-assign]
 
 
 def _name(callback: Any) -> str:
@@ -126,8 +126,8 @@ def _name(callback: Any) -> str:
     if isinstance(task, asyncio.Task):
         names, at = [], task.get_coro()
         while at is not None and hasattr(at, "cr_code"):
-            names.append(f"{at.cr_code.co_name}:{at.cr_frame.f_lineno if at.cr_frame else 0}")
-            at = at.cr_await
+            names.append(f"{at.cr_code.co_name}:{at.cr_frame.f_lineno if at.cr_frame else 0}")  # type: ignore[union-attr]
+            at = at.cr_await  # type: ignore[union-attr]
         return " > ".join(names)
     return str(getattr(callback, "__qualname__", callback))
 
@@ -144,7 +144,7 @@ def watched(start: Callable[[Any], Running]) -> Callable[[Any], Running]:
         class Threading:
             Lock = staticmethod(lambda: WatchedLock(lock))
 
-        pool.threading = Threading  # type: ignore[assignment]
+        pool.threading = Threading  # type: ignore[assignment, attr-defined]
         watch_callbacks(callbacks)
         async with start(config) as app:
             LoopTimer(loop)
@@ -169,9 +169,9 @@ def main() -> None:
     if name == "router":
         from router.__main__ import start
     elif name == "prefill":
-        from prefill_svc.__main__ import start
+        from prefill_svc.__main__ import start  # type: ignore[assignment]
     else:
-        from decode_svc.__main__ import start
+        from decode_svc.__main__ import start  # type: ignore[assignment]
     run_service(name, "bench.holds", SERVICES[name], watched(start))
 
 
