@@ -4,12 +4,10 @@
 
 A router between simulated workers gets prompts of so many tokens: token ids (`ids`), token ids of fixed width, which
 Baton's client sends (`long_ids`), a text in ASCII, one that is not (`unicode`), and the latter as a `chat`, and with
-Tokenize. The texts are random words, tokenized by the bundled model's tokenizer. A timer of the router's event loop is
-due every half millisecond. A stretch is the time by which it is late, from half a second before a request until half a
-second after its end. It includes the time in which the loop waits for a thread that has the interpreter's lock.
+Tokenize. The texts are random words, tokenized by the bundled model's tokenizer. Stretches are measured by
+`bench.holds`, from half a second before a request until half a second after its end; `bench.worker_loops` measures
+those of workers.
 
-`wall_ms` is the longest stretch. When other programs use the cores, they are part of it. `held_ms` is the longest one
-without the time that the loop's thread waited for a core, and not more than the CPU time of the router's threads in it.
 `first` are the first requests of `--starts` processes, `later` are `--requests` further ones of the first process.
 `idle` is the time before them, without a request.
 """
@@ -17,16 +15,13 @@ without the time that the loop's thread waited for a core, and not more than the
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
-import os
 import random
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,64 +29,16 @@ import grpc
 
 from baton import bundled
 from baton.bench.children import Child, child
-from baton.config.router import RouterConfig
 from baton.pb import inference_pb2, inference_pb2_grpc
-from baton.process import App
-from baton.process import main as run_service
 from baton.rpc.channel import CLIENT_OPTIONS
 from baton.tokenizer import Tokenizer
 from bench.common import save
 from bench.services import wait_until_serving
-from router.__main__ import start
 
 Request: TypeAlias = inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest
 
-TICK_S = 0.0005
 MAX_MODEL_LEN = 1 << 20
 SETTLE_S = 0.5
-_SERVE = "serve"
-
-
-class Stretches:
-    """A timer of the event loop, and by how much it was late at most."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-        self._longest = {"wall_ms": 0.0, "held_ms": 0.0}
-        self._start()
-
-    def _start(self) -> None:
-        self._waited, self._cpu = self._read_waited(), time.process_time()
-        self._due = self._loop.time() + TICK_S
-        self._loop.call_at(self._due, self._tick)
-
-    def _tick(self) -> None:
-        late = self._loop.time() - self._due
-        held = min(late - (self._read_waited() - self._waited), time.process_time() - self._cpu)
-        for name, stretch in (("wall_ms", late), ("held_ms", held)):
-            self._longest[name] = max(self._longest[name], 1e3 * stretch)
-        self._start()
-
-    def _read_waited(self) -> float:
-        """Seconds that this thread was ready to run and had no core (Documentation/scheduler/sched-stats.rst)."""
-        return int(os.pread(self._stat, 128, 0).split()[1]) / 1e9
-
-    def answer(self) -> None:
-        """Tell the longest stretches since the last question, for a line of standard input."""
-        if sys.stdin.readline():
-            print(json.dumps(self._longest), flush=True)
-            self._longest = dict.fromkeys(self._longest, 0.0)
-        else:
-            self._loop.remove_reader(sys.stdin)
-
-
-@contextlib.asynccontextmanager
-async def watched(config: RouterConfig) -> AsyncIterator[App]:
-    """A router that answers questions on standard input."""
-    async with start(config) as app:
-        asyncio.get_running_loop().add_reader(sys.stdin, Stretches().answer)
-        yield app
 
 
 def requests(count: int) -> dict[str, Request]:
@@ -128,7 +75,7 @@ def router(model: Path) -> Iterator[tuple[str, Child]]:
         where = them.listening()
         flags = [f"--model={model}", f"--served-model-name={bundled.path().name}", "--log-level=error"]
         flags += [f"--{role}={address}" for role, address in where.items()]
-        command = [sys.executable, "-m", "bench.event_loop", _SERVE, *flags]
+        command = [sys.executable, "-m", "bench.holds", "router", *flags]
         with child(command, name="the router") as process:
             address = process.listening()["grpc"]
             wait_until_serving(address)
@@ -141,7 +88,8 @@ def ask(process: Child, call: Callable[[], None] = lambda: None) -> dict[str, fl
     time.sleep(SETTLE_S)
     call()
     time.sleep(SETTLE_S)
-    return {name: round(stretch, 2) for name, stretch in process.ask("longest").items()}
+    longest = process.ask("longest")["loop"]
+    return {name: longest[name] for name in ("wall_ms", "held_ms")}
 
 
 def serve(
@@ -199,7 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [_SERVE]:
-        del sys.argv[1]
-        run_service("router", "bench.event_loop", RouterConfig, watched)
     main()

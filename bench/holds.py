@@ -5,7 +5,7 @@
 A line on standard input asks for the longest holds since the last question; the answer is a line of JSON. A timer of
 the event loop is due every half millisecond: `loop` is the time by which it is late, in which the loop may also wait
 for a thread that has the interpreter's lock. `lock` is the time from taking the pool's lock to its release, with the
-pool's method that had it, and `callback` that of one callback of the loop, with its name.
+pool's method that had it.
 
 `wall_ms` is a whole time. When other programs use the cores, they are part of it. `held_ms` is that of the loop without
 the time that its thread waited for a core, and not more than the CPU time of the process; that of the lock is the CPU
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import asyncio.events
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -84,52 +85,88 @@ def _method(frame: FrameType | None) -> str:
 
 
 class LoopTimer:
-    """A timer of the event loop, and by how much it was late at most."""
+    """A timer of the event loop, and by how much it was late at most.
+
+    A hold is named after the callback of the loop that took half of it, or garbage collection. Otherwise the loop
+    waited for the interpreter's lock: the name is then where other threads are when the loop has the lock again. Among
+    them is the one that had it, in the call that kept it.
+    """
 
     def __init__(self, longest: Longest) -> None:
         self._longest = longest
         self._loop = asyncio.get_running_loop()
         self._stat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        self._took, self._callback = 0.0, ""
+        self._watch_callbacks()
+        self._collected, self._collecting = 0.0, 0.0
+        gc.callbacks.append(self._count_collection)
         self._start()
 
+    def _count_collection(self, phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting = time.monotonic()
+        else:
+            self._collected += time.monotonic() - self._collecting
+
+    def _watch_callbacks(self) -> None:
+        run: Callable[[Any], None] = asyncio.events.Handle._run
+
+        def timed(handle: Any) -> None:
+            callback, began = handle._callback, time.thread_time()
+            run(handle)
+            took = time.thread_time() - began
+            if took > max(self._took, TICK_S) and getattr(callback, "__self__", None) is not self:
+                self._took, self._callback = took, _name(callback)
+
+        asyncio.events.Handle._run = timed  # type: ignore[assignment, method-assign]
+
     def _start(self) -> None:
+        self._took, self._callback, self._collected = 0.0, "", 0.0
         self._waited, self._cpu = self._read_waited(), time.process_time()
         self._due = self._loop.time() + TICK_S
         self._loop.call_at(self._due, self._tick)
 
     def _tick(self) -> None:
         late = self._loop.time() - self._due
-        self._longest.add(late, min(late - (self._read_waited() - self._waited), time.process_time() - self._cpu))
+        held = min(late - (self._read_waited() - self._waited), time.process_time() - self._cpu)
+        self._longest.add(late, held, lambda: self._name(held))
         self._start()
+
+    def _name(self, held: float) -> str:
+        if self._collected > held / 2:
+            return "garbage collection"
+        return self._callback if self._took > held / 2 else _other_threads()
 
     def _read_waited(self) -> float:
         """Seconds that this thread was ready to run and had no core (Documentation/scheduler/sched-stats.rst)."""
         return int(os.pread(self._stat, 128, 0).split()[1]) / 1e9
 
 
-def watch_callbacks(longest: Longest) -> None:
-    """Count how long each callback of the event loop runs."""
-    run: Callable[[Any], None] = asyncio.events.Handle._run
-
-    def timed(handle: Any) -> None:
-        callback = handle._callback
-        began = time.monotonic()
-        run(handle)
-        took = time.monotonic() - began
-        longest.add(took, took, lambda: _name(callback))
-
-    asyncio.events.Handle._run = timed  # type: ignore[assignment, method-assign]
+def _other_threads() -> str:
+    """Where other threads are that do not wait, for a hold by the interpreter's lock."""
+    found = []
+    for thread, frame in sys._current_frames().items():
+        names: list[str] = []
+        at: FrameType | None = frame
+        while at is not None and len(names) < 3:
+            names.append(f"{at.f_code.co_name}:{at.f_lineno}")
+            at = at.f_back
+        if thread != threading.get_ident() and names[0].partition(":")[0] not in ("_worker", "wait", "select"):
+            found.append("threads: " + " < ".join(names))
+    return "; ".join(found)
 
 
 def _name(callback: Any) -> str:
+    """The callback's name; of a task, where it waits after it has run."""
     task = getattr(callback, "__self__", None)
-    if isinstance(task, asyncio.Task):
-        names, at = [], task.get_coro()
-        while at is not None and hasattr(at, "cr_code"):
-            names.append(f"{at.cr_code.co_name}:{at.cr_frame.f_lineno if at.cr_frame else 0}")  # type: ignore[union-attr]
-            at = at.cr_await  # type: ignore[union-attr]
-        return " > ".join(names)
-    return str(getattr(callback, "__qualname__", callback))
+    if not isinstance(task, asyncio.Task):
+        return str(getattr(callback, "__qualname__", callback))
+    names = []
+    at: Any = task.get_coro()
+    while hasattr(at, "cr_await"):
+        names.append(f"{at.__name__}:{at.cr_frame.f_lineno if at.cr_frame else 'end'}")
+        at = at.cr_await
+    return " > ".join(names)
 
 
 def watched(start: Callable[[Any], Running]) -> Callable[[Any], Running]:
@@ -137,7 +174,7 @@ def watched(start: Callable[[Any], Running]) -> Callable[[Any], Running]:
 
     @contextlib.asynccontextmanager
     async def run(config: Any) -> AsyncIterator[App]:
-        loop, lock, callbacks = Longest(), Longest(), Longest()
+        loop, lock = Longest(), Longest()
         from baton.kv import pool
 
         # Not by a hook of the product: `threading` as this one module sees it.
@@ -145,15 +182,12 @@ def watched(start: Callable[[Any], Running]) -> Callable[[Any], Running]:
             Lock = staticmethod(lambda: WatchedLock(lock))
 
         pool.threading = Threading  # type: ignore[assignment, attr-defined]
-        watch_callbacks(callbacks)
         async with start(config) as app:
             LoopTimer(loop)
 
             def answer() -> None:
                 if sys.stdin.readline():
-                    print(
-                        json.dumps({"loop": loop.take(), "lock": lock.take(), "callback": callbacks.take()}), flush=True
-                    )
+                    print(json.dumps({"loop": loop.take(), "lock": lock.take()}), flush=True)
                 else:
                     asyncio.get_running_loop().remove_reader(sys.stdin)
 

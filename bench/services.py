@@ -25,7 +25,7 @@ from baton.bench.children import Child, child
 
 SECRET = "a secret of the bench"
 READY_S = STOP_S = 60.0
-_MODULES = {"prefill": "prefill_svc", "decode": "decode_svc"}
+_MODULES = {"prefill": "prefill_svc", "decode": "decode_svc", "router": "router"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,13 @@ class Worker:
 class Services:
     """Processes of one fleet; `settings` go to every worker, those of `worker` to one.
 
-    `processes` are in the order in which they were started.
+    With `watched`, they answer questions about the holds of loops and locks (`bench.holds`). `processes` are in the
+    order in which they were started.
     """
 
-    def __init__(self, *, model: str, **settings: Any) -> None:
+    def __init__(self, *, model: str, watched: bool = False, **settings: Any) -> None:
         self._model = model
+        self._watched = watched
         self._settings = settings
         self.processes: list[Child] = []
         self._stack = contextlib.ExitStack()
@@ -57,7 +59,7 @@ class Services:
     def worker(self, role: str, **settings: Any) -> Worker:
         """A worker that listens: its model is loaded."""
         flags = _flags({"model": self._model, **self._settings, **settings})
-        where = self._start(_MODULES[role], flags)
+        where = self._start(role, flags)
         return Worker(where["control"], where["ops"])
 
     def router(self, prefill: Sequence[Worker], decode: Sequence[Worker], **settings: Any) -> str:
@@ -69,8 +71,9 @@ class Services:
         wait_until_serving(where["grpc"])
         return where["grpc"]
 
-    def _start(self, module: str, flags: Sequence[str]) -> dict[str, str]:
-        process = self._stack.enter_context(started(["-m", module, *flags]))
+    def _start(self, name: str, flags: Sequence[str]) -> dict[str, str]:
+        module = ["bench.holds", name] if self._watched else [_MODULES[name]]
+        process = self._stack.enter_context(started(["-m", *module, *flags]))
         self.processes.append(process)
         return process.listening()
 

@@ -1,0 +1,153 @@
+"""How long the event loops of a fleet and the locks of its page pools are held; writes bench/results/worker-loops.json.
+
+    python -m bench.worker_loops [--tokens 1000000] [--rounds 2]
+
+A router, a prefill and a decode worker with pools of 262,144 pages of 16 tokens, and an embedded Valkey get requests of
+so many tokens, one kind after the other: see `KINDS`. The model has a sliding window, so that prompts of a million
+tokens are computed within a minute; what loops and locks do depends on lengths, not on attention. A few long prompts
+fill each pool, so that later ones replace cached blocks.
+
+For each kind and process: the longest hold of the loop and of the lock, with the names that `bench.holds` gives them,
+from the start of the requests until a second after their end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from baton import AsyncClient
+from baton.kv.embedded import embedded_valkey
+from bench.common import save
+from bench.services import Services
+
+PAGES, PAGE = 1 << 18, 16
+MORE = 20_000
+SHORT, STREAMS = 512, 64
+SETTLE_S = 1.0
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "vocab_size": 512,
+    "sliding_window": 256,
+    "max_position_embeddings": 1 << 21,
+}
+PAGE_BYTES = SHAPE["num_hidden_layers"] * 2 * SHAPE["head_dim"] * 4 * PAGE
+
+
+class Requests:
+    """The kinds of requests, each over prompts of `tokens` random token ids."""
+
+    def __init__(self, client: AsyncClient, tokens: int) -> None:
+        self._client = client
+        self._rng = random.Random(1)
+        self._tokens = tokens
+        self._last: list[int] = []
+
+    async def idle(self) -> None:
+        """Nothing."""
+
+    async def new(self) -> None:
+        """A prompt of which nothing is cached."""
+        self._last = self._ids(self._tokens)
+        await self._ask(self._last)
+
+    async def cached(self) -> None:
+        """The prompt before, and some tokens more."""
+        self._last = self._last + self._ids(MORE)
+        await self._ask(self._last)
+
+    async def choices(self) -> None:
+        """The prompt before, with four choices."""
+        await self._ask(self._last, n=4)
+
+    async def report(self) -> None:
+        """The prompt before, with the log-probabilities of its tokens."""
+        await self._ask(self._last[: self._tokens], prompt_logprobs=1)
+
+    async def cancelled(self) -> None:
+        """A prompt of which nothing is cached, cancelled while it is computed."""
+        task = asyncio.create_task(self._ask(self._ids(self._tokens)))
+        await asyncio.sleep(5 * SETTLE_S)
+        task.cancel()
+        await asyncio.wait({task})
+
+    async def short(self) -> None:
+        """Many short prompts at once."""
+        await asyncio.gather(*(self._ask(self._ids(SHORT), max_tokens=64) for _ in range(STREAMS)))
+
+    async def _ask(self, prompt: list[int], *, max_tokens: int = 16, **more: Any) -> None:
+        async for _ in self._client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, seed=1, **more):
+            pass
+
+    def _ids(self, count: int) -> list[int]:
+        return self._rng.choices(range(SHAPE["vocab_size"]), k=count)
+
+
+KINDS: dict[str, Callable[[Requests], Awaitable[None]]] = {
+    kind.__name__: kind
+    for kind in (
+        Requests.idle,
+        Requests.new,
+        Requests.cached,
+        Requests.choices,
+        Requests.report,
+        Requests.cancelled,
+        Requests.short,
+    )
+}
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """A small model with random weights."""
+    torch.manual_seed(1)
+    MistralForCausalLM(MistralConfig(**SHAPE)).save_pretrained(folder)
+    return folder
+
+
+async def measure(model: str, tokens: int, rounds: int) -> dict[str, Any]:
+    """The longest holds by kind of request and by process."""
+    common = {"dtype": "float32", "kv_memory": PAGES * PAGE_BYTES, "page_size": PAGE}
+    found: dict[str, Any] = {}
+    async with embedded_valkey(2 << 30) as redis:
+        with Services(model=model, watched=True, redis=redis, **common) as services:
+            prefill = services.worker("prefill")
+            decode = services.worker("decode", slots=STREAMS)
+            address = services.router([prefill], [decode])
+            async with AsyncClient(address) as client:
+                requests = Requests(client, tokens)
+                for kind in [*KINDS] * rounds:
+                    for process in services.processes:
+                        process.ask("longest")
+                    await KINDS[kind](requests)
+                    await asyncio.sleep(SETTLE_S)
+                    for name, process in zip(("prefill", "decode", "router"), services.processes, strict=True):
+                        found.setdefault(kind, {}).setdefault(name, []).append(process.ask("longest"))
+    return found
+
+
+def main() -> None:
+    """Run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=2)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(write_checkpoint(Path(folder)))
+        save("worker-loops", asyncio.run(measure(model, arguments.tokens, arguments.rounds)))
+
+
+if __name__ == "__main__":
+    main()
