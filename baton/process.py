@@ -39,6 +39,9 @@ STOP_S = 15.0
 FAILED_STOP_S = 2.0
 """Seconds in which routers hear of a failure."""
 ABANDON_S = 0.5
+SWITCH_S = 0.0002
+"""After how long a thread that computes gives the interpreter's lock to the event loop, which may have to ask for it
+several times in a turn; by default it is 5 ms."""
 _GC_THRESHOLDS = (20_000, 50, 10)
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -84,6 +87,7 @@ def main(role: str, package: str, settings: type[S], run: Callable[[S], Running]
         signal.signal(number, lambda *_: os._exit(0))
     # Before torch is imported: frequent collections over its objects would take a tenth of the import.
     gc.set_threshold(*_GC_THRESHOLDS)
+    sys.setswitchinterval(SWITCH_S)
     command(settings, role, start).main(prog_name=f"python -m {package}")
 
 

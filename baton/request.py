@@ -7,6 +7,7 @@ a bad one can't exist. What depends on the model is checked by `SamplingParams.c
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -173,6 +174,15 @@ class Handoff:
     output_ids: Sequence[int]
     params: SamplingParams
     first_tokens: tuple[FirstToken, ...]
+
+
+def join_ids(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Sequence[int]:
+    """All token ids of a sequence, in an array: a list of a million numbers would be freed one by one."""
+    if not output_ids:
+        return prompt_ids
+    ids = array("I", prompt_ids)
+    ids.extend(output_ids)
+    return ids
 
 
 class CachePolicy(enum.Enum):

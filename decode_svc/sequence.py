@@ -17,7 +17,7 @@ from baton.errors import IncompleteTransfer, InvalidRequest
 from baton.kv.hashing import DIGEST_BYTES, MAX_SALT_BYTES, PackedDigests, block_digests, chain_root
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import MAX_CHOICES, FirstToken, Handoff, SequenceState, check_token_ids
+from baton.request import MAX_CHOICES, FirstToken, Handoff, SequenceState, check_token_ids, join_ids
 from baton.worker.messages import DecodeTimings
 from decode_svc.messages import AttemptKey, Failure, FailureKind, Reserve
 
@@ -86,8 +86,8 @@ def _check_digests(spec: EngineSpec, request: Reserve) -> None:
 
 
 def context_ids(handoff: Handoff) -> abc.Sequence[int]:
-    """All tokens whose KV is handed over; prompts may be long, and most have no output yet."""
-    return (*handoff.prompt_ids, *handoff.output_ids) if handoff.output_ids else handoff.prompt_ids
+    """All tokens whose KV is handed over."""
+    return join_ids(handoff.prompt_ids, handoff.output_ids)
 
 
 def check_handoff(spec: EngineSpec, request: Reserve, handoff: Handoff) -> None:

@@ -29,6 +29,7 @@ from baton.request import (
     SequenceState,
     TokenInfo,
     finish_reason,
+    join_ids,
 )
 from baton.rpc.silence import HEARTBEAT_S
 from baton.transfer.export import Export
@@ -159,7 +160,7 @@ class PrefillJob:
     def create(cls, task: PrefillTask, prompt: Prompt, now: float) -> PrefillJob:
         """The job of a task that was just admitted."""
         deadline = math.inf if task.deadline is None else task.deadline
-        ids = [*task.prompt_ids, *task.output_ids] if task.output_ids else task.prompt_ids
+        ids = join_ids(task.prompt_ids, task.output_ids)
         limit_s = PREPARING_S + _PREPARING_TOKEN_S * len(ids)
         return cls(task, prompt, ids, Lifecycle(State.PREPARING, now, request_deadline=deadline, limit_s=limit_s))
 

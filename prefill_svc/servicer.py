@@ -21,7 +21,7 @@ from baton.rpc.convert import (
     prefix_source_from_proto,
     progress_to_proto,
     sampling_from_proto,
-    token_ids_from_proto,
+    token_array_from_proto,
     token_to_proto,
 )
 from prefill_svc.job import PrefillDone, PrefillTask, PromptReport
@@ -74,15 +74,15 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
         raise InvalidRequest("prompt_token_ids", "must not be empty")
     for name in ("prompt_token_ids", "output_token_ids"):
         check_count(name, len(getattr(request, name)), spec.max_model_len, "token ids")
-    prompt_ids = token_ids_from_proto("prompt_token_ids", request.prompt_token_ids, spec.vocab_size)
-    output_ids = token_ids_from_proto("output_token_ids", request.output_token_ids, spec.vocab_size)
+    prompt_ids = token_array_from_proto("prompt_token_ids", request.prompt_token_ids, spec.vocab_size)
+    output_ids = token_array_from_proto("output_token_ids", request.output_token_ids, spec.vocab_size)
     params = _sampling(request, spec)
     return PrefillTask(
         request_id=request.request_id,
         attempt=request.attempt,
         transfer_id=request.transfer_id,
-        prompt_ids=tuple(prompt_ids),
-        output_ids=tuple(output_ids),
+        prompt_ids=prompt_ids,
+        output_ids=output_ids,
         choices=_choices(request, params),
         params=params,
         tenant=request.tenant,

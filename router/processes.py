@@ -35,10 +35,6 @@ _LAST_PORT = 65535
 _KEPT_BYTES = 64 << 20
 """Freed memory that a router keeps: several times what the longest request takes."""
 
-_SWITCH_S = 0.0002
-"""After how long a thread that converts or hashes gives the interpreter's lock to the event loop, which may have to ask
-for it several times in a turn; by default it is 5 ms."""
-
 _OWN = ("processes", "grpc", "ops")
 
 
@@ -119,8 +115,7 @@ def _host(address: str) -> str:
 
 
 def prepare() -> None:
-    """Set what the whole process of a router shares: how threads take turns, and what becomes of freed memory."""
-    sys.setswitchinterval(_SWITCH_S)
+    """Keep freed memory in the process, in one heap for all its threads."""
     freed_memory.keep(_KEPT_BYTES)
     freed_memory.share()
 

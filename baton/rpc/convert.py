@@ -10,7 +10,6 @@ import functools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from baton.errors import InvalidRequest
@@ -253,13 +252,12 @@ def handoff_from_proto(message: kv_pb2.Handoff, vocab_size: int) -> Handoff:
 
     On a thread it lets other threads run between pieces.
     """
-    prompt = _checked_pieces("prompt_token_ids", message.prompt_token_ids, vocab_size)
-    output = _checked_pieces("output_token_ids", message.output_token_ids, vocab_size)
+    prompt, output = message.prompt_token_ids, message.output_token_ids
     return Handoff(
         request_id=message.request_id,
         attempt=message.attempt,
-        prompt_ids=tuple(chain.from_iterable(prompt)),
-        output_ids=tuple(chain.from_iterable(output)),
+        prompt_ids=token_array_from_proto("prompt_token_ids", prompt, vocab_size),
+        output_ids=token_array_from_proto("output_token_ids", output, vocab_size),
         params=sampling_from_proto(message.sampling),
         first_tokens=tuple(first_token_from_proto(first) for first in message.first_tokens),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_token(token: TokenInfo) -> None:
 
 def test_handoff() -> None:
     first = (FirstToken(0, TOKEN), FirstToken(2, TokenInfo(1), FinishReason.STOP))
-    handoff = Handoff("r", 3, (1, 2, 3), (4,), RICH, first)
+    handoff = Handoff("r", 3, array("I", (1, 2, 3)), array("I", (4,)), RICH, first)
     wire = convert.handoff_to_proto(handoff).SerializeToString()
     assert convert.handoff_from_proto(kv_pb2.Handoff.FromString(wire), 5) == handoff
     for vocab_size, field in ((4, "output_token_ids"), (3, "prompt_token_ids")):

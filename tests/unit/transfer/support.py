@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
@@ -84,7 +85,7 @@ def handoff(tokens: int) -> Handoff:
     ids = prompt(tokens)
     params = SamplingParams(max_tokens=8, seed=3, temperature=0.5, logit_bias=((1, 2.0), (9, -1.0)))
     first = (FirstToken(0, TokenInfo(17, -1.0, ((17, -1.0), (4, -2.0)))), FirstToken(1, TokenInfo(18)))
-    return Handoff("request", 2, tuple(ids[:-1] or ids), tuple(ids[:-1] and ids[-1:]), params, first)
+    return Handoff("request", 2, array("I", ids[:-1] or ids), array("I", ids[:-1] and ids[-1:]), params, first)
 
 
 def prefilled(engine: Engine, tokens: int, *, until: int | None = None) -> KvHandle:
