@@ -1,10 +1,9 @@
-"""Types of the client: prompts, sampling arguments, deltas, completions; plain Python."""
+"""Types of the client: prompts, deltas, completions; plain Python."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 from baton.request import CachePolicy, FinishReason, PrefillProgress, Timings, TokenInfo, Usage
 
@@ -12,31 +11,6 @@ Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Messages
 Cache = CachePolicy | str
 """A request's use of the prefix cache: a policy, or its value: "read_write", "read", "write" or "off"."""
-
-
-class Sampling(TypedDict, total=False):
-    """Keyword arguments that say how tokens are chosen; see `baton.request.SamplingParams`."""
-
-    max_tokens: int | None
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float] | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool
-    logprobs: int | None
-    prompt_logprobs: int | None
-    n: int
-    allowed_token_ids: Sequence[int] | None
-    skip_special_tokens: bool
-    include_stop_in_output: bool
 
 
 @dataclass(frozen=True, slots=True)

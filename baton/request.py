@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
 
 from baton.errors import InvalidRequest
 
@@ -23,6 +24,7 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_CHARACTERS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+_MAX_INT32 = 2**31 - 1
 MIN_REPETITION_PENALTY = 2**-10
 """Logits divided by it stay finite. It is a power of two, so the float32 of the wire represents it exactly."""
 
@@ -44,64 +46,81 @@ class TokenInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Parameter:
+    """What is declared of a field of SamplingParams.
+
+    `kind` is its type as written, without None. A number lies in `[low, high]`, above `low` if `open_low`. A tuple has
+    at most `most` elements, or as many as the vocabulary if that is 0; `unit` is their name in errors.
+    """
+
+    kind: str
+    default: Any
+    help: str
+    low: float | None = None
+    high: float = 0
+    open_low: bool = False
+    most: int = 0
+    unit: str = "token ids"
+
+
+def _param(default: Any, help: str, low: float | None = None, high: float = 0, **more: Any) -> Any:
+    return field(default=default, metadata={"help": help, "low": low, "high": high, **more})
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Parameters of sampling, and of the end of a choice; the same names and meanings as in vLLM.
 
-    `max_tokens` None means as many as the model's length and the memory of the workers allow. `seed` None means that
-    the router picks one. `logprobs` and `prompt_logprobs` are the number of alternatives reported with each token, None
-    for no report.
+    The message in `inference.proto` has the same names. Conversion, checks of types and the flags of `baton generate`
+    follow from this declaration. `logprobs` and `prompt_logprobs` None mean no report.
 
     Raises InvalidRequest naming the field.
     """
 
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
-    allowed_token_ids: tuple[int, ...] = ()
-    skip_special_tokens: bool = True
-    include_stop_in_output: bool = False
+    max_tokens: int | None = _param(None, "Largest number of tokens to generate; default: all that fit.", 1, _MAX_INT32)
+    min_tokens: int = _param(0, "Smallest number of tokens to generate.", 0, _MAX_INT32)
+    temperature: float = _param(1.0, "Softmax temperature; 0 is greedy.", 0.0, 100.0)
+    top_p: float = _param(1.0, "Nucleus mass in (0, 1].", 0.0, 1.0, open_low=True)
+    top_k: int = _param(0, "Number of most likely tokens to sample from; 0: all.", 0, _MAX_INT32)
+    min_p: float = _param(0.0, "Smallest probability, relative to the most likely token.", 0.0, 1.0)
+    repetition_penalty: float = _param(
+        1.0, "Penalty for tokens of prompt and output; above 1, repeats are less likely.", MIN_REPETITION_PENALTY, 100.0
+    )
+    presence_penalty: float = _param(0.0, "Amount subtracted for tokens that are in the output.", -2.0, 2.0)
+    frequency_penalty: float = _param(0.0, "Amount subtracted for each time a token is in the output.", -2.0, 2.0)
+    logit_bias: tuple[tuple[int, float], ...] = _param(
+        (),
+        "Amount in [-100, 100] added to a token's logit; may be given several times.",
+        most=MAX_LOGIT_BIAS,
+        unit="entries",
+    )
+    seed: int | None = _param(None, "Seed of the sampling noise; default: a random one.", 0, 2**64 - 1)
+    stop: tuple[str, ...] = _param(
+        (), "String that ends generation; may be given several times.", most=MAX_STOP_STRINGS, unit="strings"
+    )
+    stop_token_ids: tuple[int, ...] = _param((), "Token ids that end generation.", most=MAX_STOP_TOKEN_IDS)
+    ignore_eos: bool = _param(False, "Keep generating past end-of-sequence tokens.")
+    logprobs: int | None = _param(None, "Most likely tokens reported for each output token.", 0, MAX_LOGPROBS)
+    prompt_logprobs: int | None = _param(None, "Most likely tokens reported for each prompt token.", 0, MAX_LOGPROBS)
+    n: int = _param(1, "Choices generated from one prefill.", 1, MAX_CHOICES)
+    allowed_token_ids: tuple[int, ...] = _param((), "The only token ids that may be generated.")
+    skip_special_tokens: bool = _param(True, "Leave special tokens out of the text.")
+    include_stop_in_output: bool = _param(False, "Keep the matched stop string in the text.")
 
     def __post_init__(self) -> None:
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_range("top_k", self.top_k, 0, 2**31 - 1)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("n", self.n, 1, MAX_CHOICES)
-        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-            if self.min_tokens > self.max_tokens:
-                raise InvalidRequest("min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens)
-        if self.seed is not None:
-            _check_range("seed", self.seed, 0, 2**64 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None:
-                _check_range(name, count, 0, MAX_LOGPROBS)
-        check_count("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
+        for name, parameter in PARAMETERS.items():
+            value = getattr(self, name)
+            if parameter.low is not None and value is not parameter.default:
+                _check_range(name, value, parameter.low, parameter.high, open_low=parameter.open_low)
+            if parameter.most:
+                check_count(name, len(value), parameter.most, parameter.unit)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens)
         for i, text in enumerate(self.stop):
             if not text or len(text) > MAX_STOP_LENGTH:
                 raise InvalidRequest(f"stop[{i}]", f"must have 1 to {MAX_STOP_LENGTH} characters", text)
         if (characters := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
             raise InvalidRequest("stop", f"may have at most {MAX_STOP_CHARACTERS} characters in all", characters)
-        check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "token ids")
-        check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "entries")
         for token_id, bias in self.logit_bias:
             _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
@@ -131,6 +150,37 @@ class SamplingParams:
         if self.min_tokens and self.allowed_token_ids and ending.issuperset(self.allowed_token_ids):
             problem = f"all end the choice, and min_tokens ({self.min_tokens}) bans them"
             raise InvalidRequest("allowed_token_ids", problem, self.allowed_token_ids)
+
+
+PARAMETERS = {
+    each.name: Parameter(str(each.type).removesuffix(" | None"), each.default, **each.metadata)
+    for each in fields(SamplingParams)
+}
+
+
+class Sampling(TypedDict, total=False):
+    """The client's keyword arguments for the fields of SamplingParams."""
+
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    n: int
+    allowed_token_ids: Sequence[int] | None
+    skip_special_tokens: bool
+    include_stop_in_output: bool
 
 
 @dataclass(frozen=True, slots=True)

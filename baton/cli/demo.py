@@ -16,9 +16,9 @@ from rich.console import Console
 
 from baton.cli.account import print_account
 from baton.client import Client, Completion
-from baton.completion import Sampling
 from baton.errors import BatonError
 from baton.launcher import bind_to_parent
+from baton.request import Sampling
 
 _PROMPT = '''class Queue:
     """A queue that can be shared by several threads."""

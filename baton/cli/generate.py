@@ -16,28 +16,14 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from baton.cli.account import as_json, print_account
 from baton.cli.failures import EXIT_HELP, INTERRUPTED, fail
-from baton.cli.options import DEFAULT_GRPC, Seconds, TokenIds, connection, connection_options
+from baton.cli.options import DEFAULT_GRPC, Seconds, TokenIds, connection, connection_options, sampling_options
 from baton.cli.prompts import read_messages, read_text
 from baton.client import Client, Completion, Delta
 from baton.completion import Prompt
 from baton.config.options import Address, usage_errors
 from baton.errors import BatonError
-from baton.request import CachePolicy, PrefillProgress
+from baton.request import PARAMETERS, CachePolicy, PrefillProgress
 
-_SAMPLING = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "logprobs",
-    "prompt_logprobs",
-    "ignore_eos",
-    "n",
-)
 _CACHING = ("cache", "cache_salt")
 _POLICIES = [policy.value for policy in CachePolicy]
 
@@ -53,24 +39,11 @@ BAR_AFTER_S = 1.0
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the prompt, in UTF-8.")
 @click.option("--token-ids", type=TokenIds(), help="The prompt as token ids.")
 @click.option("--chat", type=click.Path(path_type=Path), help="JSON file with a list of {role, content}.")
-@click.option(
-    "--max-tokens", type=int, help="Largest number of tokens to generate.  [default: up to the model's length]"
-)
-@click.option("--min-tokens", type=int, help="Smallest number of tokens to generate.")
-@click.option("--temperature", type=float, help="Softmax temperature; 0 is greedy.  [default: 1]")
-@click.option("--top-p", type=float, help="Nucleus mass in (0, 1].")
-@click.option("--top-k", type=int, help="Sample from this many most likely tokens; 0: all.")
-@click.option("--min-p", type=float, help="Smallest probability, relative to the most likely token.")
-@click.option("--seed", type=int, help="Seed of the sampling noise.")
-@click.option("--stop", multiple=True, help="String that ends generation; may be given several times.")
-@click.option("--logprobs", type=int, help="Most likely tokens to report for each output token; needs --json.")
-@click.option("--prompt-logprobs", type=int, help="Most likely tokens to report for each prompt token; needs --json.")
-@click.option("--ignore-eos", is_flag=True, default=None, help="Keep generating past end-of-sequence tokens.")
-@click.option("-n", type=int, help="Choices generated from one prefill.")
+@sampling_options
 @click.option("--cache", type=click.Choice(_POLICIES), help="How the prefix cache is used.  [default: read_write]")
 @click.option("--cache-salt", help="Share cached prefixes only with requests of the same salt.")
 @click.option("--timeout", type=Seconds(), help="Deadline in seconds.")
-@click.option("--json", "as_object", is_flag=True, help="Print one JSON object at the end.")
+@click.option("--json", "as_object", is_flag=True, help="Print one JSON object at the end; logprobs need it.")
 @click.option("--quiet", is_flag=True, help="Print neither progress nor latency account.")
 def generate(
     prompt: str | None,
@@ -90,7 +63,7 @@ def generate(
     for name in ("logprobs", "prompt_logprobs"):
         if flags[name] is not None and not as_object:
             raise click.UsageError(f"--{name.replace('_', '-')} needs --json, which shows the report")
-    sampling = {name: flags[name] for name in _SAMPLING if flags[name] not in (None, ())}
+    sampling = {name: flags[name] for name in PARAMETERS if flags[name] not in (None, (), {})}
     caching = {name: flags[name] for name in _CACHING if flags[name] is not None}
     printer = _Printer(live=not as_object, several=sampling.get("n", 1) > 1)
     completion, bar = Completion(), _PromptBar(wanted=not (as_object or quiet))

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import click
 
-from baton.config.options import Address
+from baton.config.options import Address, flag_of
 from baton.errors import InvalidRequest
+from baton.request import PARAMETERS
 from baton.rpc.calls import MAX_TIMEOUT_S
 
 DEFAULT_GRPC = "127.0.0.1:50050"
@@ -110,3 +111,28 @@ class TokenIds(click.ParamType[list[int]]):
                 self.fail(str(InvalidRequest("token id", "must be a number", text.strip())), param, ctx)
             ids.append(int(text))
         return ids
+
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "int": {"type": int},
+    "float": {"type": float},
+    "bool": {},
+    "tuple[str, ...]": {"multiple": True},
+    "tuple[int, ...]": {"type": TokenIds()},
+    "tuple[tuple[int, float], ...]": {
+        "type": (int, float),
+        "multiple": True,
+        "metavar": "ID BIAS",
+        "callback": lambda *given: dict(given[2]),
+    },
+}
+
+
+def sampling_options(command: F) -> F:
+    """Add a flag for each sampling parameter; what is not given is None or empty."""
+    for name, parameter in reversed(PARAMETERS.items()):
+        flag = flag_of(name) if len(name) > 1 else f"-{name}"
+        flags = f"{flag}/--no-{flag[2:]}" if parameter.kind == "bool" else flag
+        default = "" if parameter.default in (None, ()) else f"  [default: {str(parameter.default).lower()}]"
+        command = click.option(flags, default=None, help=parameter.help + default, **_KINDS[parameter.kind])(command)
+    return command

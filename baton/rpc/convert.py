@@ -10,16 +10,14 @@ import functools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from baton.errors import InvalidRequest
 from baton.kv.format import KvFormat, KvPart, Shard
 from baton.pb import inference_pb2, kv_pb2, prefill_pb2
 from baton.request import (
     MAX_ADDRESS_LENGTH,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
+    PARAMETERS,
     CachedTokens,
     CachePolicy,
     FinishReason,
@@ -61,27 +59,7 @@ _CACHE_FROM_PROTO: dict[int, CachePolicy] = {
 }
 _CACHED = ("pool", "host", "redis", "peer", "decode")
 
-_OPTIONAL = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "repetition_penalty",
-    "seed",
-    "logprobs",
-    "prompt_logprobs",
-    "n",
-    "skip_special_tokens",
-)
-_PLAIN = (
-    "min_tokens",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-    "include_stop_in_output",
-)
-_REPEATED = ("stop", "stop_token_ids", "allowed_token_ids")
+_MAY_BE_ABSENT = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.has_presence}
 
 LONGEST_ESTIMATE_S = 1e9
 """A longer time left is a fault of who says it."""
@@ -93,30 +71,22 @@ _PIECE = 4096
 
 def sampling_to_proto(params: SamplingParams) -> inference_pb2.SamplingParams:
     """The message with all set fields; token ids and counts must fit 32 bits."""
-    message = inference_pb2.SamplingParams(logit_bias=dict(params.logit_bias))
-    for name in (*_OPTIONAL, *_PLAIN):
-        if (value := getattr(params, name)) is not None:
-            setattr(message, name, value)
-    for name in _REPEATED:
-        getattr(message, name).extend(getattr(params, name))
-    return message
-
-
-def check_counts(message: inference_pb2.SamplingParams, vocab_size: int = _TOKEN_IDS) -> None:
-    """Raise InvalidRequest naming a field with too many elements, without looking at any of them."""
-    check_count("stop", len(message.stop), MAX_STOP_STRINGS, "strings")
-    check_count("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS, "token ids")
-    check_count("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS, "entries")
-    check_count("allowed_token_ids", len(message.allowed_token_ids), vocab_size, "token ids")
+    values = {name: getattr(params, name) for name in PARAMETERS}
+    return inference_pb2.SamplingParams(**values | {"logit_bias": dict(params.logit_bias)})
 
 
 def sampling_from_proto(message: inference_pb2.SamplingParams, vocab_size: int = _TOKEN_IDS) -> SamplingParams:
     """Absent fields get their defaults; raises InvalidRequest naming a field that is too long or out of range."""
-    check_counts(message, vocab_size)
-    values = {name: getattr(message, name) for name in _PLAIN}
-    values |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
-    values |= {name: tuple(getattr(message, name)) for name in _REPEATED}
-    return SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **values)
+    values: dict[str, Any] = {}
+    for name, parameter in PARAMETERS.items():
+        if name in _MAY_BE_ABSENT and not message.HasField(name):
+            continue
+        values[name] = getattr(message, name)
+        if parameter.default == ():
+            # The count is checked before any element is looked at.
+            check_count(name, len(values[name]), parameter.most or vocab_size, parameter.unit)
+            values[name] = tuple(values[name])
+    return SamplingParams(**values | {"logit_bias": tuple(sorted(message.logit_bias.items()))})
 
 
 def token_ids_from_proto(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from baton.completion import Cache, Delta, Messages, Model, Prompt, Sampling
+from baton.completion import Cache, Delta, Messages, Model, Prompt
 from baton.errors import InvalidRequest, preview
 from baton.pb import inference_pb2 as pb
-from baton.request import MAX_CACHE_SALT_BYTES, CachePolicy, SamplingParams, check_token_ids
+from baton.request import MAX_CACHE_SALT_BYTES, PARAMETERS, CachePolicy, Sampling, SamplingParams, check_token_ids
 from baton.rpc import convert
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 
@@ -26,20 +26,6 @@ M = TypeVar("M", bound=Message)
 _TOKEN_IDS = 2**32
 _SHORT = 1 << 16
 """Token ids of prompts that routers of all versions read; longer ones go in fixed width."""
-
-_INTEGERS = {"max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n"}
-_NUMBERS = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
-_SWITCHES = {"ignore_eos", "skip_special_tokens", "include_stop_in_output"}
-_OPTIONAL = {
-    "max_tokens",
-    "seed",
-    "logprobs",
-    "prompt_logprobs",
-    "stop",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "logit_bias",
-}
 
 
 def generate_request(
@@ -52,7 +38,7 @@ def generate_request(
     report_progress: bool = False,
 ) -> pb.GenerateRequest:
     """A Generate request. A str is text; other sequences are token ids or messages; their first element decides."""
-    params = _params(dict(sampling))
+    params = _params(sampling)
     if not isinstance(report_progress, int):
         raise _wrong("report_progress", "must be true or false", report_progress)
     request = pb.GenerateRequest(
@@ -103,44 +89,47 @@ def _salt(cache_salt: Any) -> str:
     return str(cache_salt)
 
 
-def _params(values: dict[str, Any]) -> SamplingParams:
+def _params(given: Mapping[str, Any]) -> SamplingParams:
     """Sampling parameters from any Python values; raises InvalidRequest naming a value of the wrong type."""
-    for name in _OPTIONAL & values.keys():
-        if values[name] is None:
-            del values[name]
-    for name in _INTEGERS & values.keys():
-        values[name] = _integer(name, values[name])
-    for name in _NUMBERS & values.keys():
-        _check_number(name, values[name])
-    for name in _SWITCHES & values.keys():
-        if not isinstance(values[name], int):
-            raise _wrong(name, "must be true or false", values[name])
-    if isinstance(stop := values.get("stop"), str):
-        values["stop"] = (stop,)
-    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
-        try:
-            values[name] = tuple(values.get(name, ()))
-        except TypeError:
-            raise _wrong(name, "must be a sequence", values[name]) from None
-    for index, text in enumerate(values["stop"]):
-        _check_text(f"stop[{index}]", text)
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        values[name] = _integers(name, values[name])
-    values["logit_bias"] = _biases(values.get("logit_bias", {}))
-    params = SamplingParams(**values)
+    if unknown := given.keys() - PARAMETERS.keys():
+        raise TypeError(f"generate() and complete() have no argument {min(unknown)!r}")
+    wanted = {
+        name: _READERS[PARAMETERS[name].kind](name, value)
+        for name, value in given.items()
+        if value is not None or PARAMETERS[name].default not in (None, ())
+    }
+    params = SamplingParams(**wanted)
     params.check_vocabulary(_TOKEN_IDS)
     return params
 
 
-def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, int):
+        raise _wrong(name, "must be true or false", value)
+    return bool(value)
+
+
+def _sequence(name: str, values: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise _wrong(name, "must be a sequence", values) from None
+
+
+def _texts(name: str, given: Any) -> tuple[str, ...]:
+    texts = (given,) if isinstance(given, str) else _sequence(name, given)
+    return tuple(_check_text(f"{name}[{index}]", text) for index, text in enumerate(texts))
+
+
+def _biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(given, Mapping):
-        raise _wrong("logit_bias", "must map token ids to numbers", given)
-    for token_id, bias in given.items():
-        _check_number(f"logit_bias[{_integer('logit_bias', token_id)}]", bias)
-    return tuple(sorted((operator.index(token_id), bias) for token_id, bias in given.items()))
+        raise _wrong(name, "must map token ids to numbers", given)
+    biases = {_integer(name, token_id): bias for token_id, bias in given.items()}
+    return tuple((token_id, _number(f"{name}[{token_id}]", biases[token_id])) for token_id in sorted(biases))
 
 
-def _integers(name: str, values: tuple[Any, ...]) -> tuple[int, ...]:
+def _integers(name: str, given: Any) -> tuple[int, ...]:
+    values = _sequence(name, given)
     try:
         return tuple(map(operator.index, values))
     except TypeError:
@@ -155,9 +144,20 @@ def _integer(name: str, value: Any) -> int:
         raise _wrong(name, "must be an integer", value) from None
 
 
-def _check_number(name: str, value: Any) -> None:
+def _number(name: str, value: Any) -> Any:
     if not isinstance(value, numbers.Real):
         raise _wrong(name, "must be a number", value)
+    return value
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "int": _integer,
+    "float": _number,
+    "bool": _switch,
+    "tuple[str, ...]": _texts,
+    "tuple[int, ...]": _integers,
+    "tuple[tuple[int, float], ...]": _biases,
+}
 
 
 def _wrong(name: str, problem: str, value: Any) -> InvalidRequest:

@@ -262,6 +262,11 @@ async def test_what_can_only_be_refused_is_not_sent(prompt: Any, sampling: Any, 
     assert len(str(caught.value)) < 400
 
 
+async def test_an_unknown_keyword_is_named_with_the_methods_that_lack_it() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=r"^generate\(\) and complete\(\) .* 'top'$"):
+        client.complete("x", top=5)  # type: ignore[call-arg]
+
+
 async def test_a_closed_client_says_so() -> None:
     client, without_async = AsyncClient("127.0.0.1:1"), Client("127.0.0.1:1")
     await client.close()

@@ -11,6 +11,7 @@ import pty
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from baton.cli.main import main
 from baton.completion import Choice, Completion
 from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound, Overloaded, Unavailable
 from baton.pb import inference_pb2 as pb
-from baton.request import FinishReason, Usage
+from baton.request import PARAMETERS, FinishReason, Sampling, SamplingParams, Usage
+from baton.rpc.convert import sampling_from_proto
 from tests.fake_router import Router, served
 
 
@@ -143,22 +145,29 @@ async def test_no_bar_without_a_terminal() -> None:
     assert not router.seen[0].report_progress
 
 
+def test_each_parameter_has_a_field_of_the_message_a_keyword_of_the_client_and_a_flag() -> None:
+    names = set(PARAMETERS)
+    assert names == set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == set(Sampling.__annotations__)
+    assert names <= {param.name for param in main.commands["generate"].params}
+
+
 async def test_every_flag_reaches_the_request() -> None:
     router = Router()
-    flags = "--max-tokens=5 --min-tokens=2 --temperature=0.5 --top-p=0.5 --top-k=3 --min-p=0.25 --seed=7 --logprobs=1"
-    more = "--json --prompt-logprobs=2 --ignore-eos --stop=x --stop=y --model=tiny -n 1 --cache=write --cache-salt=s"
-    await generate(router, "hello", *flags.split(), *more.split())
-    request, sampling = router.seen[0], router.seen[0].sampling
-    assert (request.model, request.text, list(sampling.stop), sampling.ignore_eos) == (
-        "tiny",
-        "hello",
-        ["x", "y"],
-        True,
+    flags = (
+        "--max-tokens=5 --min-tokens=2 --temperature=0.5 --top-p=0.5 --top-k=3 --min-p=0.25 --repetition-penalty=1.5"
+        " --presence-penalty=-1 --frequency-penalty=2 --logit-bias 5 -100 --logit-bias 7 2.5 --seed=7 --stop=x --stop=y"
+        " --stop-token-ids=1,2 --ignore-eos --logprobs=1 --prompt-logprobs=2 -n 4 --allowed-token-ids=3,4"
+        " --no-skip-special-tokens --include-stop-in-output --json --model=tiny --cache=write --cache-salt=s"
     )
+    await generate(router, "hello", *flags.split())
+    request = router.seen[0]
+    assert (request.model, request.text) == ("tiny", "hello")
     assert (request.cache, request.cache_salt) == (pb.CACHE_POLICY_WRITE, "s")
-    assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.seed) == (5, 2, 3, 7)
-    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.5, 0.25)
-    assert (sampling.logprobs, sampling.prompt_logprobs, sampling.n) == (1, 2, 1)
+    wanted = SamplingParams(max_tokens=5, min_tokens=2, temperature=0.5, top_p=0.5, top_k=3, min_p=0.25, seed=7, n=4)
+    wanted = replace(wanted, repetition_penalty=1.5, presence_penalty=-1, frequency_penalty=2, ignore_eos=True)
+    wanted = replace(wanted, stop=("x", "y"), stop_token_ids=(1, 2), logit_bias=((5, -100), (7, 2.5)), logprobs=1)
+    wanted = replace(wanted, prompt_logprobs=2, allowed_token_ids=(3, 4), skip_special_tokens=False)
+    assert sampling_from_proto(request.sampling) == replace(wanted, include_stop_in_output=True)
 
 
 async def test_the_other_forms_of_a_prompt(tmp_path: Path) -> None:
@@ -237,6 +246,7 @@ def test_a_bad_file_is_named(content: bytes | None, flag: str, part: str, tmp_pa
         [],
         ["hello", "--token-ids=1"],
         ["--token-ids=1,x"],
+        ["hello", "--logit-bias=5", "x"],
         ["hello", "--target=nowhere"],
         ["--nope"],
         ["hello", "--logprobs=1"],
