@@ -150,8 +150,11 @@ class CachedBlockIndex:
     def insert(self, pages: Pages, digests: Sequence[bytes], *, ends: bool = False) -> None:
         """Cache the runs of a sequence that owns `pages`; runs that are already cached stay in their pages.
 
-        Only whole runs, unless the sequence `ends`: then nothing is written after its last block any more.
+        Only whole runs, unless the sequence `ends`: then nothing is written after its last block any more. None while
+        nodes that were taken out are still there: their blocks would be reported as dropped later.
         """
+        if self._child[_REMOVED]:
+            return
         size, width = self._size, self._width
         found = self._find(digests, len(digests))
         whole = min(len(digests) // size, len(pages) // width)
@@ -418,7 +421,8 @@ class CachedBlockIndex:
     def _join(self, node: int) -> None:
         """Make a node one with its parent, and with those before, as far as each has no other child."""
         nodes = [node]
-        if self._is_whole(node):
+        # The blocks of a first run that a node which was taken out begins with too must stay named.
+        if self._is_whole(node) and not self._child[_REMOVED]:
             for parent in self._nodes_before(node):
                 last = nodes[-1]
                 if self._next[last] or self._previous[last] or self._in_host(parent) != self._in_host(node):

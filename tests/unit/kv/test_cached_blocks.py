@@ -241,3 +241,39 @@ def test_slices_are_of_the_home_that_the_pages_will_be_of(monkeypatch: pytest.Mo
     # All six of the device, one of which is cached, and four cached ones in host memory.
     assert slices(pool, 4 * 10) == 4
     assert pool.stats().free == 10
+
+
+def told_by(pool: PagePool) -> set[bytes]:
+    """The blocks that the pool's watcher believes to be cached."""
+    told = set[bytes]()
+
+    def changed(stored: Sequence[bytes], dropped: Sequence[bytes] | None) -> None:
+        told.update(stored)
+        told.difference_update(told.copy() if dropped is None else dropped)
+
+    pool.watch_prefixes(changed)
+    return told
+
+
+def test_what_is_published_while_a_retraction_goes_on_is_reported_as_cached() -> None:
+    pool = PagePool(16, 4)
+    told, bad, good = told_by(pool), published(pool, "a/1", CHAIN_A[:4]), pool.reserve("b/1", 16)
+    # `retract` takes the lock several times, here for the first time.
+    pool._block_index.take_out(np.array(bad.pages))
+    pool.publish(good, CHAIN_A[:4])
+    pool.retract(bad)
+    assert pool.match_prefix(CHAIN_A) == 4 * len(told)
+    pool.publish(good, CHAIN_A[:4])
+    assert (told, pool.match_prefix(CHAIN_A)) == (set(CHAIN_A[:4]), 16)
+
+
+def test_a_block_with_which_a_retracted_run_begins_too_stays_reported_as_cached() -> None:
+    pool = PagePool(16, 8, 4)
+    told, good, bad = told_by(pool), pool.reserve("a/1", 16), pool.reserve("b/1", 16)
+    pool.publish(good, CHAIN_A[:4])
+    pool.publish(bad, [*CHAIN_A[:3], CHAIN_B[0]])
+    pool._block_index.take_out(np.array(bad.pages))
+    # The end of a sequence makes its nodes one.
+    pool.free(good)
+    pool.retract(bad)
+    assert (told, pool.match_prefix(CHAIN_A)) == (set(CHAIN_A[:4]), 16)
