@@ -25,6 +25,7 @@ bookkeeping without a lock: the pool calls it with its lock held, and counts the
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -313,9 +314,11 @@ class CachedBlockIndex:
     def _child_named(self, parent: int, name: bytes) -> Iterator[int]:
         """The children of a node whose first run has a block."""
         node = self._named[name[-1]].get(name)
-        for each in () if node is None else (node, *self._others.get(name, ())):
-            if self._parent[each] == parent:
-                yield each
+        if node is not None:
+            # There may be thousands of others, and the first is nearly always the right one.
+            for each in itertools.chain((node,), self._others.get(name, ())):
+                if self._parent[each] == parent:
+                    yield each
 
     def _find(self, digests: Sequence[bytes], wanted: int) -> _Found:
         """Follow a chain from the root; looks at the first `wanted` digests only."""
@@ -539,10 +542,11 @@ class CachedBlockIndex:
                 del named[digest]
                 gone.append(digest)
                 continue
-            listed = node
             if named[digest] == node:
-                named[digest] = listed = next(iter(others))
-            del others[listed]
+                # The last one: a dict looks for its first one among all that were removed.
+                named[digest], _ = others.popitem()
+            else:
+                del others[node]
             if not others:
                 del self._others[digest]
         return gone

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -277,3 +277,27 @@ def test_a_block_with_which_a_retracted_run_begins_too_stays_reported_as_cached(
     pool.free(good)
     pool.retract(bad)
     assert (told, pool.match_prefix(CHAIN_A)) == (set(CHAIN_A[:4]), 16)
+
+
+class CountedNodes(dict[int, None]):
+    """Counts the nodes that are looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for node in super().__iter__():
+            self.looks += 1
+            yield node
+
+
+def test_a_look_up_does_not_look_at_all_nodes_with_the_same_beginning() -> None:
+    """Chats begin alike: their first pages differ, but not in their first blocks."""
+    pool = PagePool(100, 8, 4)
+    for number in range(100):
+        pool.free(published(pool, "a/1", [CHAIN_A[0], *block_digests(CHAIN_A[0], [number] * 4, 4)]))
+    others = pool._block_index._others[CHAIN_A[0]] = CountedNodes(pool._block_index._others[CHAIN_A[0]])
+    assert len(others) == 99
+    assert pool.match_prefix(CHAIN_A) == 4
+    assert pool.reserve("b/1", 8, CHAIN_A).cached == 0
+    assert others.looks < 10
+    pool.audit()
