@@ -39,6 +39,7 @@ class PrefillApp:
 
     addresses: WorkerAddresses
     worker: PrefillWorker
+    servicer: PrefillServicer
     cache: PrefixCache
     status: StatusHub
     engine: Engine
@@ -55,12 +56,13 @@ class PrefillApp:
         return self.worker.failed
 
     async def drain(self) -> None:
-        """Refuse new requests; let jobs and fetches of finished KV end, for at most `drain_s` seconds."""
+        """Refuse new requests; let jobs, their answers and fetches of KV end, for at most `drain_s` seconds."""
         self.worker.refuse()
         self.status.drain()
         try:
             async with asyncio.timeout(self.config.drain_s):
                 await self.worker.wait_finished()
+                await self.servicer.wait_sent()
             _log.info("drained")
         except TimeoutError:
             _log.warning("the drain is cut short after %g s", self.config.drain_s)
@@ -89,9 +91,10 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
             config, base.engine, base.thread, base.identity, exports, backends, progress, status.notify
         )
         stack.push_async_callback(worker.close)
+        servicer = PrefillServicer(worker, spec)
 
         def add_prefill(server: grpc.aio.Server) -> None:
-            prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(worker, spec), server)
+            prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server)
 
         addresses = await stack.enter_async_context(
             serve_listeners(
@@ -108,4 +111,4 @@ async def run(config: PrefillConfig, *, engine: Engine | None = None) -> AsyncIt
                 fail=worker.fail_engine,
             )
         )
-        yield PrefillApp(addresses, worker, cache, status, base.engine, config)
+        yield PrefillApp(addresses, worker, servicer, cache, status, base.engine, config)

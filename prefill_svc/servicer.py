@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 
@@ -37,6 +38,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, worker: PrefillWorker, spec: EngineSpec) -> None:
         self._worker = worker
         self._spec = spec
+        self._streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def wait_sent(self) -> None:
+        """Wait until no call is open: parts of reports are sent after their jobs have ended; for a drain."""
+        await self._idle.wait()
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
@@ -49,11 +57,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         else:
             task = task_from_proto(request, self._spec, deadline)
         job = self._worker.submit(task)
+        self._streams += 1
+        self._idle.clear()
         try:
             async for event in job.events():
                 yield event_to_proto(event)
         finally:
             self._worker.abort(job, Cancelled("the caller went away"))
+            self._streams -= 1
+            if not self._streams:
+                self._idle.set()
 
     async def Abandon(
         self, request: prefill_pb2.AbandonRequest, context: grpc.aio.ServicerContext

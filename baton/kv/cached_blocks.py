@@ -25,6 +25,7 @@ bookkeeping without a lock: the pool calls it with its lock held, and counts the
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -150,8 +151,11 @@ class CachedBlockIndex:
     def insert(self, pages: Pages, digests: Sequence[bytes], *, ends: bool = False) -> None:
         """Cache the runs of a sequence that owns `pages`; runs that are already cached stay in their pages.
 
-        Only whole runs, unless the sequence `ends`: then nothing is written after its last block any more.
+        Only whole runs, unless the sequence `ends`: then nothing is written after its last block any more. None while
+        nodes that were taken out are still there: their blocks would be reported as dropped later.
         """
+        if self._child[_REMOVED]:
+            return
         size, width = self._size, self._width
         found = self._find(digests, len(digests))
         whole = min(len(digests) // size, len(pages) // width)
@@ -310,9 +314,11 @@ class CachedBlockIndex:
     def _child_named(self, parent: int, name: bytes) -> Iterator[int]:
         """The children of a node whose first run has a block."""
         node = self._named[name[-1]].get(name)
-        for each in () if node is None else (node, *self._others.get(name, ())):
-            if self._parent[each] == parent:
-                yield each
+        if node is not None:
+            # There may be thousands of others, and the first is nearly always the right one.
+            for each in itertools.chain((node,), self._others.get(name, ())):
+                if self._parent[each] == parent:
+                    yield each
 
     def _find(self, digests: Sequence[bytes], wanted: int) -> _Found:
         """Follow a chain from the root; looks at the first `wanted` digests only."""
@@ -418,7 +424,8 @@ class CachedBlockIndex:
     def _join(self, node: int) -> None:
         """Make a node one with its parent, and with those before, as far as each has no other child."""
         nodes = [node]
-        if self._is_whole(node):
+        # The blocks of a first run that a node which was taken out begins with too must stay named.
+        if self._is_whole(node) and not self._child[_REMOVED]:
             for parent in self._nodes_before(node):
                 last = nodes[-1]
                 if self._next[last] or self._previous[last] or self._in_host(parent) != self._in_host(node):
@@ -535,10 +542,11 @@ class CachedBlockIndex:
                 del named[digest]
                 gone.append(digest)
                 continue
-            listed = node
             if named[digest] == node:
-                named[digest] = listed = next(iter(others))
-            del others[listed]
+                # The last one: a dict looks for its first one among all that were removed.
+                named[digest], _ = others.popitem()
+            else:
+                del others[node]
             if not others:
                 del self._others[digest]
         return gone

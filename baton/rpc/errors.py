@@ -225,7 +225,13 @@ class _Decoded:
         if self._requests is None:
             # gRPC warns about an iterator that is created and not used, for example by a handler that refuses at once.
             self._requests = aiter(self._stream)
-        request = await anext(self._requests)
+        try:
+            request = await anext(self._requests)
+        except grpc.aio.UsageError:
+            raise
+        except grpc.aio.BaseError as error:
+            # The server has stopped, or the call has ended.
+            raise asyncio.CancelledError from error
         if isinstance(request, Undecodable):
             raise request.error
         return request

@@ -195,7 +195,7 @@ class FrontDoor:
         status, now = "CANCELLED", asyncio.get_running_loop().time
         try:
             arrived = now()
-            with self.admit(caller):
+            with self._admit(caller):
                 self._validator.check_model(request.model)
                 self._dispatcher.check(caller.tenant, decodes=request.max_tokens != 1)
                 checked = await self._validator.validate(
@@ -224,7 +224,7 @@ class FrontDoor:
         self, prompt: TextPrompt | ChatPrompt | None, size: int, caller: Caller, *, model: str = ""
     ) -> AsyncIterator[ClientStream[Sequence[int]]]:
         """One item: the token ids of a text or a chat, which takes `size` bytes."""
-        with self.admit(caller):
+        with self._admit(caller):
             self._validator.check_model(model)
             token_ids = await self._validator.tokenize(prompt, size, caller.tenant)
             async with self._stalls.stream(_once(token_ids), lambda: True) as stream:
@@ -235,7 +235,7 @@ class FrontDoor:
         self, token_ids: Sequence[int], caller: Caller, *, skip_special_tokens: bool, model: str = ""
     ) -> AsyncIterator[ClientStream[str]]:
         """One item: the text of token ids."""
-        with self.admit(caller):
+        with self._admit(caller):
             self._validator.check_model(model)
             text = await self._validator.detokenize(token_ids, caller.tenant, skip_special_tokens=skip_special_tokens)
             async with self._stalls.stream(_once(text), lambda: True) as stream:
@@ -260,19 +260,25 @@ class FrontDoor:
         await self._idle.wait()
 
     @contextlib.contextmanager
-    def admit(self, caller: Caller) -> Iterator[None]:
-        """A call that counts as one of its tenant's streams, and that a drain waits for."""
+    def receive(self, caller: Caller) -> Iterator[None]:
+        """A call whose message has not come: it counts as one of its tenant's streams, but no drain waits for it."""
         if self._draining:
             raise Unavailable("the router is draining")
-        self.running += 1
-        self._idle.clear()
-        try:
-            with self._tenants.stream(caller):
+        with self._tenants.stream(caller):
+            yield
+
+    @contextlib.contextmanager
+    def _admit(self, caller: Caller) -> Iterator[None]:
+        """A call that counts as one of its tenant's streams, and that a drain waits for."""
+        with self.receive(caller):
+            self.running += 1
+            self._idle.clear()
+            try:
                 yield
-        finally:
-            self.running -= 1
-            if not self.running:
-                self._idle.set()
+            finally:
+                self.running -= 1
+                if not self.running:
+                    self._idle.set()
 
 
 def _once(item: T) -> Callable[[], Awaitable[T]]:

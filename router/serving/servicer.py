@@ -95,7 +95,7 @@ class InferenceServicer:
         """A handler that receives the message of a call while the call counts as a stream of its tenant."""
 
         async def receive(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-            with self._door.admit(self._door.authenticate(_metadata(context))):
+            with self._door.receive(self._door.authenticate(_metadata(context))):
                 sent = await anext(messages, None)
             if sent is None:
                 raise InvalidRequest("message", "is missing")

@@ -15,6 +15,7 @@ import pytest
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import EngineError, NoToken, TransferError
+from baton.request import SamplingParams
 from prefill_svc.job import PrefillJob
 from tests.metrics import sample
 from tests.prefill import PROMPT, WAIT_S, Client, Gate, decode, decoder, read, serving, status_of
@@ -191,6 +192,26 @@ async def test_a_drain_refuses_new_work_and_waits_for_jobs_and_pulls(caplog: pyt
         async with asyncio.timeout(WAIT_S):
             await draining
         assert [text for name, _, text in caplog.record_tuples if name.startswith("prefill_svc")] == ["drained"]
+
+
+async def test_a_drain_waits_until_reports_are_sent() -> None:
+    """Otherwise the worker would end in the middle of one, and another would compute the prompt again."""
+    tokens = 30_000
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=20)
+    async with serving(FakeEngine(pages=2_000, max_model_len=32_000)) as client:
+        call = client.call([1] * tokens, params=params)
+        reported = 0
+        async with asyncio.timeout(WAIT_S):
+            async for event in call:
+                reported += len(event.report.tokens)
+                if event.HasField("done"):
+                    draining = asyncio.create_task(client.app.drain())
+                    await client.app.worker.wait_finished()
+                    # More than gRPC takes of a stream that nobody reads is left.
+                    await client.status(lambda status: status.draining)
+                    assert not draining.done()
+            await draining
+        assert reported == tokens
 
 
 async def test_stopping_in_the_middle_of_everything_leaves_nothing() -> None:

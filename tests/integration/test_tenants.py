@@ -163,13 +163,26 @@ async def test_a_call_counts_before_its_message_is_received(tmp_path: Path) -> N
         # A stream of messages, on the wire the same call: its message does not come.
         method = "/baton.v1.Inference/Generate"
         call = channel.stream_stream(method)(metadata=metadata, timeout=60)
+        streams = b.app._door._tenants._streams
         async with asyncio.timeout(60):
-            while not b.app._door.running:  # noqa: ASYNC110
+            while not streams:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         error = await refused(b.client.Generate(request("x", max_tokens=1), metadata=metadata, timeout=60))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "max_streams: 1 streams of tenant a are open, 1 may be" in (error.details() or "")
         call.cancel()
         async with asyncio.timeout(60):
-            await b.app._door._idle.wait()
+            while streams:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
         await whole(b.client.Generate(request("x", max_tokens=1), metadata=metadata, timeout=60))
+
+
+async def test_no_drain_waits_for_a_message_that_does_not_come(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b, control_channel(b.app.address) as channel:
+        calls = [channel.stream_stream(f"/baton.v1.Inference/{name}")(timeout=600) for name in ("Generate", "Tokenize")]
+        async with asyncio.timeout(60):
+            while b.app._door._tenants._streams[""] < len(calls):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await b.app._door.drain()
+        for call in calls:
+            call.cancel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -241,3 +241,63 @@ def test_slices_are_of_the_home_that_the_pages_will_be_of(monkeypatch: pytest.Mo
     # All six of the device, one of which is cached, and four cached ones in host memory.
     assert slices(pool, 4 * 10) == 4
     assert pool.stats().free == 10
+
+
+def told_by(pool: PagePool) -> set[bytes]:
+    """The blocks that the pool's watcher believes to be cached."""
+    told = set[bytes]()
+
+    def changed(stored: Sequence[bytes], dropped: Sequence[bytes] | None) -> None:
+        told.update(stored)
+        told.difference_update(told.copy() if dropped is None else dropped)
+
+    pool.watch_prefixes(changed)
+    return told
+
+
+def test_what_is_published_while_a_retraction_goes_on_is_reported_as_cached() -> None:
+    pool = PagePool(16, 4)
+    told, bad, good = told_by(pool), published(pool, "a/1", CHAIN_A[:4]), pool.reserve("b/1", 16)
+    # `retract` takes the lock several times, here for the first time.
+    pool._block_index.take_out(np.array(bad.pages))
+    pool.publish(good, CHAIN_A[:4])
+    pool.retract(bad)
+    assert pool.match_prefix(CHAIN_A) == 4 * len(told)
+    pool.publish(good, CHAIN_A[:4])
+    assert (told, pool.match_prefix(CHAIN_A)) == (set(CHAIN_A[:4]), 16)
+
+
+def test_a_block_with_which_a_retracted_run_begins_too_stays_reported_as_cached() -> None:
+    pool = PagePool(16, 8, 4)
+    told, good, bad = told_by(pool), pool.reserve("a/1", 16), pool.reserve("b/1", 16)
+    pool.publish(good, CHAIN_A[:4])
+    pool.publish(bad, [*CHAIN_A[:3], CHAIN_B[0]])
+    pool._block_index.take_out(np.array(bad.pages))
+    # The end of a sequence makes its nodes one.
+    pool.free(good)
+    pool.retract(bad)
+    assert (told, pool.match_prefix(CHAIN_A)) == (set(CHAIN_A[:4]), 16)
+
+
+class CountedNodes(dict[int, None]):
+    """Counts the nodes that are looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for node in super().__iter__():
+            self.looks += 1
+            yield node
+
+
+def test_a_look_up_does_not_look_at_all_nodes_with_the_same_beginning() -> None:
+    """Chats begin alike: their first pages differ, but not in their first blocks."""
+    pool = PagePool(100, 8, 4)
+    for number in range(100):
+        pool.free(published(pool, "a/1", [CHAIN_A[0], *block_digests(CHAIN_A[0], [number] * 4, 4)]))
+    others = pool._block_index._others[CHAIN_A[0]] = CountedNodes(pool._block_index._others[CHAIN_A[0]])
+    assert len(others) == 99
+    assert pool.match_prefix(CHAIN_A) == 4
+    assert pool.reserve("b/1", 8, CHAIN_A).cached == 0
+    assert others.looks < 10
+    pool.audit()

@@ -221,6 +221,26 @@ async def test_invalid_utf8_within_a_stream_of_requests() -> None:
     assert caught.value.details().startswith("text: not valid UTF-8 at byte 0")
 
 
+async def test_a_read_from_a_stopped_server_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC has an exception without a public name for it."""
+
+    class Stopped(grpc.aio.BaseError):  # type: ignore[misc]
+        pass
+
+    async def requests() -> AsyncIterator[Any]:
+        raise Stopped
+        yield
+
+    async def find(_: Any) -> Any:
+        return grpc.stream_stream_rpc_method_handler(Service().echo)
+
+    handler = await ErrorInterceptor().intercept_service(find, SimpleNamespace(method=f"/{INFERENCE}/Tokenize"))
+    context = SimpleNamespace(cancelled=lambda: False, done=lambda: False)
+    with caplog.at_level(logging.ERROR, "baton.rpc.errors"), pytest.raises(asyncio.CancelledError):
+        await handler.stream_stream(requests(), context)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("say", [1, 10**9])
 async def test_a_stream_is_closed_when_its_client_leaves(say: int) -> None:
     """Both while the handler waits and while it writes against flow control."""
