@@ -38,6 +38,7 @@ from torch import Tensor
 from baton.bench.pairing import ratio, turned
 from baton.bench.roofline import ModelShape, prefill_flops
 from baton.engine.config import EngineConfig, default_page_size, default_segment_tokens
+from baton.engine.contract import PromptChunk, compute_chunk
 from baton.engine.core import EngineCore
 from baton.engine.factory import assemble
 from baton.engine.host_link import measure_rates
@@ -223,7 +224,7 @@ class LongBench:
             end = min(tokens, start + (chunk or chunk_size(tokens, 0, rate, hiding)))
             sample = [SequenceState(_GREEDY, ids)] if end == tokens else []
             began = time.perf_counter()
-            engine.prefill_chunk(handle, ids, start, end, on_layer=_ignore, sample=sample)
+            compute_chunk(engine, PromptChunk(handle, ids, start, end, _ignore, sample))
             took = time.perf_counter() - began
             copied, waited = copies.take() if copies else (0, 0.0)
             prompt.chunks.append((start, end - start, took, waited))

@@ -39,6 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.bench.pairing import ratio, turned
 from baton.engine.config import EngineConfig
+from baton.engine.contract import PromptChunk, compute_chunk
 from baton.engine.core import EngineCore
 from baton.engine.factory import build
 from baton.model.attention.segmented import merge
@@ -200,7 +201,7 @@ def stream(engine: EngineCore, token_ids: Sequence[int], chunk: int) -> dict[int
     for start in range(0, len(token_ids), chunk):
         end = min(start + chunk, len(token_ids))
         sample = [SequenceState(_GREEDY, token_ids)] if end == len(token_ids) else []
-        result = engine.prefill_chunk(handle, token_ids, start, end, on_layer=_ignore, sample=sample)
+        result = compute_chunk(engine, PromptChunk(handle, token_ids, start, end, _ignore, sample))
     engine.free(handle)
     return dict(result.tokens[0].top) if result else {}
 

@@ -34,9 +34,9 @@ import torch
 from safetensors.torch import save_file
 
 from baton.config.decode import DecodeConfig
-from baton.engine.contract import KvHandle
+from baton.engine.contract import KvHandle, OnLayer
 from baton.engine.core import EngineCore
-from baton.engine.executor import InProcessExecutor, OnLayer
+from baton.engine.executor import InProcessExecutor
 from baton.engine.factory import build
 from baton.engine.plan import ForwardPlan
 from baton.model.checkpoint import resolve
@@ -84,7 +84,7 @@ class Passes:
         def timed(plan: ForwardPlan, on_layer: OnLayer | None) -> Any:
             began, cpu = time.perf_counter(), time.thread_time()
             hidden = forward(plan, on_layer)
-            if len(plan.steps) == batch:
+            if len(plan.rows) == batch:
                 self.cpu_s.append(time.thread_time() - cpu)
                 self.times.append((began, time.perf_counter()))
             return hidden

@@ -33,10 +33,9 @@ import time
 from collections import abc, deque
 from dataclasses import dataclass, field
 
-from baton.engine.contract import Engine, KvHandle, StepHandle
+from baton.engine.contract import Engine, ForwardPass, KvHandle, PassResult
 from baton.errors import NoToken, OutOfPages, Overloaded
 from baton.lifecycle import State
-from baton.request import TokenInfo
 from baton.worker.faults import FaultCounter
 from baton.worker.progress import Progress
 from decode_svc.messages import FailureKind
@@ -80,13 +79,13 @@ class _FailedStep:
 
     error: Exception
 
-    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...] | NoToken]]:
+    def result(self) -> PassResult:
         raise self.error
 
 
 @dataclass(frozen=True, slots=True)
 class _UnreadStep:
-    step: StepHandle
+    step: ForwardPass
     batch: int
     at: float
 
@@ -281,9 +280,9 @@ class DecodeLoop:
         if not self._scheduler.running:
             return 0
         at, ahead = self._clock(), self._engine.spec.steps_ahead
-        step: StepHandle
+        step: ForwardPass
         try:
-            step = self._engine.step()
+            step = self._engine.launch()
         except Exception as error:
             step, ahead = _FailedStep(error), 0
         self._unread.append(_UnreadStep(step, self._scheduler.mark_launched(), at))
@@ -307,7 +306,7 @@ class DecodeLoop:
     def _process_step(self, launched: _UnreadStep, report: StepReport) -> None:
         report.batch, started = launched.batch, max(launched.at, self._read_at)
         try:
-            results = launched.step.result()
+            results = launched.step.result().steps
         except Exception as error:
             _log.exception("a step over %d sequences failed", report.batch)
             self._unread.clear()

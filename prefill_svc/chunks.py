@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
-from baton.engine.contract import ChunkResult, Engine
+from baton.engine.contract import ChunkResult, Engine, PromptChunk, compute_chunk
 from baton.tasks import wait_to_end
 from baton.telemetry import metrics
 from baton.worker.progress import Progress
@@ -129,15 +129,11 @@ class ChunkRunner:
 
         self._progress.record()
         job.check()
+        states = job.task.states() if chunk.end == len(job.ids) else ()
+        report = job.task.params.prompt_logprobs
         try:
-            return self._engine.prefill_chunk(
-                job.pages,
-                job.ids,
-                chunk.start,
-                chunk.end,
-                on_layer=on_layer,
-                sample=job.task.states() if chunk.end == len(job.ids) else (),
-                prompt_logprobs=job.task.params.prompt_logprobs,
+            return compute_chunk(
+                self._engine, PromptChunk(job.pages, job.ids, chunk.start, chunk.end, on_layer, states, report)
             )
         finally:
             chunk.seconds = time.monotonic() - began - others_s

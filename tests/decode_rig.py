@@ -24,6 +24,7 @@ from baton.worker.status import WIRE_VERSION
 from decode_svc.admission import SlotForecast
 from decode_svc.app import DecodeApp, run
 from tests.decoding import LoggingEngine
+from tests.engine_calls import prefill_chunk
 
 WAIT_S = 60.0
 
@@ -49,8 +50,14 @@ class Exporter:
 
         def commit(params: SamplingParams, choices: Sequence[int] = (0,), attempt: int = 0) -> None:
             states = [SequenceState(params, list(prompt), list(outputs), choice) for choice in choices]
-            result = self.engine.prefill_chunk(
-                handle, ids, 0, len(ids), on_layer=lambda layer: export.advance(layer, len(ids)), sample=states
+            result = prefill_chunk(
+                self.engine,
+                handle,
+                ids,
+                0,
+                len(ids),
+                on_layer=lambda layer: export.advance(layer, len(ids)),
+                sample=states,
             )
             eos = self.engine.spec.eos_token_ids
             firsts = tuple(

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.engine.contract import Engine, KvHandle, StepHandle
+from baton.engine.contract import Engine, KvHandle, PromptChunk
 from baton.engine.fake import FakeEngine, expected_tokens
+from baton.engine.inflight import LaunchedPass
 from baton.errors import EngineError
 from baton.kv.format import PartData
 from baton.kv.hashing import block_digests, chain_root
 from baton.request import FirstToken, Handoff, SamplingParams, SequenceState, finish_reason
+from tests.engine_calls import prefill_chunk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
@@ -59,7 +61,7 @@ def prefill(
     ids = [*prompt, *outputs]
     handle = engine.reserve("prefill", len(ids))
     states = [SequenceState(params, list(prompt), list(outputs), choice) for choice in choices]
-    result = engine.prefill_chunk(handle, ids, 0, len(ids), on_layer=lambda layer: None, sample=states)
+    result = prefill_chunk(engine, handle, ids, 0, len(ids), on_layer=lambda layer: None, sample=states)
     firsts = tuple(
         FirstToken(
             choice,
@@ -109,8 +111,10 @@ class LoggingEngine(FakeEngine):
         """See `Engine.heartbeat`."""
         return self.count_work()
 
-    def step(self) -> StepHandle:
-        """Log, wait, fail or step."""
+    def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
+        """Log, wait, fail or step; chunks are computed at once."""
+        if chunks:
+            return super().launch(chunks, batch=batch)
         self.steps.append(sorted(each.handle.owner for each in self.batch))
         self.entered.release()
         if not self.gate.wait(60):
@@ -118,7 +122,7 @@ class LoggingEngine(FakeEngine):
         if self.fail_next:
             message, self.fail_next = self.fail_next, ""
             raise EngineError(message)
-        return super().step()
+        return super().launch()
 
     def audit(self) -> dict[str, int]:
         """Fail if told to."""

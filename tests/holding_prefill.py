@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.config.prefill import PrefillConfig
-from baton.engine.contract import ChunkResult, KvHandle
+from baton.engine.contract import ForwardPass, PromptChunk
 from baton.engine.core import EngineCore
 from baton.process import main
 from prefill_svc.__main__ import start
@@ -23,22 +23,20 @@ from prefill_svc.__main__ import start
 
 def hold(marker: Path, tokens: int) -> None:
     """Make the engine of this process hold there."""
-    compute = EngineCore.prefill_chunk
+    compute = EngineCore.launch
 
-    def prefill_chunk(
-        self: EngineCore, handle: KvHandle, token_ids: Sequence[int], start: int, end: int, **rest: Any
-    ) -> ChunkResult:
-        if start >= tokens:
+    def launch(self: EngineCore, chunks: Sequence[PromptChunk] = (), **rest: Any) -> ForwardPass:
+        if chunks[0].start >= tokens:
             try:
                 marker.touch(exist_ok=False)
             except FileExistsError:
                 pass
             else:
-                print("holding", start, flush=True)
+                print("holding", chunks[0].start, flush=True)
                 threading.Event().wait()
-        return compute(self, handle, token_ids, start, end, **rest)
+        return compute(self, chunks, **rest)
 
-    EngineCore.prefill_chunk = prefill_chunk  # type: ignore[method-assign]
+    EngineCore.launch = launch  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from baton.transfer.registry import ExportRegistry
 from baton.transfer.remote import PrefixSource, RemoteExport
 from baton.transfer.servicer import KvServicer
 from tests.decoding import digests
+from tests.engine_calls import prefill_chunk
 from tests.prefill import PROMPT, decoder
 
 INCARNATION = "of the decode worker"
@@ -71,7 +72,7 @@ async def exporter(prompt: list[int] = PROMPT) -> AsyncIterator[tuple[Peer, Any]
     """A peer that holds all of a prompt's KV, and the handle."""
     with decoder() as engine:
         handle = engine.reserve("held", len(prompt))
-        engine.prefill_chunk(handle, prompt, 0, len(prompt), on_layer=lambda _: None)
+        prefill_chunk(engine, handle, prompt, 0, len(prompt), on_layer=lambda _: None)
         async with peer(engine) as exporting:
             yield exporting, handle
         engine.free(handle)

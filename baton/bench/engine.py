@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.engine.config import EngineConfig
-from baton.engine.contract import Engine, KvHandle, StepHandle
+from baton.engine.contract import Engine, ForwardPass, KvHandle, PromptChunk, compute_chunk
 from baton.engine.factory import build
 from baton.errors import ConfigError
 from baton.kv.format import DTYPE_BYTES, PartData
@@ -125,9 +125,9 @@ class EngineRuns:
 
     def steps(self, count: int) -> None:
         """Run steps, with as many in flight as the engine allows, until the tokens of the last one are known."""
-        unread: deque[StepHandle] = deque()
+        unread: deque[ForwardPass] = deque()
         for _ in range(count):
-            unread.append(self._engine.step())
+            unread.append(self._engine.launch())
             if len(unread) > self._engine.spec.steps_ahead:
                 unread.popleft().result()
         for step in unread:
@@ -170,7 +170,7 @@ class EngineRuns:
         for start in range(0, len(prompt), self._chunk_size):
             end = min(start + self._chunk_size, len(prompt))
             sample = [SequenceState(_GREEDY, prompt)] if end == len(prompt) else []
-            self._engine.prefill_chunk(handle, prompt, start, end, on_layer=_ignore, sample=sample)
+            compute_chunk(self._engine, PromptChunk(handle, prompt, start, end, _ignore, sample))
 
     def _prompt(self, tokens: int) -> list[int]:
         return self._random.choices(range(self._engine.spec.vocab_size), k=tokens)

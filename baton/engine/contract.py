@@ -1,20 +1,21 @@
 """The engine contract: what prefill and decode ask of a model runtime.
 
-    reserve ── prefill_chunk × n ── read_kv ── free            on a prefill worker
-    reserve ── write_kv × n ── insert ── step × n ── free      on a decode worker
+    reserve ── launch chunks × n ── read_kv ── free               on a prefill worker
+    reserve ── write_kv × n ── insert ── launch × n ── free       on a decode worker
                                   └ pause ── resume ┘
 
 A `KvHandle` is the right to the pages that hold one sequence's KV. Every page is free, cached, or its reference
-count equals the number of handles that list it. Only the engine thread may call `prefill_chunk`, `insert`, `step`, the
-step's `result`, `pause` and `resume`; any thread may call all other methods. `free` may be called at any time: later
-calls with the handle fail at once, and its pages return to the pool when the reads, writes and forward passes that use
-them have ended. `watch_pages` reports each return, so waiting for pages needs no polling.
+count equals the number of handles that list it. Only the engine thread may call `insert`, `launch`, the `result` of a
+pass, `pause` and `resume`; any thread may call all other methods. `free` may be called at any time: later calls with
+the handle fail at once, and its pages return to the pool when the reads, writes and forward passes that use them have
+ended. `watch_pages` reports each return, so waiting for pages needs no polling.
 
-A step may be launched while the results of `spec.steps_ahead` steps before it are unread: it takes each sequence's last
-token from device memory, where the step before left it. So a sequence that ends in an unread step is also part of the
-next step. It must have room for that step's token, which is dropped with the freed handle, and its pages return when
-that step has been read. Tokens are the same as without steps ahead. Where a step depends on all tokens before it
-(penalties), `step` waits for them first.
+One forward pass computes chunks of prompts, a step of the generation batch, or both. Steps may be launched while the
+results of `spec.steps_ahead` passes before them are unread: a step takes each sequence's last token from device memory,
+where the step before left it. So a sequence that ends in an unread step is also part of the next step. It must have
+room for that step's token, which is dropped with the freed handle, and its pages return when that step has been read.
+Tokens are the same as without steps ahead. Where a step depends on all tokens before it (penalties), `launch` waits for
+them first.
 
 Implementation: `baton.engine.core`, over a model (`baton.engine.factory`) or over tokens computable by hand
 (`baton.engine.fake`); one contract suite runs over both.
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 class EngineSpec:
     """Properties that do not change while an engine lives.
 
-    `steps_ahead`: the most steps that may be in flight when another one is launched; 0 for an engine whose `step`
+    `steps_ahead`: the most passes that may be in flight when a step is launched; 0 for an engine whose `launch`
     returns when the tokens are known. The last `host_pages` of the `pages` are in host memory beside a device;
     a chunk of `hiding_chunk` tokens or more hides the copies of KV from there, if these take time.
     """
@@ -91,6 +92,29 @@ class KvHandle(Protocol):
         """Whether some of its pages are in host memory."""
 
 
+OnLayer = Callable[[int], None]
+"""Called with a layer's index once a chunk's KV of it is final and readable; what it raises ends the chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Tokens `[start, end)` of a prompt, whose KV is to be computed in all layers.
+
+    KV of `[0, start)` must be in the handle's pages already. With `on_layer`, the pass stops after each layer to call
+    it. For each state of `sample` one token is sampled after position `end - 1`. With `prompt_logprobs`, the
+    log-probability of each successor is computed with that many alternatives, in parts; `on_layer` is called with the
+    last layer after each part, since they may take longer than the layers.
+    """
+
+    handle: KvHandle
+    token_ids: Sequence[int]
+    start: int
+    end: int
+    on_layer: OnLayer | None = None
+    sample: Sequence[SequenceState] = ()
+    prompt_logprobs: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
     """The result of a chunk.
@@ -103,17 +127,28 @@ class ChunkResult:
     prompt_logprobs: tuple[TokenInfo, ...] = ()
 
 
-class StepHandle(Protocol):
-    """A step in flight; the pages of its sequences stay allocated until it is read, by `result` or by a later call."""
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """The results of a forward pass, chunk by chunk and sequence by sequence.
 
-    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...] | NoToken]]:
-        """Wait for the step; 0..k tokens for each sequence that was in the batch and was not freed since.
+    A chunk has its result, or its error: NoToken for logits that are not finite, or what its `on_layer` raised. A
+    sequence that was in the batch and was not freed since has 0..k tokens. One whose logits are not finite, or that
+    could not join the batch, has NoToken instead: it has left the batch and its slot, and the caller must `free` it.
+    An error of one does not affect the others.
+    """
 
-        A sequence whose logits are not finite, or that could not join the batch, gets NoToken instead. It has left the
-        batch and its slot, and the caller must `free` it. Other sequences are not affected.
+    chunks: Sequence[ChunkResult | Exception] = ()
+    steps: Sequence[tuple[KvHandle, tuple[TokenInfo, ...] | NoToken]] = ()
 
-        If the step failed, this raises. Then steps launched after it are undone and raise too, and all sequences are as
-        they were before it.
+
+class ForwardPass(Protocol):
+    """A pass in flight; the pages of its sequences stay allocated until it is read, by `result` or by a later call."""
+
+    def result(self) -> PassResult:
+        """Wait for the pass.
+
+        If the pass itself failed, this raises. Then passes launched after it are undone and raise too, and all
+        sequences are as they were before it.
         """
 
 
@@ -186,24 +221,16 @@ class Engine(Protocol):
         changes nothing, when these and the free pages are too few.
         """
 
-    def prefill_chunk(
-        self,
-        handle: KvHandle,
-        token_ids: Sequence[int],
-        start: int,
-        end: int,
-        *,
-        on_layer: Callable[[int], None],
-        sample: Sequence[SequenceState] = (),
-        prompt_logprobs: int | None = None,
-    ) -> ChunkResult:
-        """Compute the KV of `token_ids[start:end]` in all layers; that of `[0, start)` must be in the pages already.
+    def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> ForwardPass:
+        """Launch one forward pass: over `chunks` of prompts, and with `batch` a step of the generation batch.
 
-        `on_layer(layer)` is called when the chunk's KV of that layer is final and readable; if it raises, the chunk
-        ends and the exception is passed on. It may compute chunks of other handles. For each state of `sample` one
-        token is sampled after position `end - 1`. With `prompt_logprobs`, the log-probability of each successor is
-        computed with that many alternatives, in parts; `on_layer` is called with the last layer after each part, since
-        they may take longer than the layers. Raises NoToken for logits that are not finite.
+        A step samples the next tokens of all sequences that have slots. The handle of each must have room for one more
+        token (`extend` first), and for one of each unread step that it is in. The engine appends sampled tokens to its
+        own copy of the output ids; the caller ends a sequence (`free`).
+
+        Errors of the pass are raised here or by its `result`; without steps ahead, here. A chunk's `on_layer` may
+        launch passes of other handles, but not where the pass that calls it has a step. When it raises, the chunk
+        ends: the pass ends too, unless it has other chunks or a step.
         """
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
@@ -225,14 +252,6 @@ class Engine(Protocol):
 
     def insert(self, handle: KvHandle, state: SequenceState) -> None:
         """Give the sequence a slot; KV must cover all but the last of its tokens. Raises Overloaded without a slot."""
-
-    def step(self) -> StepHandle:
-        """Launch one forward pass over the batch, which samples the next tokens.
-
-        Each sequence's handle must have room for one more token (`extend` first), and for one of each unread step that
-        it is in. Errors are raised here or by the handle's `result`; without steps ahead, here. The engine appends
-        sampled tokens to its own copy of the output ids; the caller ends a sequence (`free`).
-        """
 
     def pause(self, handle: KvHandle) -> None:
         """Move a running sequence's KV to host memory, and free its slot and pages.
@@ -276,3 +295,11 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free all."""
+
+
+def compute_chunk(engine: Engine, chunk: PromptChunk) -> ChunkResult:
+    """Compute one chunk in a pass of its own. Raises what the chunk or the pass raised."""
+    (result,) = engine.launch((chunk,), batch=False).result().chunks
+    if isinstance(result, Exception):
+        raise result
+    return result

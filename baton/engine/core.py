@@ -6,7 +6,7 @@
                  Executor ──▶ ModelRunner
 
 It checks what comes in at the contract's edge (`baton.engine.contract`), pins the pages of whatever is under way, and
-keeps the steps in flight. `baton.engine.factory` makes it over a model, `baton.engine.fake` over tokens computed by
+keeps the passes in flight. `baton.engine.factory` makes it over a model, `baton.engine.fake` over tokens computed by
 hand.
 """
 
@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from baton.engine.checks import check_blocks, check_parts, check_range
-from baton.engine.contract import ChunkResult, EngineSpec, KvHandle
-from baton.engine.executor import Executor
-from baton.engine.inflight import InflightSteps, LaunchedStep
+from baton.engine.contract import EngineSpec, KvHandle, PromptChunk
+from baton.engine.executor import Executor, PassEnded
+from baton.engine.inflight import ChunkErrors, InflightPasses, LaunchedPass
 from baton.engine.kv_manager import KvManager, RunningSequence
-from baton.engine.plan import Chunk, ForwardPlan, PlanResult
+from baton.engine.plan import PlanResult, Prompt, Row, RowResult
 from baton.errors import CorruptFrame, EngineError, JoinFailed, NoToken
 from baton.kv.cached_blocks import PrefixesChanged
 from baton.kv.format import PartData
@@ -36,7 +36,8 @@ class EngineCore:
         self.memory = executor.memory
         self._spec = spec
         self._kv = KvManager(spec, host_kv_memory)
-        self._inflight = InflightSteps()
+        self._inflight = InflightPasses()
+        self._stepping = False
 
     @property
     def spec(self) -> EngineSpec:
@@ -97,35 +98,35 @@ class EngineCore:
                     raise
         return child
 
-    def prefill_chunk(
-        self,
-        handle: KvHandle,
-        token_ids: Sequence[int],
-        start: int,
-        end: int,
-        *,
-        on_layer: Callable[[int], None],
-        sample: Sequence[SequenceState] = (),
-        prompt_logprobs: int | None = None,
-    ) -> ChunkResult:
-        """See `Engine.prefill_chunk`. Raises InvalidRequest for a token id outside the vocabulary."""
-        if not 0 <= start < end <= min(len(token_ids), self._spec.max_model_len):
-            raise EngineError(
-                f"{handle.owner}: chunk [{start}, {end}) of {len(token_ids)} tokens, "
-                f"max_model_len is {self._spec.max_model_len}"
-            )
-        check_token_ids("token_ids", token_ids[start : end + 1], self._spec.vocab_size, start)
-        with self._kv.pool.pin(_page_handle(handle), writes=range(start, end)) as pages:
-            chunk = Chunk(
-                tuple(token_ids[start:end]),
-                start,
-                tuple(pages[: self._spec.pages_for(end)]),
-                tuple(sample),
-                prompt_logprobs,
-                () if prompt_logprobs is None else tuple(token_ids[start + 1 : end + 1]),
-            )
-            (result,) = self.executor.launch(ForwardPlan(chunks=(chunk,)), on_layer)().chunks
-            return result
+    def launch(self, chunks: Sequence[PromptChunk] = (), *, batch: bool = True) -> LaunchedPass:
+        """See `Engine.launch`. Raises InvalidRequest for a token id outside the vocabulary.
+
+        Raises EngineError naming a sequence without room; then no sequence has moved.
+        """
+        if self._stepping:
+            raise EngineError("a pass was launched while one that has a step was under way")
+        for chunk in chunks:
+            self._check_chunk(chunk)
+        ahead, refused = self._spec.steps_ahead, list[tuple[RunningSequence, NoToken]]()
+        while True:
+            self._read(0 if batch and self._kv.must_read_first else ahead)
+            with ExitStack() as pins:
+                rows = [self._prompt_row(chunk, pins) for chunk in chunks]
+                sequences = pins.enter_context(self._kv.pin_batch()) if batch else []
+                errors = ChunkErrors(chunks, step=bool(sequences))
+                try:
+                    wait = self._launch(rows, sequences, errors)
+                except JoinFailed as error:
+                    # No KV has changed, and the next plan resets what runs it: the others don't notice.
+                    failed = next(each for each in sequences if each.slot == error.slot)
+                    self._kv.remove(failed)
+                    refused.append((failed, NoToken(f"{failed.handle.owner}: {error}")))
+                    continue
+                launched = LaunchedPass(errors, sequences, wait, pins.pop_all(), self._read_up_to, refused)
+            self._inflight.add(launched)
+            if not ahead:
+                self._read(0)
+            return launched
 
     def read_kv(self, handle: KvHandle, layer: int, tokens: range, heads: range) -> list[PartData]:
         """See `Engine.read_kv`. Raises InvalidRequest for a range that the handle does not have."""
@@ -161,27 +162,6 @@ class EngineCore:
     def insert(self, handle: KvHandle, state: SequenceState) -> None:
         """See `Engine.insert`."""
         self._kv.insert(_page_handle(handle), state)
-
-    def step(self) -> LaunchedStep:
-        """See `Engine.step`. Raises EngineError naming a sequence without room; then no sequence has moved."""
-        ahead, refused = self._spec.steps_ahead, list[tuple[RunningSequence, NoToken]]()
-        while True:
-            self._read(0 if self._kv.must_read_first else ahead)
-            with ExitStack() as pins:
-                batch = pins.enter_context(self._kv.pin_batch())
-                try:
-                    wait = self._launch(batch) if batch else PlanResult
-                except JoinFailed as error:
-                    # No KV has changed, and the next plan resets what runs it: the others don't notice.
-                    failed = next(each for each in batch if each.slot == error.slot)
-                    self._kv.remove(failed)
-                    refused.append((failed, NoToken(f"{failed.handle.owner}: {error}")))
-                    continue
-                step = LaunchedStep(batch, wait, pins.pop_all(), self._read_up_to, refused)
-            self._inflight.add(step)
-            if not ahead:
-                self._read(0)
-            return step
 
     def pause(self, handle: KvHandle) -> None:
         """See `Engine.pause`."""
@@ -242,27 +222,58 @@ class EngineCore:
     def _copy(self, copy: PageCopy) -> None:
         self.memory.copy_page(copy.source, copy.target, copy.tokens)
 
-    def _launch(self, batch: Sequence[RunningSequence]) -> Callable[[], PlanResult]:
+    def _check_chunk(self, chunk: PromptChunk) -> None:
+        start, end, ids = chunk.start, chunk.end, chunk.token_ids
+        if not 0 <= start < end <= min(len(ids), self._spec.max_model_len):
+            raise EngineError(
+                f"{chunk.handle.owner}: chunk [{start}, {end}) of {len(ids)} tokens, "
+                f"max_model_len is {self._spec.max_model_len}"
+            )
+        check_token_ids("token_ids", ids[start : end + 1], self._spec.vocab_size, start)
+
+    def _prompt_row(self, chunk: PromptChunk, pins: ExitStack) -> Row:
+        start, end, ids = chunk.start, chunk.end, chunk.token_ids
+        pages = pins.enter_context(self._kv.pool.pin(_page_handle(chunk.handle), writes=range(start, end)))
+        prompt = Prompt(
+            tuple(ids[start:end]),
+            tuple(pages[: self._spec.pages_for(end)]),
+            tuple(chunk.sample),
+            chunk.prompt_logprobs,
+            () if chunk.prompt_logprobs is None else tuple(ids[start + 1 : end + 1]),
+        )
+        return Row(prompt, start, end - start, (end - start - 1,) if chunk.sample else ())
+
+    def _launch(
+        self, rows: Sequence[Row], batch: Sequence[RunningSequence], errors: ChunkErrors
+    ) -> Callable[[], PlanResult]:
+        if not rows and not batch:
+            return PlanResult
+        self._stepping = bool(batch)
         try:
-            return self.executor.launch(self._kv.plan_step(batch))
+            return self.executor.launch(self._kv.plan(rows, batch), errors.on_layer)
+        except PassEnded:
+            # It had no step, so it has changed nothing that the next plan builds upon.
+            return lambda: PlanResult((RowResult(),) * len(rows))
         except BaseException:
             self._kv.forget_plans()
             raise
+        finally:
+            self._stepping = False
 
     def _read(self, keep: int) -> None:
-        """Read the oldest steps, until `keep` are in flight; if one raises, it and the later ones are undone."""
+        """Read the oldest passes, until `keep` are in flight; if one raises, it and the later ones are undone."""
         while len(self._inflight) > keep:
             try:
-                step = self._inflight.complete()
+                oldest = self._inflight.complete()
             except BaseException:
                 self._kv.forget_plans()
                 raise
-            for sequence, found in step.found:
+            for sequence, found in oldest.found:
                 if isinstance(found, NoToken):
                     self._kv.remove(sequence)
 
-    def _read_up_to(self, step: LaunchedStep) -> None:
-        while step in self._inflight:
+    def _read_up_to(self, launched: LaunchedPass) -> None:
+        while launched in self._inflight:
             self._read(len(self._inflight) - 1)
 
 

@@ -44,11 +44,15 @@ class CudaMemory:
         if (earlier := self._produced.get(layer - LAYERS_AHEAD)) is not None:
             earlier.synchronize()
 
-    def drain(self) -> None:
-        """Wait until the engine's stream is empty."""
+    def mark(self) -> torch.cuda.Event:
+        """An event at the end of what the engine's stream has now."""
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
-        event.synchronize()
+        return event
+
+    def drain(self) -> None:
+        """Wait until the engine's stream is empty."""
+        self.mark().synchronize()
 
     def copying(self) -> AbstractContextManager[None]:
         """For copies that the caller queues, of nothing that a chunk computes now: on a stream of their own."""

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from baton.engine.contract import OnLayer
 from baton.engine.plan import ForwardPlan, PlanResult
 from baton.errors import BatonError, EngineError
 from baton.kv.format import PartData
 
-OnLayer = Callable[[int], None]
-"""Called with a layer's index once a chunk's KV of it is final and readable; what it raises ends the chunk."""
+
+class PassEnded(Exception):
+    """Raised by a pass's `on_layer`: nobody waits for its results."""
 
 
 class KvMemory(Protocol):
@@ -63,7 +65,9 @@ class Runner(Protocol):
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> Any:
         """Take the plan's changes, then its tokens through all layers; what comes back is for `sample` alone.
 
-        If it raises, the next plan must reset. JoinFailed says that it has computed nothing, because of one slot.
+        `on_layer` is called when KV of a layer is final, and after each part of log-probabilities with the last layer.
+        It may raise PassEnded, if the plan has no slots. If this raises anything else, the next plan must reset.
+        JoinFailed says that it has computed nothing, because of one slot.
         """
 
     def sample(self, plan: ForwardPlan, forwarded: Any) -> Callable[[], PlanResult]:
@@ -83,7 +87,7 @@ class Executor(Protocol):
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
         """Begin the plan; what is returned waits for its result.
 
-        Either raises what `on_layer` raised, and EngineError for all else that goes wrong.
+        Either raises PassEnded if `on_layer` did, and EngineError for all else that goes wrong.
         """
 
 
@@ -104,18 +108,8 @@ class InProcessExecutor:
 
     def launch(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> Callable[[], PlanResult]:
         """See Executor."""
-        from_caller: list[BaseException] = []
-
-        def call(layer: int) -> None:
-            try:
-                if on_layer is not None:
-                    on_layer(layer)
-            except BaseException as error:
-                from_caller.append(error)
-                raise
-
-        with _as_engine_errors(from_caller):
-            wait = self.runner.sample(plan, self.runner.forward(plan, call))
+        with _as_engine_errors():
+            wait = self.runner.sample(plan, self.runner.forward(plan, on_layer))
 
         def result() -> PlanResult:
             with _as_engine_errors():
@@ -125,10 +119,10 @@ class InProcessExecutor:
 
 
 @contextmanager
-def _as_engine_errors(from_caller: Sequence[BaseException] = ()) -> Iterator[None]:
+def _as_engine_errors() -> Iterator[None]:
     try:
         yield
+    except (BatonError, PassEnded):
+        raise
     except Exception as error:
-        if isinstance(error, BatonError) or error in from_caller:
-            raise
         raise EngineError(f"the model failed: {type(error).__name__}: {error}") from error

@@ -32,10 +32,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from baton.engine.contract import ChunkResult, EngineSpec
+from baton.engine.contract import EngineSpec, OnLayer
 from baton.engine.core import EngineCore
-from baton.engine.executor import InProcessExecutor, OnLayer
-from baton.engine.plan import Chunk, ForwardPlan, PlanResult
+from baton.engine.executor import InProcessExecutor
+from baton.engine.plan import ForwardPlan, PlanResult, Prompt, Row, RowResult
 from baton.errors import EngineError, JoinFailed, NoToken
 from baton.kv.format import DTYPE_BYTES, KvFormat, PartData, attention_parts
 from baton.request import SamplingParams, SequenceState, TokenInfo
@@ -235,23 +235,23 @@ class FakeRunner:
     def forward(self, plan: ForwardPlan, on_layer: OnLayer | None) -> None:
         """See Runner."""
         self._update(plan)
-        for chunk in plan.chunks:
-            self._compute(chunk, on_layer)
-        for step in plan.steps:
-            slot = self._slots[step.slot]
-            last = self._layout.token(slot.ids[-1], step.position)
-            self.memory.put(slot.pages, step.position, last)
-            slot.implied[step.position * self._layout.token_bytes :] = last
+        self._compute([(row, row.source) for row in plan.rows if isinstance(row.source, Prompt)], on_layer)
+        for row in plan.rows:
+            if not isinstance(row.source, Prompt):
+                slot = self._slots[row.source]
+                last = self._layout.token(slot.ids[-1], row.start)
+                self.memory.put(slot.pages, row.start, last)
+                slot.implied[row.start * self._layout.token_bytes :] = last
 
     def sample(self, plan: ForwardPlan, forwarded: None) -> Callable[[], PlanResult]:
         """See Runner."""
-        chunks = tuple(self._sample_chunk(chunk) for chunk in plan.chunks)
-        steps = tuple(self._sample_step(self._slots[step.slot]) for step in plan.steps)
+        result = PlanResult(tuple(self._sample(row) for row in plan.rows))
+        steps = not all(isinstance(row.source, Prompt) for row in plan.rows)
 
         def wait() -> PlanResult:
             if self._step_time and steps:
                 self._delay(self._step_time)
-            return PlanResult(chunks, steps)
+            return result
 
         return wait
 
@@ -270,35 +270,41 @@ class FakeRunner:
         for growth in plan.grew:
             self._slots[growth.slot].pages += growth.pages
 
-    def _compute(self, chunk: Chunk, on_layer: OnLayer | None) -> None:
-        states = b"".join(self._layout.token(token, p) for p, token in enumerate(chunk.token_ids, chunk.start))
+    def _compute(self, prompts: Sequence[tuple[Row, Prompt]], on_layer: OnLayer | None) -> None:
         layers = self._spec.kv_format.layers
-        for layer in range(layers):
+        for layer in range(layers if prompts else 0):
             if self._chunk_time:
                 self._delay(self._chunk_time / layers)
-            self.memory.put(chunk.pages, chunk.start, states, layer)
+            for row, prompt in prompts:
+                states = b"".join(self._layout.token(token, p) for p, token in enumerate(prompt.token_ids, row.start))
+                self.memory.put(prompt.pages, row.start, states, layer)
             if on_layer is not None:
                 on_layer(layer)
-        if chunk.prompt_logprobs is not None and on_layer is not None:
+        if on_layer is not None and any(prompt.prompt_logprobs is not None for _, prompt in prompts):
             on_layer(layers - 1)
 
-    def _sample_chunk(self, chunk: Chunk) -> ChunkResult:
-        tokens = []
-        for state in chunk.sample:
+    def _sample(self, row: Row) -> RowResult:
+        if not isinstance(row.source, Prompt):
+            return self._sample_step(self._slots[row.source])
+        prompt, tokens = row.source, list[TokenInfo]()
+        for state in prompt.sample:
             ids = [*state.prompt_ids, *state.output_ids]
-            implied = self._imply(ids[: chunk.start + len(chunk.token_ids)])
-            tokens.append(self._choose(state, ids, chunk.pages, implied, decoding=False))
-        prompt = [self._info(token, PROMPT_LOGPROB, chunk.prompt_logprobs) for token in chunk.successors]
-        return ChunkResult(tuple(tokens), tuple(prompt))
+            implied = self._imply(ids[: row.start + row.count])
+            try:
+                tokens.append(self._choose(state, ids, prompt.pages, implied, decoding=False))
+            except NoToken as error:
+                return RowResult(problem=f"choice {state.choice_index}: {error}")
+        report = [self._info(token, PROMPT_LOGPROB, prompt.prompt_logprobs) for token in prompt.successors]
+        return RowResult(tuple(tokens), tuple(report))
 
-    def _sample_step(self, slot: _FakeSlot) -> tuple[TokenInfo, ...] | str:
+    def _sample_step(self, slot: _FakeSlot) -> RowResult:
         try:
             info = self._choose(slot.state, slot.ids, slot.pages, slot.implied, decoding=True)
         except NoToken as error:
             slot.ids.append(0)
-            return str(error)
+            return RowResult(problem=str(error))
         slot.ids.append(info.token_id)
-        return (info,)
+        return RowResult((info,))
 
     def _imply(self, ids: Sequence[int]) -> bytes:
         return b"".join(self._layout.token(token, position) for position, token in enumerate(ids))

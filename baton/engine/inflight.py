@@ -1,7 +1,7 @@
-"""Steps in flight: launched, not read yet.
+"""Forward passes in flight: launched, not read yet.
 
     launch ──▶ in flight (pages pinned) ──▶ read: tokens appended to the sequences, pages unpinned
-                      └─ a step fails: it and all after it are undone, and no sequence has moved since the one before
+                      └─ a pass fails: it and all after it are undone, and no sequence has moved since the one before
 
 A step is launched from what the host knows of a sequence (its length) and what the device has of it (its newest
 token), so it need not wait for the tokens of the step before. The pages of its sequences stay pinned until it is read
@@ -17,55 +17,100 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from baton.engine.contract import KvHandle
+from baton.engine.contract import ChunkResult, OnLayer, PassResult, PromptChunk
+from baton.engine.executor import PassEnded
 from baton.engine.kv_manager import RunningSequence
-from baton.engine.plan import PlanResult
+from baton.engine.plan import PlanResult, RowResult
 from baton.errors import EngineError, NoToken
 from baton.request import TokenInfo
 
 
-class LaunchedStep:
-    """A step of the batch; see `baton.engine.contract.StepHandle`."""
+class ChunkErrors:
+    """The chunks of a pass and what their `on_layer` raised; a chunk that has failed is not called again."""
+
+    def __init__(self, chunks: Sequence[PromptChunk], *, step: bool) -> None:
+        """`step`: whether the pass has a step too, for which it goes on without chunks."""
+        self.chunks = chunks
+        self.errors: list[Exception | None] = [None] * len(chunks)
+        self._step = step
+
+    @property
+    def on_layer(self) -> OnLayer | None:
+        """The `on_layer` of the pass; None if no chunk has one."""
+        return None if all(chunk.on_layer is None for chunk in self.chunks) else self._call
+
+    def _call(self, layer: int) -> None:
+        for index, chunk in enumerate(self.chunks):
+            if chunk.on_layer is None or self.errors[index] is not None:
+                continue
+            try:
+                chunk.on_layer(layer)
+            except Exception as error:
+                self.errors[index] = error
+        if not self._step and None not in self.errors:
+            raise PassEnded
+
+    def results(self, rows: Sequence[RowResult]) -> list[ChunkResult | Exception]:
+        """The chunks' results, from those of their rows."""
+        return [
+            error or _chunk_result(chunk, row) for chunk, error, row in zip(self.chunks, self.errors, rows, strict=True)
+        ]
+
+
+def _chunk_result(chunk: PromptChunk, row: RowResult) -> ChunkResult | NoToken:
+    if row.problem:
+        return NoToken(f"{chunk.handle.owner}: {row.problem}")
+    return ChunkResult(row.tokens, row.prompt_logprobs)
+
+
+class LaunchedPass:
+    """See `baton.engine.contract.ForwardPass`."""
 
     def __init__(
         self,
+        chunks: ChunkErrors,
         batch: Sequence[RunningSequence],
         wait: Callable[[], PlanResult],
         pins: ExitStack,
-        read: Callable[[LaunchedStep], object],
+        read: Callable[[LaunchedPass], object],
         refused: Sequence[tuple[RunningSequence, NoToken]] = (),
     ) -> None:
-        """`wait` returns the plan's result once the device is done, or raises; `read` reads steps up to this one.
+        """`wait` returns the plan's result once the device is done, or raises; `read` reads passes up to this one.
 
         `refused` sequences are not in the batch, because they could not join it.
         """
         self.batch = batch
         self.found: list[tuple[RunningSequence, tuple[TokenInfo, ...] | NoToken]] = [*refused]
+        self._chunks = chunks
+        self._chunk_results: list[ChunkResult | Exception] = []
         self._wait = wait
         self._pins = pins
         self._read = read
         self._error: BaseException | None = None
 
-    def result(self) -> list[tuple[KvHandle, tuple[TokenInfo, ...] | NoToken]]:
-        """See StepHandle. Raises what the step raised; EngineError if it was undone with one before it."""
+    def result(self) -> PassResult:
+        """See ForwardPass. Raises what the pass raised; EngineError if it was undone with one before it."""
         self._read(self)
         if self._error is not None:
             raise self._error
-        return [(each.handle, found) for each, found in self.found if each.handle.alive]
+        return PassResult(
+            self._chunk_results, [(each.handle, found) for each, found in self.found if each.handle.alive]
+        )
 
     def complete(self) -> None:
         """Wait for the device, and give the tokens to the sequences; if this raises, pages stay pinned."""
-        result = self._wait()
-        for each, tokens in zip(self.batch, result.steps, strict=True):
+        rows, chunks = self._wait().rows, len(self._chunks.chunks)
+        self._chunk_results = self._chunks.results(rows[:chunks])
+        for each, row in zip(self.batch, rows[chunks:], strict=True):
             each.unread -= 1
             if each.failed:
                 continue
-            if isinstance(tokens, str):
+            if row.problem:
                 each.failed = True
-                self.found.append((each, NoToken(f"{each.handle.owner}: {tokens}")))
+                self.found.append((each, NoToken(f"{each.handle.owner}: {row.problem}")))
             else:
-                each.output_ids.extend(info.token_id for info in tokens)
-                self.found.append((each, tokens))
+                each.output_ids.extend(info.token_id for info in row.tokens)
+                self.found.append((each, row.tokens))
         self._pins.close()
 
     def undo(self, error: BaseException) -> None:
@@ -78,40 +123,40 @@ class LaunchedStep:
             self._pins.close()
 
 
-class InflightSteps:
-    """The steps in flight, oldest first."""
+class InflightPasses:
+    """The passes in flight, oldest first."""
 
     def __init__(self) -> None:
-        self._steps: deque[LaunchedStep] = deque()
+        self._passes: deque[LaunchedPass] = deque()
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._passes)
 
-    def __contains__(self, step: LaunchedStep) -> bool:
-        return step in self._steps
+    def __contains__(self, launched: LaunchedPass) -> bool:
+        return launched in self._passes
 
-    def add(self, step: LaunchedStep) -> None:
-        """`step` was launched."""
-        self._steps.append(step)
-        for each in step.batch:
+    def add(self, launched: LaunchedPass) -> None:
+        """`launched` is the newest."""
+        self._passes.append(launched)
+        for each in launched.batch:
             each.unread += 1
 
-    def complete(self) -> LaunchedStep:
+    def complete(self) -> LaunchedPass:
         """Read the oldest; if that raises, all are undone."""
-        step = self._steps[0]
+        oldest = self._passes[0]
         try:
-            step.complete()
+            oldest.complete()
         except BaseException as error:
             self.undo(error)
             raise
-        self._steps.popleft()
-        return step
+        self._passes.popleft()
+        return oldest
 
     def undo(self, error: BaseException) -> None:
         """Undo all, the oldest for `error`."""
-        for index, step in enumerate(self._steps):
-            for each in step.batch:
+        for index, launched in enumerate(self._passes):
+            for each in launched.batch:
                 each.unread -= 1
-            cause = EngineError(f"undone, because a step before it failed: {error}")
-            step.undo(cause if index else error)
-        self._steps.clear()
+            cause = EngineError(f"undone, because a pass before it failed: {error}")
+            launched.undo(cause if index else error)
+        self._passes.clear()

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.engine.contract import EngineSpec
-from baton.engine.plan import ForwardPlan, Growth, Join, Step
+from baton.engine.plan import ForwardPlan, Growth, Join, Row
 from baton.errors import EngineError, Overloaded
 from baton.kv.pool import PageHandle, PagePool
 from baton.request import SequenceState
@@ -121,12 +121,14 @@ class KvManager:
                     return
             self._remove_dead()
 
-    def plan_step(self, batch: Sequence[RunningSequence]) -> ForwardPlan:
-        """One step of all of `batch`, with what has changed since the last such plan.
+    def plan(self, prompts: Sequence[Row], batch: Sequence[RunningSequence]) -> ForwardPlan:
+        """Rows of prompts, and a step of all of `batch` with what has changed since the last such plan.
 
         The caller launches it, or calls `forget_plans`.
         """
-        joined, grew, steps = [], [], []
+        if not batch:
+            return ForwardPlan(rows=tuple(prompts))
+        joined, grew, rows = [], [], list(prompts)
         for each in batch:
             pages = each.handle.pages
             count = len(pages)
@@ -136,8 +138,8 @@ class KvManager:
             elif count > each.planned_pages:
                 grew.append(Growth(each.slot, tuple(pages[each.planned_pages : count])))
             each.planned_pages = count
-            steps.append(Step(each.slot, each.position))
-        plan = ForwardPlan(self._reset, tuple(self._left), tuple(joined), tuple(grew), steps=tuple(steps))
+            rows.append(Row(each.slot, each.position))
+        plan = ForwardPlan(self._reset, tuple(self._left), tuple(joined), tuple(grew), tuple(rows))
         self._reset, self._left = False, []
         return plan
 

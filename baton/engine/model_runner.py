@@ -2,11 +2,9 @@
 
 A slot's sequence has a row of the tensors that steps read (`baton.engine.step_inputs`) and a row of the sampler; both
 are dense, and change only where the batch did. A step's position in each sequence is that of its newest token, whose KV
-it computes. On CUDA a step is queued whole, its tokens' copy to the host included, and others may be queued behind it;
-on CPU it is over when it was launched.
-
-A plan is one chunk, or a step of all slots that are taken: other mixtures are refused, until attention and sampling
-take rows of several kinds at once.
+it computes. A pass takes the tokens of prompts, in the order of the plan, and then those of the batch. On CUDA it is
+queued whole, its tokens' copy to the host included, and others may be queued behind it; on CPU it is over when it was
+launched.
 """
 
 from __future__ import annotations
@@ -14,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.contract import ChunkResult, EngineSpec
+from baton.engine.contract import EngineSpec, OnLayer
 from baton.engine.cuda_graphs import DecodeGraphs, padded
 from baton.engine.cuda_memory import CudaMemory
-from baton.engine.executor import KvMemory, OnLayer
+from baton.engine.executor import KvMemory
 from baton.engine.hosted_memory import HostedMemory
-from baton.engine.plan import Chunk, ForwardPlan, Join, PlanResult, Step
+from baton.engine.plan import ForwardPlan, Join, PlanResult, Prompt, Row, RowResult
 from baton.engine.step_inputs import StepInputs
 from baton.engine.torch_memory import TorchMemory
 from baton.errors import EngineError, JoinFailed, NoToken
@@ -35,8 +35,8 @@ from baton.model.load import LoadedModel
 from baton.model.sampler import SamplerBatch
 from baton.model.sampler_output import SamplerOutput, token_infos
 from baton.model.upload import upload
-from baton.native.decoder import NativeDecoder, NativeStepOutput
-from baton.request import SequenceState, TokenInfo
+from baton.native.decoder import NativeDecoder, NativeOutput
+from baton.request import TokenInfo
 
 _LOGITS_AT_ONCE = 1 << 24
 """Elements of the logits computed together for prompt log-probabilities: 64 MiB of float32."""
@@ -52,11 +52,30 @@ class _Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class _HiddenStates:
-    """Hidden states before the final norm: `[1, hidden]` after a chunk, `[rows, hidden]` after a step."""
+class _PromptRow:
+    """A prompt's row, and the sampler of its states; `begin`: its first token in the pass."""
 
-    hidden: Tensor
-    prompt_logprobs: tuple[TokenInfo, ...] = ()
+    row: Row
+    prompt: Prompt
+    begin: int
+    sampler: SamplerBatch
+
+    @property
+    def read(self) -> list[int]:
+        """Tokens of the pass whose hidden states are needed: all that are reported, or those to be sampled after."""
+        if self.prompt.prompt_logprobs is not None:
+            return list(range(self.begin, self.begin + self.row.count))
+        return [self.begin + offset for offset in self.row.sampled]
+
+
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """A pass before sampling: hidden states before the final norm of the tokens to be sampled after, or the head's
+    results; rows of prompts first, then those of the batch."""
+
+    prompts: Sequence[_PromptRow]
+    states: Tensor | NativeOutput
+    prompt_logprobs: Sequence[tuple[TokenInfo, ...] | NoToken]
 
 
 class ModelRunner:
@@ -96,32 +115,49 @@ class ModelRunner:
         """See Runner."""
         return TorchAttention.blocks if self._native is None else self._native.heartbeat()
 
-    def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _HiddenStates | NativeStepOutput:
-        """See Runner. Raises EngineError for a mixture that it does not take."""
-        if len(plan.chunks) + bool(plan.steps) != 1:
-            chunks, steps = len(plan.chunks), len(plan.steps)
-            raise EngineError(f"a plan must be one chunk or a step of the batch, got {chunks} chunks and {steps} steps")
+    def forward(self, plan: ForwardPlan, on_layer: OnLayer | None = None) -> _Forwarded:
+        """See Runner."""
         with self._drained_on_error():
             self._update(plan)
             if self._source is not None:
                 # What a chunk has fetched ahead, in whose `on_layer` this one runs, is of other pages.
                 self._source.end()
             try:
-                if plan.chunks:
-                    return self._forward_chunk(plan.chunks[0], on_layer)
-                return self._forward_step(plan.steps)
+                return self._forward(plan.rows, on_layer)
             finally:
                 if self._source is not None:
                     self._source.end()
 
-    def sample(self, plan: ForwardPlan, states: _HiddenStates | NativeStepOutput) -> Callable[[], PlanResult]:
-        """See Runner. Raises NoToken where logits after a chunk are not finite."""
+    def sample(self, plan: ForwardPlan, forwarded: _Forwarded) -> Callable[[], PlanResult]:
+        """See Runner."""
         with self._drained_on_error():
-            if isinstance(states, NativeStepOutput):
-                return self._finish_step(plan.steps, self._choose(states))
-            if plan.chunks:
-                return self._sample_chunk(plan.chunks[0], states)
-            return self._finish_step(plan.steps, self._sampler.launch(self._decoder.logits(states.hidden)))
+            states = forwarded.states
+            if isinstance(states, NativeOutput):
+                best, logits = states.best, states.logits
+            else:
+                best, logits = None, self._decoder.logits(states) if len(states) else None
+            sampled, at = list[SamplerOutput | None](), 0
+            for each in forwarded.prompts:
+                count, end = len(each.prompt.sample), at + len(each.row.sampled)
+                sampled.append(self._choose(each.sampler, best, logits, range(at, end), count) if count else None)
+                at = end
+            steps = [row for row in plan.rows if not isinstance(row.source, Prompt)]
+            choose = self._choose(self._sampler, best, logits, range(at, at + len(steps))) if steps else None
+            wait_steps = None if choose is None else self._finish_step(steps, choose)
+            done = self._cuda.mark() if self._cuda is not None and forwarded.prompts else None
+
+        def wait() -> PlanResult:
+            found = [
+                _prompt_result(each.prompt, output, infos)
+                for each, output, infos in zip(forwarded.prompts, sampled, forwarded.prompt_logprobs, strict=True)
+            ]
+            results = wait_steps() if wait_steps is not None else []
+            if done is not None:
+                # Afterwards pages of prompts may go to other owners.
+                done.synchronize()
+            return PlanResult((*found, *results))
+
+        return wait
 
     def _update(self, plan: ForwardPlan) -> None:
         """Take what has changed since the last plan."""
@@ -160,11 +196,18 @@ class ModelRunner:
         self._inputs.remove(row)
         self._sampler.remove(row)
 
-    def _forward_chunk(self, chunk: Chunk, on_layer: OnLayer | None) -> _HiddenStates:
-        count = len(chunk.token_ids)
-        table = upload([chunk.pages], torch.int32, self._device)
-        host = self._host_kv({0: chunk.pages} if self._in_host(chunk.pages) else {})
-        batch = AttentionBatch.build([count], [chunk.start + count], table, self._spec.page_size, host)
+    def _forward(self, rows: Sequence[Row], on_layer: OnLayer | None) -> _Forwarded:
+        prompts, tokens = list[_PromptRow](), 0
+        for row in rows:
+            if isinstance(row.source, Prompt):
+                prompts.append(_PromptRow(row, row.source, tokens, self._sampler_of(row.source)))
+                tokens += row.count
+        contexts = self._contexts(rows[len(prompts) :])
+        if not prompts:
+            return _Forwarded((), self._forward_step(contexts), ())
+        ids, batch = self._mixed_inputs(prompts, contexts)
+        steps = range(tokens, tokens + len(contexts))
+        read = [token for each in prompts for token in each.read] + [*steps]
 
         def finished(layer: int) -> None:
             if self._cuda is not None:
@@ -172,30 +215,62 @@ class ModelRunner:
             if on_layer is not None:
                 on_layer(layer)
 
-        reports = chunk.prompt_logprobs is not None
-        ids = upload(chunk.token_ids, torch.int64, self._device)
-        wanted = None if reports else int(bool(chunk.sample))
-        hidden = self._decoder.forward(ids, batch.positions, batch, self._kv, finished, wanted)
-        infos = self._prompt_logprobs(hidden, chunk, finished) if reports else ()
-        return _HiddenStates(hidden[-1:], infos)
+        # Of a device, each layer must be told even if nobody asks: reads of the layer wait for it.
+        told = finished if self._cuda is not None or on_layer is not None else None
+        if self._native is not None and all(each.prompt.prompt_logprobs is None for each in prompts):
+            samplers = [each.sampler for each in prompts if each.prompt.sample]
+            samplers += [self._sampler] if contexts else []
+            logits = not all(sampler.takes_largest for sampler in samplers)
+            output = self._native.forward_head(ids, batch, self._kv, told, read, logits)
+            return _Forwarded(prompts, output, [()] * len(prompts))
+        hidden = self._decoder.forward(ids, batch.positions, batch, self._kv, told, read)
+        places = {token: place for place, token in enumerate(read)}
+        infos = [self._prompt_logprobs(hidden, places, each, finished) for each in prompts]
+        sampled = [places[each.begin + offset] for each in prompts for offset in each.row.sampled]
+        sampled += [places[token] for token in steps]
+        if len(sampled) < len(read):
+            hidden = hidden[upload(sampled, torch.int64, self._device)]
+        return _Forwarded(prompts, hidden, infos)
 
-    def _forward_step(self, steps: Sequence[Step]) -> _HiddenStates | NativeStepOutput:
-        """Hidden states `[n, hidden]` of the rows' newest tokens; native kernels go on to logits or the largest."""
+    def _contexts(self, steps: Sequence[Row]) -> list[int]:
+        """Tokens of each sequence of the batch, its new one included, in the order of rows; [] without a step."""
         contexts = [0] * len(self._rows)
         for step in steps:
-            if step.slot not in self._slots:
-                raise EngineError(f"slot {step.slot} is in a step, but has no sequence")
-            contexts[self._slots[step.slot].row] = step.position + 1
-        if not all(contexts):
+            if isinstance(step.source, Prompt) or step.source not in self._slots:
+                raise EngineError(f"a row of {step.source!r} is among those of slots, but has no sequence")
+            contexts[self._slots[step.source].row] = step.start + 1
+        if steps and not all(contexts):
             raise EngineError(f"a step must be one of all {len(contexts)} slots that are taken, got {len(steps)}")
-        if self._native is not None:
-            inputs, logits = self._inputs, not self._sampler.takes_largest
-            return self._native.step(inputs.ids, contexts, inputs.tables, self._kv, logits)
+        return contexts if steps else []
+
+    def _mixed_inputs(self, prompts: Sequence[_PromptRow], contexts: Sequence[int]) -> tuple[Tensor, AttentionBatch]:
+        """Token ids and sequences of a pass over prompts, and over the batch if there are `contexts`."""
+        size, count = self._spec.page_size, len(prompts)
+        tables = [each.prompt.pages for each in prompts]
+        width = max(max(map(len, tables)), (max(contexts, default=1) - 1) // size + 1)
+        padded_tables = [[*table, *[0] * (width - len(table))] for table in tables]
+        table = upload(padded_tables, torch.int32, self._device)
+        ids = upload([token for each in prompts for token in each.prompt.token_ids], torch.int64, self._device)
+        in_host: dict[int, Sequence[int]] = {row: pages for row, pages in enumerate(tables) if self._in_host(pages)}
+        if contexts:
+            steps = self._inputs.tables[: len(contexts), :width]
+            table = torch.cat([table, F.pad(steps, (0, width - steps.shape[1]))])
+            ids = torch.cat([ids, self._inputs.ids[: len(contexts)]])
+            in_host |= {count + slot.row: slot.pages for slot in self._rows if slot.in_host}
+        queries = [each.row.count for each in prompts] + [1] * len(contexts)
+        ends = [each.row.start + each.row.count for each in prompts]
+        return ids, AttentionBatch.build(queries, [*ends, *contexts], table, size, self._host_kv(in_host))
+
+    def _forward_step(self, contexts: Sequence[int]) -> Tensor | NativeOutput:
+        """A step of the batch alone; see _Forwarded."""
         width = (max(contexts) - 1) // self._spec.page_size + 1
+        if self._native is not None:
+            batch, logits = self._inputs.batch(contexts, width), not self._sampler.takes_largest
+            return self._native.forward_head(self._inputs.ids, batch, self._kv, None, None, logits)
         host = self._host_kv({slot.row: slot.pages for slot in self._rows if slot.in_host})
         if host is None and self._graphs is not None and len(contexts) <= self._graphs.rows:
-            return _HiddenStates(self._graphs.run(len(contexts), width))
-        return _HiddenStates(self._run(contexts, width, host))
+            return self._graphs.run(len(contexts), width)
+        return self._run(contexts, width, host)
 
     def _in_host(self, pages: Sequence[int]) -> bool:
         return self._source is not None and any(page >= self._spec.device_pages for page in pages)
@@ -208,64 +283,61 @@ class ModelRunner:
         batch = self._inputs.batch(contexts, width, host)
         return self._decoder.forward(self._inputs.ids[: len(contexts)], batch.positions, batch, self._kv)
 
-    def _choose(self, step: NativeStepOutput) -> SamplerOutput:
-        if step.logits is not None:
-            return self._sampler.launch(step.logits)
-        return SamplerOutput(step.best, [step.best >= 0])
+    def _choose(
+        self, sampler: SamplerBatch, best: Tensor | None, logits: Tensor | None, rows: range, copies: int = 1
+    ) -> SamplerOutput:
+        """Tokens after some rows of the pass, each row `copies` times in the sampler."""
+        own = slice(rows.start, rows.stop)
+        if logits is not None:
+            return sampler.launch(logits[own] if copies == 1 else logits[own].repeat(copies, 1))
+        if best is None:
+            raise EngineError("a token is to be sampled, but nothing was computed")
+        chosen = best[own] if copies == 1 else best[own].repeat(copies)
+        return SamplerOutput(chosen, [chosen >= 0])
 
-    def _finish_step(self, steps: Sequence[Step], sampled: SamplerOutput) -> Callable[[], PlanResult]:
-        slots = [self._slots[step.slot] for step in steps]
+    def _finish_step(self, steps: Sequence[Row], sampled: SamplerOutput) -> Callable[[], list[RowResult]]:
+        slots = [self._slots[cast(int, step.source)] for step in steps]
         rows = [slot.row for slot in slots]
         sampler = self._sampler
         with torch.inference_mode():
             self._inputs.advance(sampled.tokens)
         sampler.advance()
 
-        def wait() -> PlanResult:
+        def wait() -> list[RowResult]:
             infos = sampled.read()
             found = [infos[row] for row in rows]
             if sampler.counts:
                 # Penalties count tokens, on tables that the host lays out. A slot may have moved or left meanwhile.
                 tokens = [(slot.row, info) for slot, info in zip(slots, found, strict=True) if slot.row >= 0]
                 sampler.count([(row, info.token_id) for row, info in tokens if isinstance(info, TokenInfo)])
-            return PlanResult(steps=tuple(str(each) if isinstance(each, NoToken) else (each,) for each in found))
+            return [RowResult(problem=str(each)) if isinstance(each, NoToken) else RowResult((each,)) for each in found]
 
         return wait
 
-    def _sample_chunk(self, chunk: Chunk, states: _HiddenStates) -> Callable[[], PlanResult]:
-        tokens = self._sample_first(states.hidden, chunk.sample) if chunk.sample else ()
-        result = PlanResult(chunks=(ChunkResult(tokens, states.prompt_logprobs),))
+    def _prompt_logprobs(
+        self, hidden: Tensor, places: Mapping[int, int], each: _PromptRow, on_layer: OnLayer
+    ) -> tuple[TokenInfo, ...] | NoToken:
+        """Each successor's log-probability, some rows of logits at a time; `on_layer` is called after each part.
 
-        def wait() -> PlanResult:
-            # Afterwards its pages may go to other owners.
-            if self._cuda is not None:
-                self._cuda.drain()
-            return result
-
-        return wait
-
-    def _sample_first(self, hidden: Tensor, states: Sequence[SequenceState]) -> tuple[TokenInfo, ...]:
-        sampler = self._new_sampler()
-        for state in states:
-            sampler.add(state)
-        logits = self._decoder.logits(hidden)
-        tokens = []
-        for state, found in zip(states, sampler.sample(logits.repeat(len(states), 1)), strict=True):
-            if isinstance(found, NoToken):
-                raise NoToken(f"choice {state.choice_index}: {found}")
-            tokens.append(found)
-        return tuple(tokens)
-
-    def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk, on_layer: OnLayer) -> tuple[TokenInfo, ...]:
-        """Each successor's log-probability, some rows of logits at a time; `on_layer` is called after each part."""
-        rows = max(1, _LOGITS_AT_ONCE // self._spec.vocab_size)
+        `places`: the row of `hidden` that has a token's state.
+        """
+        rows, prompt = max(1, _LOGITS_AT_ONCE // self._spec.vocab_size), each.prompt
         infos: list[TokenInfo] = []
-        for low in range(0, len(chunk.successors), rows):
-            part = chunk.successors[low : low + rows]
-            logits = self._decoder.logits(hidden[low : low + len(part)])
-            infos += token_infos(logits, part, [chunk.prompt_logprobs or 0] * len(part))
+        for low in range(0, len(prompt.successors), rows):
+            part, first = prompt.successors[low : low + rows], places[each.begin + low]
+            logits = self._decoder.logits(hidden[first : first + len(part)])
+            try:
+                infos += token_infos(logits, part, [prompt.prompt_logprobs or 0] * len(part))
+            except NoToken as error:
+                return error
             on_layer(self._spec.kv_format.layers - 1)
         return tuple(infos)
+
+    def _sampler_of(self, prompt: Prompt) -> SamplerBatch:
+        sampler = self._new_sampler()
+        for state in prompt.sample:
+            sampler.add(state)
+        return sampler
 
     @contextmanager
     def _drained_on_error(self) -> Iterator[None]:
@@ -280,3 +352,14 @@ class ModelRunner:
     def _new_sampler(self) -> SamplerBatch:
         lowest = self._native.lowest_noise if self._native is not None else lowest_noise
         return SamplerBatch(self._spec.vocab_size, self._spec.eos_token_ids, self._device, lowest)
+
+
+def _prompt_result(prompt: Prompt, sampled: SamplerOutput | None, infos: tuple[TokenInfo, ...] | NoToken) -> RowResult:
+    if isinstance(infos, NoToken):
+        return RowResult(problem=str(infos))
+    tokens = list[TokenInfo]()
+    for state, found in zip(prompt.sample, sampled.read() if sampled is not None else (), strict=True):
+        if isinstance(found, NoToken):
+            return RowResult(problem=f"choice {state.choice_index}: {found}")
+        tokens.append(found)
+    return RowResult(tuple(tokens), infos)

@@ -3,19 +3,20 @@
     Engine ── ForwardPlan ──▶ Executor ──▶ ModelRunner of each rank ── PlanResult ──▶ Engine
 
 A ModelRunner knows slots, not requests. The page table, sampling parameters and tokens of a slot are sent once; each
-plan begins with the changes since the plan before it: reset, slots that were left, slots that were joined, page tables
-that grew. After a failed plan, the next one resets and joins every slot again, so nothing remains of the failed plan,
-nor of those launched after it.
+plan of the batch begins with the changes since the one before it: reset, slots that were left, slots that were joined,
+page tables that grew. After a failed plan, the next one resets and joins every slot again, so nothing remains of the
+failed plan, nor of those launched after it.
 
-A plan has chunks, steps or both. A chunk brings its page table with it: it takes far longer than its table travels, and
-a prompt has no slot. Fields hold numbers, tuples and dataclasses alone, so a plan can be sent to another process.
+A plan has rows: new tokens of one sequence each. A row of many tokens is a chunk of a prompt, one of a single token a
+step; any mixture is one forward pass. A prompt's row brings its page table with it: it takes far longer than its table
+travels, and a prompt has no slot. Fields hold numbers, tuples and dataclasses alone, so a plan can be sent to another
+process.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.engine.contract import ChunkResult
 from baton.request import SequenceState, TokenInfo
 
 
@@ -40,15 +41,14 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens of one prompt, at positions from `start` on; `pages` hold them and all before, in token order.
+class Prompt:
+    """Inputs of a prompt's row: its new tokens, and `pages` of these and all before, in token order.
 
-    A token is sampled after the last of them for each state of `sample`. With `prompt_logprobs`, log-probabilities of
-    `successors`, each the token after its position, are reported, with so many alternatives.
+    A token is sampled for each state of `sample`. With `prompt_logprobs`, log-probabilities of `successors`, each the
+    token after the position of a new token, are reported, with so many alternatives.
     """
 
     token_ids: tuple[int, ...]
-    start: int
     pages: tuple[int, ...]
     sample: tuple[SequenceState, ...] = ()
     prompt_logprobs: int | None = None
@@ -56,34 +56,44 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """The newest token of a slot, at `position`; the next token is sampled after it.
+class Row:
+    """`count` new tokens of one sequence, a prompt or the sequence of a slot, at positions from `start` on.
 
-    The ModelRunner has that token: from the Join, or from what it sampled itself in the step before.
+    Tokens are sampled after those that `sampled` names, by their place among the new ones. The ModelRunner has the new
+    token of a slot: from the Join, or from what it sampled itself in the step before.
     """
 
-    slot: int
-    position: int
+    source: int | Prompt
+    start: int
+    count: int = 1
+    sampled: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """See the module's text."""
+    """See the module's text. If there are rows of slots, there is one for each slot that is taken."""
 
     reset: bool = False
     left: tuple[int, ...] = ()
     joined: tuple[Join, ...] = ()
     grew: tuple[Growth, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
-    steps: tuple[Step, ...] = ()
+    rows: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """The result of a row: 0 or more `tokens`, or why none could be chosen (`problem`).
+
+    `prompt_logprobs`: each successor of a prompt's row, with its log-probability.
+    """
+
+    tokens: tuple[TokenInfo, ...] = ()
+    prompt_logprobs: tuple[TokenInfo, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """The results of a plan: an entry for each of its chunks, and for each of its steps.
+    """The results of a plan's rows, in their order."""
 
-    A step has 0 or more tokens, or, as text, why none could be chosen.
-    """
-
-    chunks: tuple[ChunkResult, ...] = ()
-    steps: tuple[tuple[TokenInfo, ...] | str, ...] = ()
+    rows: tuple[RowResult, ...] = ()

@@ -11,7 +11,7 @@ A layer's config names its kind of attention and of MLP; a new kind is a class o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -34,6 +34,7 @@ from baton.model.layers import (
     VocabParallelEmbedding,
 )
 from baton.model.linear import TensorOptions
+from baton.model.upload import upload
 
 OnLayer = Callable[[int], None]
 """Called with a layer's index once its K and V are in the pages; what it raises ends the pass."""
@@ -168,13 +169,13 @@ class DecoderLayer(nn.Module):
         """`[T, hidden]` to the same."""
         return self._attend(x, self.attention.append(self.attention_norm(x), context), context)
 
-    def forward_last(self, x: Tensor, context: ForwardContext, rows: int) -> Tensor:
-        """As `forward`, for the last `rows` tokens of one sequence; for its other tokens only K and V are computed."""
+    def forward_sampled(self, x: Tensor, context: ForwardContext, sampled: Sequence[int]) -> Tensor:
+        """As `forward`, for the tokens that `sampled` names; for others only K and V are computed."""
         q = self.attention.append(self.attention_norm(x), context)
-        if rows == 0:
+        if not sampled:
             return x[:0]
-        last = slice(len(x) - rows, None)
-        return self._attend(x[last], q[last], replace(context, batch=context.batch.last(rows)))
+        places = upload(sampled, torch.int64, x.device)
+        return self._attend(x[places], q[places], replace(context, batch=context.batch.select(sampled)))
 
     def _attend(self, x: Tensor, q: Tensor, context: ForwardContext) -> Tensor:
         x = x + self.attention.attend(q, context)
@@ -213,16 +214,16 @@ class Decoder(nn.Module):
         batch: AttentionBatch,
         kv: KvCache,
         on_layer: OnLayer | None = None,
-        rows: int | None = None,
+        sampled: Sequence[int] | None = None,
     ) -> Tensor:
         """Take `token_ids` and `positions` (int64 `[T]`, sequence by sequence) through all layers.
 
-        Returns hidden states `[T, hidden]` in the compute dtype, before the final norm: see `logits`; with `rows`, of a
-        batch of one sequence, those of its last `rows` tokens, 0 or more: the last layer does only what these need.
+        Returns hidden states `[T, hidden]` in the compute dtype, before the final norm: see `logits`; with `sampled`,
+        those of some tokens, named by their places in ascending order: the last layer does only what these need.
         `positions` are usually `batch.positions`. Exceptions of `on_layer` pass through. The result is an inference
         tensor: not to be changed in place outside inference mode.
         """
-        return self.run_layers(self.embed(token_ids), positions, batch, kv, on_layer, rows)
+        return self.run_layers(self.embed(token_ids), positions, batch, kv, on_layer, sampled)
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -238,16 +239,16 @@ class Decoder(nn.Module):
         batch: AttentionBatch,
         kv: KvCache,
         on_layer: OnLayer | None = None,
-        rows: int | None = None,
+        sampled: Sequence[int] | None = None,
     ) -> Tensor:
-        """Hidden states `[T, hidden]` through this worker's layers; `on_layer` and `rows` as in `forward`."""
+        """Hidden states `[T, hidden]` through this worker's layers; `on_layer` and `sampled` as in `forward`."""
         backend = select(hidden.device, hidden.dtype, kv.dtype, kv.page_size, kv.head_dim)
         windows = [layer.window for layer in self.config.layers]
         attention = backend if batch.host is None else SegmentedAttention(backend, batch.host, windows)
         context = ForwardContext(self.rotary.angles(positions), batch, kv, attention)
         for index, layer in enumerate(self.layers):
-            if rows is not None and index == len(self.layers) - 1:
-                hidden = cast(DecoderLayer, layer).forward_last(hidden, context, rows)
+            if sampled is not None and index == len(self.layers) - 1:
+                hidden = cast(DecoderLayer, layer).forward_sampled(hidden, context, sampled)
             else:
                 hidden = layer(hidden, context)
             if on_layer is not None:

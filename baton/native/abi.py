@@ -58,7 +58,9 @@ class BatonCall(ctypes.Structure):
     _fields_ = [
         ("threads", c_int64),
         ("token_ids", c_void_p),
-        *_fields(integers="first last tail"),
+        *_fields(integers="first last"),
+        ("sampled", POINTER(c_int32)),
+        ("samples", c_int64),
         *_fields("hidden logits best"),
     ]
 

@@ -1,8 +1,7 @@
 """The decoder over native kernels: the face of `baton.model.decoder.Decoder`, one call for a forward pass.
 
-The residual stream is float32, whatever the dtype of weights, and so are the hidden states that go in and out. A step
-of a batch is one call, with its head; a chunk is a call a layer, so that the caller is told of each layer and may end
-the pass there.
+The residual stream is float32, whatever the dtype of weights, and so are the hidden states that go in and out. A pass
+is one call, with its head; or a call a layer, where the caller is told of each layer and may end the pass there.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def unsupported(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) 
 
 
 @dataclass(frozen=True, slots=True)
-class NativeStepOutput:
-    """A step's results. `best`: int64 `[n]`, the first of each row's largest logits, -1 where one is not finite.
+class NativeOutput:
+    """Results of a pass. `best`: int64 `[n]`, the first of each row's largest logits, -1 where one is not finite.
 
     `logits`: float32 `[n, vocab]`, if they were asked for.
     """
@@ -80,25 +79,10 @@ class NativeDecoder:
         batch: AttentionBatch,
         kv: KvCache,
         on_layer: Callable[[int], None] | None = None,
-        rows: int | None = None,
+        sampled: Sequence[int] | None = None,
     ) -> Tensor:
         """See `Decoder.forward`; `positions` are those of the batch. The result is float32."""
-        layers, tokens = self.config.num_layers, batch.num_tokens
-        hidden = _empty(tokens, self.config.hidden_size)
-        call = abi.BatonCall(self._threads, _ids(token_ids, tokens), 0, layers, tokens, hidden.data_ptr())
-        call.tail = tokens if rows is None else rows
-        seen = self._batch(batch.query_lens, batch.context_lens, batch.page_tables)
-        for first, last in [(0, layers)] if on_layer is None else [(index, index + 1) for index in range(layers)]:
-            call.first, call.last = first, last
-            self._check(
-                self._library.baton_native_forward(
-                    byref(self._model), byref(self._cache(kv)), byref(seen), byref(call), self._room
-                )
-            )
-            call.token_ids = None
-            if on_layer is not None:
-                on_layer(first)
-        return hidden if rows is None else hidden[tokens - rows :]
+        return self._run(token_ids, batch, kv, on_layer, sampled, abi.BatonCall())
 
     __call__ = forward
 
@@ -106,28 +90,64 @@ class NativeDecoder:
         """Final norm and output projection: float32 `[n, hidden]` to float32 `[n, vocab_size]`."""
         hidden = hidden.float().contiguous()
         logits = _empty(len(hidden), self.config.vocab_size)
-        if len(hidden):
-            call = abi.BatonCall(self._threads, hidden=hidden.data_ptr(), logits=logits.data_ptr())
-            self._check(self._library.baton_native_head(byref(self._model), len(hidden), byref(call), self._room))
+        self._head(len(hidden), abi.BatonCall(self._threads, hidden=hidden.data_ptr(), logits=logits.data_ptr()))
         return logits
 
-    def step(
-        self, token_ids: Tensor, context_lens: Sequence[int], page_tables: Tensor, kv: KvCache, logits: bool
-    ) -> NativeStepOutput:
-        """One new token for each sequence: `token_ids` int64 `[n]`, `page_tables` int32 `[n, width]`, or longer."""
-        count = len(context_lens)
-        hidden = _empty(count, self.config.hidden_size)
+    def forward_head(
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv: KvCache,
+        on_layer: Callable[[int], None] | None,
+        sampled: Sequence[int] | None,
+        logits: bool,
+    ) -> NativeOutput:
+        """As `forward`, with the head: the largest of each token's logits, and the `logits` themselves if asked."""
+        count = batch.num_tokens if sampled is None else len(sampled)
         best = torch.empty(count, dtype=torch.int64, device="cpu")
         found = _empty(count, self.config.vocab_size) if logits else None
-        call = abi.BatonCall(self._threads, _ids(token_ids, count), 0, self.config.num_layers, count, hidden.data_ptr())
-        call.logits, call.best = None if found is None else found.data_ptr(), best.data_ptr()
-        seen = self._batch([1] * count, context_lens, page_tables)
-        self._check(
-            self._library.baton_native_forward(
-                byref(self._model), byref(self._cache(kv)), byref(seen), byref(call), self._room
-            )
-        )
-        return NativeStepOutput(best, found)
+        call = abi.BatonCall(logits=None if found is None else found.data_ptr(), best=best.data_ptr())
+        self._run(token_ids, batch, kv, on_layer, sampled, call)
+        return NativeOutput(best, found)
+
+    def _run(
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv: KvCache,
+        on_layer: Callable[[int], None] | None,
+        sampled: Sequence[int] | None,
+        call: abi.BatonCall,
+    ) -> Tensor:
+        """Hidden states; `call` says where results of the head go."""
+        layers, tokens = self.config.num_layers, batch.num_tokens
+        hidden = _empty(tokens, self.config.hidden_size)
+        call.threads, call.token_ids, call.hidden = self._threads, _ids(token_ids, tokens), hidden.data_ptr()
+        if sampled is not None:
+            call.sampled, call.samples = (ctypes.c_int32 * len(sampled))(*sampled), len(sampled)
+        seen, head = self._batch(batch), (call.logits, call.best)
+        if on_layer is None:
+            call.last = layers
+            self._forward(kv, seen, call)
+        else:
+            call.logits = call.best = None
+            for layer in range(layers):
+                call.first, call.last = layer, layer + 1
+                self._forward(kv, seen, call)
+                call.token_ids = None
+                on_layer(layer)
+            call.logits, call.best = head
+            self._head(tokens if sampled is None else len(sampled), call)
+        return hidden if sampled is None else hidden[: len(sampled)]
+
+    def _forward(self, kv: KvCache, batch: abi.BatonBatch, call: abi.BatonCall) -> None:
+        model, cache = byref(self._model), byref(self._cache(kv))
+        self._check(self._library.baton_native_forward(model, cache, byref(batch), byref(call), self._room))
+
+    def _head(self, rows: int, call: abi.BatonCall) -> None:
+        if rows and (call.logits or call.best):
+            call.sampled = None
+            self._check(self._library.baton_native_head(byref(self._model), rows, byref(call), self._room))
 
     def heartbeat(self) -> int:
         """See `Engine.heartbeat`: units of work that the threads of this process have taken."""
@@ -148,16 +168,16 @@ class NativeDecoder:
             raise EngineError(f"native kernels: {self._library.baton_native_error().decode()}")
 
     @staticmethod
-    def _batch(query_lens: Sequence[int], context_lens: Sequence[int], tables: Tensor) -> abi.BatonBatch:
-        count = len(query_lens)
-        if tables.dtype != torch.int32 or len(tables) < count or (tables.shape[1] > 1 and tables.stride(1) != 1):
+    def _batch(batch: AttentionBatch) -> abi.BatonBatch:
+        count, tables = len(batch.query_lens), batch.page_tables
+        if tables.dtype != torch.int32 or (tables.shape[1] > 1 and tables.stride(1) != 1):
             shape = f"{tables.dtype} {list(tables.shape)} with strides {tables.stride()}"
             raise EngineError(f"page tables must be int32 [{count}, pages], each row contiguous, got {shape}")
         array = ctypes.c_int32 * count
         return abi.BatonBatch(
             count,
-            array(*query_lens),
-            array(*context_lens),
+            array(*batch.query_lens),
+            array(*batch.context_lens),
             tables.data_ptr(),
             tables.shape[1],
             tables.stride(0),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from baton.engine.contract import Engine
+from baton.engine.contract import Engine, PromptChunk, compute_chunk
 from baton.errors import EngineError, NoToken, OutOfPages
 from baton.request import SamplingParams, SequenceState
 from baton.worker.progress import Progress
@@ -69,10 +69,11 @@ def _compute_own(engine: Engine, progress: Progress, *, step: bool) -> None:
     handle = engine.reserve(SELF_TEST, len(ids) + 1)
     try:
         prompt = SequenceState(greedy, ids)
-        result = engine.prefill_chunk(handle, ids, 0, len(ids), on_layer=lambda _: progress.record(), sample=(prompt,))
+        chunk = PromptChunk(handle, ids, 0, len(ids), lambda _: progress.record(), (prompt,))
+        result = compute_chunk(engine, chunk)
         if step:
             engine.insert(handle, SequenceState(greedy, ids, (result.tokens[0].token_id,)))
-            for _, found in engine.step().result():
+            for _, found in engine.launch().result().steps:
                 if isinstance(found, NoToken):
                     raise found
     finally:

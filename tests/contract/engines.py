@@ -14,6 +14,7 @@ from baton.engine.core import EngineCore
 from baton.engine.plan import PlanResult
 from baton.kv.format import PartData
 from baton.request import SamplingParams, SequenceState, TokenInfo
+from tests.engine_calls import prefill_chunk
 
 GREEDY = SamplingParams(temperature=0.0)
 MIXED = (
@@ -69,8 +70,8 @@ def prefill(engine: Engine, handle: KvHandle, wanted: SequenceState, chunk: int 
     ids = [*wanted.prompt_ids, *wanted.output_ids]
     result = None
     for start, end in chunks(len(ids), chunk):
-        result = engine.prefill_chunk(
-            handle, ids, start, end, on_layer=ignore, sample=[wanted] if end == len(ids) else ()
+        result = prefill_chunk(
+            engine, handle, ids, start, end, on_layer=ignore, sample=[wanted] if end == len(ids) else ()
         )
     assert result is not None
     (token,) = result.tokens
@@ -94,7 +95,7 @@ def compute_between_layers(engine: Engine, outer: Sequence[int], inner: Sequence
     handle, parts = engine.reserve("outer", len(outer)), list(chunks(len(outer), 24))
     for first, last in parts:
         sample = [wanted] if last == len(outer) else ()
-        result = engine.prefill_chunk(handle, outer, first, last, on_layer=on_layer, sample=sample)
+        result = prefill_chunk(engine, handle, outer, first, last, on_layer=on_layer, sample=sample)
     assert result.tokens == (expected[0],)
     assert found == [expected[1]] * len(parts) * engine.spec.kv_format.layers
 
@@ -110,7 +111,7 @@ def start(engine: Engine, owner: str, wanted: SequenceState, room: int = 40) -> 
 
 def step(engine: Engine) -> dict[KvHandle, int]:
     """One step: the new token of each sequence."""
-    return {handle: infos[0].token_id for handle, infos in engine.step().result()}  # type: ignore[index]
+    return {handle: infos[0].token_id for handle, infos in engine.launch().result().steps}  # type: ignore[index]
 
 
 def generate(engine: Engine, wanted: SequenceState, count: int) -> list[int]:
@@ -119,7 +120,7 @@ def generate(engine: Engine, wanted: SequenceState, count: int) -> list[int]:
     while len(outputs) < count:
         outputs.append(step(engine)[handle])
     engine.free(handle)
-    engine.step()
+    engine.launch()
     return outputs
 
 

@@ -24,6 +24,7 @@ from tests.contract.engines import (
     step,
     whole_kv,
 )
+from tests.engine_calls import prefill_chunk
 
 
 def test_on_layer_is_called_in_order_with_final_kv(rig: Rig) -> None:
@@ -36,8 +37,8 @@ def test_on_layer_is_called_in_order_with_final_kv(rig: Rig) -> None:
     def on_layer(layer: int) -> None:
         seen.append((layer, [bytes(part.data) for part in engine.read_kv(handle, layer, range(7, 21), heads)]))
 
-    engine.prefill_chunk(handle, prompt, 0, 7, on_layer=ignore)
-    engine.prefill_chunk(handle, prompt, 7, 21, on_layer=on_layer)
+    prefill_chunk(engine, handle, prompt, 0, 7, on_layer=ignore)
+    prefill_chunk(engine, handle, prompt, 7, 21, on_layer=on_layer)
     assert [layer for layer, _ in seen] == list(range(engine.spec.kv_format.layers))
     for layer, parts in seen:
         assert parts == [bytes(part.data) for part in engine.read_kv(handle, layer, range(7, 21), heads)]
@@ -54,7 +55,7 @@ def test_on_layer_is_called_once_more_when_the_prompt_is_scored(rig: Rig) -> Non
             raise Cancelled("aborted")
 
     with pytest.raises(Cancelled):
-        engine.prefill_chunk(handle, prompt, 0, 20, on_layer=abort_while_scoring, prompt_logprobs=0)
+        prefill_chunk(engine, handle, prompt, 0, 20, on_layer=abort_while_scoring, prompt_logprobs=0)
     assert calls == [*range(last + 1), last]
     engine.free(handle)
 
@@ -71,7 +72,7 @@ def test_what_on_layer_raises_ends_the_chunk_and_passes(rig: Rig) -> None:
         raise KeyError("deadline")
 
     with pytest.raises(KeyError, match="deadline"):
-        engine.prefill_chunk(handle, prompt, 0, 20, on_layer=abort)
+        prefill_chunk(engine, handle, prompt, 0, 20, on_layer=abort)
     assert calls == [0]
     assert engine.audit() == {"a/1": 3}
     assert prefill(engine, handle, state(prompt)).token_id == expected[0]
@@ -103,12 +104,12 @@ def test_prompt_logprobs_name_each_known_successor(rig: Rig, chunk: int) -> None
     handle = engine.reserve("a/1", 23)
     found = []
     for begin, end in chunks(23, chunk):
-        result = engine.prefill_chunk(handle, prompt, begin, end, on_layer=ignore, prompt_logprobs=2)
+        result = prefill_chunk(engine, handle, prompt, begin, end, on_layer=ignore, prompt_logprobs=2)
         assert result.tokens == ()
         found += result.prompt_logprobs
     assert [info.token_id for info in found] == prompt[1:]
     again = engine.reserve("a/2", 23)
-    whole = engine.prefill_chunk(again, prompt, 0, 23, on_layer=ignore, prompt_logprobs=2).prompt_logprobs
+    whole = prefill_chunk(engine, again, prompt, 0, 23, on_layer=ignore, prompt_logprobs=2).prompt_logprobs
     for info, same in zip(found, whole, strict=True):
         assert info.logprob == pytest.approx(same.logprob, abs=1e-4)
         assert info.logprob is not None
@@ -122,7 +123,7 @@ def test_one_prompt_yields_a_first_token_for_each_choice(rig: Rig) -> None:
     params = SamplingParams(seed=11, temperature=1.5, n=4, logprobs=1)
     states = [state(prompt, params, choice=choice) for choice in range(4)]
     handle = engine.reserve("a/1", 20)
-    tokens = engine.prefill_chunk(handle, prompt, 0, 20, on_layer=ignore, sample=states).tokens
+    tokens = prefill_chunk(engine, handle, prompt, 0, 20, on_layer=ignore, sample=states).tokens
     alone = [prefill(engine, engine.reserve(f"b/{s.choice_index}", 20), s) for s in states]
     assert [info.token_id for info in tokens] == [info.token_id for info in alone]
     assert len({info.token_id for info in tokens}) > 1
@@ -237,7 +238,7 @@ def test_forks_share_full_pages_and_go_their_own_ways(rig: Rig) -> None:
     wanted = [state(prompt, params, choice=choice) for choice in range(3)]
     expected = [generate(engine, one, 8) for one in wanted]
     parent = engine.reserve("a/1", 37)
-    firsts = engine.prefill_chunk(parent, prompt, 0, 37, on_layer=ignore, sample=wanted).tokens
+    firsts = prefill_chunk(engine, parent, prompt, 0, 37, on_layer=ignore, sample=wanted).tokens
     children = []
     for one, first in zip(wanted, firsts, strict=True):
         child = engine.fork(parent, f"a/1/{one.choice_index}", 37, 50)
@@ -317,7 +318,7 @@ def test_a_step_needs_room_for_a_token(rig: Rig) -> None:
     other, _ = start(engine, "b/1", state(rig.prompt(9)))
     outputs.append(step(engine)[handle])
     with pytest.raises(EngineError, match="a/1"):
-        engine.step()
+        engine.launch()
     engine.extend(handle, 34)
     tokens = step(engine)
     assert {handle, other} == set(tokens)
@@ -330,10 +331,10 @@ def test_sequences_end_at_max_model_len(rig: Rig) -> None:
     handle, outputs = start(engine, "a/1", state(rig.prompt(21)))
     outputs += [step(engine)[handle] for _ in range(2)]
     with pytest.raises(EngineError, match="max_model_len"):
-        engine.step()
+        engine.launch()
     engine.free(handle)
     with pytest.raises(EngineError, match="max_model_len"):
-        engine.prefill_chunk(engine.reserve("b/1", 25), rig.prompt(25), 0, 25, on_layer=ignore)
+        prefill_chunk(engine, engine.reserve("b/1", 25), rig.prompt(25), 0, 25, on_layer=ignore)
     full = engine.reserve("c/1", 24)
     with pytest.raises(EngineError, match="max_model_len"):
         engine.insert(full, state(rig.prompt(20), outputs=[1, 2, 3, 4]))
@@ -344,12 +345,12 @@ def test_token_ids_outside_the_vocabulary_are_named(rig: Rig) -> None:
     handle = engine.reserve("a/1", 20)
     for bad in (engine.spec.vocab_size, -1):
         with pytest.raises(InvalidRequest, match=r"token_ids\[2\]"):
-            engine.prefill_chunk(handle, [1, 2, bad, 4], 0, 4, on_layer=ignore)
+            prefill_chunk(engine, handle, [1, 2, bad, 4], 0, 4, on_layer=ignore)
         with pytest.raises(InvalidRequest, match=r"token_ids\[2\]"):
-            engine.prefill_chunk(handle, [1, 2, bad, 4], 1, 3, on_layer=ignore)
+            prefill_chunk(engine, handle, [1, 2, bad, 4], 1, 3, on_layer=ignore)
         # A successor is scored though it lies beyond the chunk.
         with pytest.raises(InvalidRequest, match=r"token_ids\[2\]"):
-            engine.prefill_chunk(handle, [1, 2, bad, 4], 0, 2, on_layer=ignore, prompt_logprobs=0)
+            prefill_chunk(engine, handle, [1, 2, bad, 4], 0, 2, on_layer=ignore, prompt_logprobs=0)
 
 
 def test_the_engine_keeps_its_own_output_ids(rig: Rig) -> None:

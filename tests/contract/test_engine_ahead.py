@@ -39,10 +39,10 @@ class Pipeline:
         self.tokens: dict[KvHandle, list[int]] = {}
 
     def launch(self) -> None:
-        self.unread.append(self.engine.step())
+        self.unread.append(self.engine.launch())
 
     def read(self) -> set[KvHandle]:
-        results = self.unread.pop(0).result()
+        results = self.unread.pop(0).result().steps
         for handle, infos in results:
             self.tokens.setdefault(handle, []).extend(info.token_id for info in infos)
         return {handle for handle, _ in results}
@@ -76,12 +76,12 @@ def test_a_step_is_launched_before_the_last_one_is_read(rig: Rig, ahead: Callabl
         return lambda: (waits.append(number), wait())[1]
 
     stub = ExecutorStub(engine, counted)
-    first, second = engine.step(), engine.step()
+    first, second = engine.launch(), engine.launch()
     assert (launched, waits) == ([0, 1], [])
     # More than were agreed upon: the oldest is read first.
-    third = engine.step()
+    third = engine.launch()
     assert (launched, waits) == ([0, 1, 2], [0])
-    tokens = [one.result()[0][1][0].token_id for one in (first, second, third)]
+    tokens = [one.result().steps[0][1][0].token_id for one in (first, second, third)]
     assert waits == [0, 1, 2]
     assert tokens == generate(rig.engine(), state(rig.prompt(10)), 4)[1:]
     assert handle.alive
@@ -90,9 +90,9 @@ def test_a_step_is_launched_before_the_last_one_is_read(rig: Rig, ahead: Callabl
 def test_results_may_be_read_in_any_order_and_again(rig: Rig, ahead: Callable[..., Any]) -> None:
     engine = ahead()
     start(engine, "a/1", state(rig.prompt(10)))
-    first, second = engine.step(), engine.step()
-    later, sooner = second.result(), first.result()
-    assert (later, sooner) == (second.result(), first.result())
+    first, second = engine.launch(), engine.launch()
+    later, sooner = second.result().steps, first.result().steps
+    assert (later, sooner) == (second.result().steps, first.result().steps)
     assert [sooner[0][1][0].token_id, later[0][1][0].token_id] == generate(rig.engine(), state(rig.prompt(10)), 3)[1:]
 
 
@@ -125,23 +125,23 @@ def test_who_ended_with_an_unread_step_is_in_the_next_and_keeps_its_pages_till_t
 def test_a_step_ahead_needs_room_for_a_token_more(rig: Rig, ahead: Callable[..., Any]) -> None:
     engine = ahead()
     handle, outputs = start(engine, "a/1", state(rig.prompt(15)), 1)
-    pending = engine.step()
+    pending = engine.launch()
     with pytest.raises(EngineError, match="a/1"):
-        engine.step()
+        engine.launch()
     engine.extend(handle, 17)
-    after = engine.step()
-    outputs += [one.result()[0][1][0].token_id for one in (pending, after)]
+    after = engine.launch()
+    outputs += [one.result().steps[0][1][0].token_id for one in (pending, after)]
     assert outputs == generate(rig.engine(), state(rig.prompt(15)), 3)
 
 
 def test_a_sequence_at_its_length_may_be_in_one_more_step(rig: Rig, ahead: Callable[..., Any]) -> None:
     engine = ahead(max_model_len=32)
     handle, _ = start(engine, "a/1", state(rig.prompt(30)), 2)
-    last = engine.step()
-    beyond = engine.step()
-    assert len(last.result()) == 1
+    last = engine.launch()
+    beyond = engine.launch()
+    assert len(last.result().steps) == 1
     engine.free(handle)
-    assert beyond.result() == []
+    assert beyond.result().steps == []
 
 
 def test_pause_reads_what_is_in_flight_and_loses_nothing(rig: Rig, ahead: Callable[..., Any]) -> None:
@@ -181,10 +181,10 @@ def test_a_step_that_fails_when_it_is_read_undoes_the_later_ones(rig: Rig, ahead
         return wait
 
     stub = ExecutorStub(engine, failing)
-    failed, undone = engine.step(), engine.step()
+    failed, undone = engine.launch(), engine.launch()
     with pytest.raises(EngineError, match="not finite"):
         failed.result()
-    with pytest.raises(EngineError, match="undone, because a step before it failed: not finite"):
+    with pytest.raises(EngineError, match="undone, because a pass before it failed: not finite"):
         undone.result()
     assert set(engine.audit()) == {"a/0", "a/1", "a/2"}
     # Nobody has moved, so the same step may run.
@@ -198,7 +198,7 @@ def test_a_step_that_fails_when_it_is_read_undoes_the_later_ones(rig: Rig, ahead
 def test_a_step_that_nobody_reads_gives_its_pages_back_on_close(rig: Rig, ahead: Callable[..., Any]) -> None:
     engine = ahead()
     handle, _ = start(engine, "a/1", state(rig.prompt(10)))
-    pending = engine.step()
+    pending = engine.launch()
     engine.free(handle)
     assert engine.audit() == {"a/1 (draining)": 4}
     engine.close()

@@ -8,6 +8,7 @@ import pytest
 
 from baton.errors import CorruptFrame, InvalidRequest
 from tests.contract.engines import Rig, generate, ignore, payload_of, prefill, state, step, whole_kv
+from tests.engine_calls import prefill_chunk
 
 
 @pytest.mark.parametrize(("there", "here"), [(16, 16), (32, 16), (16, 48), (256, 16), (12, 20)])
@@ -20,11 +21,11 @@ def test_blocks_move_kv_between_pages_of_any_size(rig: Rig, there: int, here: in
     payloads = source.read_blocks(origin, 16, 3)
     assert payloads == [payload for token in (16, 32, 48) for payload in source.read_blocks(origin, token, 1)]
     assert b"".join(payloads) == payload_of(source, origin, [range(16, 32), range(32, 48), range(48, 64)])
-    target.prefill_chunk(home, wanted.prompt_ids, 0, 16, on_layer=ignore)
+    prefill_chunk(target, home, wanted.prompt_ids, 0, 16, on_layer=ignore)
     target.write_blocks(home, 16, [payloads[0], memoryview(b"\0" + payloads[1])[1:]])
     target.write_blocks(home, 48, payloads[2:])
     assert target.read_blocks(home, 16, 3) == payloads
-    result = target.prefill_chunk(home, wanted.prompt_ids, 64, 70, on_layer=ignore, sample=[wanted])
+    result = prefill_chunk(target, home, wanted.prompt_ids, 64, 70, on_layer=ignore, sample=[wanted])
     assert result.tokens[0].token_id == first
     target.insert(home, state(wanted.prompt_ids, outputs=[first]))
     assert [first, *(step(target)[home] for _ in range(5))] == generate(source, wanted, 6)

@@ -12,6 +12,7 @@ from baton.errors import NoToken
 from baton.request import SequenceState
 from tests.contract.engines import MIXED, Rig, generate, ignore, prefill, spoil, start, state, step
 from tests.decoding import digests
+from tests.engine_calls import prefill_chunk
 
 ROOM = 40
 
@@ -34,9 +35,9 @@ def test_a_sequence_without_a_token_fails_alone(rig: Rig, ahead: int) -> None:
     bad = spoiled(engine, "bad/1", state(rig.prompt(12, seed=9)))
     running = [first, *(start(engine, f"a/{i}", one) for i, one in enumerate(wanted) if i)]
     outcomes: list[object] = []
-    steps = [engine.step() for _ in range(7)]
+    steps = [engine.launch() for _ in range(7)]
     for each in steps:
-        for handle, found in each.result():
+        for handle, found in each.result().steps:
             if isinstance(found, NoToken):
                 outcomes.append((handle, str(found)))
             else:
@@ -59,15 +60,15 @@ def test_a_sequence_that_cant_join_fails_alone(rig: Rig, ahead: int) -> None:
     wanted = [state(rig.prompt(9 + i, seed=i), params) for i, params in enumerate(MIXED)]
     expected = [generate(rig.engine(), one, 5) for one in wanted]
     running = [start(engine, f"a/{i}", one) for i, one in enumerate(wanted[:2])]
-    steps = [engine.step(), engine.step()]
+    steps = [engine.launch(), engine.launch()]
     running += [start(engine, f"a/{i}", one) for i, one in enumerate(wanted[2:], 2)]
     bad = engine.reserve("bad/1", 40)
     # No prompt that was checked has such tokens: they stand for all that may go wrong while a sequence joins.
     engine.insert(bad, SequenceState(MIXED[3], cast(list[int], [None] * 12), [1]))
-    steps += [engine.step() for _ in range(4)]
+    steps += [engine.launch() for _ in range(4)]
     lost: list[str] = []
     for each in steps:
-        for handle, found in each.result():
+        for handle, found in each.result().steps:
             if isinstance(found, NoToken):
                 assert handle is bad
                 lost.append(str(found))
@@ -83,7 +84,7 @@ def test_a_sequence_that_cant_join_fails_alone(rig: Rig, ahead: int) -> None:
 def test_the_next_owner_of_its_pages_sees_nothing_of_it(rig: Rig) -> None:
     engine: EngineCore = rig.engine(pages=4, slots=2)
     bad = spoiled(engine, "bad/1", state(rig.prompt(20, seed=9)))
-    ((_, found),) = engine.step().result()
+    ((_, found),) = engine.launch().result().steps
     assert isinstance(found, NoToken)
     engine.free(bad)
     wanted = state(rig.prompt(20, seed=3))
@@ -94,10 +95,10 @@ def test_a_prompt_without_a_token_says_so(rig: Rig) -> None:
     engine = rig.engine()
     wanted = state(rig.prompt(20))
     handle = engine.reserve("bad/1", ROOM)
-    engine.prefill_chunk(handle, wanted.prompt_ids, 0, 16, on_layer=ignore)
+    prefill_chunk(engine, handle, wanted.prompt_ids, 0, 16, on_layer=ignore)
     spoil(engine, handle, 1)
     with pytest.raises(NoToken, match="not finite"):
-        engine.prefill_chunk(handle, wanted.prompt_ids, 16, 20, on_layer=ignore, sample=[wanted])
+        prefill_chunk(engine, handle, wanted.prompt_ids, 16, 20, on_layer=ignore, sample=[wanted])
     engine.free(handle)
     assert generate(engine, wanted, 4) == generate(rig.engine(), wanted, 4)
 

@@ -14,6 +14,7 @@ from baton.engine.contract import Engine, KvHandle
 from baton.errors import CorruptFrame, EngineError, InvalidRequest, OutOfPages
 from baton.kv.format import PartData
 from tests.contract.engines import MIXED, ExecutorStub, Rig, generate, ignore, prefill, start, state, step, whole_kv
+from tests.engine_calls import prefill_chunk
 
 
 def test_dead_handles_are_refused(rig: Rig) -> None:
@@ -29,7 +30,7 @@ def test_dead_handles_are_refused(rig: Rig) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: engine.extend(handle, 30),
         lambda: engine.fork(handle, "b/1", 3, 20),
-        lambda: engine.prefill_chunk(handle, prompt, 0, 4, on_layer=ignore),
+        lambda: prefill_chunk(engine, handle, prompt, 0, 4, on_layer=ignore),
         lambda: engine.read_kv(handle, 0, range(3), range(1)),
         lambda: engine.write_kv(handle, 0, 0, 0, parts),
         lambda: engine.read_blocks(handle, 0, 1),
@@ -90,7 +91,7 @@ def test_a_launch_or_resume_that_fails_leaves_the_batch_as_it_was(rig: Rig) -> N
     stub = ExecutorStub(engine, fail)
     for _ in range(2):
         with pytest.raises(EngineError, match="no room for a row"):
-            engine.step()
+            engine.launch()
     engine.executor = stub.next
     tokens = step(engine)
     outputs.append(tokens[handle])
@@ -122,16 +123,16 @@ def test_a_freed_sequence_leaves_at_the_next_step(rig: Rig) -> None:
     assert [outputs for _, outputs in running[1:]] == expected[1:]
     engine.free(running[1][0])
     engine.free(running[2][0])
-    assert engine.step().result() == []
+    assert engine.launch().result().steps == []
 
 
 def test_a_result_read_late_leaves_out_what_was_freed(rig: Rig) -> None:
     engine = rig.engine()
     first, _ = start(engine, "a/1", state(rig.prompt(10)))
     second, _ = start(engine, "b/1", state(rig.prompt(10)))
-    pending = engine.step()
+    pending = engine.launch()
     engine.free(first)
-    assert [handle for handle, _ in pending.result()] == [second]
+    assert [handle for handle, _ in pending.result().steps] == [second]
 
 
 def test_free_in_the_midst_of_a_step_waits_for_it(rig: Rig) -> None:

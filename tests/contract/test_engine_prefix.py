@@ -15,6 +15,7 @@ from baton.errors import EngineError, OutOfPages
 from baton.request import SequenceState
 from tests.contract.engines import MIXED, Rig, chunks, generate, ignore, state, step, whole_kv
 from tests.decoding import digests
+from tests.engine_calls import prefill_chunk
 
 SIZES = [
     pytest.param({"page_size": 16, "block_size": 16}, id="page=block"),
@@ -31,7 +32,7 @@ def compute(engine: Engine, handle: KvHandle, wanted: SequenceState, chunk: int 
     for start, end in chunks(len(ids) - handle.cached, chunk):
         start, end = start + handle.cached, end + handle.cached
         sample = [wanted] if end == len(ids) else ()
-        result = engine.prefill_chunk(handle, ids, start, end, on_layer=ignore, sample=sample)
+        result = prefill_chunk(engine, handle, ids, start, end, on_layer=ignore, sample=sample)
     return result
 
 
@@ -73,7 +74,7 @@ def test_output_with_a_prefix_equals_the_output_without(rig: Rig, sizes: dict[st
             tokens = [result.tokens[0].token_id, *(step(engine)[handle] for _ in range(5))]
             assert tokens == outputs
             engine.free(handle)
-            engine.step()
+            engine.launch()
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -92,7 +93,7 @@ def test_a_prompt_that_goes_on_differently_finds_the_blocks_in_common(rig: Rig, 
         assert [result.tokens[0].token_id, *(step(engine)[handle] for _ in range(3))] == expected
         engine.publish(handle, digests(engine, prompt))
         engine.free(handle)
-        engine.step()
+        engine.launch()
         # What they have in common is as it was, and both go on from it.
         assert engine.match_prefix(digests(engine, first)) == whole(engine, 110, sizes)
         assert engine.match_prefix(digests(engine, prompt)) == whole(engine, 110, sizes)
@@ -140,7 +141,7 @@ def test_published_pages_refuse_writes(rig: Rig) -> None:
         with pytest.raises(EngineError, match="shared or published"):
             engine.write_blocks(each, 16, engine.read_blocks(each, 16, 2))
         with pytest.raises(EngineError, match="shared or published"):
-            engine.prefill_chunk(each, prompt, 31, 40, on_layer=ignore)
+            prefill_chunk(engine, each, prompt, 31, 40, on_layer=ignore)
         engine.write_kv(each, 0, 32, 0, parts)
     engine.free(sharer)
     with pytest.raises(EngineError, match="shared or published"):

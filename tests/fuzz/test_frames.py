@@ -25,6 +25,7 @@ from baton.transfer.fetcher import pull
 from baton.transfer.receiver import Receiver
 from baton.transfer.registry import ExportRegistry
 from tests.effort import fuzz
+from tests.engine_calls import prefill_chunk
 from tests.fuzz.mutation import arbitrary, damaged_stream, mutated, spliced
 from tests.property.virtual import VirtualLoop
 from tests.unit.transfer.support import (
@@ -62,7 +63,7 @@ class Streams:
             token_bytes = engine.spec.kv_format.token_bytes // LAYERS
             exports = ExportRegistry(engine, INCARNATION, frame_bytes=6 * token_bytes)
             handle = engine.reserve("prefill", TOKENS)
-            engine.prefill_chunk(handle, ids, 0, TOKENS, on_layer=lambda layer: None)
+            prefill_chunk(engine, handle, ids, 0, TOKENS, on_layer=lambda layer: None)
             export = exports.open(transfer_id, handle, TOKENS, on_closed=lambda: None)
             for layer in range(LAYERS):
                 export.advance(layer, TOKENS)

@@ -21,6 +21,7 @@ from baton.model.attention import flash_backend
 from tests.checkpoints import make_checkpoint
 from tests.contract.conftest import make_torch
 from tests.contract.engines import MIXED, Rig, copy_kv, generate, prefill, start, state, whole_kv
+from tests.engine_calls import prefill_chunk
 
 CONTRACT = ("test_engine", "test_engine_ahead", "test_engine_pages", "test_engine_prefix", "test_engine_spares")
 
@@ -75,7 +76,7 @@ def test_graphs_yield_the_tokens_of_eager_steps(
         for name, each in (("graphs", engine), ("eager", eager)):
             running = [start(each, f"{i}", one, 30) for i, one in enumerate(wanted)]
             for turn in range(24):
-                results = each.step().result()
+                results = each.launch().result().steps
                 for handle, outputs in running:
                     outputs += [info.token_id for own, infos in results if own is handle for info in infos]
                 if turn == 9:
@@ -99,10 +100,10 @@ def test_copies_beside_a_running_batch_change_nothing(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         copies = [threads.submit(copy_kv, engine, donor, f"t{number}", 600) for number in range(6)]
-        unread = engine.step()
+        unread = engine.launch()
         while len(outputs) < 40:
-            following = engine.step()
-            outputs += [info.token_id for own, infos in unread.result() if own is handle for info in infos]
+            following = engine.launch()
+            outputs += [info.token_id for own, infos in unread.result().steps if own is handle for info in infos]
             unread = following
         unread.result()
         assert all(copy.result(60) == before for copy in copies)
@@ -121,7 +122,7 @@ def test_a_chunk_that_is_called_off_leaves_its_pages_to_others(tmp_path: Path) -
     for _ in range(5):
         handle = engine.reserve("off", 1000)
         with pytest.raises(RuntimeError, match="called off"):
-            engine.prefill_chunk(handle, prompt, 0, 1000, on_layer=call_off)
+            prefill_chunk(engine, handle, prompt, 0, 1000, on_layer=call_off)
         engine.free(handle)
         assert generate(engine, state(prompt[:300]), 6) == expected
 
@@ -131,9 +132,9 @@ def test_log_probabilities_come_with_a_step_ahead(tmp_path: Path) -> None:
     engine = made_for_flash(tmp_path)
     wanted = state([1, 2, 3], replace(MIXED[0], logprobs=2))
     handle, _ = start(engine, "a", wanted)
-    first, second = engine.step(), engine.step()
+    first, second = engine.launch(), engine.launch()
     for one in (first, second):
-        ((own, (info,)),) = one.result()
+        ((own, (info,)),) = one.result().steps
         assert own is handle
         assert len(info.top) == 2
         assert info.logprob == info.top[0][1]

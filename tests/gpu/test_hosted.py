@@ -27,6 +27,7 @@ from baton.model.dtypes import dtype_name
 from tests.checkpoints import make_checkpoint
 from tests.contract.conftest import make_torch
 from tests.contract.engines import MIXED, chunks, copy_kv, generate, ignore, prefill, start, state, whole_kv
+from tests.engine_calls import prefill_chunk
 from tests.unit.model.attention_contract import dense
 
 DEVICE = torch.device("cuda")
@@ -114,10 +115,10 @@ def test_a_batch_has_sequences_of_both_homes(make: Make, quick: None) -> None:
         if filler is not None:
             engine.free(filler)
     assert set(homes) == {True, False}
-    unread = engine.step()
+    unread = engine.launch()
     for _ in range(20):
-        following = engine.step()
-        for own, infos in unread.result():
+        following = engine.launch()
+        for own, infos in unread.result().steps:
             next(outputs for handle, outputs in running if handle is own).append(infos[0].token_id)  # type: ignore[index]
         unread = following
     unread.result()
@@ -146,7 +147,7 @@ def test_transfers_read_and_write_while_a_chunk_is_computed(make: Make, quick: N
                 reads.append((layer, tokens, found))
 
             sample = [state(prompt)] if end == 450 else ()
-            result = engine.prefill_chunk(handle, prompt, begin, end, on_layer=read, sample=sample)
+            result = prefill_chunk(engine, handle, prompt, begin, end, on_layer=read, sample=sample)
         assert all(each.result(60) == before for each in copies)
         found = [(layer, tokens, [bytes(part.data) for part in each.result(60)]) for layer, tokens, each in reads]
     assert result.tokens[0].token_id == first.token_id
@@ -165,7 +166,7 @@ def test_device_memory_does_not_grow_with_the_prompt(make: Make, quick: None, tm
         handle, prompt = engine.reserve("a", tokens), [position % 251 for position in range(tokens)]
         torch.cuda.reset_peak_memory_stats(DEVICE)
         for begin, end in chunks(tokens, 512):
-            engine.prefill_chunk(handle, prompt, begin, end, on_layer=ignore)
+            prefill_chunk(engine, handle, prompt, begin, end, on_layer=ignore)
         peaks.append(torch.cuda.max_memory_allocated(DEVICE))
         engine.free(handle)
     assert max(peaks[1:]) <= 1.02 * peaks[0]

@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine, expected_tokens
 from baton.errors import EngineError, NoToken, TransferError
 from baton.request import SamplingParams
@@ -65,11 +64,11 @@ class BrokenEngine(FakeEngine):
     fails = True
     audits = True
 
-    def prefill_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
         if self.fails:
             self.fails = False
             raise RuntimeError("out of memory")
-        return super().prefill_chunk(*args, **kwargs)
+        return super().launch(*args, **kwargs)
 
     def audit(self) -> dict[str, int]:
         if not self.audits:
@@ -92,9 +91,9 @@ class NanEngine(FakeEngine):
     finite = False
     spares_own = False
 
-    def prefill_chunk(self, handle: KvHandle, *args: Any, **kwargs: Any) -> Any:
-        result = super().prefill_chunk(handle, *args, **kwargs)
-        if not self.finite and not (self.spares_own and handle.owner == "self-test"):
+    def launch(self, chunks: Any = (), **kwargs: Any) -> Any:
+        result = super().launch(chunks, **kwargs)
+        if not self.finite and not (self.spares_own and chunks[0].handle.owner == "self-test"):
             raise NoToken("logits are not finite")
         return result
 

@@ -31,11 +31,11 @@ class Watching(FakeEngine):
         self._server, self._error = server, error
         self.keys: list[int] = []
 
-    def prefill_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, chunks: Any = (), **kwargs: Any) -> Any:
         with self._server.client() as client:
             self.keys.append(client.dbsize())
-        result = super().prefill_chunk(*args, **kwargs)
-        if self._error is not None and kwargs["sample"]:
+        result = super().launch(chunks, **kwargs)
+        if self._error is not None and chunks[0].sample:
             raise self._error
         return result
 

@@ -45,9 +45,9 @@ async def test_chunks_hide_copies_for_a_prompt_that_got_pages_in_host_memory(in_
     ends = []
 
     class Watching(FakeEngine):
-        def prefill_chunk(self, handle: Any, token_ids: Any, start: int, end: int, **kwargs: Any) -> Any:
-            ends.append(end)
-            return super().prefill_chunk(handle, token_ids, start, end, **kwargs)
+        def launch(self, chunks: Any = (), **kwargs: Any) -> Any:
+            ends.append(chunks[0].end)
+            return super().launch(chunks, **kwargs)
 
     # The prompt needs 94 pages, and the device has 100 or 60.
     engine = Watching(pages=200, host_pages=140 if in_host else 100, hiding_chunk=900)

@@ -14,11 +14,11 @@ class Faulty(FakeEngine):
 
     at = -1
 
-    def prefill_chunk(self, handle: Any, token_ids: Any, start: int, end: int, **kwargs: Any) -> Any:
-        if start == self.at:
+    def launch(self, chunks: Any = (), **kwargs: Any) -> Any:
+        if chunks[0].start == self.at:
             self.at = -1
             raise RuntimeError("no memory")
-        return super().prefill_chunk(handle, token_ids, start, end, **kwargs)
+        return super().launch(chunks, **kwargs)
 
 
 async def test_a_fault_of_the_engine_leaves_nothing_cached() -> None:

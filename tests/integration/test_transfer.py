@@ -26,6 +26,7 @@ from baton.transfer.coverage import Box
 from baton.transfer.fetcher import fetch, pull
 from baton.transfer.registry import ExportRegistry
 from baton.transfer.servicer import KvServicer
+from tests.engine_calls import prefill_chunk
 from tests.integration.transfer_pair import TOKENS, Pair, fetch_shards, flip, running, sharded
 from tests.metrics import count
 from tests.unit.transfer.support import (
@@ -91,8 +92,13 @@ async def test_frames_move_while_prefill_runs(pair: Pair) -> None:
 
     def prefill() -> None:
         for start, end in ((0, 16), (16, TOKENS)):
-            pair.exporter.prefill_chunk(
-                handle, prompt(TOKENS), start, end, on_layer=lambda layer, end=end: export.advance(layer, end)
+            prefill_chunk(
+                pair.exporter,
+                handle,
+                prompt(TOKENS),
+                start,
+                end,
+                on_layer=lambda layer, end=end: export.advance(layer, end),
             )
             assert arrived.wait(60)
 

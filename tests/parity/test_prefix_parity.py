@@ -92,7 +92,7 @@ async def completed(
     infos = [handoff.first_tokens[0].token]
     engine.insert(handle, SequenceState(PARAMS, prompt, [infos[0].token_id], 0))
     for _ in range(STEPS):
-        ((_, tokens),) = engine.step().result()
+        ((_, tokens),) = engine.launch().result().steps
         infos += tokens
     engine.free(handle)
     return [info.token_id for info in infos], [info.logprob or 0.0 for info in infos], done

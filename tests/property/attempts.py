@@ -19,6 +19,7 @@ from baton.transfer.registry import ExportRegistry
 from decode_svc.messages import AttemptKey, FailureKind, SessionDown
 from decode_svc.session import RouterSession
 from tests.decoding import LoggingEngine, Prefilled, alone, digests, prefill
+from tests.engine_calls import prefill_chunk
 from tests.prefix_cache import MemoryPrefixCache
 from tests.property.virtual import VirtualLoop
 
@@ -147,7 +148,7 @@ def payloads(engine: Engine, ids: Sequence[int]) -> list[bytes]:
     spec = engine.spec
     fresh = FakeEngine(page_size=spec.page_size, pages=64, block_size=spec.kv_format.block_size)
     handle = fresh.reserve("r", len(ids))
-    fresh.prefill_chunk(handle, ids, 0, len(ids), on_layer=lambda layer: None)
+    prefill_chunk(fresh, handle, ids, 0, len(ids), on_layer=lambda layer: None)
     return held_payloads(fresh, handle, len(ids) // spec.kv_format.block_size)
 
 

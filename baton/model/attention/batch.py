@@ -67,11 +67,28 @@ class AttentionBatch:
                 raise ValueError(f"query length {query} and context length {context} with {room}")
         return cls(queries, contexts, page_tables, page_size, host)
 
-    def last(self, rows: int) -> AttentionBatch:
-        """The last `rows` tokens alone, of a batch of one sequence."""
-        if len(self.query_lens) != 1:
-            raise ValueError(f"last tokens are asked for of one sequence, the batch has {len(self.query_lens)}")
-        return self.build([rows], self.context_lens, self.page_tables, self.page_size, self.host)
+    def select(self, tokens: Sequence[int]) -> AttentionBatch:
+        """Some of the new tokens alone, by their places among all, ascending: runs of one sequence are sequences."""
+        rows, queries, contexts = list[int](), list[int](), list[int]()
+        row = 0
+        for at, token in enumerate(tokens):
+            while token >= self._starts[row + 1]:
+                row += 1
+            if rows and rows[-1] == row and token == tokens[at - 1] + 1:
+                queries[-1] += 1
+                contexts[-1] += 1
+            else:
+                rows.append(row)
+                queries.append(1)
+                contexts.append(self.context_lens[row] - self._starts[row + 1] + token + 1)
+        tables = self.page_tables
+        if rows != list(range(len(tables))):
+            tables = tables[upload(rows, torch.int64, self.device)]
+        host = self.host
+        if host is not None:
+            in_host = {new: host.tables[old] for new, old in enumerate(rows) if old in host.tables}
+            host = HostKv(in_host, host.source) if in_host else None
+        return self.build(queries, contexts, tables, self.page_size, host)
 
     @classmethod
     def step(

@@ -54,9 +54,11 @@ int64_t check_batch(const BatonModel& model, const BatonKv& kv, const BatonBatch
     for (int64_t t = 0; t < tokens; ++t)
       if (call.token_ids[t] < 0 || call.token_ids[t] >= model.vocab)
         return fail("token id %lld of %lld", Long(call.token_ids[t]), Long(model.vocab)), -1;
-  if (call.tail < 0 || call.tail > tokens || (call.tail < tokens && batch.sequences > 1))
-    return fail("a tail of %lld of %lld tokens of %lld sequences", Long(call.tail), Long(tokens), Long(batch.sequences)),
-           -1;
+  for (int64_t row = 0; call.sampled && row < call.samples; ++row)
+    if (call.sampled[row] < 0 || call.sampled[row] >= tokens || (row && call.sampled[row] <= call.sampled[row - 1]))
+      return fail("row %lld is sampled after token %d of %lld, tokens must ascend", Long(row), call.sampled[row],
+                  Long(tokens)),
+             -1;
   return tokens;
 }
 

@@ -25,7 +25,7 @@ struct Attend {
     f.compute_angles(region, thread);
     region.barrier();
     f.append(region, thread, a.layer);
-    f.attend(region, a.layer, 0, f.scratch + thread * f.scratch_size);
+    f.attend(region, f.room.all, a.layer, f.scratch + thread * f.scratch_size);
     if (f.k.end_thread) f.k.end_thread();
   }
 };
@@ -72,7 +72,6 @@ int baton_native_attend(const BatonModel* model, const BatonKv* kv, const BatonB
   call.threads = threads;
   call.first = layer;
   call.last = layer + 1;
-  for (int64_t s = 0; s < batch->sequences; ++s) call.tail += batch->query_lens[s];
   const int64_t tokens = check_model(*model) ? check_batch(*model, *kv, *batch, call) : -1;
   if (tokens < 0) return 1;
   Attend attend{{*model, kv, batch, call, kernels(Type(model->type)), *room, tokens}, layer};

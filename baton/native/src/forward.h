@@ -22,18 +22,6 @@ constexpr int64_t kSlotBytes = 256;  // of a slot's heads that one thread reads 
 constexpr int64_t kRowGroup = 512;   // rows whose activations stay in the caches while all panels pass
 constexpr int64_t kSlice = 1024;     // inputs of an MLP's last product at a time, for the same reason
 
-// Tokens of one sequence that attend together. Those of a split unit are one, over one part of its keys.
-struct Unit {
-  int64_t sequence, token, count, position;
-  int64_t first_part, last_part;
-  int64_t partial;  // number of its partial result, or -1
-};
-
-// A token whose partial results are merged.
-struct Split {
-  int64_t token, partial, parts;
-};
-
 struct Forward {
   const BatonModel& m;
   const BatonKv* kv;
@@ -42,6 +30,7 @@ struct Forward {
   const Kernels& k;
   BatonRoom& room;
   int64_t tokens;
+  int64_t samples = call.sampled ? call.samples : tokens;  // rows of hidden states that come out
 
   int64_t group = m.heads / m.kv_heads, query_width = m.heads * m.head_dim;
   int64_t qkv_width = (m.heads + 2 * m.kv_heads) * m.head_dim, head_width = padded(m.head_dim, kPanel);
@@ -55,9 +44,6 @@ struct Forward {
   bool angles_ready = false;
   char *normed, *attended, *inner;
   float *qkv, *angles, *partials;
-  Unit* units;
-  Split* splits;
-  int64_t unit_count = 0, split_count = 0;
   Best* bests;
   float* scratch;
   int64_t scratch_size = 2 * kRowBlock * kPanel + (unit_rows + 2 * kKeys) * head_width + unit_rows * kKeys +
@@ -68,7 +54,7 @@ struct Forward {
     normed = room.normed.reserve_of<char>(rows * hidden_stride * element);
     scratch_size = padded(scratch_size, 1024);
     scratch = room.threads.reserve_of(scratch_size * call.threads);
-    if (call.best) bests = room.best.reserve_of<Best>(tokens * call.threads);
+    if (call.best) bests = room.best.reserve_of<Best>(samples * call.threads);
     if (!batch) return;
     attended = room.attended.reserve_of<char>(rows * query_stride * element);
     inner = room.inner.reserve_of<char>(rows * inner_stride * element);
@@ -86,33 +72,40 @@ struct Forward {
     return all;
   }
 
-  // Units of attention, the same for all layers.
+  // Units of attention: of all tokens, and of those to be sampled after, which the last layer alone needs.
   void plan() {
-    const int64_t together = group >= k.query_rows ? 1 : k.query_rows / group;
-    int64_t most = 0, partial_count = 0;
+    room.all.clear();
+    room.sampled.clear();
+    int64_t token = 0, sample = 0;
     for (int64_t s = 0; s < batch->sequences; ++s) {
-      const int64_t query = batch->query_lens[s], parts = (batch->context_lens[s] + kPart - 1) / kPart;
-      most += query == 1 ? parts : (query + together - 1) / together;
-      partial_count += query == 1 && parts > 1 ? parts : 0;
-    }
-    units = reinterpret_cast<Unit*>(room.units.fit_of<char>((most + batch->sequences) * int64_t(sizeof(Unit))));
-    splits = reinterpret_cast<Split*>(units + most);
-    partials = room.partials.fit_of(partial_count * m.kv_heads * split_size);
-    int64_t token = 0, partial = 0;
-    for (int64_t s = 0; s < batch->sequences; ++s) {
-      const int64_t query = batch->query_lens[s], context = batch->context_lens[s];
-      const int64_t parts = (context + kPart - 1) / kPart;
-      if (query == 1 && parts > 1) {
-        splits[split_count++] = {token, partial, parts};
-        for (int64_t part = 0; part < parts; ++part)
-          units[unit_count++] = {s, token, 1, context - 1, part, part + 1, partial++};
-      } else {
-        for (int64_t i = 0; i < query; i += together) {
-          const int64_t count = query - i < together ? query - i : together, position = context - query + i;
-          units[unit_count++] = {s, token + i, count, position, 0, (position + count - 1) / kPart + 1, -1};
+      const int64_t query = batch->query_lens[s], position = batch->context_lens[s] - query, end = token + query;
+      add_run(room.all, s, token, token, query, position);
+      while (call.sampled && sample < samples && call.sampled[sample] < end) {
+        const int64_t row = sample, first = call.sampled[sample];
+        while (++sample < samples && call.sampled[sample] < end && call.sampled[sample] == first + sample - row) {
         }
+        add_run(room.sampled, s, first, row, sample - row, position + first - token);
       }
-      token += query;
+      token = end;
+    }
+    const int64_t most = room.all.partials > room.sampled.partials ? room.all.partials : room.sampled.partials;
+    partials = room.partials.fit_of(most * m.kv_heads * split_size);
+  }
+
+  // Units of `count` consecutive new tokens of a sequence, from `token` on, whose results go to rows from `row` on.
+  void add_run(Queries& queries, int64_t sequence, int64_t token, int64_t row, int64_t count, int64_t position) const {
+    const int64_t together = group >= k.query_rows ? 1 : k.query_rows / group;
+    const int64_t parts = (position + count + kPart - 1) / kPart;
+    if (count == 1 && parts > 1) {
+      queries.splits.push_back({row, queries.partials, parts});
+      for (int64_t part = 0; part < parts; ++part)
+        queries.units.push_back({sequence, token, row, 1, position, part, part + 1, queries.partials++});
+      return;
+    }
+    for (int64_t i = 0; i < count; i += together) {
+      const int64_t each = count - i < together ? count - i : together;
+      const int64_t last = (position + i + each - 1) / kPart + 1;
+      queries.units.push_back({sequence, token + i, row + i, each, position + i, 0, last, -1});
     }
   }
 
@@ -123,11 +116,11 @@ struct Forward {
     return partial_at(partials + (partial * m.kv_heads + head) * split_size, split_rows);
   }
 
-  // f(panel, first row, rows, next panel) for all panels and all rows from `begin` on; then a barrier. The next panel is
-  // that of this thread's next call, or -1.
+  // f(panel, first row, rows, next panel) for all panels and the first `rows` rows; then a barrier. The next panel is that
+  // of this thread's next call, or -1.
   template <class Function>
-  void each_product(Region& region, int64_t columns, int64_t begin, Function f) const {
-    const int64_t panels = (columns + kPanel - 1) / kPanel, rows = tokens - begin;
+  void each_product(Region& region, int64_t columns, int64_t rows, Function f) const {
+    const int64_t panels = (columns + kPanel - 1) / kPanel;
     int64_t done = 0, unit = region.take(), next;
     for (int64_t group_begin = 0; group_begin < rows; group_begin += kRowGroup) {
       const int64_t group_rows = rows - group_begin < kRowGroup ? rows - group_begin : kRowGroup;
@@ -136,7 +129,7 @@ struct Forward {
         next = region.take();
         const int64_t panel = (unit - done) / blocks, block = (unit - done) % blocks, after = (next - done) / blocks;
         const int64_t low = group_rows * block / blocks, high = group_rows * (block + 1) / blocks;
-        f(panel, begin + group_begin + low, int(high - low), after < panels ? after : -1);
+        f(panel, group_begin + low, int(high - low), after < panels ? after : -1);
       }
       done += panels * blocks;
     }
@@ -162,8 +155,8 @@ struct Forward {
 
   static const float* bias_of(const float* bias, int64_t panel) { return bias ? bias + panel * kPanel : nullptr; }
 
-  void normalize(Region& region, int thread, const float* weight, int64_t begin) const {
-    for (int64_t t = begin + thread; t < tokens; t += region.threads())
+  void normalize(Region& region, int thread, const float* weight, int64_t rows) const {
+    for (int64_t t = thread; t < rows; t += region.threads())
       k.norm(call.hidden + t * m.hidden, weight, float(m.eps), m.hidden, normed + t * hidden_stride * element);
     region.barrier();
   }
@@ -210,37 +203,36 @@ struct Forward {
     region.barrier();
   }
 
-  void attend(Region& region, int64_t layer, int64_t begin, float* memory) const {
-    const int64_t together = heads_together(region.threads()), shares = m.kv_heads / together;
-    for (int64_t each; (each = region.take()) < unit_count * shares;)
+  void attend(Region& region, const Queries& queries, int64_t layer, float* memory) const {
+    const int64_t units = int64_t(queries.units.size()), splits = int64_t(queries.splits.size());
+    const int64_t together = heads_together(region.threads(), units), shares = m.kv_heads / together;
+    for (int64_t each; (each = region.take()) < units * shares;)
       for (int64_t head = 0; head < together; ++head)
-        attend_unit(region, units[each / shares], each % shares * together + head, layer, begin, memory);
+        attend_unit(region, queries.units[each / shares], each % shares * together + head, layer, memory);
     region.barrier();
-    if (!split_count) return;
-    for (int64_t each; (each = region.take()) < split_count * m.kv_heads;) {
-      const Split& split = splits[each / m.kv_heads];
+    if (!splits) return;
+    for (int64_t each; (each = region.take()) < splits * m.kv_heads;) {
+      const Split& split = queries.splits[each / m.kv_heads];
       const int64_t head = each % m.kv_heads;
       Partial whole = split_at(split.partial, head);
       for (int64_t part = 1; part < split.parts; ++part)
         k.merge(whole, split_at(split.partial + part, head), int(group), int(m.head_dim));
-      finish(whole, split.token, 1, head);
+      finish(whole, split.row, 1, head);
     }
     region.barrier();
   }
 
   // KV heads of a unit that one thread takes, one after the other. Where heads are small, hardware prefetchers also
   // fetch the lines beside those that are read: the next head's.
-  int64_t heads_together(int threads) const {
+  int64_t heads_together(int threads, int64_t units) const {
     const int64_t head_bytes = m.head_dim * (kv->type == kFloat32 ? 4 : 2);
     int64_t heads = kSlotBytes / head_bytes;
-    while (heads > 1 && (m.kv_heads % heads || unit_count * m.kv_heads < 4 * heads * threads)) --heads;
+    while (heads > 1 && (m.kv_heads % heads || units * m.kv_heads < 4 * heads * threads)) --heads;
     return heads < 1 ? 1 : heads;
   }
 
-  void attend_unit(Region& region, const Unit& unit, int64_t head, int64_t layer, int64_t begin, float* memory) const {
-    const int64_t skipped = unit.token < begin ? begin - unit.token : 0;
-    if (skipped >= unit.count) return;
-    const int64_t token = unit.token + skipped, position = unit.position + skipped, count = unit.count - skipped;
+  void attend_unit(Region& region, const Unit& unit, int64_t head, int64_t layer, float* memory) const {
+    const int64_t position = unit.position, count = unit.count;
     const int64_t window = m.layer[layer].window ? m.layer[layer].window : INT_MAX;
     const int64_t first = position - window + 1 > 0 ? position - window + 1 : 0, rows = count * group;
     const int64_t head_bytes = head * m.head_dim * (kv->type == kFloat32 ? 4 : 2);
@@ -254,7 +246,7 @@ struct Forward {
       const int64_t low = part * kPart > first ? part * kPart : first, end = position + count;
       const int64_t high = (part + 1) * kPart < end ? (part + 1) * kPart : end;
       if (low >= high) continue;
-      const Attention query{qkv + token * qkv_width + head * group * m.head_dim, qkv_width, int(count), int(group),
+      const Attention query{qkv + unit.token * qkv_width + head * group * m.head_dim, qkv_width, int(count), int(group),
                             int(m.head_dim), position, window, low, high, 1.0f / std::sqrt(float(m.head_dim)),
                             static_cast<const char*>(kv->keys[layer]) + head_bytes,
                             static_cast<const char*>(kv->values[layer]) + head_bytes, m.kv_heads * m.head_dim,
@@ -265,49 +257,51 @@ struct Forward {
       if (!empty) region.count_part();
       empty = false;
     }
-    if (unit.partial < 0) return finish(whole, token, count, head);
+    if (unit.partial < 0) return finish(whole, unit.row, count, head);
     if (empty)
       for (int64_t r = 0; r < rows; ++r) whole.top[r] = -INFINITY, whole.sum[r] = 0;
     if (empty) std::memset(whole.out, 0, rows * head_width * sizeof(float));
   }
 
-  void finish(Partial whole, int64_t token, int64_t count, int64_t head) const {
-    char* out = attended + (token * query_stride + head * group * m.head_dim) * element;
+  void finish(Partial whole, int64_t row, int64_t count, int64_t head) const {
+    char* out = attended + (row * query_stride + head * group * m.head_dim) * element;
     k.finish(whole, int(count), int(group), int(m.head_dim), out, query_stride);
   }
 
   void layer(Region& region, int thread, int64_t index, float* memory) const {
     const BatonLayer& w = m.layer[index];
     float *sums = memory, *more = memory + kRowBlock * kPanel, *rest = more + kRowBlock * kPanel;
-    normalize(region, thread, w.attention_norm, 0);
-    each_product(region, qkv_width, 0, [&](int64_t panel, int64_t row, int count, int64_t next) {
+    normalize(region, thread, w.attention_norm, tokens);
+    each_product(region, qkv_width, tokens, [&](int64_t panel, int64_t row, int count, int64_t next) {
       multiply(normed, hidden_stride, row, count, w.qkv, panel, w.qkv, next, sums);
       k.store(sums, bias_of(w.qkv_bias, panel), count, columns_of(panel, qkv_width),
               qkv + row * qkv_width + panel * kPanel, qkv_width);
     });
     append(region, thread, index);
-    const int64_t begin = index == m.layers - 1 ? tokens - call.tail : 0;
-    if (begin == tokens) return;
-    attend(region, index, begin, rest);
+    const bool last = call.sampled && index == m.layers - 1;
+    const int64_t rows = last ? samples : tokens;
+    if (!rows) return;
+    if (last && !thread) gather_sampled();
+    attend(region, last ? room.sampled : room.all, index, rest);
     const auto add_to_hidden = [&](const float* bias, int64_t panel, int64_t row, int count) {
       k.add(sums, bias_of(bias, panel), count, columns_of(panel, m.hidden),
             call.hidden + row * m.hidden + panel * kPanel, m.hidden);
     };
-    each_product(region, m.hidden, begin, [&](int64_t panel, int64_t row, int count, int64_t next) {
+    each_product(region, m.hidden, rows, [&](int64_t panel, int64_t row, int count, int64_t next) {
       multiply(attended, query_stride, row, count, w.o, panel, w.o, next, sums);
       add_to_hidden(w.o_bias, panel, row, count);
     });
-    normalize(region, thread, w.mlp_norm, begin);
-    each_product(region, m.inner, begin, [&](int64_t panel, int64_t row, int count, int64_t next) {
+    normalize(region, thread, w.mlp_norm, rows);
+    each_product(region, m.inner, rows, [&](int64_t panel, int64_t row, int count, int64_t next) {
       multiply(normed, hidden_stride, row, count, w.gate, panel, w.up, panel, sums);
       multiply(normed, hidden_stride, row, count, w.up, panel, w.gate, next, more);
       k.silu(sums, more, bias_of(w.gate_bias, panel), bias_of(w.up_bias, panel), count, columns_of(panel, m.inner),
              inner + (row * inner_stride + panel * kPanel) * element, inner_stride);
     });
-    const int64_t slice = slice_of_inner(tokens - begin);
+    const int64_t slice = slice_of_inner(rows);
     for (int64_t from = 0; from < inner_stride; from += slice) {
       const int64_t inputs = inner_stride - from < slice ? inner_stride - from : slice;
-      each_product(region, m.hidden, begin, [&](int64_t panel, int64_t row, int count, int64_t next) {
+      each_product(region, m.hidden, rows, [&](int64_t panel, int64_t row, int count, int64_t next) {
         k.product(inner + (row * inner_stride + from) * element, inner_stride, count,
                   panel_of(w.down, panel, inner_stride, from), inputs,
                   next < 0 ? nullptr : panel_of(w.down, next, inner_stride, from), sums);
@@ -316,26 +310,33 @@ struct Forward {
     }
   }
 
+  // The hidden states of the tokens to be sampled after become the first rows; each moves forward, or stays.
+  void gather_sampled() const {
+    for (int64_t row = 0; row < samples; ++row)
+      if (call.sampled[row] != row)
+        std::memcpy(call.hidden + row * m.hidden, call.hidden + call.sampled[row] * m.hidden, m.hidden * sizeof(float));
+  }
+
   // Sums in float32 are one chain each, so that they do not depend on the number of rows.
   int64_t slice_of_inner(int64_t rows) const {
     return k.rows == kFloat32 || rows <= k.row_block ? inner_stride : kSlice;
   }
 
   void head(Region& region, int thread, float* sums) const {
-    normalize(region, thread, m.norm, 0);
-    Best* own = call.best ? bests + thread * tokens : nullptr;
-    for (int64_t t = 0; own && t < tokens; ++t) own[t] = {-INFINITY, 0, -1};
-    each_product(region, m.vocab, 0, [&](int64_t panel, int64_t row, int count, int64_t next) {
+    normalize(region, thread, m.norm, samples);
+    Best* own = call.best ? bests + thread * samples : nullptr;
+    for (int64_t t = 0; own && t < samples; ++t) own[t] = {-INFINITY, 0, -1};
+    each_product(region, m.vocab, samples, [&](int64_t panel, int64_t row, int count, int64_t next) {
       multiply(normed, hidden_stride, row, count, m.head, panel, m.head, next, sums);
       const int columns = columns_of(panel, m.vocab);
       if (own) k.best(sums, count, columns, panel * kPanel, own + row);
       if (call.logits) k.store(sums, nullptr, count, columns, call.logits + row * m.vocab + panel * kPanel, m.vocab);
     });
     if (!own || thread) return;
-    for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t t = 0; t < samples; ++t) {
       Best found{-INFINITY, 0, -1};
       for (int other = 0; other < region.threads(); ++other) {
-        const Best& each = bests[other * tokens + t];
+        const Best& each = bests[other * samples + t];
         found.finite += each.finite;
         const bool wins = each.value > found.value || (each.value == found.value && each.id < found.id);
         if (each.id >= 0 && (found.id < 0 || wins)) found.value = each.value, found.id = each.id;

@@ -47,10 +47,12 @@ struct BatonCall {
   int64_t threads;
   const int64_t* token_ids;  // or null: `hidden` holds the states before layer `first`
   int64_t first, last;
-  int64_t tail;     // tokens at the end for which the last layer is computed whole; for others only keys and values
-  float* hidden;    // [tokens][hidden]
-  float* logits;    // [tokens][vocab], or null
-  int64_t* best;    // [tokens]: the first of the largest logits, -1 where logits are not finite; or null
+  // New tokens, ascending, that the last layer computes whole; for others only keys and values. Null: all.
+  const int32_t* sampled;
+  int64_t samples;
+  float* hidden;    // [tokens][hidden]; after the last layer the first `samples` rows are those of `sampled`
+  float* logits;    // [samples][vocab], or null
+  int64_t* best;    // [samples]: the first of the largest logits, -1 where logits are not finite; or null
 };
 
 // Room for intermediate results, which grows with the largest call; for one model, and one call at a time.
@@ -68,7 +70,7 @@ BATON_API int baton_native_forward(const BatonModel* model, const BatonKv* kv, c
 BATON_API int baton_native_attend(const BatonModel* model, const BatonKv* kv, const BatonBatch* batch, int64_t layer,
                                   int64_t threads, float* qkv, float* out, BatonRoom* room);
 
-// Final norm and head of `count` rows of hidden states; `call` names threads, hidden, logits and best.
+// Final norm and head of `count` rows of hidden states; `call` names threads, hidden, logits and best, and samples nothing.
 BATON_API int baton_native_head(const BatonModel* model, int64_t count, const BatonCall* call, BatonRoom* room);
 
 // The last error of this thread.

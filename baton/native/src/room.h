@@ -56,11 +56,38 @@ class Buffer {
   int64_t size_ = 0, idle_ = 0;
 };
 
+// Tokens of one sequence that attend together. Those of a split unit are one, over one part of its keys. `row` is that of
+// the first token's result.
+struct Unit {
+  int64_t sequence, token, row, count, position;
+  int64_t first_part, last_part;
+  int64_t partial;  // number of its partial result, or -1
+};
+
+// A row whose partial results are merged.
+struct Split {
+  int64_t row, partial, parts;
+};
+
+// What attends in a layer.
+struct Queries {
+  std::vector<Unit> units;
+  std::vector<Split> splits;
+  int64_t partials;
+
+  void clear() {
+    units.clear();
+    splits.clear();
+    partials = 0;
+  }
+};
+
 }  // namespace baton
 
 struct BatonRoom {
   baton::Buffer normed, qkv, attended, inner;  // of all rows
-  baton::Buffer angles, units, partials, best;
+  baton::Buffer angles, partials, best;
   baton::Buffer threads;  // scratch of each
+  baton::Queries all, sampled;
   std::vector<int32_t> angles_of;  // query and context lengths that `angles` are for
 };

@@ -57,7 +57,7 @@ class Worker:
         """Decode so many tokens, as the engine thread does."""
         self.engine.insert(sequence.handle, sequence.state)
         for _ in range(tokens):
-            for handle, infos in self.engine.step().result():
+            for handle, infos in self.engine.launch().result().steps:
                 assert handle is sequence.handle
                 sequence.output_ids += [info.token_id for info in infos]
                 sequence.hasher.extend([info.token_id for info in infos])
@@ -137,7 +137,7 @@ def test_choices_share_what_was_pinned_and_write_only_their_own_pages() -> None:
     for each in sequences:
         worker.engine.insert(each.handle, each.state)
     for _ in range(7):
-        for (_, (token,)), sequence in zip(worker.engine.step().result(), sequences, strict=True):
+        for (_, (token,)), sequence in zip(worker.engine.launch().result().steps, sequences, strict=True):
             sequence.output_ids.append(token.token_id)
             sequence.hasher.extend([token.token_id])
     for choice, each in enumerate(sequences):

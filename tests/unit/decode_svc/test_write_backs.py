@@ -16,6 +16,7 @@ from baton.worker.block_copier import MAX_WRITE_BACKS, BlockCopier
 from decode_svc.sequence import Published
 from decode_svc.write_backs import MAX_WAITING, WriteBacks
 from tests.decoding import digests
+from tests.engine_calls import prefill_chunk
 from tests.metrics import count
 from tests.prefix_cache import MemoryPrefixCache
 from tests.property.attempts import payloads
@@ -40,7 +41,7 @@ class Held(FakeEngine):
     def published(self, ids: Sequence[int] = IDS) -> list[bytes]:
         """Leave these tokens' blocks in the pool, and return their names."""
         handle = self.reserve("r", len(ids))
-        self.prefill_chunk(handle, ids, 0, len(ids), on_layer=lambda layer: None)
+        prefill_chunk(self, handle, ids, 0, len(ids), on_layer=lambda layer: None)
         names = digests(self, ids)
         self.publish(handle, names)
         self.free(handle)

@@ -64,17 +64,17 @@ def batch(engine: EngineCore) -> list[list[int]]:
     for turn in range(26):
         if turn == 4:
             running.append(start(engine, "last", WANTED[-1]))
-        unread.append(engine.step())
+        unread.append(engine.launch())
         if turn == 8:
             engine.free(running[1][0])
         if len(unread) > 1:
-            for own, infos in unread.pop(0).result():
+            for own, infos in unread.pop(0).result().steps:
                 outputs = next(outputs for handle, outputs in running if handle is own)
                 outputs += [info.token_id for info in infos]
     unread.pop().result()
     for handle, _ in running:
         engine.free(handle)
-    engine.step().result()
+    engine.launch().result()
     assert engine.audit() == {}
     return [outputs for _, outputs in running]
 

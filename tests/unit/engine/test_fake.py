@@ -17,6 +17,7 @@ from baton.errors import EngineError
 from baton.kv.format import PartData
 from baton.request import SamplingParams, SequenceState, TokenInfo
 from tests.contract.engines import chunks, generate, ignore, move, prefill, start, state, step
+from tests.engine_calls import prefill_chunk
 
 
 def test_tokens_by_hand() -> None:
@@ -37,13 +38,13 @@ def test_log_probabilities_tell_prefill_from_decode() -> None:
     engine = FakeEngine()
     handle = engine.reserve("a/1", 20)
     params = SamplingParams(temperature=0.0, logprobs=2)
-    result = engine.prefill_chunk(
-        handle, [5, 7], 0, 2, on_layer=ignore, sample=[state([5, 7], params)], prompt_logprobs=0
+    result = prefill_chunk(
+        engine, handle, [5, 7], 0, 2, on_layer=ignore, sample=[state([5, 7], params)], prompt_logprobs=0
     )
     assert result.tokens == (TokenInfo(20, -1.0, ((20, -1.0), (21, -2.0))),)
     assert result.prompt_logprobs == (TokenInfo(7, -3.0),)
     engine.insert(handle, state([5, 7], params, [20]))
-    assert engine.step().result() == [(handle, (TokenInfo(81, -2.0, ((81, -2.0), (82, -3.0))),))]
+    assert engine.launch().result().steps == [(handle, (TokenInfo(81, -2.0, ((81, -2.0), (82, -3.0))),))]
 
 
 def test_time_is_spent_through_the_delay() -> None:
@@ -60,10 +61,10 @@ def test_a_plan_that_can_not_be_made_is_made_whole_by_the_next(monkeypatch: pyte
     engine = FakeEngine()
     running = [start(engine, owner, state([5, 7])) for owner in ("a/1", "b/1")]
     with monkeypatch.context() as patch:
-        made = iter([kv_manager.Step(0, 0)])
-        patch.setattr(kv_manager, "Step", lambda slot, position: next(made))  # the second one fails
+        made = iter([kv_manager.Row(0, 0)])
+        patch.setattr(kv_manager, "Row", lambda slot, position: next(made))  # the second one fails
         with pytest.raises(StopIteration):
-            engine.step()
+            engine.launch()
     found = step(engine)
     assert [[*outputs, found[handle]] for handle, outputs in running] == [[20, 81], [20, 81]]
 
@@ -153,10 +154,10 @@ def test_prefill_sees_a_spoiled_prefix() -> None:
     engine = FakeEngine()
     prompt = list(range(40))
     handle = engine.reserve("a/1", 40)
-    engine.prefill_chunk(handle, prompt, 0, 32, on_layer=ignore)
+    prefill_chunk(engine, handle, prompt, 0, 32, on_layer=ignore)
     frame = engine.read_kv(handle, 0, range(1), range(1))
     engine.write_kv(handle, 0, 5, 0, frame)
-    result = engine.prefill_chunk(handle, prompt, 32, 40, on_layer=ignore, sample=[state(prompt)])
+    result = prefill_chunk(engine, handle, prompt, 32, 40, on_layer=ignore, sample=[state(prompt)])
     assert result.tokens[0].token_id != expected_tokens(prompt, 1)[0]
 
 

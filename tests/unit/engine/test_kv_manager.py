@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.contract import EngineSpec
 from baton.engine.kv_manager import KvManager, RunningSequence
-from baton.engine.plan import ForwardPlan, Growth, Step
+from baton.engine.plan import ForwardPlan, Growth, Row
 from baton.errors import EngineError, OutOfPages, Overloaded
 from baton.kv.format import KvFormat, KvPart
 from baton.kv.pool import PageHandle
@@ -31,7 +31,7 @@ def join(kv: KvManager, owner: str, tokens: int, params: SamplingParams = GREEDY
 
 def plan(kv: KvManager) -> ForwardPlan:
     with kv.pin_batch() as batch:
-        return kv.plan_step(batch)
+        return kv.plan((), batch)
 
 
 def grow(kv: KvManager) -> list[RunningSequence]:
@@ -48,7 +48,7 @@ def pause(kv: KvManager, handle: PageHandle) -> None:
 
 
 def slots(found: ForwardPlan) -> tuple[list[int], list[int], list[int]]:
-    return [each.slot for each in found.joined], list(found.left), [each.slot for each in found.steps]
+    return [each.slot for each in found.joined], list(found.left), [each.source for each in found.rows]
 
 
 def test_a_plan_tells_what_has_changed_since_the_one_before(kv: KvManager) -> None:
@@ -59,7 +59,7 @@ def test_a_plan_tells_what_has_changed_since_the_one_before(kv: KvManager) -> No
         (tuple(first.pages), [0, 1, 2]),
         (tuple(second.pages), [0, 1, 2, 3]),
     ]
-    assert told.steps == (Step(0, 2), Step(1, 3))
+    assert told.rows == (Row(0, 2), Row(1, 3))
     grow(kv)
     told = plan(kv)
     assert (slots(told), told.reset) == (([], [], [0, 1]), False)

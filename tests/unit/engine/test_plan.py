@@ -15,7 +15,7 @@ from baton.engine.contract import EngineSpec
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.model_runner import ModelRunner
-from baton.engine.plan import Chunk, ForwardPlan, Growth, Join, PlanResult, Step
+from baton.engine.plan import ForwardPlan, Growth, Join, PlanResult, Prompt, Row
 from baton.errors import EngineError
 from baton.kv.format import KvFormat, KvPart
 from baton.model.attention.segments import Segment, SegmentViews
@@ -56,6 +56,13 @@ def state_of(data: dict[str, Any]) -> SequenceState:
     return SequenceState(SamplingParams(**params), data["prompt_ids"], data["output_ids"], data["choice_index"])
 
 
+def row_of(data: dict[str, Any]) -> Row:
+    source = data["source"]
+    if isinstance(source, dict):
+        source = Prompt(**{**source, "sample": tuple(map(state_of, source["sample"]))})
+    return Row(source, data["start"], data["count"], tuple(data["sampled"]))
+
+
 def plan_of(text: str) -> ForwardPlan:
     """A plan from JSON."""
     data = json.loads(text)
@@ -64,8 +71,7 @@ def plan_of(text: str) -> ForwardPlan:
         tuple(data["left"]),
         tuple(Join(each["slot"], tuple(each["pages"]), state_of(each["state"])) for each in data["joined"]),
         tuple(Growth(each["slot"], tuple(each["pages"])) for each in data["grew"]),
-        tuple(Chunk(**{**each, "sample": tuple(map(state_of, each["sample"]))}) for each in data["chunks"]),
-        tuple(Step(**each) for each in data["steps"]),
+        tuple(row_of(each) for each in data["rows"]),
     )
 
 
@@ -96,26 +102,21 @@ def test_another_runner_chooses_the_same_tokens_from_the_same_plans(
         for each in engine.batch:
             engine.extend(each.handle, each.state.length)
         try:
-            engine.step()
+            engine.launch()
         except EngineError:
             assert turn == 4
-    assert kinds == {"reset", "left", "joined", "grew", "chunks", "steps"}
+    assert kinds == {"reset", "left", "joined", "grew", "rows"}
     assert all(first == other for first, other in results)
-    assert sum(len(first.steps) for first, _ in results) > 90
+    assert sum(len(first.rows) for first, _ in results) > 90
 
 
-def test_a_mixture_that_the_runner_does_not_take_is_refused(runner: Callable[[], ModelRunner]) -> None:
+def test_rows_of_slots_must_be_all_that_are_taken(runner: Callable[[], ModelRunner]) -> None:
     executor = InProcessExecutor(runner())
-    chunk, join = Chunk((1, 2), 0, (0,)), Join(0, (1,), SequenceState(MIXED[0], [1, 2]))
-    with pytest.raises(EngineError, match="got 1 chunks and 1 steps"):
-        executor.launch(ForwardPlan(joined=(join,), chunks=(chunk,), steps=(Step(0, 1),)))
-    with pytest.raises(EngineError, match="got 2 chunks and 0 steps"):
-        executor.launch(ForwardPlan(chunks=(chunk, chunk)))
-    with pytest.raises(EngineError, match="slot 3 is in a step, but has no sequence"):
-        executor.launch(ForwardPlan(joined=(join,), steps=(Step(0, 1), Step(3, 1))))
-    other = Join(1, (2,), SequenceState(MIXED[0], [1, 2]))
+    join, other = (Join(slot, (1 + slot,), SequenceState(MIXED[0], [1, 2])) for slot in range(2))
+    with pytest.raises(EngineError, match="a row of 3 is among those of slots, but has no sequence"):
+        executor.launch(ForwardPlan(joined=(join,), rows=(Row(0, 1), Row(3, 1))))
     with pytest.raises(EngineError, match="one of all 2 slots that are taken, got 1"):
-        executor.launch(ForwardPlan(reset=True, joined=(join, other), steps=(Step(1, 1),)))
+        executor.launch(ForwardPlan(reset=True, joined=(join, other), rows=(Row(1, 1),)))
 
 
 def test_kv_comes_from_host_memory_once_a_sequence_has_pages_there(model: LoadedModel, spec: EngineSpec) -> None:
@@ -133,16 +134,16 @@ def test_kv_comes_from_host_memory_once_a_sequence_has_pages_there(model: Loaded
     grows, device, hosted = (SequenceState(params, list(range(length))) for length in (15, 20, 40))
     for pages, one in (((0,), grows), ((1, 2), device), ((6, 7, 8), hosted)):
         ids = tuple(one.prompt_ids)
-        executor.launch(ForwardPlan(chunks=(Chunk(ids, 0, pages, (one,)),)))()
+        executor.launch(ForwardPlan(rows=(Row(Prompt(ids, pages, (one,)), 0, len(ids), (len(ids) - 1,)),)))()
     assert not opened, "each was one chunk, without a past"
     joined = (Join(0, (0,), grows), Join(1, (1, 2), device), Join(2, (6, 7, 8), hosted))
-    executor.launch(ForwardPlan(joined=joined, steps=(Step(0, 14), Step(1, 19), Step(2, 39))))()
+    executor.launch(ForwardPlan(joined=joined, rows=(Row(0, 14), Row(1, 19), Row(2, 39))))()
     assert {each.row for each in opened} == {2}
     opened.clear()
-    executor.launch(ForwardPlan(steps=(Step(0, 15), Step(1, 20), Step(2, 40))))()
+    executor.launch(ForwardPlan(rows=(Row(0, 15), Row(1, 20), Row(2, 40))))()
     assert {each.row for each in opened} == {2}
     opened.clear()
     grew = (Growth(0, (9,)),)
-    executor.launch(ForwardPlan(grew=grew, steps=(Step(0, 16), Step(1, 21), Step(2, 41))))()
+    executor.launch(ForwardPlan(grew=grew, rows=(Row(0, 16), Row(1, 21), Row(2, 41))))()
     assert {each.row for each in opened} == {0, 2}
     assert [each.tokens for each in opened if each.layer == 0] == [range(16), range(32), range(32, 41)]

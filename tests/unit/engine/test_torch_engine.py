@@ -26,6 +26,7 @@ from baton.native import library
 from baton.request import SamplingParams
 from tests.checkpoints import lively_prompt, load_reference, make_checkpoint
 from tests.contract.engines import MIXED, compute_between_layers, generate, ignore, prefill, start, state, step
+from tests.engine_calls import prefill_chunk
 from tests.kernels import KERNELS
 from tests.unit.engine.cuda_standin import Cuda, cuda
 
@@ -144,8 +145,8 @@ def test_log_probabilities_equal_transformers(checkpoint: Path, monkeypatch: pyt
         expected = load_reference(checkpoint)(torch.tensor([prompt])).logits[0].log_softmax(-1)
     handle = engine.reserve("a/1", 40)
     params = SamplingParams(temperature=0.0, logprobs=3)
-    result = engine.prefill_chunk(
-        handle, prompt, 0, 30, on_layer=ignore, sample=[state(prompt, params)], prompt_logprobs=2
+    result = prefill_chunk(
+        engine, handle, prompt, 0, 30, on_layer=ignore, sample=[state(prompt, params)], prompt_logprobs=2
     )
     for position, info in enumerate(result.prompt_logprobs):
         assert info.token_id == prompt[position + 1]
@@ -168,7 +169,7 @@ def test_what_the_model_raises_becomes_an_engine_error(checkpoint: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(runner_of(engine)._decoder, "forward", fail)
         with pytest.raises(EngineError, match="RuntimeError: out of memory"):
-            engine.step()
+            engine.launch()
         with pytest.raises(EngineError, match="out of memory"):
             prefill(engine, engine.reserve("b/1", 10), state([1, 2, 3]))
     assert [*outputs, step(engine)[handle]] == generate(engine_of(checkpoint), state(list(range(10))), 2)
@@ -177,7 +178,7 @@ def test_what_the_model_raises_becomes_an_engine_error(checkpoint: Path, monkeyp
         raise RuntimeError("from the caller")
 
     with pytest.raises(RuntimeError, match="from the caller"):
-        engine.prefill_chunk(engine.reserve("c/1", 10), [1, 2], 0, 2, on_layer=abort)
+        prefill_chunk(engine, engine.reserve("c/1", 10), [1, 2], 0, 2, on_layer=abort)
 
 
 def test_chunks_between_the_layers_of_another_take_no_segment_that_it_fetched(
@@ -210,7 +211,7 @@ def test_a_step_that_failed_between_layers_runs_again(
             patch.setattr(runner_of(engine)._decoder.layers[layer].attention, "attend", fail)
             for _ in range(turn % 3):
                 with pytest.raises(EngineError, match="out of memory"):
-                    engine.step()
+                    engine.launch()
         tokens = step(engine)
         for handle, outputs in running:
             outputs.append(tokens[handle])
@@ -239,7 +240,7 @@ def test_work_within_a_layer_is_counted_while_it_is_done(checkpoint: Path, tmp_p
     handle, ended, seen = engine.reserve("a/1", end), list[int](), set[int]()
 
     def compute() -> None:
-        engine.prefill_chunk(handle, [1] * end, end - tokens, end, on_layer=lambda _: ended.append(engine.heartbeat()))
+        prefill_chunk(engine, handle, [1] * end, end - tokens, end, on_layer=lambda _: ended.append(engine.heartbeat()))
 
     with ThreadPoolExecutor(1) as thread:
         # A busy machine may look too seldom.

@@ -21,9 +21,9 @@ class Sequence:
 
 
 def forward(
-    model: LoadedModel, kv: KvCache, parts: list[tuple[Sequence, list[int]]], rows: int | None = None
+    model: LoadedModel, kv: KvCache, parts: list[tuple[Sequence, list[int]]], sampled: list[int] | None = None
 ) -> Tensor:
-    """Compute the new tokens of each sequence together: hidden states `[T, hidden]`, or the last `rows` of them."""
+    """Compute the new tokens of each sequence together: hidden states `[T, hidden]`, or those of `sampled`."""
     width = max(len(sequence.table) for sequence, _ in parts)
     tables = torch.zeros(len(parts), width, dtype=torch.int32)
     for row, (sequence, _) in zip(tables, parts, strict=True):
@@ -31,7 +31,7 @@ def forward(
     contexts = [sequence.length + len(ids) for sequence, ids in parts]
     batch = AttentionBatch.build([len(ids) for _, ids in parts], contexts, tables.to(model.device), kv.page_size)
     token_ids = torch.tensor([token for _, ids in parts for token in ids], device=model.device)
-    hidden: Tensor = model.decoder(token_ids, batch.positions, batch, kv, rows=rows)
+    hidden: Tensor = model.decoder(token_ids, batch.positions, batch, kv, sampled=sampled)
     for (sequence, _), context in zip(parts, contexts, strict=True):
         sequence.length = context
     return hidden

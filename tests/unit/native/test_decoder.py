@@ -16,10 +16,10 @@ from baton.engine.config import EngineConfig
 from baton.engine.factory import build
 from baton.errors import ConfigError, EngineError
 from baton.kv.format import KEYS
-from baton.model.attention import KvCache
+from baton.model.attention import AttentionBatch, KvCache
 from baton.model.config import ModelConfig
 from baton.model.load import LoadedModel, load_model
-from baton.native.decoder import NativeDecoder, unsupported
+from baton.native.decoder import NativeDecoder, NativeOutput, unsupported
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.kernels import LIBRARY, needs_native
 from tests.unit.model.runner import Sequence, chunked_logits, forward
@@ -69,14 +69,22 @@ def test_logits_do_not_depend_on_chunks(checkpoint: Path, dtype: torch.dtype) ->
         assert torch.nn.functional.cosine_similarity(found, whole).min() > 0.98
 
 
+def choose(
+    model: LoadedModel, ids: list[int], contexts: list[int], tables: Tensor, kv: KvCache, *, logits: bool
+) -> NativeOutput:
+    """A step: one new token of each sequence."""
+    batch = AttentionBatch((1,) * len(ids), tuple(contexts), tables, kv.page_size)
+    return decoder_of(model).forward_head(torch.tensor(ids), batch, kv, None, None, logits)
+
+
 def test_a_step_chooses_the_largest_logits_first(model: LoadedModel) -> None:
     kv = model.new_kv_cache(20, 16)
     sequence = Sequence(kv, 60)
     forward(model, kv, [(sequence, prompt_ids(40))])
-    output = decoder_of(model).step(torch.tensor([3]), [41], sequence.table[None], kv, logits=True)
+    output = choose(model, [3], [41], sequence.table[None], kv, logits=True)
     assert output.logits is not None
     assert output.best.tolist() == output.logits.argmax(-1).tolist()
-    without = decoder_of(model).step(torch.tensor([3]), [41], sequence.table[None], kv, logits=False)
+    without = choose(model, [3], [41], sequence.table[None], kv, logits=False)
     assert without.logits is None
     assert without.best.tolist() == output.best.tolist()
 
@@ -88,7 +96,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(model: LoadedModel) -> None:
         forward(model, kv, [(sequence, prompt_ids(40))])
     kv.parts[KEYS][0, sequences[0].table[1]] = float("nan")
     tables = torch.stack([sequence.table for sequence in sequences])
-    output = decoder_of(model).step(torch.tensor([3, 3]), [41, 41], tables, kv, logits=True)
+    output = choose(model, [3, 3], [41, 41], tables, kv, logits=True)
     assert output.logits is not None
     assert output.best[0] == -1
     assert output.best[1] == output.logits[1].argmax() >= 0
@@ -124,11 +132,11 @@ def test_what_would_be_outside_is_refused_before_anything_is_written(model: Load
     elif spoilt == "token id":
         ids[row] = data.draw(st.sampled_from([-1, model.config.vocab_size, 2**62]))
     if spoilt == "nothing":
-        decoder_of(model).step(torch.tensor(ids), contexts, tables, kv, logits=False)
+        choose(model, ids, contexts, tables, kv, logits=False)
         assert not untouched(kv)
         return
     with pytest.raises(EngineError, match="native kernels: "):
-        decoder_of(model).step(torch.tensor(ids), contexts, tables, kv, logits=False)
+        choose(model, ids, contexts, tables, kv, logits=False)
     assert untouched(kv)
 
 

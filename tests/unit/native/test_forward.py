@@ -100,7 +100,7 @@ def run_both(
     pages: Pages,
     queries: list[int],
     contexts: list[int],
-    rows: int | None,
+    sampled: list[int] | None,
     tolerance: float,
 ) -> None:
     """One forward pass of new tokens, compared: hidden states, logits and pages."""
@@ -109,7 +109,7 @@ def run_both(
     found: list[Tensor] = []
     for decoder, kv in zip(decoders, reversed(pages.kv), strict=True):
         batch = AttentionBatch.build(queries, contexts, pages.tables[: len(queries)], kv.page_size)
-        hidden = decoder(ids, batch.positions, batch, kv, rows=rows)  # type: ignore[operator]
+        hidden = decoder(ids, batch.positions, batch, kv, sampled=sampled)  # type: ignore[operator]
         found += hidden, decoder.logits(hidden) if len(hidden) else hidden
     for torchs, ours in zip(found[:2], found[2:], strict=True):
         assert (ours - torchs).norm() <= tolerance * torchs.norm()
@@ -117,6 +117,14 @@ def run_both(
         ours = pages.kv[0].parts[name]
         assert torch.equal(ours.isnan(), torchs.isnan())
         assert (ours - torchs).nan_to_num().norm() <= tolerance * torchs.nan_to_num().norm()
+
+
+def some_tokens(rng: random.Random, count: int) -> list[int] | None:
+    """Tokens of a pass to sample after: all, none, or any, the last ones among them."""
+    chosen = rng.choice((None, 0.0, 0.1, 0.9))
+    if chosen is None:
+        return None
+    return [token for token in range(count) if chosen and (rng.random() < chosen or token > count - 3)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=str)
@@ -134,8 +142,8 @@ def test_a_forward_pass_equals_torchs(
     then = [rng.choice((1, 1, 3, 33)) for _ in range(count)]
     contexts = [a + b for a, b in zip(first, then, strict=True)]
     pages = Pages(config, rng.choice((1, 3, 7, 16, 50)), [each + 1 for each in contexts])
-    run_both(decoders, pages, first, first, rng.randint(0, first[0]) if count == 1 else None, tolerance)
-    run_both(decoders, pages, then, contexts, rng.randint(0, then[0]) if count == 1 else None, tolerance)
+    run_both(decoders, pages, first, first, some_tokens(rng, sum(first)), tolerance)
+    run_both(decoders, pages, then, contexts, some_tokens(rng, sum(then)), tolerance)
     run_both(decoders, pages, [1] * count, [each + 1 for each in contexts], None, tolerance)
 
 
@@ -165,7 +173,7 @@ def test_a_batch_with_a_wrong_number_is_refused_before_anything_is_written(
     ids = torch.randint(config.vocab_size, (tokens,))
     row = rng.randrange(len(contexts))
     far = rng.choice((2**31 - 1, -(2**31)))
-    spoilt, rows = rng.choice(("page", "context", "query", "token id", "rows")), None
+    spoilt, sampled = rng.choice(("page", "context", "query", "token id", "sampled")), None
     if spoilt == "page":
         tables[row, rng.randrange(-(-contexts[row] // page_size))] = rng.choice((-1, kv.num_pages, far))
     elif spoilt == "context":
@@ -177,10 +185,10 @@ def test_a_batch_with_a_wrong_number_is_refused_before_anything_is_written(
     elif spoilt == "token id":
         ids[rng.randrange(tokens)] = rng.choice((-1, config.vocab_size, 2**62))
     else:
-        rows = rng.choice((-1, tokens + 1))
+        sampled = rng.choice(([-1], [tokens], [0, 0], [0, -1]))
     batch = AttentionBatch(tuple(queries), tuple(contexts), tables, page_size)
     with pytest.raises((EngineError, RuntimeError)):
-        decoder(ids, torch.zeros(0), batch, kv, rows=rows)
+        decoder(ids, torch.zeros(0), batch, kv, sampled=sampled)
     assert all(bool(part.isnan().all()) for part in kv.parts.values())
 
 

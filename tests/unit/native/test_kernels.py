@@ -198,7 +198,7 @@ def test_weights_are_those_of_softmax(library: ctypes.CDLL, dtype: torch.dtype, 
     backend = NativeAttention(library, weights=dtype)
     backend.append(kv, 0, k, v, batch)
     backend._new[0] = k[-query:], v[-query:]
-    out = backend.attend(kv, 0, q, batch.last(query), None).double()
+    out = backend.attend(kv, 0, q, batch.select(range(length - query, length)), None).double()
     assert torch.allclose(out[..., scored], torch.ones(()).double(), atol=1e-6)
     scores = torch.einsum("qhd,kd->qhk", q.double(), k[:scored, 0].double()) / size**0.5
     found = out[..., :scored].log()
@@ -240,7 +240,7 @@ def test_scores_just_below_a_whole_number(library: ctypes.CDLL, dtype: torch.dty
     backend._new[0] = k[-1:], v[-1:]
     q = torch.eye(1, size)[None]
     others = (length - 1) * math.exp(-32 / size**0.5)
-    out = backend.attend(kv, 0, q, batch.last(1), None)
+    out = backend.attend(kv, 0, q, batch.select([length - 1]), None)
     assert torch.allclose(out, torch.full((), others / (1 + others)), atol=5e-3)
 
 
@@ -256,7 +256,7 @@ def test_keys_before_the_window_are_not_read(library: ctypes.CDLL, dtype: torch.
     k, v = torch.randn(2, length, 2, 32).unbind()
     backend.append(kv, 0, k, v, batch)
     backend._new[0] = k[-query:], v[-query:]
-    q, new = torch.randn(query, 4, 32), batch.last(query)
+    q, new = torch.randn(query, 4, 32), batch.select(range(length - query, length))
     expected = backend.attend(kv, 0, q, new, window)
     for part in kv.parts.values():
         part.flatten(1, 2)[:, : length - query - window + 1] = float("nan")

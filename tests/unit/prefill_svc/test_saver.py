@@ -15,6 +15,7 @@ from baton.worker.block_copier import BlockCopier
 from prefill_svc.job import PrefillJob, PrefillTask
 from prefill_svc.saver import ChunkSaver
 from prefill_svc.scheduler import PrefillScheduler
+from tests.engine_calls import prefill_chunk
 from tests.prefix_cache import MemoryPrefixCache
 
 WAIT_S = 60.0
@@ -56,7 +57,7 @@ class Rig:
     def compute(self) -> None:
         """The next chunk."""
         job, end = self.job, self.job.computed + CHUNK
-        self.engine.prefill_chunk(job.pages, IDS, job.computed, end, on_layer=lambda _: None)
+        prefill_chunk(self.engine, job.pages, IDS, job.computed, end, on_layer=lambda _: None)
         job.computed = end
 
     async def chunk(self) -> None:

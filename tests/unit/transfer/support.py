@@ -16,6 +16,7 @@ from baton.transfer import closing, wire
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
 from baton.transfer.registry import ExportRegistry
+from tests.engine_calls import prefill_chunk
 from tests.metrics import count
 
 LAYERS, HEADS = 3, 2
@@ -92,7 +93,7 @@ def prefilled(engine: Engine, tokens: int, *, until: int | None = None) -> KvHan
     """A handle with the KV of `prompt(tokens)[:until]`."""
     handle = engine.reserve("prefill", tokens)
     if end := tokens if until is None else until:
-        engine.prefill_chunk(handle, prompt(tokens), 0, end, on_layer=lambda layer: None)
+        prefill_chunk(engine, handle, prompt(tokens), 0, end, on_layer=lambda layer: None)
     return handle
 
 

@@ -18,6 +18,7 @@ from baton.errors import (
 from baton.transfer import closing, wire
 from baton.transfer.coverage import Box
 from baton.transfer.registry import ExportRegistry
+from tests.engine_calls import prefill_chunk
 from tests.unit.transfer.support import (
     HEADS,
     INCARNATION,
@@ -188,7 +189,7 @@ async def test_read_ahead_is_one_frame(exports: ExportRegistry, engine: Engine) 
 
 async def test_a_read_that_fails_ends_the_stream(exports: ExportRegistry, engine: Engine) -> None:
     handle = engine.reserve("prefill", TOKENS)
-    engine.prefill_chunk(handle, prompt(TOKENS), 0, TOKENS, on_layer=nothing_for)
+    prefill_chunk(engine, handle, prompt(TOKENS), 0, TOKENS, on_layer=nothing_for)
     export = exports.open("t", handle, TOKENS, on_closed=nothing)
     advance_all(export, TOKENS)
     engine.free(handle)

@@ -15,6 +15,7 @@ from baton.ledger import Ledger, LedgerEntry
 from baton.worker import audit
 from baton.worker.audit import IdleAudit, build_ledger, describe
 from baton.worker.status import WorkerRole, new_identity
+from tests.engine_calls import prefill_chunk
 
 ENGINE = FakeEngine(pages=8)
 IDENTITY = new_identity(WorkerConfig(worker_id="w"), WorkerRole.DECODE, ENGINE.spec, "")
@@ -75,7 +76,7 @@ async def test_pages_given_up_in_a_copy_are_listed_as_draining() -> None:
     engine = FakeEngine(pages=8, chunk_time=1.0, delay=delay)
     handle = engine.reserve("a/0", 20)
     chunk = asyncio.create_task(
-        asyncio.to_thread(engine.prefill_chunk, handle, range(20), 0, 20, on_layer=lambda layer: None)
+        asyncio.to_thread(prefill_chunk, engine, handle, range(20), 0, 20, on_layer=lambda layer: None)
     )
     await asyncio.to_thread(come.wait, 60)
     engine.free(handle)

@@ -14,6 +14,7 @@ from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix import Payload
 from baton.worker import block_copier
 from baton.worker.block_copier import MAX_WRITE_BACKS, BlockCopier
+from tests.engine_calls import prefill_chunk
 from tests.prefix_cache import MemoryPrefixCache
 
 IDS = [(7 * i) % 1000 for i in range(100)]
@@ -63,7 +64,7 @@ def engine() -> FakeEngine:
 
 def computed(engine: FakeEngine, owner: str = "a") -> KvHandle:
     handle = engine.reserve(owner, len(IDS))
-    engine.prefill_chunk(handle, IDS, 0, len(IDS), on_layer=lambda _: None)
+    prefill_chunk(engine, handle, IDS, 0, len(IDS), on_layer=lambda _: None)
     return handle
 
 
