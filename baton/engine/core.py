@@ -119,7 +119,7 @@ class EngineCore:
             chunk = Chunk(
                 tuple(token_ids[start:end]),
                 start,
-                tuple(pages[: self._spec.pages_for(end)]),
+                pages[: self._spec.pages_for(end)],
                 tuple(sample),
                 prompt_logprobs,
                 () if prompt_logprobs is None else tuple(token_ids[start + 1 : end + 1]),

@@ -11,6 +11,7 @@ take rows of several kinds at once.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class _Slot:
     """A slot that is taken: its row now, -1 once it was left, and its pages if some are in host memory."""
 
     row: int
-    pages: list[int]
+    pages: array[int]
     in_host: bool
 
 
@@ -148,7 +149,7 @@ class ModelRunner:
         self._sampler.add(join.state)
         last = join.state.output_ids[-1] if join.state.output_ids else join.state.prompt_ids[-1]
         self._inputs.add(last, join.state.length - 1, join.pages)
-        self._slots[join.slot] = slot = _Slot(len(self._rows), list(join.pages), self._in_host(join.pages))
+        self._slots[join.slot] = slot = _Slot(len(self._rows), join.pages[:], self._in_host(join.pages))
         self._rows.append(slot)
 
     def _remove(self, slot: _Slot) -> None:
@@ -162,7 +163,7 @@ class ModelRunner:
 
     def _forward_chunk(self, chunk: Chunk, on_layer: OnLayer | None) -> _HiddenStates:
         count = len(chunk.token_ids)
-        table = upload([chunk.pages], torch.int32, self._device)
+        table = upload(chunk.pages, torch.int32, self._device)[None]
         host = self._host_kv({0: chunk.pages} if self._in_host(chunk.pages) else {})
         batch = AttentionBatch.build([count], [chunk.start + count], table, self._spec.page_size, host)
 

@@ -8,11 +8,13 @@ that grew. After a failed plan, the next one resets and joins every slot again, 
 nor of those launched after it.
 
 A plan has chunks, steps or both. A chunk brings its page table with it: it takes far longer than its table travels, and
-a prompt has no slot. Fields hold numbers, tuples and dataclasses alone, so a plan can be sent to another process.
+a prompt has no slot. Fields hold numbers, tuples, arrays and dataclasses alone, so a plan can be sent to another
+process. Page tables are arrays: those of long prompts have tens of thousands of entries.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from baton.engine.contract import ChunkResult
@@ -27,7 +29,7 @@ class Join:
     """
 
     slot: int
-    pages: tuple[int, ...]
+    pages: array[int]
     state: SequenceState
 
 
@@ -36,7 +38,7 @@ class Growth:
     """`pages` follow those that `slot` has."""
 
     slot: int
-    pages: tuple[int, ...]
+    pages: array[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Chunk:
 
     token_ids: tuple[int, ...]
     start: int
-    pages: tuple[int, ...]
+    pages: array[int]
     sample: tuple[SequenceState, ...] = ()
     prompt_logprobs: int | None = None
     successors: tuple[int, ...] = ()

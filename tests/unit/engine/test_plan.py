@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -56,15 +57,22 @@ def state_of(data: dict[str, Any]) -> SequenceState:
     return SequenceState(SamplingParams(**params), data["prompt_ids"], data["output_ids"], data["choice_index"])
 
 
+def pages(numbers: list[int]) -> array[int]:
+    return array("q", numbers)
+
+
 def plan_of(text: str) -> ForwardPlan:
     """A plan from JSON."""
     data = json.loads(text)
     return ForwardPlan(
         data["reset"],
         tuple(data["left"]),
-        tuple(Join(each["slot"], tuple(each["pages"]), state_of(each["state"])) for each in data["joined"]),
-        tuple(Growth(each["slot"], tuple(each["pages"])) for each in data["grew"]),
-        tuple(Chunk(**{**each, "sample": tuple(map(state_of, each["sample"]))}) for each in data["chunks"]),
+        tuple(Join(each["slot"], pages(each["pages"]), state_of(each["state"])) for each in data["joined"]),
+        tuple(Growth(each["slot"], pages(each["pages"])) for each in data["grew"]),
+        tuple(
+            Chunk(**{**each, "pages": pages(each["pages"]), "sample": tuple(map(state_of, each["sample"]))})
+            for each in data["chunks"]
+        ),
         tuple(Step(**each) for each in data["steps"]),
     )
 
@@ -78,7 +86,7 @@ def test_another_runner_chooses_the_same_tokens_from_the_same_plans(
     kinds = set()
 
     def both(plan: ForwardPlan, on_layer: Any = None) -> Callable[[], PlanResult]:
-        sent = json.dumps(asdict(plan))
+        sent = json.dumps(asdict(plan), default=list)
         kinds.update(key for key, value in json.loads(sent).items() if value)
         first = stub.next.launch(plan, on_layer)()
         results.append((first, second.launch(plan_of(sent))()))
@@ -106,14 +114,14 @@ def test_another_runner_chooses_the_same_tokens_from_the_same_plans(
 
 def test_a_mixture_that_the_runner_does_not_take_is_refused(runner: Callable[[], ModelRunner]) -> None:
     executor = InProcessExecutor(runner())
-    chunk, join = Chunk((1, 2), 0, (0,)), Join(0, (1,), SequenceState(MIXED[0], [1, 2]))
+    chunk, join = Chunk((1, 2), 0, pages([0])), Join(0, pages([1]), SequenceState(MIXED[0], [1, 2]))
     with pytest.raises(EngineError, match="got 1 chunks and 1 steps"):
         executor.launch(ForwardPlan(joined=(join,), chunks=(chunk,), steps=(Step(0, 1),)))
     with pytest.raises(EngineError, match="got 2 chunks and 0 steps"):
         executor.launch(ForwardPlan(chunks=(chunk, chunk)))
     with pytest.raises(EngineError, match="slot 3 is in a step, but has no sequence"):
         executor.launch(ForwardPlan(joined=(join,), steps=(Step(0, 1), Step(3, 1))))
-    other = Join(1, (2,), SequenceState(MIXED[0], [1, 2]))
+    other = Join(1, pages([2]), SequenceState(MIXED[0], [1, 2]))
     with pytest.raises(EngineError, match="one of all 2 slots that are taken, got 1"):
         executor.launch(ForwardPlan(reset=True, joined=(join, other), steps=(Step(1, 1),)))
 
@@ -131,18 +139,18 @@ def test_kv_comes_from_host_memory_once_a_sequence_has_pages_there(model: Loaded
     executor = InProcessExecutor(runner)
     params = MIXED[0]
     grows, device, hosted = (SequenceState(params, list(range(length))) for length in (15, 20, 40))
-    for pages, one in (((0,), grows), ((1, 2), device), ((6, 7, 8), hosted)):
+    for table, one in (([0], grows), ([1, 2], device), ([6, 7, 8], hosted)):
         ids = tuple(one.prompt_ids)
-        executor.launch(ForwardPlan(chunks=(Chunk(ids, 0, pages, (one,)),)))()
+        executor.launch(ForwardPlan(chunks=(Chunk(ids, 0, pages(table), (one,)),)))()
     assert not opened, "each was one chunk, without a past"
-    joined = (Join(0, (0,), grows), Join(1, (1, 2), device), Join(2, (6, 7, 8), hosted))
+    joined = (Join(0, pages([0]), grows), Join(1, pages([1, 2]), device), Join(2, pages([6, 7, 8]), hosted))
     executor.launch(ForwardPlan(joined=joined, steps=(Step(0, 14), Step(1, 19), Step(2, 39))))()
     assert {each.row for each in opened} == {2}
     opened.clear()
     executor.launch(ForwardPlan(steps=(Step(0, 15), Step(1, 20), Step(2, 40))))()
     assert {each.row for each in opened} == {2}
     opened.clear()
-    grew = (Growth(0, (9,)),)
+    grew = (Growth(0, pages([9])),)
     executor.launch(ForwardPlan(grew=grew, steps=(Step(0, 16), Step(1, 21), Step(2, 41))))()
     assert {each.row for each in opened} == {0, 2}
     assert [each.tokens for each in opened if each.layer == 0] == [range(16), range(32), range(32, 41)]
