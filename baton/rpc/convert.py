@@ -39,7 +39,7 @@ from baton.rpc.packed import pack_ids, split, unpack_ids
 from baton.transfer.remote import MAX_SHARDS, MAX_TICKET_BYTES, PrefixSource, RemoteExport
 
 if TYPE_CHECKING:
-    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer, RepeatedScalarFieldContainer
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 A = TypeVar("A", list[int], "array[int]")
 
@@ -156,12 +156,6 @@ def _checked_pieces(name: str, ids: Sequence[int], vocab_size: int) -> Iterator[
         check_token_ids(name, piece, vocab_size, done)
         done += len(piece)
         yield piece
-
-
-def add_token_ids(field: RepeatedScalarFieldContainer[int], ids: Sequence[int]) -> None:
-    """Append to a repeated field. On a thread it lets other threads run between pieces."""
-    for piece in pieces(ids):
-        field.extend(piece)
 
 
 def pieces(ids: Sequence[int]) -> Iterator[Sequence[int]]:
