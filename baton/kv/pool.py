@@ -333,9 +333,10 @@ class PagePool:
         Owners that freed pages which are still pinned are listed with the suffix DRAINING. Raises EngineError with the
         ledger.
         """
+        room = self._allocator.room_for_states()
         with self._lock:
             leases = [(each.owner, each.active, each.pins, each.listed) for each in self._leases]
-            states = self._allocator.states()
+            states = self._allocator.states(room)
         ledger: dict[str, int] = {}
         counts, faults = np.zeros(self.pages, np.int32), []
         for owner, active, pins, pages in leases:
