@@ -8,8 +8,9 @@ for a thread that has the interpreter's lock. `lock` is the time from taking the
 pool's method that had it.
 
 `wall_ms` is a whole time. When other programs use the cores, they are part of it. `held_ms` is that of the loop without
-the time that its thread waited for a core, and not more than the CPU time of the process; that of the lock is the CPU
-time of the thread that had it.
+the time that its thread waited for a core, and not more than the CPU time of the process's Python threads together: one
+of them may have the interpreter's lock and wait for a core itself. That of the lock is the CPU time of the thread that
+had it.
 """
 
 from __future__ import annotations
@@ -122,13 +123,16 @@ class LoopTimer:
 
     def _start(self) -> None:
         self._took, self._callback, self._collected = 0.0, "", 0.0
-        self._waited, self._cpu = self._read_waited(), time.process_time()
+        self._waited, self._cpu = self._read_waited(), _cpu_by_thread()
         self._due = self._loop.time() + TICK_S
         self._loop.call_at(self._due, self._tick)
 
     def _tick(self) -> None:
         late = self._loop.time() - self._due
-        held = min(late - (self._read_waited() - self._waited), time.process_time() - self._cpu)
+        held = late - (self._read_waited() - self._waited)
+        if held > TICK_S:
+            before = self._cpu
+            held = min(held, sum(cpu - before.get(thread, 0.0) for thread, cpu in _cpu_by_thread().items()))
         self._longest.add(late, held, lambda: self._name(held))
         self._start()
 
@@ -140,6 +144,17 @@ class LoopTimer:
     def _read_waited(self) -> float:
         """Seconds that this thread was ready to run and had no core (Documentation/scheduler/sched-stats.rst)."""
         return int(os.pread(self._stat, 128, 0).split()[1]) / 1e9
+
+
+def _cpu_by_thread() -> dict[int, float]:
+    """Seconds of CPU time of each Python thread; others never have the interpreter's lock."""
+    found = {}
+    for thread in threading.enumerate():
+        number = thread.native_id or 0
+        # It may have ended meanwhile. The clock of a thread is clock_getcpuclockid(3)'s, by the thread's number.
+        with contextlib.suppress(OSError):
+            found[number] = time.clock_gettime(~number << 3 | 6)
+    return found
 
 
 def _other_threads() -> str:

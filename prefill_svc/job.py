@@ -44,8 +44,8 @@ meanwhile. After that, another worker or the router's queue is the better place.
 
 _PREFILLING_S = 60.0
 
-_REPORT_ENTRIES = 1024
-"""Tokens and alternatives of a report that are sent in one message, which takes about 2 ms to make."""
+_REPORT_ENTRIES = 512
+"""Tokens and alternatives of a report that are sent in one message, which takes about a millisecond to make."""
 
 
 @dataclass(frozen=True, slots=True)

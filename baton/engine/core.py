@@ -236,7 +236,7 @@ class EngineCore:
         pages = pins.enter_context(self._kv.pool.pin(_page_handle(chunk.handle), writes=range(start, end)))
         prompt = Prompt(
             tuple(ids[start:end]),
-            tuple(pages[: self._spec.pages_for(end)]),
+            pages[: self._spec.pages_for(end)],
             tuple(chunk.sample),
             chunk.prompt_logprobs,
             () if chunk.prompt_logprobs is None else tuple(ids[start + 1 : end + 1]),

@@ -134,9 +134,9 @@ class KvManager:
             count = len(pages)
             if each.planned_pages is None:
                 state = replace(each.state, output_ids=tuple(each.output_ids))
-                joined.append(Join(each.slot, tuple(pages[:count]), state))
+                joined.append(Join(each.slot, pages[:count], state))
             elif count > each.planned_pages:
-                grew.append(Growth(each.slot, tuple(pages[each.planned_pages : count])))
+                grew.append(Growth(each.slot, pages[each.planned_pages : count]))
             each.planned_pages = count
             rows.append(Row(each.slot, each.position))
         plan = ForwardPlan(self._reset, tuple(self._left), tuple(joined), tuple(grew), tuple(rows))

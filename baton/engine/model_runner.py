@@ -9,6 +9,7 @@ launched.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class _Slot:
     """A slot that is taken: its row now, -1 once it was left, and its pages if some are in host memory."""
 
     row: int
-    pages: list[int]
+    pages: array[int]
     in_host: bool
 
 
@@ -184,7 +185,7 @@ class ModelRunner:
         self._sampler.add(join.state)
         last = join.state.output_ids[-1] if join.state.output_ids else join.state.prompt_ids[-1]
         self._inputs.add(last, join.state.length - 1, join.pages)
-        self._slots[join.slot] = slot = _Slot(len(self._rows), list(join.pages), self._in_host(join.pages))
+        self._slots[join.slot] = slot = _Slot(len(self._rows), join.pages[:], self._in_host(join.pages))
         self._rows.append(slot)
 
     def _remove(self, slot: _Slot) -> None:
@@ -248,8 +249,8 @@ class ModelRunner:
         size, count = self._spec.page_size, len(prompts)
         tables = [each.prompt.pages for each in prompts]
         width = max(max(map(len, tables)), (max(contexts, default=1) - 1) // size + 1)
-        padded_tables = [[*table, *[0] * (width - len(table))] for table in tables]
-        table = upload(padded_tables, torch.int32, self._device)
+        uploaded = [upload(table, torch.int32, self._device) for table in tables]
+        table = torch.stack([F.pad(each, (0, width - len(each))) for each in uploaded])
         ids = upload([token for each in prompts for token in each.prompt.token_ids], torch.int64, self._device)
         in_host: dict[int, Sequence[int]] = {row: pages for row, pages in enumerate(tables) if self._in_host(pages)}
         if contexts:

@@ -9,12 +9,13 @@ failed plan, nor of those launched after it.
 
 A plan has rows: new tokens of one sequence each. A row of many tokens is a chunk of a prompt, one of a single token a
 step; any mixture is one forward pass. A prompt's row brings its page table with it: it takes far longer than its table
-travels, and a prompt has no slot. Fields hold numbers, tuples and dataclasses alone, so a plan can be sent to another
-process.
+travels, and a prompt has no slot. Fields hold numbers, tuples, arrays and dataclasses alone, so a plan can be sent to
+another process. Page tables are arrays: those of long prompts have tens of thousands of entries.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from baton.request import SequenceState, TokenInfo
@@ -28,7 +29,7 @@ class Join:
     """
 
     slot: int
-    pages: tuple[int, ...]
+    pages: array[int]
     state: SequenceState
 
 
@@ -37,7 +38,7 @@ class Growth:
     """`pages` follow those that `slot` has."""
 
     slot: int
-    pages: tuple[int, ...]
+    pages: array[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Prompt:
     """
 
     token_ids: tuple[int, ...]
-    pages: tuple[int, ...]
+    pages: array[int]
     sample: tuple[SequenceState, ...] = ()
     prompt_logprobs: int | None = None
     successors: tuple[int, ...] = ()

@@ -123,9 +123,9 @@ class CachedBlockIndex:
         """Whether one of the pages is cached; it must not be written."""
         return bool(self._node_of[pages].any())
 
-    def cached(self) -> NDArray[np.bool_]:
-        """Whether each page is cached."""
-        return np.greater(self._node_of, 0)
+    def cached(self, out: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
+        """Whether each page is cached, written to `out` if it is given."""
+        return np.greater(self._node_of, 0, out=out)
 
     def count_tokens(self, digests: Sequence[bytes]) -> int:
         """The number of leading tokens of the chain that are cached."""

@@ -71,6 +71,16 @@ class PackedDigests(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._data) // DIGEST_BYTES
 
+    def __eq__(self, other: object) -> bool:
+        return self._data == other._data if isinstance(other, PackedDigests) else NotImplemented
+
+    def __add__(self, other: PackedDigests) -> PackedDigests:
+        return PackedDigests(self._data + other._data)
+
+    def data(self, most: int) -> bytes:
+        """The first digests, one after the other."""
+        return self._data[: most * DIGEST_BYTES]
+
     @overload
     def __getitem__(self, index: int) -> bytes: ...
 

@@ -93,8 +93,8 @@ class PageHandle:
         return bool((self._lease.listed >= self._device_pages).any())
 
     @property
-    def pages(self) -> Sequence[int]:
-        """Its pages in token order."""
+    def pages(self) -> array[int]:
+        """Its pages in token order; not to be changed."""
         return self._lease.pages
 
     def check_alive(self) -> None:
@@ -258,7 +258,7 @@ class PagePool:
             return self._handle(owner, np.concatenate([pages[:full], own])), copy
 
     @contextmanager
-    def pin(self, handle: PageHandle, writes: range = range(0)) -> Iterator[Sequence[int]]:
+    def pin(self, handle: PageHandle, writes: range = range(0)) -> Iterator[array[int]]:
         """Keep the handle's pages from returning to the pool; yields them in token order.
 
         `writes` are the tokens about to be written. Raises EngineError if the handle is dead, or if a page to
@@ -333,9 +333,10 @@ class PagePool:
         Owners that freed pages which are still pinned are listed with the suffix DRAINING. Raises EngineError with the
         ledger.
         """
+        room = self._allocator.room_for_states()
         with self._lock:
             leases = [(each.owner, each.active, each.pins, each.listed) for each in self._leases]
-            states = self._allocator.states()
+            states = self._allocator.states(room)
         ledger: dict[str, int] = {}
         counts, faults = np.zeros(self.pages, np.int32), []
         for owner, active, pins, pages in leases:

@@ -22,8 +22,12 @@ from torch import Tensor
 _POPULATE_WRITE, _COLLAPSE = 23, 25
 """MADV_POPULATE_WRITE and MADV_COLLAPSE, from linux/mman.h."""
 
-_PIECE = 8 << 20
-"""Bytes populated in one call, for whose duration other threads' mmap and munmap wait: some milliseconds."""
+_PIECE = 2 << 20
+"""Bytes populated in one call, a huge page: other threads' mmap, munmap and brk wait as long, for a millisecond or so,
+and a thread that waits may have the interpreter's lock."""
+
+_SMALL = 8 << 20
+"""Bytes that are zeroed at once."""
 
 
 class RegistrationError(RuntimeError):
@@ -31,14 +35,14 @@ class RegistrationError(RuntimeError):
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
-    """Zeros, as of torch.zeros; memory after the first 8 MiB is committed in the background, where the kernel can.
+    """Zeros, as of torch.zeros; memory after the first 2 MiB is committed in the background, where the kernel can.
 
     `pinned`: all of it is committed at once, and registered with CUDA until the tensor and its views are gone, so that
     copies can overlap with kernels. Raises RegistrationError if CUDA refuses that.
     """
     count = math.prod(shape)
     size = count * dtype.itemsize
-    if size <= _PIECE and not pinned:
+    if size <= _SMALL and not pinned:
         return torch.zeros(*shape, dtype=dtype)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # As torch's own allocator does; see baton.engine.process.
@@ -78,7 +82,12 @@ def _register(memory: mmap.mmap, size: int) -> ctypes.Array[ctypes.c_ubyte]:
 
 
 def _pieces(start: int, size: int) -> Iterator[tuple[int, int]]:
-    return ((start + offset, min(_PIECE, size - offset)) for offset in range(0, size, _PIECE))
+    """Address and size of each piece. They end where huge pages do."""
+    begin, stop = start, start + size
+    while begin < stop:
+        end = min(begin // _PIECE * _PIECE + _PIECE, stop)
+        yield begin, end - begin
+        begin = end
 
 
 def _populate_rest(

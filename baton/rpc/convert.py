@@ -33,10 +33,11 @@ from baton.request import (
     check_length,
     check_token_ids,
 )
+from baton.rpc.packed import pack_ids, split, unpack_ids
 from baton.transfer.remote import MAX_SHARDS, MAX_TICKET_BYTES, PrefixSource, RemoteExport
 
 if TYPE_CHECKING:
-    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer, RepeatedScalarFieldContainer
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 A = TypeVar("A", list[int], "array[int]")
 
@@ -60,6 +61,7 @@ _CACHE_FROM_PROTO: dict[int, CachePolicy] = {
 _CACHED = ("pool", "host", "redis", "peer", "decode")
 
 _MAY_BE_ABSENT = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if field.has_presence}
+_HANDED_IDS = ("prompt_token_ids", "output_token_ids")
 
 LONGEST_ESTIMATE_S = 1e9
 """A longer time left is a fault of who says it."""
@@ -102,6 +104,16 @@ def token_array_from_proto(name: str, ids: Sequence[int], vocab_size: int) -> ar
     return _extend(array("I"), name, ids, vocab_size)
 
 
+def token_array_from_wire(name: str, data: memoryview, vocab_size: int) -> array[int]:
+    """The same for the bytes of a packed field; raises CorruptFrame if they are no whole number of ids."""
+    found = array("I")
+    for piece in unpack_ids(data):
+        for part in pieces(piece):
+            check_token_ids(name, part, vocab_size, len(found))
+            found.extend(part)
+    return found
+
+
 def _extend(found: A, name: str, ids: Sequence[int], vocab_size: int) -> A:
     for piece in _checked_pieces(name, ids, vocab_size):
         found.extend(piece)
@@ -114,12 +126,6 @@ def _checked_pieces(name: str, ids: Sequence[int], vocab_size: int) -> Iterator[
         check_token_ids(name, piece, vocab_size, done)
         done += len(piece)
         yield piece
-
-
-def add_token_ids(field: RepeatedScalarFieldContainer[int], ids: Sequence[int]) -> None:
-    """Append to a repeated field. On a thread it lets other threads run between pieces."""
-    for piece in pieces(ids):
-        field.extend(piece)
 
 
 def pieces(ids: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -204,30 +210,37 @@ def first_token_from_proto(message: kv_pb2.FirstToken) -> FirstToken:
     return FirstToken(message.choice_index, token_from_proto(message.token), finish)
 
 
-def handoff_to_proto(handoff: Handoff) -> kv_pb2.Handoff:
-    """The message of a handoff."""
+def handoff_to_wire(handoff: Handoff) -> Iterator[bytes]:
+    """The serialized message of a handoff, in parts."""
     message = kv_pb2.Handoff(
         request_id=handoff.request_id,
         attempt=handoff.attempt,
         sampling=sampling_to_proto(handoff.params),
         first_tokens=[first_token_to_proto(first) for first in handoff.first_tokens],
     )
-    add_token_ids(message.prompt_token_ids, handoff.prompt_ids)
-    add_token_ids(message.output_token_ids, handoff.output_ids)
-    return message
+    yield message.SerializeToString(deterministic=True)
+    for name, ids in zip(_HANDED_IDS, (handoff.prompt_ids, handoff.output_ids), strict=True):
+        yield from pack_ids(kv_pb2.Handoff.DESCRIPTOR.fields_by_name[name].number, ids)
 
 
-def handoff_from_proto(message: kv_pb2.Handoff, vocab_size: int) -> Handoff:
-    """The handoff in a message; raises InvalidRequest naming the first token id outside the vocabulary.
+def handoff_from_wire(data: bytes | memoryview, vocab_size: int) -> Handoff:
+    """The handoff in a serialized message; raises InvalidRequest naming the first token id outside the vocabulary.
 
-    On a thread it lets other threads run between pieces.
+    Raises CorruptFrame or DecodeError for what is no such message. On a thread it lets other threads run between
+    pieces.
     """
-    prompt, output = message.prompt_token_ids, message.output_token_ids
+    numbers = [kv_pb2.Handoff.DESCRIPTOR.fields_by_name[name].number for name in _HANDED_IDS]
+    rest, packed = split(memoryview(data), *numbers)
+    message = kv_pb2.Handoff.FromString(rest)
+    prompt_ids, output_ids = (
+        token_array_from_wire(name, packed.get(number, memoryview(b"")), vocab_size)
+        for name, number in zip(_HANDED_IDS, numbers, strict=True)
+    )
     return Handoff(
         request_id=message.request_id,
         attempt=message.attempt,
-        prompt_ids=token_array_from_proto("prompt_token_ids", prompt, vocab_size),
-        output_ids=token_array_from_proto("output_token_ids", output, vocab_size),
+        prompt_ids=prompt_ids,
+        output_ids=output_ids,
         params=sampling_from_proto(message.sampling),
         first_tokens=tuple(first_token_from_proto(first) for first in message.first_tokens),
     )

@@ -3,6 +3,9 @@
 Both must be encoded exactly as their contents are serialized here. So a flipped bit in them is noticed, unless the
 comparison with what arrived notices it anyway: the manifest is compared with the frames before it, the commit with the
 length and the shards that were asked for, and with the SHA-256 of its handoff.
+
+A handoff of a million tokens has 4 MB. Where it stands in a commit is written and found by hand, so that no generated
+class copies it again and again.
 """
 
 from __future__ import annotations
@@ -17,9 +20,15 @@ from baton.errors import BatonError, CorruptFrame, TransferError
 from baton.kv.format import Shard
 from baton.pb import kv_pb2
 from baton.request import Handoff
-from baton.rpc.convert import handoff_from_proto, handoff_to_proto, shard_from_proto, shard_to_proto
+from baton.rpc.convert import handoff_from_wire, handoff_to_wire, shard_from_proto, shard_to_proto
+from baton.rpc.packed import begin_field, read_varint, split
 
 HANDOFF_VERSION = 3
+
+_COMMIT, _HANDOFF = 4, 3
+"""Numbers of the fields `KvFrame.commit` and `KvCommit.handoff`."""
+
+_COMMIT_TAG = begin_field(_COMMIT, 0)[:1]
 
 TokenRun = tuple[int, int, int]
 """(layer, first token, end of tokens): consecutive tokens of one layer."""
@@ -48,7 +57,7 @@ class Commit:
 
     length: int
     version: int
-    handoff: bytes | None
+    handoff: bytes | memoryview | None
     shards: tuple[Shard, ...]
     prefix_digest: bytes = b""
 
@@ -67,7 +76,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def encode_commit(
     length: int,
-    handoff: bytes | None,
+    handoff: bytes | memoryview | None,
     shards: Sequence[Shard],
     version: int = HANDOFF_VERSION,
     prefix_digest: bytes = b"",
@@ -75,23 +84,30 @@ def encode_commit(
     """A commit frame for an export of `length` tokens; `handoff` is a serialized Handoff, None for the export of a
     prefix.
     """
-    return _bytes(
-        kv_pb2.KvFrame(
-            commit=kv_pb2.KvCommit(
-                length=length,
-                version=0 if handoff is None else version,
-                handoff=handoff,
-                digest=hashlib.sha256(handoff or b"").digest(),
-                prefix_digest=prefix_digest,
-                shards=map(shard_to_proto, shards),
-            )
-        )
+    commit = Commit(length, version, handoff, tuple(shards), prefix_digest)
+    before, after = _around_handoff(commit)
+    return b"".join((before, handoff or b"", after))
+
+
+def _around_handoff(commit: Commit) -> tuple[bytes, bytes]:
+    """The commit's frame before its handoff, and after it."""
+    handoff = commit.handoff
+    first = kv_pb2.KvCommit(length=commit.length, version=0 if handoff is None else commit.version)
+    last = kv_pb2.KvCommit(
+        digest=hashlib.sha256(handoff or b"").digest(),
+        prefix_digest=commit.prefix_digest,
+        shards=map(shard_to_proto, commit.shards),
     )
+    size = len(handoff or b"")
+    before, after = _bytes(first) + (begin_field(_HANDOFF, size) if size else b""), _bytes(last)
+    return begin_field(_COMMIT, len(before) + size + len(after)) + before, after
 
 
 def decode(frame: bytes) -> Manifest | Commit:
     """Decode and check a manifest or a commit; raises CorruptFrame."""
     try:
+        if frame.startswith(_COMMIT_TAG):
+            return _commit(frame)
         message = kv_pb2.KvFrame.FromString(frame)
     except DecodeError:
         raise CorruptFrame(f"a frame of {len(frame)} bytes can't be read") from None
@@ -100,23 +116,18 @@ def decode(frame: bytes) -> Manifest | Commit:
         if encode_manifest(manifest) != frame:
             raise CorruptFrame("a manifest is not encoded as its contents demand")
         return manifest
-    if message.HasField("commit"):
-        commit = _commit(message.commit)
-        if encode_commit(commit.length, commit.handoff, commit.shards, commit.version, commit.prefix_digest) != frame:
-            raise CorruptFrame("a commit's digest is not that of its handoff")
-        return commit
     raise CorruptFrame(f"a frame of {len(frame)} bytes is neither data nor manifest nor commit")
 
 
 def pack(handoff: Handoff) -> bytes:
     """Serialize a handoff; takes milliseconds for prompts of hundreds of thousands of tokens."""
-    return _bytes(handoff_to_proto(handoff))
+    return b"".join(handoff_to_wire(handoff))
 
 
-def unpack(data: bytes, vocab_size: int) -> Handoff:
+def unpack(data: bytes | memoryview, vocab_size: int) -> Handoff:
     """Deserialize a handoff; raises TransferError if the bytes are not a valid one, or have other token ids."""
     try:
-        return handoff_from_proto(kv_pb2.Handoff.FromString(data), vocab_size)
+        return handoff_from_wire(data, vocab_size)
     except (DecodeError, BatonError) as error:
         raise TransferError(f"the handoff can't be read: {error}") from error
 
@@ -126,9 +137,18 @@ def _manifest(message: kv_pb2.KvManifest) -> Manifest:
     return Manifest(message.frames, runs, message.digest, shard_from_proto(message.shard))
 
 
-def _commit(message: kv_pb2.KvCommit) -> Commit:
+def _commit(frame: bytes) -> Commit:
+    """The commit in a frame, its handoff a view into it; raises CorruptFrame or DecodeError."""
+    body = memoryview(frame)[read_varint(memoryview(frame), len(_COMMIT_TAG))[1] :]
+    rest, found = split(body, _HANDOFF)
+    message, handoff = kv_pb2.KvCommit.FromString(rest), found.get(_HANDOFF)
     shards = tuple(map(shard_from_proto, message.shards))
-    return Commit(message.length, message.version, message.handoff or None, shards, message.prefix_digest)
+    commit = Commit(message.length, message.version, handoff, shards, message.prefix_digest)
+    before, after = _around_handoff(commit)
+    whole = len(before) + len(handoff or b"") + len(after)
+    if not (frame.startswith(before) and frame.endswith(after) and len(frame) == whole):
+        raise CorruptFrame("a commit's digest is not that of its handoff")
+    return commit
 
 
 def _bytes(message: Message) -> bytes:

@@ -29,6 +29,7 @@ import crc32c
 
 from baton.errors import CorruptFrame, EncodingRefused, preview
 from baton.kv.format import WIRE_DTYPE_BYTES, PartData
+from baton.rpc.packed import begin_field, read_varint, varint
 from baton.transfer import closing
 
 PROGRESS = b""
@@ -39,7 +40,6 @@ _CHECKSUM = struct.Struct("<BI")
 _CHECKSUM_TAG = 7 << 3 | _FIXED32
 _FIXED = struct.Struct("<I")
 _UINT32_MAX = 2**32 - 1
-_MAX_VARINT_BYTES = 10
 _OUTER_FIELDS = 3
 _DATA = bytes((1 << 3 | _BYTES,))
 _MAX_SHAPE_BYTES = 64
@@ -85,7 +85,7 @@ def encode_data(layer: int, tokens: range, heads: range, parts: Sequence[PartDat
         checksum = crc32c.crc32c(view, checksum)
     header = head + _CHECKSUM.pack(_CHECKSUM_TAG, checksum)
     payload_length = sum(view.nbytes for view in views)
-    prefix = _bytes_field(1, header) + bytes((2 << 3 | _BYTES,)) + _varint(payload_length)
+    prefix = _bytes_field(1, header) + bytes((2 << 3 | _BYTES,)) + varint(payload_length)
     return b"".join((prefix, *views)), checksum
 
 
@@ -158,26 +158,17 @@ def _part(part: PartData, length: int) -> bytes:
     return (
         _bytes_field(1, part.name.encode())
         + _bytes_field(2, part.dtype.encode())
-        + _bytes_field(3, b"".join(map(_varint, part.shape)))
+        + _bytes_field(3, b"".join(map(varint, part.shape)))
         + _number_field(4, length)
     )
 
 
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
 def _number_field(number: int, value: int) -> bytes:
-    return _varint(number << 3 | _VARINT) + _varint(value) if value else b""
+    return varint(number << 3 | _VARINT) + varint(value) if value else b""
 
 
 def _bytes_field(number: int, value: bytes) -> bytes:
-    return _varint(number << 3 | _BYTES) + _varint(len(value)) + value
+    return begin_field(number, len(value)) + value
 
 
 def _collect(body: memoryview, repeated: int = 0) -> tuple[dict[int, int], list[memoryview]]:
@@ -207,14 +198,14 @@ def _fields(body: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """(field number, value) of each field: varint, fixed32 or length-delimited."""
     at = 0
     while at < len(body):
-        tag, at = _read_varint(body, at)
+        tag, at = read_varint(body, at)
         kind = tag & 7
         if kind == _VARINT:
-            value, at = _read_varint(body, at)
+            value, at = read_varint(body, at)
             yield tag >> 3, value
             continue
         if kind == _BYTES:
-            length, at = _read_varint(body, at)
+            length, at = read_varint(body, at)
         elif kind == _FIXED32:
             length = _FIXED.size
         else:
@@ -229,19 +220,8 @@ def _fields(body: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 def _varints(body: memoryview) -> Iterator[int]:
     at = 0
     while at < len(body):
-        value, at = _read_varint(body, at)
+        value, at = read_varint(body, at)
         yield value
-
-
-def _read_varint(body: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    for at in range(at, min(at + _MAX_VARINT_BYTES, len(body))):  # noqa: B020
-        byte = body[at]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at + 1
-        shift += 7
-    raise CorruptFrame("a number does not end")
 
 
 def _text(data: memoryview) -> str:

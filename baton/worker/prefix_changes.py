@@ -25,7 +25,7 @@ from baton.kv.hashing import NAME_BYTES
 if TYPE_CHECKING:
     from baton.kv.prefix import PrefixCache
 
-MAX_NAMES = 4096
+MAX_NAMES = 2048
 """Largest number of names in one message; the others follow in the next ones."""
 
 _POOL, _HOST = 1, 2

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Protocol
 
@@ -18,7 +18,6 @@ from baton.kv.format import Shard
 from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.request import CachePolicy, SamplingParams
 from baton.rpc.convert import (
-    add_token_ids,
     cache_policy_to_proto,
     cached_from_proto,
     first_token_from_proto,
@@ -28,6 +27,7 @@ from baton.rpc.convert import (
     token_from_proto,
 )
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.packed import pack_ids
 from baton.rpc.silence import SilenceTimer
 from baton.transfer.remote import PrefixSource
 from baton.worker.status import WorkerIdentity
@@ -47,7 +47,27 @@ LARGE_REQUEST = 16_384
 """Token ids from which on a request is made into a message on a thread."""
 
 
-PrefillMessage = prefill_pb2.PrefillRequest
+_METHOD = "/baton.v1.Prefill/Prefill"
+_IDS = prefill_pb2.PrefillRequest.DESCRIPTOR.fields_by_name
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillMessage:
+    """A serialized request, but for what follows from its placement, and how many tokens of the prompt it asks a
+    report on.
+
+    gRPC would have the generated class serialize it on the event loop.
+    """
+
+    data: bytes
+    reported_tokens: int
+
+    def complete(self, transfer_id: str, source: PrefixSource | None) -> bytes:
+        """All of the request: messages one after the other are one message."""
+        last = prefill_pb2.PrefillRequest(transfer_id=transfer_id)
+        if source is not None:
+            last.prefix_source.CopyFrom(prefix_source_to_proto(source))
+        return self.data + last.SerializeToString()
 
 
 class PrefillLink(Protocol):
@@ -163,7 +183,7 @@ def prefill_message(
     report_progress: bool,
 ) -> PrefillMessage:
     """The request of one attempt, but for what follows from its placement."""
-    message = PrefillMessage(
+    message = prefill_pb2.PrefillRequest(
         request_id=request_id,
         attempt=attempt,
         choice_indexes=choices,
@@ -173,9 +193,10 @@ def prefill_message(
         cache=cache_policy_to_proto(cache),
         report_progress=report_progress,
     )
-    add_token_ids(message.prompt_token_ids, prompt_ids)
-    add_token_ids(message.output_token_ids, output_ids)
-    return message
+    parts = [message.SerializeToString()]
+    parts += pack_ids(_IDS["prompt_token_ids"].number, prompt_ids)
+    parts += pack_ids(_IDS["output_token_ids"].number, output_ids)
+    return PrefillMessage(b"".join(parts), 0 if params.prompt_logprobs is None else len(prompt_ids))
 
 
 async def call_prefill(
@@ -196,11 +217,9 @@ async def call_prefill(
     send a message every second, so `silence_s` without one is a fault.
     """
     link = assignment.link
-    request.transfer_id = transfer_id
-    if source is not None:
-        request.prefix_source.CopyFrom(prefix_source_to_proto(source))
-    call = prefill_pb2_grpc.PrefillStub(link.channel).Prefill(request, timeout=timeout)
-    missing = len(request.prompt_token_ids) if request.sampling.HasField("prompt_logprobs") else 0
+    method = link.channel.unary_stream(_METHOD, response_deserializer=prefill_pb2.PrefillEvent.FromString)
+    call = method(request.complete(transfer_id, source), timeout=timeout)
+    missing = request.reported_tokens
     done, failed = False, None
     silence = SilenceTimer(silence_s, call.cancel)
     try:

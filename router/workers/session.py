@@ -112,20 +112,20 @@ class DecodeAttempt:
         """Ask for pages and wait for the answer. Raises Unavailable when the session ends before it."""
         self._live.update(choices)
         self._reserved = self._unanswered = True
-        self._session.send(
-            decode_pb2.SessionUp(
-                reserve=decode_pb2.Reserve(
-                    key=self._key,
-                    context_tokens=context_tokens,
-                    max_new_tokens=max_new_tokens,
-                    choices=len(choices),
-                    deadline_ms=deadline_ms,
-                    prefix_digests=prefix.digests,
-                    cache_salt=prefix.salt,
-                    cache=cache_policy_to_proto(prefix.policy),
-                )
+        message = decode_pb2.SessionUp(
+            reserve=decode_pb2.Reserve(
+                key=self._key,
+                context_tokens=context_tokens,
+                max_new_tokens=max_new_tokens,
+                choices=len(choices),
+                deadline_ms=deadline_ms,
+                cache_salt=prefix.salt,
+                cache=cache_policy_to_proto(prefix.policy),
             )
         )
+        # Set here, because a message within a message is copied: there may be megabytes.
+        message.reserve.prefix_digests = prefix.digests
+        self._session.send(message)
         return await self._answer
 
     def start(

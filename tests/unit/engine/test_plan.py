@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -56,10 +57,14 @@ def state_of(data: dict[str, Any]) -> SequenceState:
     return SequenceState(SamplingParams(**params), data["prompt_ids"], data["output_ids"], data["choice_index"])
 
 
+def pages(numbers: list[int]) -> array[int]:
+    return array("q", numbers)
+
+
 def row_of(data: dict[str, Any]) -> Row:
     source = data["source"]
     if isinstance(source, dict):
-        source = Prompt(**{**source, "sample": tuple(map(state_of, source["sample"]))})
+        source = Prompt(**{**source, "pages": pages(source["pages"]), "sample": tuple(map(state_of, source["sample"]))})
     return Row(source, data["start"], data["count"], tuple(data["sampled"]))
 
 
@@ -69,8 +74,8 @@ def plan_of(text: str) -> ForwardPlan:
     return ForwardPlan(
         data["reset"],
         tuple(data["left"]),
-        tuple(Join(each["slot"], tuple(each["pages"]), state_of(each["state"])) for each in data["joined"]),
-        tuple(Growth(each["slot"], tuple(each["pages"])) for each in data["grew"]),
+        tuple(Join(each["slot"], pages(each["pages"]), state_of(each["state"])) for each in data["joined"]),
+        tuple(Growth(each["slot"], pages(each["pages"])) for each in data["grew"]),
         tuple(row_of(each) for each in data["rows"]),
     )
 
@@ -84,7 +89,7 @@ def test_another_runner_chooses_the_same_tokens_from_the_same_plans(
     kinds = set()
 
     def both(plan: ForwardPlan, on_layer: Any = None) -> Callable[[], PlanResult]:
-        sent = json.dumps(asdict(plan))
+        sent = json.dumps(asdict(plan), default=list)
         kinds.update(key for key, value in json.loads(sent).items() if value)
         first = stub.next.launch(plan, on_layer)()
         results.append((first, second.launch(plan_of(sent))()))
@@ -112,7 +117,7 @@ def test_another_runner_chooses_the_same_tokens_from_the_same_plans(
 
 def test_rows_of_slots_must_be_all_that_are_taken(runner: Callable[[], ModelRunner]) -> None:
     executor = InProcessExecutor(runner())
-    join, other = (Join(slot, (1 + slot,), SequenceState(MIXED[0], [1, 2])) for slot in range(2))
+    join, other = (Join(slot, pages([1 + slot]), SequenceState(MIXED[0], [1, 2])) for slot in range(2))
     with pytest.raises(EngineError, match="a row of 3 is among those of slots, but has no sequence"):
         executor.launch(ForwardPlan(joined=(join,), rows=(Row(0, 1), Row(3, 1))))
     with pytest.raises(EngineError, match="one of all 2 slots that are taken, got 1"):
@@ -132,18 +137,18 @@ def test_kv_comes_from_host_memory_once_a_sequence_has_pages_there(model: Loaded
     executor = InProcessExecutor(runner)
     params = MIXED[0]
     grows, device, hosted = (SequenceState(params, list(range(length))) for length in (15, 20, 40))
-    for pages, one in (((0,), grows), ((1, 2), device), ((6, 7, 8), hosted)):
+    for table, one in (([0], grows), ([1, 2], device), ([6, 7, 8], hosted)):
         ids = tuple(one.prompt_ids)
-        executor.launch(ForwardPlan(rows=(Row(Prompt(ids, pages, (one,)), 0, len(ids), (len(ids) - 1,)),)))()
+        executor.launch(ForwardPlan(rows=(Row(Prompt(ids, pages(table), (one,)), 0, len(ids), (len(ids) - 1,)),)))()
     assert not opened, "each was one chunk, without a past"
-    joined = (Join(0, (0,), grows), Join(1, (1, 2), device), Join(2, (6, 7, 8), hosted))
+    joined = (Join(0, pages([0]), grows), Join(1, pages([1, 2]), device), Join(2, pages([6, 7, 8]), hosted))
     executor.launch(ForwardPlan(joined=joined, rows=(Row(0, 14), Row(1, 19), Row(2, 39))))()
     assert {each.row for each in opened} == {2}
     opened.clear()
     executor.launch(ForwardPlan(rows=(Row(0, 15), Row(1, 20), Row(2, 40))))()
     assert {each.row for each in opened} == {2}
     opened.clear()
-    grew = (Growth(0, (9,)),)
+    grew = (Growth(0, pages([9])),)
     executor.launch(ForwardPlan(grew=grew, rows=(Row(0, 16), Row(1, 21), Row(2, 41))))()
     assert {each.row for each in opened} == {0, 2}
     assert [each.tokens for each in opened if each.layer == 0] == [range(16), range(32), range(32, 41)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -76,11 +77,31 @@ def test_token(token: TokenInfo) -> None:
 def test_handoff() -> None:
     first = (FirstToken(0, TOKEN), FirstToken(2, TokenInfo(1), FinishReason.STOP))
     handoff = Handoff("r", 3, array("I", (1, 2, 3)), array("I", (4,)), RICH, first)
-    wire = convert.handoff_to_proto(handoff).SerializeToString()
-    assert convert.handoff_from_proto(kv_pb2.Handoff.FromString(wire), 5) == handoff
+    wire = b"".join(convert.handoff_to_wire(handoff))
+    assert convert.handoff_from_wire(wire, 5) == handoff
+    message = kv_pb2.Handoff.FromString(wire)
+    assert (message.prompt_token_ids, message.output_token_ids) == ([1, 2, 3], [4])
+    assert convert.handoff_from_wire(message.SerializeToString(), 5) == handoff
     for vocab_size, field in ((4, "output_token_ids"), (3, "prompt_token_ids")):
         with pytest.raises(InvalidRequest, match=field):
-            convert.handoff_from_proto(kv_pb2.Handoff.FromString(wire), vocab_size)
+            convert.handoff_from_wire(wire, vocab_size)
+
+
+def test_a_long_handoff_is_written_and_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call that keeps the interpreter's lock takes all of a million ids."""
+    checked: list[int] = []
+
+    def check(name: str, ids: Sequence[int], vocab_size: int, first: int) -> None:
+        assert first == sum(checked)
+        checked.append(len(ids))
+
+    monkeypatch.setattr(convert, "check_token_ids", check)
+    handoff = Handoff("r", 1, array("I", range(100_000)), array("I"), SamplingParams(), ())
+    parts = list(convert.handoff_to_wire(handoff))
+    assert max(map(len, parts)) <= 1 << 16
+    assert convert.handoff_from_wire(b"".join(parts), 1 << 17) == handoff
+    assert sum(checked) == 100_000
+    assert max(checked) <= 4096
 
 
 def test_kv_format() -> None:

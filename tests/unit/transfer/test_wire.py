@@ -84,6 +84,7 @@ def test_manifests_are_read_as_they_were_made(
 @given(UINT32, UINT32, st.lists(SHARDS, max_size=3), st.binary(min_size=1))
 def test_commits_are_read_as_they_were_made(length: int, version: int, shards: list[Shard], handoff: bytes) -> None:
     frame = closing.encode_commit(length, handoff, shards, version)
+    assert kv_pb2.KvFrame.FromString(frame).SerializeToString(deterministic=True) == frame
     assert wire.decode(frame) == closing.Commit(length, version, handoff, tuple(shards))
 
 

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 import router.placement.prefix_directory
-from baton.kv.hashing import block_digests, chain_root
+from baton.kv.hashing import PackedDigests, block_digests, chain_root
 from router.placement.prefix_directory import BlockHasher, BlockNamespace
 
 RUN = asyncio.to_thread
 ONE, OTHER = BlockNamespace("m", "f" * 64, 16), BlockNamespace("m", "e" * 64, 4)
 
 
-def whole(form: BlockNamespace, ids: list[int], salt: bytes = b"s") -> list[bytes]:
-    return block_digests(chain_root(form.fingerprint, form.kv_format, salt), ids, form.block_size)
+def whole(form: BlockNamespace, ids: list[int], salt: bytes = b"s") -> PackedDigests:
+    return PackedDigests(
+        b"".join(block_digests(chain_root(form.fingerprint, form.kv_format, salt), ids, form.block_size))
+    )
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 40, 5000])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from baton.kv.hashing import NAME_BYTES
+from baton.kv.hashing import NAME_BYTES, PackedDigests
 from baton.worker.prefix_changes import PrefixChange
 from baton.worker.status import WorkerRole
 from router.placement.prefix_directory import EXPECTED_S, NO_MATCH, BlockNamespace, PrefixDirectory
 
 ONE, OTHER = BlockNamespace("m", "f" * 64, 16), BlockNamespace("m", "e" * 64, 4)
-DIGESTS = {ONE: [bytes([1, i] * 16) for i in range(40)], OTHER: [bytes([2, i] * 16) for i in range(160)]}
+DIGESTS = {
+    form: PackedDigests(b"".join(bytes([n, i] * 16) for i in range(40 * n * n))) for n, form in ((1, ONE), (2, OTHER))
+}
 
 
 def news(namespace: BlockNamespace, count: int) -> PrefixChange:

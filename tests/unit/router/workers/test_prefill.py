@@ -12,12 +12,11 @@ import pytest
 
 from baton.errors import EngineError
 from baton.pb import inference_pb2, prefill_pb2, prefill_pb2_grpc
-from baton.request import SamplingParams
+from baton.request import CachePolicy, SamplingParams
 from baton.rpc.channel import control_channel
-from baton.rpc.convert import sampling_to_proto
 from baton.rpc.server import listen
 from router.request import Event, Failed, Prefilled, PromptReport
-from router.workers.prefill import PrefillAssignment, call_prefill
+from router.workers.prefill import PrefillAssignment, call_prefill, prefill_message
 
 
 class Breaking(prefill_pb2_grpc.PrefillServicer):
@@ -43,8 +42,17 @@ async def deliver(reported: int, prompt_logprobs: int | None) -> list[Event]:
     def add(server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
 
-    request = prefill_pb2.PrefillRequest(
-        prompt_token_ids=[1, 1], sampling=sampling_to_proto(SamplingParams(prompt_logprobs=prompt_logprobs))
+    request = prefill_message(
+        request_id="r",
+        attempt=0,
+        prompt_ids=[1, 1],
+        output_ids=[],
+        choices=(0,),
+        params=SamplingParams(prompt_logprobs=prompt_logprobs),
+        tenant="",
+        cache_salt=b"",
+        cache=CachePolicy.OFF,
+        report_progress=False,
     )
     async with (
         listen("127.0.0.1:0", insecure=False, add=add, services=[]) as listener,
