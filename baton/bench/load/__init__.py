@@ -7,5 +7,4 @@ targets      the servers; grpc_target is Baton, http_target any OpenAI-compatibl
 outcome      the result of one request
 runner       sends requests, records every event and its own delays, and ends in bounded time
 report       outcomes in numbers
-plots        reports as pictures
 """

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from baton.cli.bench.engine import engine
-from baton.cli.bench.plot import plot
 from baton.cli.bench.router import router
 from baton.cli.bench.serve import serve
 from baton.cli.failures import INTERRUPTED
@@ -31,5 +30,5 @@ def bench() -> None:
     """Measure servers, engines and links."""
 
 
-for _command in (engine, router, serve, plot):
+for _command in (engine, router, serve):
     bench.add_command(_command)

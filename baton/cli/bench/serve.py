@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from contextlib import aclosing
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,9 +125,8 @@ class _Body(click.ParamType[dict[str, Any]]):
 @click.option("--tokenizer", default="", metavar="FILE", help="Send prompts as text of this tokenizer.json; HTTP only.")
 @click.option("--body", type=_Body(), default="{}", help="More fields of each HTTP request; null removes a field.")
 @click.option("--json", "json_file", type=ReportFile(dash=True), help="File for the report; -: standard output.")
-@click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder for pictures.")
 @connection_options
-def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) -> None:
+def serve(target: str, json_file: Path | None, **flags: Any) -> None:
     """Send load to the server at TARGET, and report its latencies and throughput.
 
     Prompts are random token ids, or those of a file; outputs are greedy and exactly as long as asked. Latencies are the
@@ -144,8 +141,6 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
     from baton.cli.tables import output
 
     settings = _settings(target, flags)
-    if plot is not None:
-        _check_plot(plot)
     console = Console(stderr=True, highlight=False, markup=False)
     # Objects that exist now stay: exclude them from garbage collections while requests are timed.
     gc.freeze()
@@ -160,12 +155,12 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
         click.echo(f"error: {target} does not serve: {error.kind}: {error}", err=True)
         sys.exit(FAILED)
     except ModuleNotFoundError as error:
-        raise click.ClickException(_explain_missing(error.name)) from None
+        raise click.ClickException(f"{error.name} is missing: pip install 'baton[bench]'") from None
     except KeyboardInterrupt:
         if not reports:
             raise
         interrupted = True
-    _write(reports, many=len(settings.loads) > 1, json_file=json_file, plot=plot)
+    _write(reports, many=len(settings.loads) > 1, json_file=json_file)
     if interrupted or any(each["interrupted"] for each in reports):
         sys.exit(INTERRUPTED)
     sys.exit(0 if any(each["requests"]["finished"] for each in reports) else FAILED)
@@ -186,37 +181,15 @@ async def _measure(settings: LoadSettings, console: Any, table: Any, reports: li
                 click.echo(f"warning: {warning}", err=True)
 
 
-def _write(reports: list[dict[str, Any]], *, many: bool, json_file: Path | None, plot: Path | None) -> None:
-    from baton.bench.load.plots import PlotError, itl_over_time, latency_against_load
-
+def _write(reports: list[dict[str, Any]], *, many: bool, json_file: Path | None) -> None:
     text = json.dumps(reports if many else reports[0])
     try:
         if json_file == Path("-"):
             click.echo(text)
         elif json_file is not None:
             json_file.write_text(text + "\n", encoding="utf-8")
-        if plot is not None:
-            itl_over_time(reports, plot / "itl.png")
-            if many:
-                latency_against_load(reports, plot / "latency.png")
-    except (OSError, PlotError) as error:
-        raise click.ClickException(str(error)) from None
-
-
-def _check_plot(folder: Path) -> None:
-    """Make the folder; raise a usage error if the pictures can't be drawn later."""
-    if find_spec("matplotlib") is None:
-        raise click.ClickException(_explain_missing("matplotlib"))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise click.BadParameter(f"{str(folder)!r} can't be made: {error.strerror}", param_hint="'--plot'") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise click.BadParameter(f"{str(folder)!r} is not writable for you", param_hint="'--plot'")
-
-
-def _explain_missing(name: str | None) -> str:
-    return f"{name} is missing: pip install 'baton[bench]'"
+        raise click.ClickException(str(error)) from None
 
 
 def _settings(target: str, flags: dict[str, Any]) -> LoadSettings:
