@@ -8,5 +8,5 @@ machine     what the machine is, CPU time, memory, time that the host stole
 results     what results are of, and the file that they go to
 interrupts  Ctrl-C keeps what is complete
 
-The rest belongs to one command each: engine*, probes and roofline; router*; transfer*.
+The rest belongs to one command each: engine*, probes and roofline.
 """

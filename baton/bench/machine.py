@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-CPU_TICK_S = 1 / _TICKS_PER_S
-"""Resolution of CPU times in seconds."""
 
 
 def machine() -> dict[str, Any]:
@@ -35,7 +33,7 @@ def stolen_s() -> float:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process and of its running children (Linux), with a resolution of CPU_TICK_S."""
+    """CPU seconds of a process and of its running children (Linux), with a resolution of a clock tick."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     ticks = 0
     for each in (str(pid), *children):

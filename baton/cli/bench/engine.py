@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from baton.cli.bench.ending import write_report
-from baton.cli.failures import extra_installed
+from baton.cli.failures import INTERRUPTED, extra_installed
 from baton.cli.options import ReportFile
 from baton.cli.tables import output, size, table
 from baton.errors import BatonError, ConfigError
@@ -103,7 +103,24 @@ def engine(
         raise click.UsageError(str(error)) from None
     except BatonError as error:
         raise click.ClickException(str(error)) from None
-    write_report(report, json_path, _print)
+    if report is None:
+        raise KeyboardInterrupt
+    # Shown even if it can't be written; otherwise a long measurement would be lost.
+    _print(report)
+    _write(report, json_path)
+    if report["interrupted"]:
+        click.echo("interrupted: the report contains what was complete by then", err=True)
+        sys.exit(INTERRUPTED)
+
+
+def _write(report: dict[str, Any], file: Path | None) -> None:
+    from baton.bench.results import write
+
+    try:
+        if file is not None:
+            write(file, report)
+    except OSError as error:
+        raise click.ClickException(f"{str(file)!r} can't be written: {error.strerror}") from None
 
 
 def _print(report: dict[str, Any]) -> None:

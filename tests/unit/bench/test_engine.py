@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -161,6 +162,19 @@ def test_the_command_prints_tables_and_writes_the_report(
         assert row["mfu"] == pytest.approx(row["flops"] / row["seconds"] / row["peak_flops_per_s"])
     for row in report["decode"]:
         assert row["mbu"] == pytest.approx(1e3 * row["bytes"] / row["step_ms"] / row["peak_bytes_per_s"])
+
+
+def test_ctrl_c_keeps_what_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: object) -> Iterator[dict[str, Any]]:
+        memory = {"steady_bytes": None, "peak_bytes": None}
+        yield {"startup": {"first_token_s": 1.0}, "memory": memory, "prefill": [], "decode": []}
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(engine_report, "measure", measure)
+    result = CliRunner().invoke(main, ["bench", "engine", "MODEL", f"--json={tmp_path / 'report.json'}"])
+    assert result.exit_code == 130
+    assert "start to first token: 1.0 s" in result.output
+    assert json.loads((tmp_path / "report.json").read_text())["interrupted"]
 
 
 def test_the_overhead_of_a_step_is_that_of_a_checkpoint_of_no_size(checkpoint: Path) -> None:

@@ -21,7 +21,7 @@ def refused(*arguments: str) -> str:
     return done.output
 
 
-@pytest.mark.parametrize("command", [["engine", "MODEL"], ["router"], SERVE])
+@pytest.mark.parametrize("command", [["engine", "MODEL"], SERVE])
 def test_a_report_that_can_not_be_written_is_refused(command: list[str], tmp_path: Path) -> None:
     file = tmp_path / "nowhere" / "report.json"
     assert f"'--json': '{file}' can't be written" in refused(*command, f"--json={file}")
