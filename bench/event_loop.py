@@ -28,10 +28,10 @@ from typing import Any, TypeAlias
 import grpc
 
 from baton import bundled
-from baton.bench.children import Child, child
 from baton.pb import inference_pb2, inference_pb2_grpc
 from baton.rpc.channel import CLIENT_OPTIONS
 from baton.tokenizer import Tokenizer
+from bench.children import Child, child
 from bench.common import save
 from bench.services import wait_until_serving
 

@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton.bench.pairing import ratio, turned
 from baton.engine.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.factory import build
@@ -48,6 +47,7 @@ from baton.model.layers import Rotary
 from baton.model.load import load_model
 from baton.request import SamplingParams, SequenceState
 from bench.common import save
+from bench.pairing import ratio, turned
 from bench.tracker import MIB, clocked, track
 
 SHAPE: dict[str, Any] = {

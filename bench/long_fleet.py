@@ -33,12 +33,12 @@ from redis import Redis
 from torch import Tensor
 
 from baton import AsyncClient
-from baton.bench.children import Child
 from baton.bench.stats import shares
 from baton.kv.embedded import embedded_valkey
 from baton.model.decoder import Decoder
 from baton.model.load import load_model
 from baton.request import Usage
+from bench.children import Child
 from bench.common import save
 from bench.long import SHAPE, PlainModel, draw_prompt, write_checkpoint
 from bench.overtake import ask

@@ -21,7 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.bench.children import Child, child
+from bench.children import Child, child
 
 SECRET = "a secret of the bench"
 READY_S = STOP_S = 60.0

@@ -21,10 +21,9 @@ from typing import Any
 
 import psutil
 
-from baton.bench.children import Child, child
-from baton.bench.machine import cpu_s
-from baton.bench.pairing import medians
+from bench.children import Child, child
 from bench.common import save
+from bench.pairing import medians
 
 STEADY_S, STOP_S = 6.0, 60.0
 HERE = Path(__file__).parents[1]
@@ -77,7 +76,10 @@ def listen(tree: Path, model: str) -> dict[str, float]:
     began = time.perf_counter()
     with child(command, cwd=tree, grace_s=STOP_S) as worker:
         worker.listening()
-        return {"listens": time.perf_counter() - began, "listens_cpu": cpu_s(worker.pid)}
+        seconds = time.perf_counter() - began
+        process = psutil.Process(worker.pid)
+        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+        return {"listens": seconds, "listens_cpu": sum(each.user + each.system for each in times)}
 
 
 def restart(tree: Path, model: str) -> dict[str, float]:

@@ -19,8 +19,8 @@ from baton.bench.load.report import Objectives, report
 from baton.bench.load.runner import LoadPlan, LoadRun
 from baton.bench.load.show import bar
 from baton.bench.load.targets import PROBE, TEXT_PROBE, Place, Target, is_grpc, wait_until_ready
+from baton.bench.load.traces import Arrival
 from baton.bench.load.workload import Job, Prompts, Shared, poisson, random_jobs, trace_jobs
-from baton.bench.traces import Arrival
 from baton.errors import ConfigError
 
 DEFAULT_VOCAB = 1000

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.bench.load.lengths import Lengths
-from baton.bench.traces import MOONCAKE_BLOCK, Arrival
+from baton.bench.load.traces import MOONCAKE_BLOCK, Arrival
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,8 +262,8 @@ def _loads(flags: dict[str, Any]) -> list[Load]:
 
 
 def _arrivals(trace: Path | None, speed: float) -> Any:
+    from baton.bench.load.traces import TraceError, read
     from baton.bench.load.workload import replay
-    from baton.bench.traces import TraceError, read
 
     if trace is None:
         return ()

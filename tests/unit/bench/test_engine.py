@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -103,9 +104,9 @@ def test_native_kernels_multiply_in_probes_too(checkpoint: Path, monkeypatch: py
 
 
 def test_shares_are_of_the_probes_around_each_run() -> None:
-    peaks = iter([100.0, 200.0, 400.0])
-    took, means = engine_report._interleaved(2, lambda: 1.0, lambda: next(peaks))
-    assert (took, means) == ([1.0, 1.0], [150.0, 300.0])
+    clock = itertools.count(1.0)
+    took, means = engine_report._interleaved(2, lambda: next(clock), lambda: next(clock) ** 2)
+    assert (took, means) == ([2.0, 4.0], [(1 + 9) / 2, (9 + 25) / 2])
 
 
 class Paced:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton.bench.load.lengths import lengths
+from baton.bench.load.traces import MOONCAKE_BLOCK, Arrival
 from baton.bench.load.workload import Prompts, Shared, poisson, random_jobs, replay, trace_jobs
-from baton.bench.traces import MOONCAKE_BLOCK, Arrival
 
 
 def test_poisson_arrivals_have_exponential_gaps_of_the_rate() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.bench.traces import Arrival, TraceError, read
+from baton.bench.load.traces import Arrival, TraceError, read
 
 GOOD = {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": list(range(46, 60))}
 
