@@ -25,11 +25,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from baton.bench.load.connect import connect
-from baton.bench.load.lengths import lengths
 from baton.bench.load.outcome import Ending, Outcome
 from baton.bench.load.runner import LoadPlan, LoadRun
 from baton.bench.load.targets import Place, Target
-from baton.bench.load.workload import Job, Prompts, poisson, random_jobs
+from baton.bench.load.workload import Job, Prompts, lengths, poisson, random_jobs
 from baton.bench.stats import shares
 from bench.common import save
 from bench.services import started, total

@@ -17,11 +17,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from baton.bench.load.connect import connect
-from baton.bench.load.lengths import lengths
 from baton.bench.load.outcome import Outcome, RequestFailed
 from baton.bench.load.session import Load, LoadSettings, measure
 from baton.bench.load.targets import Place
-from baton.bench.load.workload import Job
+from baton.bench.load.workload import Job, lengths
 from baton.bundled import path as bundled_path
 from baton.errors import InvalidRequest
 from tests import openai_server as behaviour
@@ -231,7 +230,7 @@ async def test_the_key_of_the_environment_is_for_baton_alone(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["http://a/v1/completions"], "give one of --rate, --concurrency, --trace"),
+        (["http://a/v1/completions"], "give one of --rate, --concurrency"),
         (["http://a/v1/completions", "--rate=1", "--concurrency=2", "--requests=1"], "give one of --rate"),
         (["http://a/v1/completions", "--rate=1"], "give one of --requests, --seconds"),
         (["http://a/v1/completions", "--rate=-1", "--requests=1"], "--rate"),
@@ -243,7 +242,6 @@ async def test_the_key_of_the_environment_is_for_baton_alone(monkeypatch: pytest
         (["http://a/v1/completions", "--rate=1", "--requests=1", "--connections=2"], "--connections is for grpc://"),
         (["http://a/v1/completions", "--rate=1", "--requests=1", "--input-tokens=x"], "--input-tokens"),
         (["http://a/v1/completions", "--rate=1", "--requests=1", "--shared-prefix=1:2:3"], "TOKENS[:GROUPS]"),
-        (["http://a/v1/completions", "--trace=/nowhere"], "--trace"),
     ],
 )
 def test_bad_usage_is_refused_by_flag_and_value(flags: list[str], words: str) -> None:

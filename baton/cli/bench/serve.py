@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _EPILOG = (
     "TARGET is grpc://HOST:PORT for Baton, or http://HOST:PORT/v1/completions for any OpenAI-compatible server. A DIST "
-    "of lengths is N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA[:MOST] or file:PATH. Exit status: 0 measured, 1 no "
+    "of lengths is N or uniform:LOW:HIGH. Exit status: 0 measured, 1 no "
     "request finished or the server can't be reached, 2 bad usage, 130 Ctrl-C or SIGTERM."
 )
 
@@ -72,14 +72,7 @@ class _Body(click.ParamType[dict[str, Any]]):
 @click.option(
     "--max-concurrency",
     type=click.IntRange(1, 16384),
-    help="Largest number of open requests, with --rate or --trace; later ones wait.",
-)
-@click.option("--trace", type=click.Path(path_type=Path), help="Arrivals and lengths of a trace in Mooncake's format.")
-@click.option(
-    "--speed",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1.0,
-    help="Factor by which the trace is replayed faster.",
+    help="Largest number of open requests, with --rate; later ones wait.",
 )
 @click.option("--requests", type=click.IntRange(min=1), help="Number of requests to send, for each load.")
 @click.option("--seconds", type=Seconds(), help="Time to send requests, for each load.")
@@ -224,8 +217,6 @@ def _settings(target: str, flags: dict[str, Any]) -> LoadSettings:
         requests=flags["requests"] or once,
         seconds=flags["seconds"],
         max_concurrency=flags["max_concurrency"],
-        arrivals=_arrivals(flags["trace"], flags["speed"]),
-        speed=flags["speed"],
         vocab_size=flags["vocab_size"],
         seed=flags["seed"],
         warmup=flags["warmup"],
@@ -243,37 +234,15 @@ def _from_environment(parameter: str) -> bool:
 def _loads(flags: dict[str, Any]) -> list[Load]:
     from baton.bench.load.session import Load
 
-    rates, concurrency, trace = flags["rates"], flags["concurrency"], flags["trace"]
-    if sum(given is not None for given in (rates, concurrency, trace)) != 1:
-        raise click.UsageError("give one of --rate, --concurrency, --trace")
+    rates, concurrency = flags["rates"], flags["concurrency"]
+    if (rates is None) == (concurrency is None):
+        raise click.UsageError("give one of --rate, --concurrency")
     if concurrency is not None and flags["max_concurrency"] is not None:
-        raise click.UsageError("--max-concurrency is for --rate and --trace: --concurrency is a cap of its own")
-    if trace is not None:
-        for name in ("input_tokens", "output_tokens", "shared_prefix"):
-            if flags[name] is not None:
-                raise click.UsageError(
-                    f"--{name.replace('_', '-')} does not go with --trace, which has its own lengths"
-                )
-        return [Load(trace=trace.name)]
+        raise click.UsageError("--max-concurrency is for --rate: --concurrency is a cap of its own")
     both = flags["requests"] is not None and flags["seconds"] is not None
     if both or (flags["requests"] is None and flags["seconds"] is None and flags["prompt_file"] is None):
         raise click.UsageError("give one of --requests, --seconds")
     return [Load(rate=rate) for rate in rates or ()] + [Load(concurrency=int(each)) for each in concurrency or ()]
-
-
-def _arrivals(trace: Path | None, speed: float) -> Any:
-    from baton.bench.load.traces import TraceError, read
-    from baton.bench.load.workload import replay
-
-    if trace is None:
-        return ()
-    try:
-        arrivals = replay(read(trace), speed)
-    except (OSError, UnicodeDecodeError, TraceError) as error:
-        raise click.BadParameter(f"{str(trace)!r}: {error}", param_hint="'--trace'") from None
-    if not arrivals:
-        raise click.BadParameter(f"{str(trace)!r} has no requests", param_hint="'--trace'")
-    return arrivals
 
 
 def _prompts(flags: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +252,7 @@ def _prompts(flags: dict[str, Any]) -> dict[str, Any]:
         return {}
     from baton.bench.load.prompt_file import PromptFileError, read
 
-    for name in ("trace", "input_tokens", "shared_prefix", "vocab_size"):
+    for name in ("input_tokens", "shared_prefix", "vocab_size"):
         if flags[name] is not None:
             raise click.UsageError(
                 f"--{name.replace('_', '-')} does not go with --prompt-file, which contains the prompts"
@@ -295,7 +264,7 @@ def _prompts(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lengths(name: str, text: str) -> Any:
-    from baton.bench.load.lengths import lengths
+    from baton.bench.load.workload import lengths
 
     try:
         return lengths(text)
