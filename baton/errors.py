@@ -16,7 +16,6 @@
     │   ├── IncompleteTransfer                     the stream, its manifest or its commit lacks something
     │   ├── WrongPrefix                            the exporter holds another prefix than was asked for
     │   ├── StaleIncarnation                       the exporter was restarted
-    │   ├── EncodingRefused                        the two ends share no encoding of the KV that was asked for
     │   ├── TicketRefused                          the exporter does not let this worker have it
     │   └── SourceUnreachable                      the exporter can't be reached, or the link broke
     ├── EngineError           INTERNAL             the model runtime failed
@@ -148,10 +147,6 @@ class WrongPrefix(TransferError):
 
 class StaleIncarnation(TransferError):
     """The request was meant for an earlier incarnation of the exporter."""
-
-
-class EncodingRefused(TransferError):
-    """An exporter does not encode KV as it was asked to, or frames came in another encoding than was asked for."""
 
 
 class TicketRefused(TransferError):

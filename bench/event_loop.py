@@ -28,10 +28,10 @@ from typing import Any, TypeAlias
 import grpc
 
 from baton import bundled
-from baton.bench.children import Child, child
 from baton.pb import inference_pb2, inference_pb2_grpc
 from baton.rpc.channel import CLIENT_OPTIONS
 from baton.tokenizer import Tokenizer
+from bench.children import Child, child
 from bench.common import save
 from bench.services import wait_until_serving
 
@@ -70,7 +70,7 @@ def requests(count: int) -> dict[str, Request]:
 @contextlib.contextmanager
 def router(model: Path) -> Iterator[tuple[str, Child]]:
     """A router between simulated workers: where it serves, and its process."""
-    workers = [sys.executable, "-m", "baton.bench.router_workers", "--step-ms=20"]
+    workers = [sys.executable, "-m", "bench.router_workers", "--step-ms=20"]
     with child(workers, name="the workers") as them:
         where = them.listening()
         flags = [f"--model={model}", f"--served-model-name={bundled.path().name}", "--log-level=error"]

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.bench.pairing import ratio, turned
 from baton.bench.roofline import ModelShape, prefill_flops
 from baton.engine.config import EngineConfig, default_page_size, default_segment_tokens
 from baton.engine.contract import PromptChunk, compute_chunk
@@ -49,6 +48,7 @@ from baton.model.load import LoadedModel
 from baton.request import SamplingParams, SequenceState
 from bench.common import save
 from bench.gpu import NO_CUDA, SHAPES, gpu, random_model
+from bench.pairing import ratio, turned
 from prefill_svc.scheduler import chunk_size
 
 MIB, GIB = 1 << 20, 1 << 30

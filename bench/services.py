@@ -1,4 +1,4 @@
-"""Services as processes, in any constellation, and what their metrics say.
+"""Services as processes, in any constellation.
 
     with Services(model=directory, redis=url) as services:
         prefill, decode = services.worker("prefill"), services.worker("decode", slots=8)
@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
-from baton.bench.children import Child, child
+from bench.children import Child, child
 
 SECRET = "a secret of the bench"
 READY_S = STOP_S = 60.0
@@ -73,15 +70,11 @@ class Services:
 
     def _start(self, name: str, flags: Sequence[str]) -> dict[str, str]:
         module = ["bench.holds", name] if self._watched else [_MODULES[name]]
-        process = self._stack.enter_context(started(["-m", *module, *flags]))
+        variables = {"BATON_FLEET_SECRET": SECRET, "BATON_LOG_LEVEL": "warning"}
+        command = [sys.executable, "-m", *module, *flags]
+        process = self._stack.enter_context(child(command, environ=variables, grace_s=STOP_S))
         self.processes.append(process)
         return process.listening()
-
-
-def started(arguments: Sequence[str]) -> AbstractContextManager[Child]:
-    """A Python process of the fleet; it is told to stop at the end of the block."""
-    variables = {"BATON_FLEET_SECRET": SECRET, "BATON_LOG_LEVEL": "warning"}
-    return child([sys.executable, *arguments], environ=variables, grace_s=STOP_S)
 
 
 def wait_until_serving(address: str) -> None:
@@ -91,17 +84,6 @@ def wait_until_serving(address: str) -> None:
         for answer in watch(health_pb2.HealthCheckRequest(), timeout=READY_S, wait_for_ready=True):
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
                 return
-
-
-def total(ops: Sequence[str], name: str) -> float:
-    """A metric, summed over its labels and the processes with these ops listeners."""
-    found = 0.0
-    for address in ops:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        for family in text_string_to_metric_families(text):
-            found += sum(sample.value for sample in family.samples if sample.name == name)
-    return found
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,6 @@ import grpc
 
 from baton.config.decode import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
-from baton.kv.format import KvCompression
 from baton.kv.prefix import PrefixCache
 from baton.pb import decode_pb2_grpc
 from baton.request import Handoff
@@ -112,7 +111,6 @@ async def _fetching(config: DecodeConfig, engine: Engine, consumer: str, tls: Tl
             timeout_s=limit_s,
             stall_timeout_s=config.fetch_stall_s,
             consumer=consumer,
-            compression=KvCompression(config.kv_compression),
         ) as sources:
             return await fetch_shards(sources, engine, handle, tokens=tokens, first=first, timeout_s=limit_s)
 

@@ -16,8 +16,8 @@ uses the pages at that moment, they return to the pool when it is done.
 If leading blocks of the context are published in the pool, the reservation pins them. They are shared with their other
 owners, and not transferred. Their digests come from the router, so the commit compares them with the real ones. The
 commit publishes the blocks of the context, so that the next request finds them while this one runs. The end of each
-sequence publishes the blocks of its output. KV that came compressed or converted is never published, because a digest
-stands for KV exactly as it was computed.
+sequence publishes the blocks of its output. Converted KV is never published, because a digest stands for KV
+exactly as it was computed.
 
 An attempt is DECODING while one of its choices is in the batch. It is PAUSED if none is in the batch and at least one
 is paused, and in SLOT_WAIT if all its choices wait for a slot or are pending.

@@ -99,7 +99,7 @@ class DecodeWorker:
             short_of_pages=lambda: self.loop.short_of_pages,
             changed=self._check_idle,
         )
-        self.attempts = Attempts(engine, config.reserve_tokens, exact=config.fetches_exact)
+        self.attempts = Attempts(engine, config.reserve_tokens, exact=not config.convert_kv)
         self.sessions: dict[int, RouterSession] = {}
         self._numbers = itertools.count()
         self._transfers: dict[LocalAttempt, asyncio.Task[None]] = {}
@@ -256,7 +256,7 @@ class DecodeWorker:
         self._end_prefix_export(attempt)
         sequence = self.attempts.commit(attempt, handoff, fetch_ms, now, digests)
         metrics.REUSED_TOKENS.inc(attempt.handle.cached)
-        if not self._config.fetches_exact:
+        if self._config.convert_kv:
             metrics.UNSHARED_TOKENS.inc(attempt.request.context_tokens)
         if sequence is None:
             self._end(attempt)

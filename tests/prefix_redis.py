@@ -70,8 +70,3 @@ def faults(reason: str) -> float:
 def dropped() -> float:
     """Writes dropped so far."""
     return sample("baton_prefix_blocks_total", tier="redis", outcome="dropped")
-
-
-def removed() -> float:
-    """Refused records deleted so far."""
-    return sample("baton_prefix_blocks_total", tier="redis", outcome="removed")

@@ -17,7 +17,6 @@ import torch
 
 from baton.bench.engine import WARM_STEPS, EnginePlan, EngineRuns, engine_for
 from baton.bench.machine import memory_bytes, process_age_s
-from baton.bench.pairing import between
 from baton.bench.probes import Probes
 from baton.bench.results import Provenance
 from baton.bench.roofline import ModelShape, decode_bytes, decode_flops, prefill_flops
@@ -150,8 +149,11 @@ class Rates:
 
 def _interleaved(rounds: int, run: Callable[[], float], probe: Callable[[], float]) -> tuple[list[float], list[float]]:
     """The duration of each run, and the mean of the probes before and after it."""
-    found = list(between(itertools.repeat(run, rounds), probe))
-    return [took for took, *_ in found], [(before + after) / 2 for _, before, after in found]
+    took, peaks = [], [probe()]
+    for _ in range(rounds):
+        took.append(run())
+        peaks.append(probe())
+    return took, [(before + after) / 2 for before, after in itertools.pairwise(peaks)]
 
 
 def _device(name: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""The machine that measures: its parts and versions, and the CPU time and memory that host and processes use."""
+"""The machine that measures: its parts and versions, the CPU time that its host takes, and this process's memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-CPU_TICK_S = 1 / _TICKS_PER_S
-"""Resolution of CPU times in seconds."""
 
 
 def machine() -> dict[str, Any]:
@@ -32,16 +30,6 @@ def stolen_s() -> float:
     """Seconds of CPU time that the host has taken from this machine so far; 0 if it does not report them."""
     fields = _text("/proc/stat").partition("\n")[0].split()
     return int(fields[8]) / _TICKS_PER_S if len(fields) > 8 else 0.0
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process and of its running children (Linux), with a resolution of CPU_TICK_S."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    ticks = 0
-    for each in (str(pid), *children):
-        fields = _fields(each)
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / _TICKS_PER_S
 
 
 def process_age_s() -> float | None:

@@ -131,7 +131,7 @@ def up(ctx: click.Context, /, **flags: Any) -> None:
     one and why. If the router dies, or a worker before all is ready, everything ends with status 1. Bad flags and
     variables end with status 2.
 
-    Settings that have no flag here, such as BATON_CPUS and BATON_KV_COMPRESSION, are read from variables by all
+    Settings that have no flag here, such as BATON_CPUS and BATON_CONVERT_KV, are read from variables by all
     processes that know them: python -m prefill_svc, decode_svc or router --help lists them.
     """
     offered = {name: flags.pop(name) for name in _OFFERED}

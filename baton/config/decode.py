@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from baton.config.options import option
 from baton.config.worker import WorkerConfig
 from baton.engine.config import EngineConfig
-from baton.kv.format import KvCompression
 from baton.lifecycle import PREFILL_TOKEN_S
 
 
@@ -31,11 +30,6 @@ class DecodeConfig(WorkerConfig):
     convert_kv: bool = option(
         False, help="Accept KV of another element type and convert it; decode then caches none of it."
     )
-    kv_compression: str = option(
-        "none",
-        help="Fetch KV with one byte an element, which loses precision; decode then caches none of it.",
-        choices=[each.value for each in KvCompression],
-    )
     start_timeout_s: float = option(
         10.0, help="Seconds for which pages are reserved for a request that has not started.", minimum=0.01, hidden=True
     )
@@ -53,11 +47,6 @@ class DecodeConfig(WorkerConfig):
         hidden=True,
     )
     drain_s: float = option(30.0, help="Seconds that running sequences get to finish in a drain.", minimum=0)
-
-    @property
-    def fetches_exact(self) -> bool:
-        """Whether fetched KV is exactly as it was computed, so that it may be cached under its digests."""
-        return self.kv_compression == KvCompression.NONE and not self.convert_kv
 
     def fetch_limit_s(self, context_tokens: int) -> float:
         """Longest time in seconds that the KV of a context may take to arrive; a long prompt's prefill takes longer."""

@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from functools import lru_cache
 
 KV_VERSION = 1
@@ -24,18 +23,7 @@ KEYS, VALUES = "k", "v"
 """Names of the parts of plain attention. Nothing but this module spells them."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Element types of pages and cached blocks."""
-
-WIRE_DTYPE_BYTES = DTYPE_BYTES | {"int8": 1, "float8_e4m3fn": 1}
-"""Element types of parts in frames."""
-
-
-class KvCompression(StrEnum):
-    """How a frame's parts are encoded (`baton.transfer.compression`); NONE keeps the element type of the pages."""
-
-    NONE = "none"
-    INT8 = "int8"
-    FP8 = "fp8"
+"""Element types of pages, cached blocks and frames."""
 
 
 @dataclass(frozen=True, slots=True)

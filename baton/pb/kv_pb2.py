@@ -25,15 +25,13 @@ _sym_db = _symbol_database.Default()
 from baton.pb import inference_pb2 as baton_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\":\n\x0cKvPartFormat\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\"f\n\x08KvFormat\x12\x0f\n\x07version\x18\x01 \x01(\r\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.baton.v1.KvPartFormat\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"i\n\x05Shard\x12\x12\n\nkv_address\x18\x01 \x01(\t\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x12\n\nhead_start\x18\x04 \x01(\r\x12\x10\n\x08head_end\x18\x05 \x01(\r\"i\n\x0cRemoteExport\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1f\n\x06shards\x18\x03 \x03(\x0b\x32\x0f.baton.v1.Shard\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\"\x9d\x02\n\x0e\x46\x65tchKvRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0btoken_start\x18\x03 \x01(\r\x12\x11\n\ttoken_end\x18\x04 \x01(\r\x12\x13\n\x0blayer_start\x18\x05 \x01(\r\x12\x11\n\tlayer_end\x18\x06 \x01(\r\x12\x12\n\nhead_start\x18\x07 \x01(\r\x12\x10\n\x08head_end\x18\x08 \x01(\r\x12\x0e\n\x06ticket\x18\t \x01(\x0c\x12\x10\n\x08\x63onsumer\x18\n \x01(\t\x12\r\n\x05retry\x18\x0c \x01(\r\x12,\n\x0b\x63ompression\x18\r \x01(\x0e\x32\x17.baton.v1.KvCompressionJ\x04\x08\x0b\x10\x0cR\x06stream\"]\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08\x63onsumer\x18\x03 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x04 \x01(\x04\"A\n\x0cSignedTicket\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x0e\n\x06key_id\x18\x03 \x01(\x0c\"D\n\x06KvPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x0e\n\x06length\x18\x04 \x01(\x04\"\xb0\x01\n\x08KvHeader\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0btoken_start\x18\x02 \x01(\r\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x12\n\nhead_start\x18\x04 \x01(\r\x12\x12\n\nhead_count\x18\x05 \x01(\r\x12\x1f\n\x05parts\x18\x06 \x03(\x0b\x32\x10.baton.v1.KvPart\x12\x15\n\x08\x63hecksum\x18\x07 \x01(\x07H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"@\n\x07KvRange\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0btoken_start\x18\x02 \x01(\r\x12\x11\n\ttoken_end\x18\x03 \x01(\r\"o\n\nKvManifest\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\x12!\n\x06ranges\x18\x02 \x03(\x0b\x32\x11.baton.v1.KvRange\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x07\x12\x1e\n\x05shard\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Shard\"\x84\x01\n\x08KvCommit\x12\x0e\n\x06length\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x0f\n\x07handoff\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x15\n\rprefix_digest\x18\x05 \x01(\x0c\x12\x1f\n\x06shards\x18\x06 \x03(\x0b\x32\x0f.baton.v1.Shard\"\xe1\x01\n\x07Handoff\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\x07\x12\x18\n\x10output_token_ids\x18\x04 \x03(\x07\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x0c\x66irst_tokens\x18\x06 \x03(\x0b\x32\x14.baton.v1.FirstTokenJ\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tR\rcached_tokensR\nprefill_ms\"u\n\nFirstToken\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\"\n\x05token\x18\x02 \x01(\x0b\x32\x13.baton.v1.TokenInfo\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\"\x8a\x01\n\x07KvFrame\x12\"\n\x06header\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvHeader\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12&\n\x08manifest\x18\x03 \x01(\x0b\x32\x14.baton.v1.KvManifest\x12\"\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x12.baton.v1.KvCommit\"^\n\x10ReleaseKvRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x10\n\x08\x63onsumer\x18\x04 \x01(\t\"\x13\n\x11ReleaseKvResponse*`\n\rKvCompression\x12\x1e\n\x1aKV_COMPRESSION_UNSPECIFIED\x10\x00\x12\x17\n\x13KV_COMPRESSION_INT8\x10\x01\x12\x16\n\x12KV_COMPRESSION_FP8\x10\x02\x32\x84\x01\n\x02Kv\x12\x38\n\x07\x46\x65tchKv\x12\x18.baton.v1.FetchKvRequest\x1a\x11.baton.v1.KvFrame0\x01\x12\x44\n\tReleaseKv\x12\x1a.baton.v1.ReleaseKvRequest\x1a\x1b.baton.v1.ReleaseKvResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\":\n\x0cKvPartFormat\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\"f\n\x08KvFormat\x12\x0f\n\x07version\x18\x01 \x01(\r\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.baton.v1.KvPartFormat\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"i\n\x05Shard\x12\x12\n\nkv_address\x18\x01 \x01(\t\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x12\n\nhead_start\x18\x04 \x01(\r\x12\x10\n\x08head_end\x18\x05 \x01(\r\"i\n\x0cRemoteExport\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1f\n\x06shards\x18\x03 \x03(\x0b\x32\x0f.baton.v1.Shard\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\"\x82\x02\n\x0e\x46\x65tchKvRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0btoken_start\x18\x03 \x01(\r\x12\x11\n\ttoken_end\x18\x04 \x01(\r\x12\x13\n\x0blayer_start\x18\x05 \x01(\r\x12\x11\n\tlayer_end\x18\x06 \x01(\r\x12\x12\n\nhead_start\x18\x07 \x01(\r\x12\x10\n\x08head_end\x18\x08 \x01(\r\x12\x0e\n\x06ticket\x18\t \x01(\x0c\x12\x10\n\x08\x63onsumer\x18\n \x01(\t\x12\r\n\x05retry\x18\x0c \x01(\rJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eR\x06streamR\x0b\x63ompression\"]\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08\x63onsumer\x18\x03 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x04 \x01(\x04\"A\n\x0cSignedTicket\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x0e\n\x06key_id\x18\x03 \x01(\x0c\"D\n\x06KvPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x0e\n\x06length\x18\x04 \x01(\x04\"\xb0\x01\n\x08KvHeader\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0btoken_start\x18\x02 \x01(\r\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x12\n\nhead_start\x18\x04 \x01(\r\x12\x12\n\nhead_count\x18\x05 \x01(\r\x12\x1f\n\x05parts\x18\x06 \x03(\x0b\x32\x10.baton.v1.KvPart\x12\x15\n\x08\x63hecksum\x18\x07 \x01(\x07H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"@\n\x07KvRange\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0btoken_start\x18\x02 \x01(\r\x12\x11\n\ttoken_end\x18\x03 \x01(\r\"o\n\nKvManifest\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\x12!\n\x06ranges\x18\x02 \x03(\x0b\x32\x11.baton.v1.KvRange\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x07\x12\x1e\n\x05shard\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Shard\"\x84\x01\n\x08KvCommit\x12\x0e\n\x06length\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x0f\n\x07handoff\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x15\n\rprefix_digest\x18\x05 \x01(\x0c\x12\x1f\n\x06shards\x18\x06 \x03(\x0b\x32\x0f.baton.v1.Shard\"\xe1\x01\n\x07Handoff\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\x07\x12\x18\n\x10output_token_ids\x18\x04 \x03(\x07\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12*\n\x0c\x66irst_tokens\x18\x06 \x03(\x0b\x32\x14.baton.v1.FirstTokenJ\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tR\rcached_tokensR\nprefill_ms\"u\n\nFirstToken\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\"\n\x05token\x18\x02 \x01(\x0b\x32\x13.baton.v1.TokenInfo\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\"\x8a\x01\n\x07KvFrame\x12\"\n\x06header\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvHeader\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12&\n\x08manifest\x18\x03 \x01(\x0b\x32\x14.baton.v1.KvManifest\x12\"\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x12.baton.v1.KvCommit\"^\n\x10ReleaseKvRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x10\n\x08\x63onsumer\x18\x04 \x01(\t\"\x13\n\x11ReleaseKvResponse2\x84\x01\n\x02Kv\x12\x38\n\x07\x46\x65tchKv\x12\x18.baton.v1.FetchKvRequest\x1a\x11.baton.v1.KvFrame0\x01\x12\x44\n\tReleaseKv\x12\x1a.baton.v1.ReleaseKvRequest\x1a\x1b.baton.v1.ReleaseKvResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVCOMPRESSION']._serialized_start=2053
-  _globals['_KVCOMPRESSION']._serialized_end=2149
   _globals['_KVPARTFORMAT']._serialized_start=57
   _globals['_KVPARTFORMAT']._serialized_end=115
   _globals['_KVFORMAT']._serialized_start=117
@@ -43,31 +41,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REMOTEEXPORT']._serialized_start=328
   _globals['_REMOTEEXPORT']._serialized_end=433
   _globals['_FETCHKVREQUEST']._serialized_start=436
-  _globals['_FETCHKVREQUEST']._serialized_end=721
-  _globals['_TICKET']._serialized_start=723
-  _globals['_TICKET']._serialized_end=816
-  _globals['_SIGNEDTICKET']._serialized_start=818
-  _globals['_SIGNEDTICKET']._serialized_end=883
-  _globals['_KVPART']._serialized_start=885
-  _globals['_KVPART']._serialized_end=953
-  _globals['_KVHEADER']._serialized_start=956
-  _globals['_KVHEADER']._serialized_end=1132
-  _globals['_KVRANGE']._serialized_start=1134
-  _globals['_KVRANGE']._serialized_end=1198
-  _globals['_KVMANIFEST']._serialized_start=1200
-  _globals['_KVMANIFEST']._serialized_end=1311
-  _globals['_KVCOMMIT']._serialized_start=1314
-  _globals['_KVCOMMIT']._serialized_end=1446
-  _globals['_HANDOFF']._serialized_start=1449
-  _globals['_HANDOFF']._serialized_end=1674
-  _globals['_FIRSTTOKEN']._serialized_start=1676
-  _globals['_FIRSTTOKEN']._serialized_end=1793
-  _globals['_KVFRAME']._serialized_start=1796
-  _globals['_KVFRAME']._serialized_end=1934
-  _globals['_RELEASEKVREQUEST']._serialized_start=1936
-  _globals['_RELEASEKVREQUEST']._serialized_end=2030
-  _globals['_RELEASEKVRESPONSE']._serialized_start=2032
-  _globals['_RELEASEKVRESPONSE']._serialized_end=2051
-  _globals['_KV']._serialized_start=2152
-  _globals['_KV']._serialized_end=2284
+  _globals['_FETCHKVREQUEST']._serialized_end=694
+  _globals['_TICKET']._serialized_start=696
+  _globals['_TICKET']._serialized_end=789
+  _globals['_SIGNEDTICKET']._serialized_start=791
+  _globals['_SIGNEDTICKET']._serialized_end=856
+  _globals['_KVPART']._serialized_start=858
+  _globals['_KVPART']._serialized_end=926
+  _globals['_KVHEADER']._serialized_start=929
+  _globals['_KVHEADER']._serialized_end=1105
+  _globals['_KVRANGE']._serialized_start=1107
+  _globals['_KVRANGE']._serialized_end=1171
+  _globals['_KVMANIFEST']._serialized_start=1173
+  _globals['_KVMANIFEST']._serialized_end=1284
+  _globals['_KVCOMMIT']._serialized_start=1287
+  _globals['_KVCOMMIT']._serialized_end=1419
+  _globals['_HANDOFF']._serialized_start=1422
+  _globals['_HANDOFF']._serialized_end=1647
+  _globals['_FIRSTTOKEN']._serialized_start=1649
+  _globals['_FIRSTTOKEN']._serialized_end=1766
+  _globals['_KVFRAME']._serialized_start=1769
+  _globals['_KVFRAME']._serialized_end=1907
+  _globals['_RELEASEKVREQUEST']._serialized_start=1909
+  _globals['_RELEASEKVREQUEST']._serialized_end=2003
+  _globals['_RELEASEKVRESPONSE']._serialized_start=2005
+  _globals['_RELEASEKVRESPONSE']._serialized_end=2024
+  _globals['_KV']._serialized_start=2027
+  _globals['_KV']._serialized_end=2159
 # @@protoc_insertion_point(module_scope)

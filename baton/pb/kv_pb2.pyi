@@ -1,21 +1,11 @@
 from baton.pb import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class KvCompression(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    KV_COMPRESSION_UNSPECIFIED: _ClassVar[KvCompression]
-    KV_COMPRESSION_INT8: _ClassVar[KvCompression]
-    KV_COMPRESSION_FP8: _ClassVar[KvCompression]
-KV_COMPRESSION_UNSPECIFIED: KvCompression
-KV_COMPRESSION_INT8: KvCompression
-KV_COMPRESSION_FP8: KvCompression
 
 class KvPartFormat(_message.Message):
     __slots__ = ("name", "dtype", "shape")
@@ -66,7 +56,7 @@ class RemoteExport(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class FetchKvRequest(_message.Message):
-    __slots__ = ("transfer_id", "incarnation", "token_start", "token_end", "layer_start", "layer_end", "head_start", "head_end", "ticket", "consumer", "retry", "compression")
+    __slots__ = ("transfer_id", "incarnation", "token_start", "token_end", "layer_start", "layer_end", "head_start", "head_end", "ticket", "consumer", "retry")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_START_FIELD_NUMBER: _ClassVar[int]
@@ -78,7 +68,6 @@ class FetchKvRequest(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     CONSUMER_FIELD_NUMBER: _ClassVar[int]
     RETRY_FIELD_NUMBER: _ClassVar[int]
-    COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     incarnation: str
     token_start: int
@@ -90,8 +79,7 @@ class FetchKvRequest(_message.Message):
     ticket: bytes
     consumer: str
     retry: int
-    compression: KvCompression
-    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., ticket: _Optional[bytes] = ..., consumer: _Optional[str] = ..., retry: _Optional[int] = ..., compression: _Optional[_Union[KvCompression, str]] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., ticket: _Optional[bytes] = ..., consumer: _Optional[str] = ..., retry: _Optional[int] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transfer_id", "incarnation", "consumer", "expires_unix_ms")

@@ -46,7 +46,7 @@ REUSED_TOKENS = Counter(
 )
 UNSHARED_TOKENS = Counter(
     "baton_decode_unshared_tokens_total",
-    "Context tokens whose KV was compressed or converted on the way, and is not shared with later prompts.",
+    "Context tokens whose KV was converted on the way, and is not shared with later prompts.",
 )
 PREFIX_EXPORTS = Counter("baton_decode_prefix_exports_total", "Pinned prefixes opened for prefill workers to fetch.")
 TRANSFER_BYTES = Counter("baton_transfer_bytes_total", "KV bytes moved, by direction.", ["direction"])

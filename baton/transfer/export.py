@@ -22,12 +22,11 @@ from baton import executors
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, IncompleteTransfer, InvalidRequest, TransferError
 from baton.executors import COPIES, WORK
-from baton.kv.format import KvCompression, Shard
+from baton.kv.format import Shard
 from baton.request import Handoff
 from baton.telemetry.metrics import LEASES_EXPIRED, TRANSFER_BYTES
 from baton.transfer import wire
 from baton.transfer.closing import Manifest, encode_commit, encode_manifest, pack
-from baton.transfer.compression import compress
 from baton.transfer.coverage import Box, Coverage
 from baton.transfer.waiters import add_waiter, wake_all
 
@@ -163,7 +162,7 @@ class Export:
         self._wake_waiters()
         self._close_when_unread()
 
-    async def frames(self, box: Box, compression: KvCompression = KvCompression.NONE) -> AsyncGenerator[bytes, None]:
+    async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
         """The stream of one FetchKv: data frames as KV becomes final, then the manifest, then the commit.
 
         `box` must lie within the export. Raises TransferError if the export ends before the stream does.
@@ -174,7 +173,7 @@ class Export:
         ahead = None
         sent_at = self._loop.time()
         while ahead is not None or not pieces.done:
-            ahead = ahead or self._read_next(pieces, box, compression)
+            ahead = ahead or self._read_next(pieces, box)
             if ahead is None:
                 if self._loop.time() < sent_at + PROGRESS_S:
                     await self._wait_for_change(until=sent_at + PROGRESS_S)
@@ -185,7 +184,7 @@ class Export:
             layer, tokens, frame, checksum, payload = await self._result(ahead)
             carried.add(layer, tokens, box.heads)
             digest, count = wire.extend_digest(digest, checksum), count + 1
-            ahead = self._read_next(pieces, box, compression)
+            ahead = self._read_next(pieces, box)
             yield frame
             TRANSFER_BYTES.labels("sent").inc(payload)
             self._renew()
@@ -213,19 +212,19 @@ class Export:
         layer_bytes = token_bytes * len(box.heads) // self.kv_format.heads
         return max(1, self._frame_bytes // layer_bytes)
 
-    def _read_next(self, pieces: _Pieces, box: Box, compression: KvCompression) -> asyncio.Future[_Frame] | None:
+    def _read_next(self, pieces: _Pieces, box: Box) -> asyncio.Future[_Frame] | None:
         """Start to read the next piece, if it is final."""
         self._check()
         piece = pieces.next_piece(self._final)
         if piece is None:
             return None
         self._reading += 1
-        read = executors.run(COPIES, self._read, *piece, box.heads, compression)
+        read = executors.run(COPIES, self._read, *piece, box.heads)
         read.add_done_callback(self._on_read_done)
         return read
 
-    def _read(self, layer: int, tokens: range, heads: range, compression: KvCompression) -> _Frame:
-        parts = compress(self._engine.read_kv(self._handle, layer, tokens, heads), compression)
+    def _read(self, layer: int, tokens: range, heads: range) -> _Frame:
+        parts = self._engine.read_kv(self._handle, layer, tokens, heads)
         frame, checksum = wire.encode_data(layer, tokens, heads, parts, self._seed)
         return layer, tokens, frame, checksum, sum(memoryview(part.data).nbytes for part in parts)
 

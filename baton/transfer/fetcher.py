@@ -37,9 +37,7 @@ async def fetch(
     """Pull tokens `[first, tokens)` of an export into the handle, and release the export in any case.
 
     `sources` are the shards of the export. If the handle has all tokens already, only manifests and commits are
-    fetched. `timeout_s` limits the whole fetch. KV that comes compressed differs from the exporter's and must not be
-    published. Raises only TransferError and its subclasses; EncodingRefused if the exporter does not know the
-    compression.
+    fetched. `timeout_s` limits the whole fetch. Raises only TransferError and its subclasses.
     """
     async with _release_at_end(sources):
         box = _whole(engine, range(first, tokens))
@@ -58,7 +56,7 @@ async def fetch_prefix(
 ) -> None:
     """Pull `tokens` of an export of `length` tokens that has no handoff, and release the export in any case.
 
-    `digest` is that of the export's last full block. The KV is never compressed. Raises WrongPrefix if the exporter's
+    `digest` is that of the export's last full block. Raises WrongPrefix if the exporter's
     digest is another one; the other errors are those of `fetch`.
     """
     async with _release_at_end(sources), _limit_time(timeout_s):
@@ -145,7 +143,7 @@ async def _pull_shard(
     """The receiver that saw the shard's commit, once all gaps are filled."""
 
     def receiver(box: Box) -> Receiver:
-        return Receiver(engine, handle, box, length, shards, source.seed, source.compression)
+        return Receiver(engine, handle, box, length, shards, source.seed)
 
     receivers = [receiver(box)]
     for gap in await _receive(source, receivers[0]):

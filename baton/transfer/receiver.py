@@ -11,20 +11,18 @@ from collections.abc import Collection
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import CorruptFrame, IncompleteTransfer, TransferError
-from baton.kv.format import KvCompression, PartData, Shard
+from baton.kv.format import PartData, Shard
 from baton.request import Handoff
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer import wire
 from baton.transfer.closing import HANDOFF_VERSION, Commit, Manifest, unpack
-from baton.transfer.compression import expand
 from baton.transfer.coverage import Box, Coverage
 
 
 class Receiver:
     """Receives a box of an export of `length` tokens into the handle's pages.
 
-    `shards` are all shards of the exporter. `seed` is that of the export's frames (`wire.seed_of`), `compression` is
-    what the frames were asked for in.
+    `shards` are all shards of the exporter. `seed` is that of the export's frames (`wire.seed_of`).
     """
 
     def __init__(
@@ -35,7 +33,6 @@ class Receiver:
         length: int,
         shards: Collection[Shard],
         seed: int,
-        compression: KvCompression = KvCompression.NONE,
     ) -> None:
         self.box = box
         self.bad_frames = 0
@@ -50,7 +47,6 @@ class Receiver:
         self._length = length
         self._shards = set(shards)
         self._seed = seed
-        self._compression = compression
         self._coverage = Coverage(box)
         self._frames = 0
         self._digest = 0
@@ -104,8 +100,7 @@ class Receiver:
 
     def _write(self, layer: int, token: int, head: int, parts: tuple[PartData, ...]) -> None:
         try:
-            expanded = expand(parts, self._engine.spec.kv_format, self._compression)
-            self._engine.write_kv(self._handle, layer, token, head, expanded)
+            self._engine.write_kv(self._handle, layer, token, head, parts)
         except TransferError:
             raise
         except Exception as error:

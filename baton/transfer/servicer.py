@@ -12,15 +12,14 @@ from typing import Any
 
 import grpc
 
-from baton.errors import InvalidRequest, PermissionDenied, StaleIncarnation, Unsupported
-from baton.kv.format import KvCompression
+from baton.errors import InvalidRequest, PermissionDenied, StaleIncarnation
 from baton.pb import kv_pb2
 from baton.request import check_id
 from baton.rpc.tls import peer_principal
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
 from baton.transfer.registry import ExportRegistry
-from baton.transfer.source import COMPRESSIONS, FAULT_METADATA
+from baton.transfer.source import FAULT_METADATA
 from baton.transfer.tickets import RequestedBox, TicketVerifier, Use
 
 SERVICE = "baton.v1.Kv"
@@ -60,9 +59,9 @@ class KvServicer:
         except StaleIncarnation as error:
             context.set_trailing_metadata(((FAULT_METADATA, type(error).__name__),))
             raise
-        box, compression = _box(request, export), _compression(request, export)
+        box = _box(request, export)
         await context.send_initial_metadata(())
-        async with aclosing(export.frames(box, compression)) as frames:
+        async with aclosing(export.frames(box)) as frames:
             async for frame in frames:
                 yield frame
 
@@ -122,20 +121,6 @@ def _box(request: kv_pb2.FetchKvRequest, export: Export) -> Box:
         _span("layer", request.layer_start, request.layer_end, kv_format.layers, least=1),
         _span("head", request.head_start, request.head_end, kv_format.heads, least=1),
     )
-
-
-def _compression(request: kv_pb2.FetchKvRequest, export: Export) -> KvCompression:
-    """The compression that the request asks for.
-
-    Raises Unsupported for an unknown one, and for any compression of a prefix.
-    """
-    asked = next((each for each, number in COMPRESSIONS.items() if number == request.compression), None)
-    if asked is None:
-        known = ", ".join(COMPRESSIONS)
-        raise Unsupported(f"compression: must be one of {known}, got number {request.compression}")
-    if export.is_prefix and asked is not KvCompression.NONE:
-        raise Unsupported(f"compression: a prefix is never compressed, got {asked}")
-    return asked
 
 
 def _span(name: str, start: int, end: int, limit: int, least: int = 0) -> range:

@@ -16,14 +16,13 @@ import grpc
 from baton.config import parse_address
 from baton.errors import (
     ConfigError,
-    EncodingRefused,
     IncompleteTransfer,
     SourceUnreachable,
     StaleIncarnation,
     TicketRefused,
     TransferError,
 )
-from baton.kv.format import KvCompression, Shard
+from baton.kv.format import Shard
 from baton.pb import kv_pb2
 from baton.transfer import wire
 from baton.transfer.channels import KvChannels
@@ -32,13 +31,6 @@ from baton.transfer.remote import RemoteExport
 
 FAULT_METADATA = "kv-fault"
 """Trailing metadata with the class of an error, for errors that the status of a failed FetchKv does not identify."""
-
-COMPRESSIONS = {
-    KvCompression.NONE: kv_pb2.KV_COMPRESSION_UNSPECIFIED,
-    KvCompression.INT8: kv_pb2.KV_COMPRESSION_INT8,
-    KvCompression.FP8: kv_pb2.KV_COMPRESSION_FP8,
-}
-"""The numbers of compressions in FetchKvRequest."""
 
 _SERVICE = "/baton.v1.Kv"
 _RELEASE_TIMEOUT_S = 0.5
@@ -55,10 +47,6 @@ class KvSource(Protocol):
     @property
     def seed(self) -> int:
         """The seed of its frames' checksums (`wire.seed_of`)."""
-
-    @property
-    def compression(self) -> KvCompression:
-        """The compression that its frames are asked for in."""
 
     def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
         """Encoded frames of the box, as they become final, up to the commit.
@@ -78,7 +66,6 @@ async def open_sources(
     timeout_s: float,
     stall_timeout_s: float,
     consumer: str = "",
-    compression: KvCompression = KvCompression.NONE,
 ) -> AsyncIterator[list[KvSource]]:
     """Yield a source for each shard of an export; the other parameters are those of GrpcSource.
 
@@ -104,7 +91,6 @@ async def open_sources(
                     timeout_s=timeout_s,
                     stall_timeout_s=stall_timeout_s,
                     consumer=consumer,
-                    compression=compression,
                 )
             )
         yield sources
@@ -127,10 +113,8 @@ class GrpcSource:
         timeout_s: float,
         stall_timeout_s: float,
         consumer: str = "",
-        compression: KvCompression = KvCompression.NONE,
     ) -> None:
         self.shard = shard
-        self.compression = compression
         self.seed = wire.seed_of(export.transfer_id)
         self._transfer_id = export.transfer_id
         self._incarnation = export.incarnation
@@ -160,7 +144,6 @@ class GrpcSource:
             ticket=self._ticket,
             consumer=self._consumer,
             retry=next(self._retries),
-            compression=COMPRESSIONS[self.compression],
         )
         try:
             call = self._fetch(request, timeout=self._timeout_s)
@@ -211,8 +194,6 @@ class GrpcSource:
             raise SourceUnreachable(message) from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise IncompleteTransfer(message) from error
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            raise EncodingRefused(message) from error
         if code is grpc.StatusCode.PERMISSION_DENIED:
             raise TicketRefused(message) from error
         if (FAULT_METADATA, StaleIncarnation.__name__) in tuple(error.trailing_metadata() or ()):

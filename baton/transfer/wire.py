@@ -27,8 +27,8 @@ from itertools import islice
 
 import crc32c
 
-from baton.errors import CorruptFrame, EncodingRefused, preview
-from baton.kv.format import WIRE_DTYPE_BYTES, PartData
+from baton.errors import CorruptFrame, TransferError, preview
+from baton.kv.format import DTYPE_BYTES, PartData
 from baton.rpc.packed import begin_field, read_varint, varint
 from baton.transfer import closing
 
@@ -97,7 +97,7 @@ def extend_digest(digest: int, checksum: int) -> int:
 def decode(frame: bytes, seed: int = 0) -> KvData | closing.Manifest | closing.Commit:
     """Decode and check one frame of the export with that seed; the payload is not copied.
 
-    Raises CorruptFrame; EncodingRefused for a valid frame with an unknown element type.
+    Raises CorruptFrame; TransferError for a valid frame with an unknown element type.
     """
     if not frame.startswith(_DATA):
         return closing.decode(frame)
@@ -144,9 +144,9 @@ def _parts(described: Iterable[memoryview], payload: memoryview, outer: tuple[in
                 raise CorruptFrame(f"a part is described by fields {list(fields)}")
         if more or part.shape[:2] != outer:
             raise CorruptFrame(f"part {preview(part.name)} has shape {part.shape}, the header says {outer}")
-        if part.dtype not in WIRE_DTYPE_BYTES:
-            raise EncodingRefused(f"part {preview(part.name)} came as {preview(part.dtype)}, which is not known here")
-        if WIRE_DTYPE_BYTES[part.dtype] * math.prod(part.shape) != length or len(part.data) != length:
+        if part.dtype not in DTYPE_BYTES:
+            raise TransferError(f"part {preview(part.name)} came as {preview(part.dtype)}, which is not known here")
+        if DTYPE_BYTES[part.dtype] * math.prod(part.shape) != length or len(part.data) != length:
             raise CorruptFrame(f"part {preview(part.name)}: {length} bytes for {part.shape} {preview(part.dtype)}")
         offset += length
         yield part

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from baton.bench.children import ChildFailed, pinned
 from baton.bench.roofline import ModelShape
 from baton.model.config import ModelConfig
+from bench.children import ChildFailed, pinned
 from bench.common import RESULTS, save
 from bench.peers import fleet, interference, rates, report
 from bench.peers.places import Places, from_environment

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from baton.bench.children import child
-from baton.bench.pairing import Entry, attempt, failures, median, ratio, turned, values
+from bench.children import child
+from bench.pairing import Entry, attempt, failures, median, ratio, turned, values
 from bench.peers.places import Places
 from bench.peers.rates import Asked
 from bench.peers.servers import VLLM_NAME, vllm_server

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.bench.children import Child
 from baton.bench.load.connect import connect
 from baton.bench.load.outcome import Outcome
 from baton.bench.load.targets import Place, Target
 from baton.bench.load.workload import Job
-from baton.bench.pairing import Entry, attempt, failures, medians, spread, turned, values
 from baton.bench.stats import percentile
+from bench.children import Child
+from bench.pairing import Entry, attempt, failures, medians, spread, turned, values
 from bench.peers.fleet import VOCABULARY, baton_fleet
 from bench.peers.places import Places
 from bench.peers.runner import runner

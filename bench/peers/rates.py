@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from baton.bench.machine import stolen_s
-from baton.bench.pairing import Entry, attempt, failures, median, ratio, spread, turned
 from baton.bench.roofline import ModelShape, decode_bytes, prefill_flops
+from bench.pairing import Entry, attempt, failures, median, ratio, spread, turned
 
 PEERS = ("baton", "vllm", "llama", "transformers")
 SLOW = ("llama", "transformers")
@@ -30,7 +30,7 @@ Case = dict[str, int]
 
 
 class Asked(Protocol):
-    """A runner, as `baton.bench.children.Child`."""
+    """A runner, as `bench.children.Child`."""
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         """The answer to a command."""

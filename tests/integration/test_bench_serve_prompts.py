@@ -94,13 +94,12 @@ HTTP = "http://a/v1/completions"
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--concurrency=2", "--requests=1", "--max-concurrency=2"], "--max-concurrency is for --rate and --trace"),
+        (["--concurrency=2", "--requests=1", "--max-concurrency=2"], "--max-concurrency is for --rate"),
         (["--rate=2", "--requests=1", "--max-concurrency=0"], "'--max-concurrency': 0 is not in the range"),
         (["--rate=2", "--prompt-file=/nowhere"], "'--prompt-file': '/nowhere'"),
         (["--rate=2", "--prompt-file=FILE", "--input-tokens=3"], "--input-tokens does not go with --prompt-file"),
         (["--rate=2", "--prompt-file=FILE", "--vocab-size=30"], "--vocab-size does not go with --prompt-file"),
         (["--rate=2", "--prompt-file=FILE", "--shared-prefix=3"], "--shared-prefix does not go with --prompt-file"),
-        (["--trace=FILE", "--prompt-file=FILE"], "--trace does not go with --prompt-file"),
         (["--rate=2", "--prompt-file=FILE", "--requests=1", "--seconds=1"], "give one of --requests, --seconds"),
         (["--rate=2", "--prompt-file=FILE"], "line 2: max_tokens: must be a whole number of at least 1, got 'x'"),
     ],

@@ -18,7 +18,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import pytest
 
 from baton.engine.fake import FakeEngine
-from baton.kv.format import KvCompression
 from baton.transfer.coverage import Box
 from baton.transfer.export import Export
 from tests.prefill import Gate, serving
@@ -115,9 +114,9 @@ async def test_a_consumer_that_is_gone_in_the_middle_of_a_transfer(monkeypatch: 
     loop, frames = asyncio.get_running_loop(), Export.frames
     ended = {number.name: loop.create_future() for number in GONE}
 
-    async def watched(self: Export, box: Box, compression: KvCompression) -> AsyncGenerator[bytes, None]:
+    async def watched(self: Export, box: Box) -> AsyncGenerator[bytes, None]:
         try:
-            async with contextlib.aclosing(frames(self, box, compression)) as stream:
+            async with contextlib.aclosing(frames(self, box)) as stream:
                 async for frame in stream:
                     yield frame
         finally:

@@ -62,8 +62,6 @@ IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf"
 
 EDGES = (
     "baton.admin",
-    "baton.bench.router_clients",
-    "baton.bench.router_workers",
     "baton.client",
     "baton.rpc",
     "baton.transfer.closing",

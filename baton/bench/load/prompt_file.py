@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.bench.load.lengths import Lengths
-from baton.bench.load.workload import Job
+from baton.bench.load.workload import Job, Lengths
 from baton.errors import InvalidRequest, preview
 from baton.rpc import requests
 

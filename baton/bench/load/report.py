@@ -20,7 +20,6 @@ Percentiles are nearest ranks.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +27,9 @@ from typing import Any
 
 from baton.bench.load.outcome import Ending, Outcome
 from baton.bench.load.runner import LoadRun
-from baton.bench.stats import percentile, summary
+from baton.bench.stats import summary
 
 LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "cap_wait_ms", "lateness_ms")
-_BINS = 100
-"""Number of parts of a run for ITL over time."""
 _MESSAGE = 300
 _EXAMPLES = 32
 
@@ -73,7 +70,6 @@ def report(run: LoadRun, target: str, workload: Mapping[str, Any], objectives: O
         "lateness_ms": summary(each.lateness for each in outcomes),
         "generator_cpu": round(run.cpu_s / seconds, 3),
         "failures": _failures(outcomes),
-        "itl_over_time": _over_time(outcomes, run.began, seconds),
     }
 
 
@@ -102,28 +98,3 @@ def _failures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             found[each.kind].append(each.message)
     ordered = sorted(found.items(), key=lambda item: -len(item[1]))[:_EXAMPLES]
     return {kind: {"count": len(said), "example": said[0][:_MESSAGE]} for kind, said in ordered}
-
-
-def _over_time(outcomes: Sequence[Outcome], began: float, seconds: float) -> dict[str, Any]:
-    """Gaps by when they ended, in equal bins: their begin, median, 99th percentile (None without a gap), tokens."""
-    bin_s = seconds / _BINS
-    gaps: dict[int, list[float]] = defaultdict(list)
-    tokens: dict[int, int] = defaultdict(int)
-    for each in outcomes:
-        for at, count, gap in zip(each.times, each.counts, itertools.chain((None,), each.gaps), strict=False):
-            place = min(int((at - began) / bin_s), _BINS - 1)
-            tokens[place] += count
-            if gap is not None:
-                gaps[place].append(gap)
-    places = sorted(tokens)
-    return {
-        "bin_s": round(bin_s, 4),
-        "at_s": [round(place * bin_s, 3) for place in places],
-        "p50_ms": [_in_ms(gaps[place], 0.5) for place in places],
-        "p99_ms": [_in_ms(gaps[place], 0.99) for place in places],
-        "tokens": [tokens[place] for place in places],
-    }
-
-
-def _in_ms(gaps: Sequence[float], share: float) -> float | None:
-    return round(1e3 * percentile(gaps, share), 3) if gaps else None

@@ -13,14 +13,12 @@ from rich.console import Console
 
 from baton.bench.interrupts import at_interrupt
 from baton.bench.load.connect import connect
-from baton.bench.load.lengths import Lengths, lengths
 from baton.bench.load.prompt_file import Line, find_unknown_token, prompt_jobs, random_texts
 from baton.bench.load.report import Objectives, report
 from baton.bench.load.runner import LoadPlan, LoadRun
 from baton.bench.load.show import bar
 from baton.bench.load.targets import PROBE, TEXT_PROBE, Place, Target, is_grpc, wait_until_ready
-from baton.bench.load.workload import Job, Prompts, Shared, poisson, random_jobs, trace_jobs
-from baton.bench.traces import Arrival
+from baton.bench.load.workload import Job, Lengths, Prompts, Shared, lengths, poisson, random_jobs
 from baton.errors import ConfigError
 
 DEFAULT_VOCAB = 1000
@@ -30,16 +28,15 @@ _WARMUP_USERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One of: `rate` (requests per second, Poisson), `concurrency` (closed loop), `trace` (a name)."""
+    """One of: `rate` (requests per second, Poisson), `concurrency` (closed loop)."""
 
     rate: float | None = None
     concurrency: int | None = None
-    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """What is measured; `arrivals` are those of a trace, `speed` is what its gaps were divided by.
+    """What is measured.
 
     `prompts` are those of the file named `prompt_file`, in place of random ones. `max_concurrency` caps open loops.
     """
@@ -53,8 +50,6 @@ class LoadSettings:
     shared: Shared | None = None
     prompts: Sequence[Line] = ()
     prompt_file: str | None = None
-    arrivals: Sequence[Arrival] = ()
-    speed: float = 1.0
     max_concurrency: int | None = None
     vocab_size: int | None = None
     seed: int = 0
@@ -113,8 +108,6 @@ async def _warmed(target: Target, settings: LoadSettings, vocab_size: int) -> No
 
 def _jobs(settings: LoadSettings, load: Load, seed: str, vocab_size: int) -> Iterator[Job]:
     prompts = Prompts(seed, vocab_size, settings.shared)
-    if load.trace is not None:
-        return trace_jobs(prompts, settings.arrivals)
     due = None if load.rate is None else poisson(load.rate, random.Random(f"{seed}/arrivals"))
     if settings.prompts:
         return prompt_jobs(settings.prompts, seed, settings.outputs, due)
@@ -123,11 +116,11 @@ def _jobs(settings: LoadSettings, load: Load, seed: str, vocab_size: int) -> Ite
 
 def _workload(settings: LoadSettings, load: Load, vocab_size: int) -> dict[str, Any]:
     """What was sent, with all that is needed to send it again."""
-    own: dict[str, Any] = {"trace": load.trace, "speed": settings.speed}
+    own: dict[str, Any]
     if settings.prompts:
         own = {"prompt_file": settings.prompt_file, "prompts": len(settings.prompts)}
         own["output_tokens"] = settings.outputs.text
-    elif load.trace is None:
+    else:
         own = {"input_tokens": settings.inputs.text, "output_tokens": settings.outputs.text}
         shared = settings.shared
         own["shared_prefix"] = f"{shared.tokens}:{shared.groups}" if shared else None

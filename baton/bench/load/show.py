@@ -91,14 +91,8 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
 def _load(workload: Mapping[str, Any]) -> str:
     if workload.get("concurrency") is not None:
         return f"{workload['concurrency']} at a time"
-    if workload.get("rate") is not None:
-        return f"{workload['rate']:g} requests/s{_capped(workload)}"
-    return f"trace {workload['trace']} at {workload['speed']:g} times its speed{_capped(workload)}"
-
-
-def _capped(workload: Mapping[str, Any]) -> str:
     most = workload.get("max_concurrency")
-    return "" if most is None else f", {most} at a time at most"
+    return f"{workload['rate']:g} requests/s" + ("" if most is None else f", {most} at a time at most")
 
 
 def _latencies(report: Mapping[str, Any]) -> Table:

@@ -11,9 +11,6 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from baton.bench.load.lengths import Lengths
-from baton.bench.traces import MOONCAKE_BLOCK, Arrival
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -36,6 +33,36 @@ class Shared:
     groups: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Numbers of tokens from `low` to `high`, each equally often; `text` is their description."""
+
+    text: str
+    low: int
+    high: int
+
+    def draw(self, source: random.Random) -> int:
+        """A number."""
+        return source.randint(self.low, self.high)
+
+
+def lengths(text: str) -> Lengths:
+    """What the command line describes: N, or uniform:LOW:HIGH. Raises ValueError that says what is wrong."""
+    kind, *values = text.split(":")
+    if (kind == "uniform" and len(values) != 2) or (kind != "uniform" and values):
+        raise ValueError("must be N or uniform:LOW:HIGH")
+    low, high = map(_count, values or (kind, kind))
+    if low > high:
+        raise ValueError(f"the lower bound {low} is greater than the upper bound {high}")
+    return Lengths(text, low, high)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise ValueError(f"must be a number of tokens of at least 1, got {text!r}")
+    return int(text)
+
+
 class Prompts:
     """Prompts of ids below `vocab_size`, each with a prefix of one of the groups if `shared`."""
 
@@ -52,13 +79,6 @@ class Prompts:
         own = self._draw.choices(self._vocabulary, k=tokens)
         return [*self._draw.choice(self._prefixes), *own] if self._prefixes else own
 
-    def of_blocks(self, arrival: Arrival) -> list[int]:
-        """The prompt of a request in a trace: equal blocks have equal ids; the rest is random."""
-        ids = list(
-            itertools.chain.from_iterable(self._named(f"block/{each}", MOONCAKE_BLOCK) for each in arrival.blocks)
-        )
-        return ids + self._draw.choices(self._vocabulary, k=arrival.input_tokens - len(ids))
-
     def _named(self, name: str, tokens: int) -> list[int]:
         return random.Random(f"{self._seed}/{name}").choices(self._vocabulary, k=tokens)
 
@@ -71,15 +91,6 @@ def poisson(rate: float, draw: random.Random) -> Iterator[float]:
         yield at_s
 
 
-def replay(arrivals: Iterable[Arrival], speed: float) -> list[Arrival]:
-    """The requests of a trace by time, the first at 0, with all gaps divided by `speed`."""
-    ordered = sorted(arrivals, key=lambda each: each.at_s)
-    begin = ordered[0].at_s if ordered else 0.0
-    return [
-        Arrival((each.at_s - begin) / speed, each.input_tokens, each.output_tokens, each.blocks) for each in ordered
-    ]
-
-
 def random_jobs(
     prompts: Prompts, seed: str, inputs: Lengths, outputs: Lengths, due: Iterable[float] | None = None
 ) -> Iterator[Job]:
@@ -88,9 +99,3 @@ def random_jobs(
     for at_s in itertools.repeat(None) if due is None else due:
         own, output = inputs.draw(draw), outputs.draw(draw)
         yield Job(prompts.of(own), output, at_s)
-
-
-def trace_jobs(prompts: Prompts, arrivals: Iterable[Arrival]) -> Iterator[Job]:
-    """The requests of a trace; an output has at least one token."""
-    for each in arrivals:
-        yield Job(prompts.of_blocks(each), max(1, each.output_tokens), each.at_s)

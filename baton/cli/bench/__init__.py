@@ -8,8 +8,6 @@ from typing import Any
 import click
 
 from baton.cli.bench.engine import engine
-from baton.cli.bench.plot import plot
-from baton.cli.bench.router import router
 from baton.cli.bench.serve import serve
 from baton.cli.failures import INTERRUPTED
 
@@ -28,8 +26,8 @@ class _BenchGroup(click.Group):
 
 @click.group(cls=_BenchGroup)
 def bench() -> None:
-    """Measure servers, engines and links."""
+    """Measure servers and engines."""
 
 
-for _command in (engine, router, serve, plot):
+for _command in (engine, serve):
     bench.add_command(_command)

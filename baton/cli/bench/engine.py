@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from baton.cli.bench.ending import write_report
-from baton.cli.failures import extra_installed
+from baton.cli.failures import INTERRUPTED, extra_installed
 from baton.cli.options import ReportFile
 from baton.cli.tables import output, size, table
 from baton.errors import BatonError, ConfigError
 from baton.native import KERNELS
-
-_PICTURES = (".png", ".svg")
 
 
 class Counts(click.ParamType[tuple[int, ...]]):
@@ -69,7 +66,6 @@ class Counts(click.ParamType[tuple[int, ...]]):
     help="Largest number of tokens in a forward pass of prefill.",
 )
 @click.option("--json", "json_path", type=ReportFile(), help="Write the report to a file.")
-@click.option("--plot", type=ReportFile(), help="Write a roofline picture (.png or .svg).")
 def engine(
     model: str,
     device: str,
@@ -78,7 +74,6 @@ def engine(
     threads: int,
     cpus: str,
     json_path: Path | None,
-    plot: Path | None,
     **plan: Any,
 ) -> None:
     """Measure prefill and decode of the checkpoint MODEL.
@@ -86,8 +81,6 @@ def engine(
     The machine's memory bandwidth and arithmetic are measured with each run; MFU and MBU are shares of these. After
     Ctrl-C the report contains what is complete.
     """
-    if plot is not None:
-        _check_plot(plot, plan)
     # Otherwise torch's profiler writes to standard error. It reads the variable when it is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     from baton.engine.process import pin_compute_threads, prepare
@@ -110,25 +103,24 @@ def engine(
         raise click.UsageError(str(error)) from None
     except BatonError as error:
         raise click.ClickException(str(error)) from None
-    write_report(report, json_path, partial(_show, plot=plot))
-
-
-def _show(report: dict[str, Any], plot: Path | None) -> None:
+    if report is None:
+        raise KeyboardInterrupt
+    # Shown even if it can't be written; otherwise a long measurement would be lost.
     _print(report)
-    if plot is not None and report["prefill"] and report["decode"]:
-        from baton.bench.roofline_plot import draw
+    _write(report, json_path)
+    if report["interrupted"]:
+        click.echo("interrupted: the report contains what was complete by then", err=True)
+        sys.exit(INTERRUPTED)
 
-        draw(report, plot)
 
+def _write(report: dict[str, Any], file: Path | None) -> None:
+    from baton.bench.results import write
 
-def _check_plot(plot: Path, plan: dict[str, Any]) -> None:
-    """Raise a usage error if the picture can't be drawn later."""
-    if not (plan["prefill"] and plan["batches"] and plan["contexts"]):
-        raise click.UsageError("--plot needs both prefill and decode")
-    if plot.suffix not in _PICTURES:
-        raise click.BadParameter(f"must end in {' or '.join(_PICTURES)}, got {str(plot)!r}", param_hint="'--plot'")
-    with extra_installed("bench"):
-        import matplotlib  # noqa: F401
+    try:
+        if file is not None:
+            write(file, report)
+    except OSError as error:
+        raise click.ClickException(f"{str(file)!r} can't be written: {error.strerror}") from None
 
 
 def _print(report: dict[str, Any]) -> None:

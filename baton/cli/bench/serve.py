@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from contextlib import aclosing
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 _EPILOG = (
     "TARGET is grpc://HOST:PORT for Baton, or http://HOST:PORT/v1/completions for any OpenAI-compatible server. A DIST "
-    "of lengths is N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA[:MOST] or file:PATH. Exit status: 0 measured, 1 no "
+    "of lengths is N or uniform:LOW:HIGH. Exit status: 0 measured, 1 no "
     "request finished or the server can't be reached, 2 bad usage, 130 Ctrl-C or SIGTERM."
 )
 
@@ -74,14 +72,7 @@ class _Body(click.ParamType[dict[str, Any]]):
 @click.option(
     "--max-concurrency",
     type=click.IntRange(1, 16384),
-    help="Largest number of open requests, with --rate or --trace; later ones wait.",
-)
-@click.option("--trace", type=click.Path(path_type=Path), help="Arrivals and lengths of a trace in Mooncake's format.")
-@click.option(
-    "--speed",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1.0,
-    help="Factor by which the trace is replayed faster.",
+    help="Largest number of open requests, with --rate; later ones wait.",
 )
 @click.option("--requests", type=click.IntRange(min=1), help="Number of requests to send, for each load.")
 @click.option("--seconds", type=Seconds(), help="Time to send requests, for each load.")
@@ -127,9 +118,8 @@ class _Body(click.ParamType[dict[str, Any]]):
 @click.option("--tokenizer", default="", metavar="FILE", help="Send prompts as text of this tokenizer.json; HTTP only.")
 @click.option("--body", type=_Body(), default="{}", help="More fields of each HTTP request; null removes a field.")
 @click.option("--json", "json_file", type=ReportFile(dash=True), help="File for the report; -: standard output.")
-@click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder for pictures.")
 @connection_options
-def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) -> None:
+def serve(target: str, json_file: Path | None, **flags: Any) -> None:
     """Send load to the server at TARGET, and report its latencies and throughput.
 
     Prompts are random token ids, or those of a file; outputs are greedy and exactly as long as asked. Latencies are the
@@ -144,8 +134,6 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
     from baton.cli.tables import output
 
     settings = _settings(target, flags)
-    if plot is not None:
-        _check_plot(plot)
     console = Console(stderr=True, highlight=False, markup=False)
     # Objects that exist now stay: exclude them from garbage collections while requests are timed.
     gc.freeze()
@@ -160,12 +148,12 @@ def serve(target: str, json_file: Path | None, plot: Path | None, **flags: Any) 
         click.echo(f"error: {target} does not serve: {error.kind}: {error}", err=True)
         sys.exit(FAILED)
     except ModuleNotFoundError as error:
-        raise click.ClickException(_explain_missing(error.name)) from None
+        raise click.ClickException(f"{error.name} is missing: pip install 'baton[bench]'") from None
     except KeyboardInterrupt:
         if not reports:
             raise
         interrupted = True
-    _write(reports, many=len(settings.loads) > 1, json_file=json_file, plot=plot)
+    _write(reports, many=len(settings.loads) > 1, json_file=json_file)
     if interrupted or any(each["interrupted"] for each in reports):
         sys.exit(INTERRUPTED)
     sys.exit(0 if any(each["requests"]["finished"] for each in reports) else FAILED)
@@ -186,37 +174,15 @@ async def _measure(settings: LoadSettings, console: Any, table: Any, reports: li
                 click.echo(f"warning: {warning}", err=True)
 
 
-def _write(reports: list[dict[str, Any]], *, many: bool, json_file: Path | None, plot: Path | None) -> None:
-    from baton.bench.load.plots import PlotError, itl_over_time, latency_against_load
-
+def _write(reports: list[dict[str, Any]], *, many: bool, json_file: Path | None) -> None:
     text = json.dumps(reports if many else reports[0])
     try:
         if json_file == Path("-"):
             click.echo(text)
         elif json_file is not None:
             json_file.write_text(text + "\n", encoding="utf-8")
-        if plot is not None:
-            itl_over_time(reports, plot / "itl.png")
-            if many:
-                latency_against_load(reports, plot / "latency.png")
-    except (OSError, PlotError) as error:
-        raise click.ClickException(str(error)) from None
-
-
-def _check_plot(folder: Path) -> None:
-    """Make the folder; raise a usage error if the pictures can't be drawn later."""
-    if find_spec("matplotlib") is None:
-        raise click.ClickException(_explain_missing("matplotlib"))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise click.BadParameter(f"{str(folder)!r} can't be made: {error.strerror}", param_hint="'--plot'") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise click.BadParameter(f"{str(folder)!r} is not writable for you", param_hint="'--plot'")
-
-
-def _explain_missing(name: str | None) -> str:
-    return f"{name} is missing: pip install 'baton[bench]'"
+        raise click.ClickException(str(error)) from None
 
 
 def _settings(target: str, flags: dict[str, Any]) -> LoadSettings:
@@ -251,8 +217,6 @@ def _settings(target: str, flags: dict[str, Any]) -> LoadSettings:
         requests=flags["requests"] or once,
         seconds=flags["seconds"],
         max_concurrency=flags["max_concurrency"],
-        arrivals=_arrivals(flags["trace"], flags["speed"]),
-        speed=flags["speed"],
         vocab_size=flags["vocab_size"],
         seed=flags["seed"],
         warmup=flags["warmup"],
@@ -270,37 +234,15 @@ def _from_environment(parameter: str) -> bool:
 def _loads(flags: dict[str, Any]) -> list[Load]:
     from baton.bench.load.session import Load
 
-    rates, concurrency, trace = flags["rates"], flags["concurrency"], flags["trace"]
-    if sum(given is not None for given in (rates, concurrency, trace)) != 1:
-        raise click.UsageError("give one of --rate, --concurrency, --trace")
+    rates, concurrency = flags["rates"], flags["concurrency"]
+    if (rates is None) == (concurrency is None):
+        raise click.UsageError("give one of --rate, --concurrency")
     if concurrency is not None and flags["max_concurrency"] is not None:
-        raise click.UsageError("--max-concurrency is for --rate and --trace: --concurrency is a cap of its own")
-    if trace is not None:
-        for name in ("input_tokens", "output_tokens", "shared_prefix"):
-            if flags[name] is not None:
-                raise click.UsageError(
-                    f"--{name.replace('_', '-')} does not go with --trace, which has its own lengths"
-                )
-        return [Load(trace=trace.name)]
+        raise click.UsageError("--max-concurrency is for --rate: --concurrency is a cap of its own")
     both = flags["requests"] is not None and flags["seconds"] is not None
     if both or (flags["requests"] is None and flags["seconds"] is None and flags["prompt_file"] is None):
         raise click.UsageError("give one of --requests, --seconds")
     return [Load(rate=rate) for rate in rates or ()] + [Load(concurrency=int(each)) for each in concurrency or ()]
-
-
-def _arrivals(trace: Path | None, speed: float) -> Any:
-    from baton.bench.load.workload import replay
-    from baton.bench.traces import TraceError, read
-
-    if trace is None:
-        return ()
-    try:
-        arrivals = replay(read(trace), speed)
-    except (OSError, UnicodeDecodeError, TraceError) as error:
-        raise click.BadParameter(f"{str(trace)!r}: {error}", param_hint="'--trace'") from None
-    if not arrivals:
-        raise click.BadParameter(f"{str(trace)!r} has no requests", param_hint="'--trace'")
-    return arrivals
 
 
 def _prompts(flags: dict[str, Any]) -> dict[str, Any]:
@@ -310,7 +252,7 @@ def _prompts(flags: dict[str, Any]) -> dict[str, Any]:
         return {}
     from baton.bench.load.prompt_file import PromptFileError, read
 
-    for name in ("trace", "input_tokens", "shared_prefix", "vocab_size"):
+    for name in ("input_tokens", "shared_prefix", "vocab_size"):
         if flags[name] is not None:
             raise click.UsageError(
                 f"--{name.replace('_', '-')} does not go with --prompt-file, which contains the prompts"
@@ -322,7 +264,7 @@ def _prompts(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lengths(name: str, text: str) -> Any:
-    from baton.bench.load.lengths import lengths
+    from baton.bench.load.workload import lengths
 
     try:
         return lengths(text)

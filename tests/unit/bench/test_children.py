@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.children import Child, ChildFailed, child, pinned
+from bench.children import Child, ChildFailed, child, pinned
 from bench.peers.places import RUNNERS
 from bench.peers.runner import runner
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.load.lengths import lengths
 from baton.bench.load.prompt_file import Line, PromptFileError, find_unknown_token, prompt_jobs, random_texts, read
+from baton.bench.load.workload import lengths
 
 
 def file(tmp_path: Path, text: str) -> Path:

@@ -1,19 +1,15 @@
-"""The arithmetic of reports, against requests written by hand; percentiles; pictures."""
+"""The arithmetic of reports, against requests written by hand; percentiles."""
 
 from __future__ import annotations
 
-import struct
 from array import array
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from baton.bench.load.http_target import MAX_EVENT_BYTES, Events, EventTooLong
 from baton.bench.load.outcome import Ending, Outcome
-from baton.bench.load.plots import PlotError, itl_over_time, latency_against_load
 from baton.bench.load.report import Objectives, report
 from baton.bench.load.runner import LoadPlan, LoadRun
 from baton.bench.load.show import print_report
@@ -89,12 +85,6 @@ def test_every_number_of_a_report() -> None:
         "http 429": {"count": 2, "example": "full"},
         "timeout": {"count": 1, "example": "late"},
     }
-    course = found["itl_over_time"]
-    assert course["bin_s"] == 0.1
-    assert sum(course["tokens"]) == 11
-    assert course["p99_ms"][-1] == 400.0
-    # The failed request's only event ends no gap.
-    assert None in course["p50_ms"]
 
 
 def test_goodput_counts_what_finished_within_both_objectives() -> None:
@@ -157,7 +147,6 @@ def test_a_run_without_any_answer_still_reports() -> None:
     found = told(outcome(100.0, ending=Ending.FAILED, kind="connection", message="refused"))
     assert found["requests"]["failed"] == 1
     assert found["ttft_ms"]["p99"] is None
-    assert found["itl_over_time"]["at_s"] == []
     assert told()["requests"]["sent"] == 0
 
 
@@ -176,25 +165,3 @@ def test_events_however_the_stream_is_cut() -> None:
     assert events.feed(b"x" * MAX_EVENT_BYTES) == []
     with pytest.raises(EventTooLong):
         events.feed(b"x")
-
-
-def sweep(target: str, *rates: float) -> list[dict[str, Any]]:
-    made = [told(outcome(100.0, 100.0 + rate / 10, 100.1 + rate / 5, 100.2 + rate / 4)) for rate in rates]
-    return [{**each, "target": target, "workload": {"rate": rate}} for each, rate in zip(made, rates, strict=True)]
-
-
-def test_pictures_are_of_the_kind_that_their_names_end_in(tmp_path: Path) -> None:
-    reports = [*sweep("one", 4.0, 1.0, 2.0), *sweep("other", 1.0, 2.0), told() | {"target": "nothing came"}]
-    for draw in (latency_against_load, itl_over_time):
-        draw(reports, tmp_path / "a.png")
-        head = (tmp_path / "a.png").read_bytes()[:24]
-        assert head[:8] == b"\x89PNG\r\n\x1a\n"
-        width, height = struct.unpack(">II", head[16:24])
-        assert width > 600
-        assert height > 400
-        draw(reports, tmp_path / "a.svg")
-        assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
-        with pytest.raises(PlotError, match=r"must end in \.png"):
-            draw(reports, tmp_path / "a.txt")
-    with pytest.raises(PlotError, match="no load in common"):
-        latency_against_load([{**reports[0], "workload": {"concurrency": 4}}, reports[1]], tmp_path / "b.png")

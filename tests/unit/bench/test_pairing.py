@@ -1,23 +1,10 @@
-"""Turns: probes around runs, orders, and what is told of all turns."""
+"""Turns: orders, and what is told of all turns."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from baton.bench.pairing import attempt, between, failures, median, medians, ratio, turned
-
-
-def test_each_run_has_the_probe_before_it_and_the_one_after_it() -> None:
-    log: list[str] = []
-
-    def noted(name: str) -> int:
-        log.append(name)
-        return len(log)
-
-    runs = [partial(noted, "first"), partial(noted, "second")]
-    assert list(between(runs, partial(noted, "probe"))) == [(2, 1, 3), (4, 3, 5)]
-    assert log == ["probe", "first", "probe", "second", "probe"]
+from bench.pairing import attempt, failures, median, medians, ratio, turned
 
 
 def test_who_was_first_is_last_in_the_next_round() -> None:

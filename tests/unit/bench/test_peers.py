@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton.bench.children import ChildFailed
-from baton.bench.pairing import spread
 from baton.bench.roofline import ModelShape, prefill_flops
+from bench.children import ChildFailed
+from bench.pairing import spread
 from bench.peers import fleet, interference, rates, report
 from bench.peers.runner import Absent
 

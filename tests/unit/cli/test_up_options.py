@@ -49,7 +49,6 @@ def invoke(*flags: str, **environ: str) -> Result:
         ([], {"BATON_NONSENSE": "1"}, ["BATON_NONSENSE: unknown variable"]),
         ([], {"BATON_CPUS": "60000"}, ["BATON_CPUS", "core 60000 is not available"]),
         # Those that only a service has.
-        ([], {"BATON_KV_COMPRESSION": "int4"}, ["BATON_KV_COMPRESSION", "'int4'"]),
         ([], {"BATON_LEASE_S": "never"}, ["BATON_LEASE_S", "'never'"]),
         ([], {"BATON_CLIENT_CERTS": "1"}, ["BATON_CLIENT_CERTS", "needs tls_cert"]),
     ],

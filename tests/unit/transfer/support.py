@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
-from baton.kv.format import KvCompression, PartData, Shard
+from baton.kv.format import PartData, Shard
 from baton.request import FirstToken, Handoff, SamplingParams, TokenInfo
 from baton.telemetry.metrics import TRANSFER_FAULTS
 from baton.transfer import closing, wire
@@ -132,9 +132,9 @@ def contents(engine: Engine, handle: KvHandle, box: Box) -> list[list[bytes]]:
     return [[bytes(part.data) for part in engine.read_kv(handle, layer, box.tokens, box.heads)] for layer in box.layers]
 
 
-async def collect(export: Export, box: Box, compression: KvCompression = KvCompression.NONE) -> list[bytes]:
+async def collect(export: Export, box: Box) -> list[bytes]:
     """All frames of a stream."""
-    async with aclosing(export.frames(box, compression)) as frames:
+    async with aclosing(export.frames(box)) as frames:
         return [frame async for frame in frames]
 
 
@@ -150,18 +150,16 @@ class MemorySource:
         self,
         export: Export,
         mangle: Callable[[int, list[bytes]], list[bytes]],
-        compression: KvCompression = KvCompression.NONE,
     ) -> None:
         self.shard = export.kv_format.whole
         self.seed = wire.seed_of(export.transfer_id)
-        self.compression = compression
         self.boxes: list[Box] = []
         self._export = export
         self._mangle = mangle
 
     async def frames(self, box: Box) -> AsyncGenerator[bytes, None]:
         self.boxes.append(box)
-        for frame in self._mangle(len(self.boxes) - 1, await collect(self._export, box, self.compression)):
+        for frame in self._mangle(len(self.boxes) - 1, await collect(self._export, box)):
             yield frame
 
     async def release(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import CorruptFrame, EncodingRefused, TransferError
+from baton.errors import CorruptFrame, TransferError
 from baton.kv.format import DTYPE_BYTES, PartData, Shard
 from baton.pb import kv_pb2
 from baton.transfer import closing, wire
@@ -158,7 +158,7 @@ def test_an_element_type_that_is_not_known_is_refused_by_name() -> None:
     header = kv_pb2.KvFrame.FromString(small_frame()).header
     header.ClearField("checksum")
     header.parts[1].dtype = "float4_e2m1"
-    _refused_with(header, "part 'v' came as 'float4_e2m1', which is not known here", EncodingRefused)
+    _refused_with(header, "part 'v' came as 'float4_e2m1', which is not known here", TransferError)
 
 
 def _refused_with(header: kv_pb2.KvHeader, complaint: str, error: type[TransferError] = CorruptFrame) -> None:

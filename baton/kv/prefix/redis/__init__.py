@@ -8,7 +8,6 @@ Blocks are stored and found by their digests; every fault is a miss. Read `cache
     topology     which master has which key: one server, a sentinels' master, or a cluster
     connect      from a URL to clients of redis-py
     write_queue  blocks that wait to be written
-    removals     refused records that wait to be deleted
     clearing     deletes all blocks of a node, in batches
     faults       names of faults for metrics; the state of a node, which is logged when it changes
 """

@@ -8,7 +8,7 @@ A look-up is one round trip to each node concerned, all at once, for each LOOKUP
 It is a pipeline of STRLEN, because a key of another type or size is not a block. A fetch is one round trip too, a
 pipeline of GETRANGE: if somebody has written a larger value since the look-up, no more than the size of a record is
 read. Records are encoded and checked in threads. One background task writes, from a queue bounded in bytes. A record
-that is refused is deleted (`removals`), and written again by the next computation.
+that is refused is a miss, is counted, and stays until the next computation overwrites it.
 
 Every look-up, fetch and write has a time budget, and one failure opens the circuit breaker of the node. So a Redis that
 is slow, full or gone costs one budget now and then; all other calls are misses at once. Logged are the opening and the
@@ -32,13 +32,12 @@ from baton.breaker import Breaker
 from baton.kv.format import KvFormat
 from baton.kv.prefix.address import parse_redis_url
 from baton.kv.prefix.contract import CacheTier, FetchRate, Hits, Payload, PrefixesChanged
-from baton.kv.prefix.record import HEADER_BYTES, BadRecord, RecordCodec
+from baton.kv.prefix.record import BadRecord, RecordCodec
 from baton.kv.prefix.redis.calls import RedisCalls
 from baton.kv.prefix.redis.clearing import ClearJob
 from baton.kv.prefix.redis.connect import open_topology
 from baton.kv.prefix.redis.faults import count_fault
 from baton.kv.prefix.redis.nodes import Command
-from baton.kv.prefix.redis.removals import RemovalQueue, removal_command
 from baton.kv.prefix.redis.write_queue import OnLost, WriteQueue
 from baton.kv.prefix.throughput import Throughput
 from baton.telemetry import metrics
@@ -87,8 +86,7 @@ class _CheckedRecords:
     asked: int
     payloads: list[Payload] = field(default_factory=list)
     gone: Sequence[bytes] = ()
-    refused: bytes | None = None
-    reason: str = ""
+    refused: str = ""
 
     @property
     def complete(self) -> bool:
@@ -121,7 +119,6 @@ class RedisPrefixCache:
         self._threads = ThreadPoolExecutor(_THREADS, "prefix-records")
         self._lost, self._refused = lost, refused
         self._queue = WriteQueue(TIER, self._write, self._limits.queue_bytes, BATCH_BYTES, lost)
-        self._removals = RemovalQueue(TIER, self._remove)
         self._throughput = Throughput()
         self._hits = self._misses = 0
         self._touch_task: asyncio.Task[None] | None = None
@@ -160,7 +157,6 @@ class RedisPrefixCache:
             found = start + sum(1 for _ in takewhile(lambda size: size == wanted, sizes))
             if isinstance(size := sizes[found - start], int) and size > 0:
                 count_fault("truncated")
-                self._removals.add({digests[found]: b""})
         self._hits += found
         self._misses += len(digests) - found
         metrics.PREFIX_BLOCKS.labels(TIER, "hit").inc(found)
@@ -263,9 +259,8 @@ class RedisPrefixCache:
         return [CacheTier(TIER, blocks, blocks * self._codec.record_bytes, state=state)]
 
     async def flush(self) -> None:
-        """Wait until queued blocks are written or dropped, and refused records are deleted."""
+        """Wait until queued blocks are written or dropped."""
         await self._queue.flush()
-        await self._removals.flush()
 
     async def close(self) -> None:
         """Write for at most one more second, then drop the rest and disconnect."""
@@ -275,7 +270,6 @@ class RedisPrefixCache:
         await self._queue.close(_CLOSE_S)
         if self._touch_task is not None:
             self._touch_task.cancel()
-        await self._removals.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._calls.aclose()
@@ -298,7 +292,7 @@ class RedisPrefixCache:
                 # Errors were counted already, and a missing reply is a fault of the node.
                 payload = self._codec.decode(digest, record) if record and isinstance(record, bytes) else None
             except BadRecord as error:
-                checked.refused, checked.reason = record[:HEADER_BYTES], error.reason
+                checked.refused = error.reason
                 break
             if payload is None:
                 checked.gone = [name for name, found in zip(digests, records, strict=True) if found == b""]
@@ -314,11 +308,9 @@ class RedisPrefixCache:
             if part.gone:
                 count_fault("evicted")
                 self._lost(part.gone)
-            if part.refused is not None:
-                count_fault(part.reason)
-                refused = digests[len(payloads)]
-                self._refused([refused])
-                self._removals.add({refused: part.refused})
+            if part.refused:
+                count_fault(part.refused)
+                self._refused([digests[len(payloads)]])
             if not part.complete:
                 break
         return payloads
@@ -331,12 +323,6 @@ class RedisPrefixCache:
             "write", keys, lambda index: ("SET", keys[index], records[index], "EX", self._limits.ttl_s), budget_s
         )
         return [reply is True for reply in replies]
-
-    async def _remove(self, refused: Mapping[bytes, bytes]) -> list[Any]:
-        keys, size, headers = self._keys(list(refused)), self._codec.record_bytes, list(refused.values())
-        return await self._calls.call_keys(
-            "write", keys, lambda index: removal_command(keys[index], size, headers[index]), self._limits.budget_s
-        )
 
     async def _renew_expiry(self, digests: Sequence[bytes]) -> None:
         for start in range(0, len(digests), LOOKUP_KEYS):

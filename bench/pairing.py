@@ -1,4 +1,4 @@
-"""Measurements that are compared run in turns: runs between probes, peers round by round, and the results of all turns.
+"""Measurements that are compared run in turns, round by round; what all turns gave.
 
 The state of a machine changes within minutes. So a ratio compares results of one turn, and the report has the median,
 the least and the greatest of all turns. The entry of a turn has figures, or `{"error": message}` if the measurement
@@ -8,26 +8,11 @@ failed; it is None if there was none.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 Entry = dict[str, Any] | None
 _WORDS = 300
-
-Run = TypeVar("Run")
-Probe = TypeVar("Probe")
-
-
-def between(runs: Iterable[Callable[[], Run]], probe: Callable[[], Probe]) -> Iterator[tuple[Run, Probe, Probe]]:
-    """Yield the result of each run with the probes before and after it.
-
-    The probe after a run is also the one before the next.
-    """
-    before = probe()
-    for run in runs:
-        found, after = run(), probe()
-        yield found, before, after
-        before = after
 
 
 def turned(names: Sequence[str], number: int) -> list[str]:

@@ -1,12 +1,9 @@
-"""Simulated workers that need almost no CPU time, for measurements of the router.
+"""Simulated workers that need almost no CPU time, for measurements and tests of the router.
 
 One process that speaks the protos of a prefill and of a decode worker and computes nothing. Prefill answers at once.
 Decode has all its sequences in one batch, takes a step every `--step-ms` milliseconds, and sends each router one
-message a step, as a real decode worker does. The token of step `n` is `FIRST_TOKEN + n % TOKENS`, so a client knows the
-step of each token. `Inference` calls on the decode listener get the same steps without a router: the cost of one hop.
-
-    listening prefill=HOST:PORT decode=HOST:PORT      on standard output; at the end of standard input it writes
-    [[time, sequences], ...]                          for each step, time by CLOCK_MONOTONIC in nanoseconds, and ends
+message a step, as a real decode worker does. It writes `listening prefill=HOST:PORT decode=HOST:PORT`, and serves until
+it is killed.
 """
 
 from __future__ import annotations
@@ -14,33 +11,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
-import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import grpc
 
-from baton import bundled, executors
+from baton import bundled
 from baton.digest import tokenizer_digest
 from baton.kv.format import KvFormat, attention_parts
-from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.pb import decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.pb.worker_pb2_grpc import add_WorkerServicer_to_server
 from baton.rpc.server import listen
 from baton.worker.servicer import WorkerServicer
 from baton.worker.status import StatusHub, WorkerIdentity, WorkerLoad, WorkerRole
 
-FIRST_TOKEN, TOKENS = 300, 200
-"""Ordinary tokens of the bundled model, which stand for steps."""
+TOKEN = 300
+"""An ordinary token of the bundled model; every token is this one."""
 
 MAX_MODEL_LEN = 1 << 20
 _SEQUENCES = 1024
-
-
-def token_of(step: int) -> int:
-    """The token of every sequence in a step."""
-    return FIRST_TOKEN + step % TOKENS
 
 
 class Prefill(prefill_pb2_grpc.PrefillServicer):
@@ -53,7 +42,7 @@ class Prefill(prefill_pb2_grpc.PrefillServicer):
         done = prefill_pb2.PrefillDone()
         for choice in request.choice_indexes:
             first = done.first_tokens.add(choice_index=choice)
-            first.token.token_id = FIRST_TOKEN
+            first.token.token_id = TOKEN
             if request.sampling.max_tokens == 1:
                 first.finish_reason = inference_pb2.FINISH_REASON_LENGTH
         yield prefill_pb2.PrefillEvent(done=done)
@@ -73,15 +62,12 @@ class _FakeSequence:
         self.left = left
 
 
-class Decode(decode_pb2_grpc.DecodeServicer, inference_pb2_grpc.InferenceServicer):
-    """The batch; each session and each direct call has a queue that a step's message is put into."""
+class Decode(decode_pb2_grpc.DecodeServicer):
+    """The batch; each session has a queue that a step's message is put into."""
 
     def __init__(self, step_s: float) -> None:
-        self.steps: list[tuple[int, int]] = []
-        """Time and number of sequences of each step."""
         self._step_s = step_s
         self._batches: dict[asyncio.Queue[decode_pb2.SessionDown], dict[str, _FakeSequence]] = {}
-        self._direct: dict[str, asyncio.Event] = {}
 
     async def run(self) -> None:
         """Take steps until cancelled; one that is late does not make the next one early."""
@@ -90,17 +76,9 @@ class Decode(decode_pb2_grpc.DecodeServicer, inference_pb2_grpc.InferenceService
         while True:
             due = max(due + self._step_s, now())
             await asyncio.sleep(due - now())
-            self._step(len(self.steps))
-
-    def _step(self, number: int) -> None:
-        token, sequences = token_of(number), len(self._direct)
-        messages = [(queue, _message(batch, token)) for queue, batch in self._batches.items() if batch]
-        sequences += sum(len(message.outputs) for _, message in messages)
-        self.steps.append((time.monotonic_ns(), sequences))
-        for queue, message in messages:
-            queue.put_nowait(message)
-        for stepped in self._direct.values():
-            stepped.set()
+            for queue, batch in self._batches.items():
+                if batch:
+                    queue.put_nowait(_message(batch))
 
     async def Session(
         self, requests: AsyncIterator[decode_pb2.SessionUp], context: grpc.aio.ServicerContext
@@ -117,30 +95,13 @@ class Decode(decode_pb2_grpc.DecodeServicer, inference_pb2_grpc.InferenceService
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """One sequence, without a router."""
-        name = f"{id(context):x}"
-        stepped = self._direct[name] = asyncio.Event()
-        try:
-            while True:
-                await stepped.wait()
-                stepped.clear()
-                delta = inference_pb2.ChoiceDelta(text="text")
-                delta.tokens.add(token_id=token_of(len(self.steps) - 1))
-                yield inference_pb2.GenerateResponse(request_id=name, choices=[delta])
-        finally:
-            del self._direct[name]
 
-
-def _message(batch: dict[str, _FakeSequence], token: int) -> decode_pb2.SessionDown:
+def _message(batch: dict[str, _FakeSequence]) -> decode_pb2.SessionDown:
     """The message of a step for the sequences of one router."""
     down = decode_pb2.SessionDown()
     for name, sequence in list(batch.items()):
         sequence.left -= 1
         output = sequence.output
-        output.tokens[0].token_id = token
         if not sequence.left:
             output.finish_reason = inference_pb2.FINISH_REASON_LENGTH
             del batch[name]
@@ -165,7 +126,7 @@ async def _read(
             case "start":
                 name = up.start.key.request_id
                 output = decode_pb2.SequenceOutput(key=up.start.key, output_index=1)
-                output.tokens.add()
+                output.tokens.add(token_id=TOKEN)
                 output.timings.fetch_ms = 0.0
                 batch[name] = _FakeSequence(output, reserved[name].max_new_tokens - 1)
                 continue
@@ -223,21 +184,17 @@ async def _serve(step_s: float) -> None:
 
     def add_decode(server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
-        inference_pb2_grpc.add_InferenceServicer_to_server(decode, server)
 
     def add_prefill(server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(Prefill(), server)
 
     async with _listening(WorkerRole.PREFILL, add_prefill) as prefill, _listening(WorkerRole.DECODE, add_decode) as at:
-        stepping = asyncio.create_task(decode.run())
         print(f"listening prefill={prefill} decode={at}", flush=True)
-        await executors.run(executors.WORK, sys.stdin.read)
-        stepping.cancel()
-        print(json.dumps(decode.steps), flush=True)
+        await decode.run()
 
 
 def main() -> None:
-    """Serve until the end of standard input."""
+    """Serve until killed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-ms", type=float, required=True)
     asyncio.run(_serve(parser.parse_args().step_ms / 1e3))
