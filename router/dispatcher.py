@@ -91,7 +91,7 @@ class Dispatcher:
 
         A request that is suspected of killing workers gets workers of its own as long as it is. Raises Overloaded at
         once when the queue is full or the deadline can't be met, Unavailable when no worker came that can serve it, and
-        InvalidRequest when it is larger than any decode worker's memory.
+        InvalidRequest when it is larger than any decode worker can hold.
         """
         try:
             placement = await self._isolation.place(request, deliver, suspicion) if suspicion() else None
@@ -192,8 +192,8 @@ class Dispatcher:
         """
         request, said = waiter.request, "; ".join(waiter.refusal.never.values())
         problem = (
-            f"{request.context_tokens} tokens of context and {request.max_new_tokens} of output need more KV memory "
-            f"than any decode worker has (--kv-memory): {said}"
+            f"{request.context_tokens} tokens of context and {request.max_new_tokens} of output need more than any "
+            f"decode worker can hold (--kv-memory, --max-model-len): {said}"
         )
         if not request.again:
             raise InvalidRequest("max_tokens", problem)

@@ -264,7 +264,7 @@ async def test_never_is_told_at_once_and_moves_the_queue() -> None:
     pool = FakePool()
     d = dispatcher(pool)
     pool.answer_all(ReserveResult(False, "needs 9 pages, there are 4", True))
-    with pytest.raises(InvalidRequest, match=r"max_tokens: 8 tokens of context and 4 of output need .*: .* 9 pages"):
+    with pytest.raises(InvalidRequest, match=r"max_tokens: 8 .* 4 of output need .*, --max-model-len\): .* 9 pages"):
         await Held(d, "large").task
     pool.answer_all(GRANTED)
     small = Held(d, "small")
