@@ -10,6 +10,8 @@ ends before gRPC sends its answer, so nothing would bound the answers that clien
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +23,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from baton.admin import ADMIN_SERVICE
-from baton.errors import BatonError, InvalidRequest, PermissionDenied
+from baton.errors import BatonError, CorruptFrame, InvalidRequest, PermissionDenied
 from baton.pb import inference_pb2
 from baton.rpc.convert import (
     add_token,
@@ -34,6 +36,7 @@ from baton.rpc.convert import (
     usage_to_proto,
 )
 from baton.rpc.errors import begin, write
+from baton.rpc.packed import split
 from baton.rpc.strict import utf8
 from router.output.queue import ChoiceUpdate, Update
 from router.serving.front_door import FrontDoor
@@ -43,6 +46,9 @@ from router.serving.validator import ChatPrompt, GenerateRequest, Prompt, TextPr
 M = TypeVar("M", bound=Message)
 
 SERVICE = "baton.v1.Inference"
+_LONG_BYTES = 1 << 18
+_TOKEN_IDS = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["token_ids"].number
+_LONG_IDS = inference_pb2.TokenIds.DESCRIPTOR.fields_by_name["long_ids"].number
 OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
@@ -59,6 +65,29 @@ def sized(kind: type[M]) -> Callable[[bytes], Sized[M]]:
     return lambda data: Sized(kind.FromString(data), len(data))
 
 
+@dataclass(frozen=True, slots=True)
+class SizedPrompt(Sized[inference_pb2.GenerateRequest]):
+    """A request to generate; `long_ids` are the token ids of a long prompt, which the message then lacks."""
+
+    long_ids: Sequence[int] = ()
+
+
+def sized_prompt(data: bytes) -> SizedPrompt:
+    """The deserializer of requests to generate. Ids of fixed width stay where they are: the generated class would copy
+    megabytes of them, on the event loop.
+    """
+    message = inference_pb2.GenerateRequest
+    if len(data) > _LONG_BYTES and sys.byteorder == "little":
+        with contextlib.suppress(CorruptFrame, KeyError, TypeError):
+            rest, found = split(memoryview(data), _TOKEN_IDS)
+            others, ids = split(found[_TOKEN_IDS], _LONG_IDS)
+            read = message.FromString(rest)
+            if not others and read.WhichOneof("prompt") is None:
+                read.token_ids.SetInParent()
+                return SizedPrompt(read, len(data), ids[_LONG_IDS].cast("I"))
+    return SizedPrompt(message.FromString(data), len(data))
+
+
 class InferenceServicer:
     """Serves gRPC clients."""
 
@@ -71,7 +100,7 @@ class InferenceServicer:
         handlers = {
             "Generate": grpc.stream_stream_rpc_method_handler(
                 self._counted(self.Generate),
-                request_deserializer=sized(inference_pb2.GenerateRequest),
+                request_deserializer=sized_prompt,
                 response_serializer=inference_pb2.GenerateResponse.SerializeToString,
             ),
             "Tokenize": grpc.stream_stream_rpc_method_handler(
@@ -103,11 +132,11 @@ class InferenceServicer:
 
         return receive
 
-    async def Generate(self, sent: Sized[inference_pb2.GenerateRequest], context: grpc.aio.ServicerContext) -> None:
+    async def Generate(self, sent: SizedPrompt, context: grpc.aio.ServicerContext) -> None:
         """Stream the completion of one prompt."""
         remaining, caller = context.time_remaining(), self._door.authenticate(_metadata(context))
         deadline = None if remaining is None else asyncio.get_running_loop().time() + remaining
-        async with self._door.generate(generate_request(sent.message, sent.size), caller, deadline) as (
+        async with self._door.generate(generate_request(sent.message, sent.size, sent.long_ids), caller, deadline) as (
             request_id,
             updates,
         ):
@@ -187,7 +216,9 @@ def _refusal(error: BatonError) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def generate_request(message: inference_pb2.GenerateRequest, size: int) -> GenerateRequest:
+def generate_request(
+    message: inference_pb2.GenerateRequest, size: int, long_ids: Sequence[int] = ()
+) -> GenerateRequest:
     """The request in a message of `size` bytes; neither a text nor a repeated field is read."""
     sampling = message.sampling
     prompt: Prompt | None = None
@@ -197,7 +228,7 @@ def generate_request(message: inference_pb2.GenerateRequest, size: int) -> Gener
         case "chat":
             prompt = _chat(message.chat)
         case "token_ids":
-            ids, long_ids = message.token_ids.ids, message.token_ids.long_ids
+            ids, long_ids = message.token_ids.ids, long_ids or message.token_ids.long_ids
             if ids and long_ids:
                 raise InvalidRequest("token_ids", "ids and long_ids can't both be set")
             prompt = TokenPrompt(ids or long_ids)

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +223,23 @@ async def test_long_chains_are_looked_up_in_parts(
         client.config_resetstat()
         assert await hits(cache) == (3, 3)
         assert client.info("commandstats")["cmdstat_strlen"]["calls"] == 4, "none behind the part with the first miss"
+
+
+async def test_small_records_are_written_and_read_in_parts(
+    server: Server, cache: RedisPrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+    call_keys = RedisCalls.call_keys
+
+    async def noted(calls: RedisCalls, lane: str, keys: Sequence[bytes], *rest: Any) -> list[Any]:
+        asked.append((lane, len(keys)))
+        return await call_keys(calls, lane, keys, *rest)
+
+    monkeypatch.setattr(RedisCalls, "call_keys", noted)
+    monkeypatch.setattr("baton.kv.prefix.redis.cache.MOST_RECORDS", 2)
+    assert await cache.save(DIGESTS[:5], BLOCKS[:5]) == 5
+    assert await cache.fetch(DIGESTS[:5]) == BLOCKS[:5]
+    assert sorted(asked) == [("fetch", 1), ("fetch", 2), ("fetch", 2), ("write", 1), ("write", 2), ("write", 2)]
 
 
 async def test_a_look_up_in_many_parts_has_several_under_way_and_one_time_budget(

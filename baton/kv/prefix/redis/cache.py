@@ -52,6 +52,8 @@ LOOKUP_LANES = 4
 """Round trips of a look-up at a time, once the first has found all of its blocks."""
 TOUCH_KEYS = 4096
 """Most keys whose expiry one touch renews."""
+MOST_RECORDS = 128
+"""Records of a round trip that reads or writes them. The client needs about 15 µs for each, on the event loop."""
 BATCH_BYTES = 4 << 20
 WINDOW_BYTES = 4 << 20
 LANES = 2
@@ -167,7 +169,7 @@ class RedisPrefixCache:
         """Payloads of the leading digests whose records exist and are valid."""
         keys, started = self._keys(digests), time.monotonic()
         size, until = self._codec.record_bytes, started + self._budget(len(keys))
-        window = max(1, WINDOW_BYTES * max(1, len(self._topology.masters)) // size)
+        window = min(max(1, WINDOW_BYTES * max(1, len(self._topology.masters)) // size), MOST_RECORDS)
         starts, parts = iter(range(0, len(keys), window)), dict[int, _CheckedRecords]()
 
         async def lane() -> None:
@@ -200,7 +202,7 @@ class RedisPrefixCache:
         return [True] * len(digests)
 
     async def save(self, digests: Sequence[bytes], payloads: Sequence[Payload]) -> int:
-        """Write the blocks in one round trip to each node; the number of leading ones that are stored."""
+        """Write the blocks, MOST_RECORDS in a round trip to each node; the number of leading ones that are stored."""
         stored = await self._write(list(zip(digests, payloads, strict=True)))
         metrics.PREFIX_BLOCKS.labels(TIER, "written").inc(sum(stored))
         return sum(1 for _ in takewhile(bool, stored))
@@ -319,9 +321,12 @@ class RedisPrefixCache:
         keys = self._keys([digest for digest, _ in blocks])
         records = await self._in_thread(lambda: [self._codec.encode(digest, payload) for digest, payload in blocks])
         budget_s = _WRITE_BUDGET_S + self._budget(len(keys))
-        replies = await self._calls.call_keys(
-            "write", keys, lambda index: ("SET", keys[index], records[index], "EX", self._limits.ttl_s), budget_s
-        )
+        commands = [("SET", key, record, "EX", self._limits.ttl_s) for key, record in zip(keys, records, strict=True)]
+        replies, until = list[Any](), time.monotonic() + budget_s
+        for start in range(0, len(keys), MOST_RECORDS):
+            part = commands[start : start + MOST_RECORDS]
+            named = keys[start : start + MOST_RECORDS]
+            replies += await self._calls.call_keys("write", named, part.__getitem__, until - time.monotonic())
         return [reply is True for reply in replies]
 
     async def _renew_expiry(self, digests: Sequence[bytes]) -> None:

@@ -23,10 +23,17 @@ from baton.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import token_array_from_proto, token_ids_from_proto
 from baton.tokenizer import Tokenizer
-from router.serving.servicer import InferenceServicer, Sized, generate_request, sized, tokenize_prompt
+from router.serving.servicer import (
+    InferenceServicer,
+    Sized,
+    generate_request,
+    sized,
+    sized_prompt,
+    tokenize_prompt,
+)
 from router.serving.tenants import Threads
 from router.serving.tokenizer_processes import LONG_TEXT, TokenizerProcesses
-from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel
+from router.serving.validator import MAX_CHAT_MESSAGES, RequestValidator, ServedModel, TokenPrompt
 from tests.integration.router_bench import bench
 from tests.unread import COUNT, WithUnread
 
@@ -183,6 +190,27 @@ async def test_the_answer_of_tokenize_is_serialized_in_turns_of_the_event_loop()
     assert list(pb.TokenizeResponse.FromString(answer).token_ids) == list(range(100_000))
     assert max(ids.asked) < 5000
     assert turns[0] >= len(ids.asked)
+
+
+def read(message: pb.GenerateRequest) -> tuple[list[int], str, bool]:
+    """The ids of a message as it is received, its model, and whether the ids were left where they were."""
+    sent = sized_prompt(message.SerializeToString())
+    request = generate_request(sent.message, sent.size, sent.long_ids)
+    assert isinstance(request.prompt, TokenPrompt)
+    ids = token_array_from_proto("token_ids", request.prompt.token_ids, 2**32)
+    return list(ids), request.model, not sent.message.token_ids.long_ids
+
+
+def test_the_ids_of_a_long_prompt_are_not_copied_on_the_event_loop() -> None:
+    ids = [2**32 - 1, *range(100_000)]
+    message = pb.GenerateRequest(model="m", token_ids=pb.TokenIds(long_ids=ids))
+    assert read(message) == (ids, "m", True)
+    message.token_ids.ids.append(1)
+    with pytest.raises(InvalidRequest, match="can't both be set"):
+        read(message)
+    assert read(pb.GenerateRequest(model="m", token_ids=pb.TokenIds(long_ids=ids[:9]))) == (ids[:9], "m", False)
+    text = pb.GenerateRequest(text="x" * 300_000)
+    assert sized_prompt(text.SerializeToString()).message == text
 
 
 @pytest.mark.parametrize("large", [2, 1000])
