@@ -22,7 +22,6 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from baton.errors import Unavailable
@@ -156,18 +155,16 @@ def child(
     *,
     name: str = "",
     environ: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
     cores: Iterable[int] = (),
     grace_s: float = 0.0,
     suspended: bool = False,
-    both: bool = False,
     unread: bool = False,
 ) -> Iterator[Child]:
     """A process that runs until the block ends; it then has `grace_s` seconds from SIGTERM to SIGKILL.
 
     `environ` is added to the environment of this process. `cores` are the cores that it may use; empty means those of
-    this process. With `suspended`, it is stopped (SIGSTOP) between questions. With `both`, standard error and standard
-    output are one stream. With `unread`, nobody reads its output; it is kept for error messages.
+    this process. With `suspended`, it is stopped (SIGSTOP) between questions. With `unread`, nobody reads its
+    output; it is kept for error messages.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         with pinned(cores):
@@ -176,9 +173,8 @@ def child(
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=log if unread else subprocess.PIPE,
-                stderr=subprocess.STDOUT if both else log,
+                stderr=log,
                 env={**os.environ, **(environ or {})},
-                cwd=cwd,
                 start_new_session=True,
             )
         started = Child(name or " ".join(command), process, log, suspended=suspended)

@@ -87,26 +87,30 @@ NO_CUDA = "bench.gpu: torch sees no CUDA device; nothing was measured"
 
 
 @contextlib.contextmanager
-def engine_of(model: LoadedModel, plan: EnginePlan, steps_ahead: int = 1, graphs: bool = True) -> Iterator[EngineCore]:
-    """An engine with pages for what `plan` measures, and for copies beside it; closed at the end."""
+def engine_of(
+    model: LoadedModel, tokens: int, page_size: int, steps_ahead: int | None = None, **settings: Any
+) -> Iterator[EngineCore]:
+    """An engine with pages for so many tokens; closed at the end."""
     # Cycles may still hold the pages of the engine before.
     gc.collect()
-    pages = plan.tokens(PAGE_SIZE) // PAGE_SIZE + 1 + 2 * COPY_TOKENS // PAGE_SIZE
     token_bytes = ModelShape.of(model.config).kv_token_bytes(model.dtype.itemsize)
-    config = EngineConfig(
-        "random",
-        page_size=PAGE_SIZE,
-        kv_memory=pages * PAGE_SIZE * token_bytes,
-        max_model_len=plan.longest,
-        slots=max(plan.batches),
-    )
-    engine = assemble(model, config, steps_ahead)
-    if not graphs:
-        engine.executor.runner._graphs = None  # type: ignore[attr-defined]
+    kv_memory = -(-tokens // page_size) * page_size * token_bytes
+    engine = assemble(model, EngineConfig("random", page_size=page_size, kv_memory=kv_memory, **settings), steps_ahead)
     try:
         yield engine
     finally:
         engine.close()
+
+
+@contextlib.contextmanager
+def engine_for(model: LoadedModel, plan: EnginePlan, steps_ahead: int = 1, graphs: bool = True) -> Iterator[EngineCore]:
+    """An engine for what `plan` measures, and for copies beside it."""
+    tokens = plan.tokens(PAGE_SIZE) + PAGE_SIZE + 2 * COPY_TOKENS
+    limits = {"max_model_len": plan.longest, "slots": max(plan.batches)}
+    with engine_of(model, tokens, PAGE_SIZE, steps_ahead, **limits) as engine:
+        if not graphs:
+            engine.executor.runner._graphs = None  # type: ignore[attr-defined]
+        yield engine
 
 
 def overlap(engine: EngineCore, runs: EngineRuns, plan: EnginePlan) -> dict[str, float]:
@@ -203,7 +207,7 @@ class Bench:
 
     def _whole(self) -> dict[str, Any]:
         results: dict[str, Any] = {"prefill": [], "decode": []}
-        with engine_of(self._model, self._plan) as engine:
+        with engine_for(self._model, self._plan) as engine:
             runs = EngineRuns(engine, self._plan.chunk_size)
             for kind, row in self._rates(engine, runs, self._plan):
                 results[kind].append(row)
@@ -212,7 +216,7 @@ class Bench:
 
     def _decode_only(self, steps_ahead: int, graphs: bool) -> list[dict[str, Any]]:
         plan = replace(self._plan, prefill=())
-        with engine_of(self._model, plan, steps_ahead, graphs) as engine:
+        with engine_for(self._model, plan, steps_ahead, graphs) as engine:
             return [row for _, row in self._rates(engine, EngineRuns(engine, plan.chunk_size), plan)]
 
     def _rates(self, engine: EngineCore, runs: EngineRuns, plan: EnginePlan) -> Iterator[tuple[str, dict[str, Any]]]:

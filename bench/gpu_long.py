@@ -27,7 +27,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,10 +36,9 @@ import torch
 from torch import Tensor
 
 from baton.bench.roofline import ModelShape, prefill_flops
-from baton.engine.config import EngineConfig, default_page_size, default_segment_tokens
+from baton.engine.config import default_page_size, default_segment_tokens
 from baton.engine.contract import PromptChunk, compute_chunk
 from baton.engine.core import EngineCore
-from baton.engine.factory import assemble
 from baton.engine.host_link import measure_rates
 from baton.model.attention import select
 from baton.model.attention.segmented import merge
@@ -47,7 +46,7 @@ from baton.model.config import ModelConfig
 from baton.model.load import LoadedModel
 from baton.request import SamplingParams, SequenceState
 from bench.common import save
-from bench.gpu import NO_CUDA, SHAPES, gpu, random_model
+from bench.gpu import NO_CUDA, SHAPES, engine_of, gpu, random_model
 from bench.pairing import ratio, turned
 from prefill_svc.scheduler import chunk_size
 
@@ -191,28 +190,11 @@ class LongBench:
         longest = max(LONGEST, *self._options.lengths)
         return ModelConfig.from_dict({**self._raw, "num_hidden_layers": layers, "max_position_embeddings": longest})
 
-    @contextmanager
-    def _engine(self, model: LoadedModel, home: str, tokens: int) -> Iterator[EngineCore]:
-        """A prefill worker's engine with pages for a prompt of `tokens`; closed at the end."""
-        gc.collect()
-        config = model.config
+    def _engine(self, model: LoadedModel, home: str, tokens: int) -> AbstractContextManager[EngineCore]:
+        """A prefill worker's engine with pages for a prompt of `tokens`."""
         page = default_page_size(self._device.type, tokens)
-        token_bytes = ModelShape.of(config).kv_token_bytes(model.dtype.itemsize)
-        engine = assemble(
-            model,
-            EngineConfig(
-                "random",
-                max_model_len=tokens,
-                kv_memory=-(-tokens // page) * page * token_bytes,
-                page_size=page,
-                kv_home=home,
-                segment_tokens=self._options.segment,
-            ),
-        )
-        try:
-            yield engine
-        finally:
-            engine.close()
+        segment = self._options.segment
+        return engine_of(model, tokens, page, max_model_len=tokens, kv_home=home, segment_tokens=segment)
 
     def prefill(self, engine: EngineCore, tokens: int, chunk: int, copies: Copies | None = None) -> PrefillRun:
         """Compute a prompt until the minutes are over, at least a chunk; `chunk` 0: as prefill workers choose."""

@@ -24,13 +24,6 @@ def summary(seconds: Iterable[float]) -> dict[str, float | None]:
     return {name: round(1e3 * value, 3) for name, value in found.items()}
 
 
-def shares(values: Sequence[float], digits: int = 3) -> dict[str, float]:
-    """`{"p50", "p90", "p99", "p100"}` of values; empty without a value."""
-    ordered = sorted(values)
-    whole = (*SHARES, 100)
-    return {f"p{share}": round(ordered[_rank(share / 100, len(ordered))], digits) for share in whole if ordered}
-
-
 def _rank(share: float, count: int) -> int:
     # Rounded first: 0.07 * 100 is a little more than 7.
     return max(0, math.ceil(round(share * count, 9)) - 1)

