@@ -33,9 +33,10 @@ def unsupported(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) 
     for name, seen in (("dtype", dtype), ("kv_dtype", kv_dtype)):
         if seen not in PACKED_DTYPES:
             return f"{name} is {str(seen).removeprefix('torch.')}, native kernels have float32 and bfloat16"
-    for name, kind in (("attention", config.family.attention), ("MLP", config.family.mlp)):
-        if kind not in _KINDS:
-            return f"its kind of {name} is {kind}, native kernels have {', '.join(sorted(_KINDS))}"
+    for index, layer in enumerate(config.layers):
+        for name, kind in (("attention", layer.attention), ("MLP", layer.mlp)):
+            if kind not in _KINDS:
+                return f"layer {index} has {kind} {name}, native kernels have {', '.join(sorted(_KINDS))}"
     if config.head_dim > _LARGEST_HEAD:
         return f"head_dim is {config.head_dim}, native kernels have up to {_LARGEST_HEAD}"
     return ""
