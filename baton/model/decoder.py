@@ -175,10 +175,15 @@ class DecoderLayer(nn.Module):
         if not sampled:
             return x[:0]
         places = upload(sampled, torch.int64, x.device)
-        return self._attend(x[places], q[places], replace(context, batch=context.batch.select(sampled)))
+        if context.batch.host is None:
+            return self._attend(x[places], q[places], replace(context, batch=context.batch.select(sampled)))
+        # What is fetched from host memory was planned for whole sequences.
+        return self._add_mlp((x + self.attention.attend(q, context))[places])
 
     def _attend(self, x: Tensor, q: Tensor, context: ForwardContext) -> Tensor:
-        x = x + self.attention.attend(q, context)
+        return self._add_mlp(x + self.attention.attend(q, context))
+
+    def _add_mlp(self, x: Tensor) -> Tensor:
         output: Tensor = x + self.mlp(self.mlp_norm(x))
         return output
 

@@ -68,7 +68,10 @@ class AttentionBatch:
         return cls(queries, contexts, page_tables, page_size, host)
 
     def select(self, tokens: Sequence[int]) -> AttentionBatch:
-        """Some of the new tokens alone, by their places among all, ascending: runs of one sequence are sequences."""
+        """Some of the new tokens alone, by their places among all, ascending: runs of one sequence are sequences.
+
+        All pages must be on the device.
+        """
         rows, queries, contexts = list[int](), list[int](), list[int]()
         row = 0
         for at, token in enumerate(tokens):
@@ -84,11 +87,7 @@ class AttentionBatch:
         tables = self.page_tables
         if rows != list(range(len(tables))):
             tables = tables[upload(rows, torch.int64, self.device)]
-        host = self.host
-        if host is not None:
-            in_host = {new: host.tables[old] for new, old in enumerate(rows) if old in host.tables}
-            host = HostKv(in_host, host.source) if in_host else None
-        return self.build(queries, contexts, tables, self.page_size, host)
+        return self.build(queries, contexts, tables, self.page_size)
 
     @classmethod
     def step(

@@ -152,3 +152,33 @@ def test_kv_comes_from_host_memory_once_a_sequence_has_pages_there(model: Loaded
     executor.launch(ForwardPlan(grew=grew, rows=(Row(0, 16), Row(1, 21), Row(2, 41))))()
     assert {each.row for each in opened} == {0, 2}
     assert [each.tokens for each in opened if each.layer == 0] == [range(16), range(32), range(32, 41)]
+
+
+@pytest.mark.parametrize("other", ["prompt on the device", "prompt in host memory", "step"])
+def test_rows_after_one_in_host_memory_that_is_not_sampled_are_as_on_the_device(
+    model: LoadedModel, spec: EngineSpec, other: str
+) -> None:
+    ids = [tuple((factor * i + 1) % 200 for i in range(40)) for factor in (7, 11, 5)]
+    hosted, second, short = pages([6, 7, 8]), pages([9, 10, 11]), pages([1, 2])
+
+    def row(tokens: tuple[int, ...], table: array[int], start: int, end: int, *, sampled: bool = False) -> Row:
+        states = (SequenceState(MIXED[0], tokens[:end]),) if sampled else ()
+        return Row(Prompt(tokens[start:end], table, states), start, end - start, (end - start - 1,) if sampled else ())
+
+    def tokens(runner: ModelRunner) -> list[int]:
+        executor = InProcessExecutor(runner)
+        for tokens, table, end in ((ids[0], hosted, 32), (ids[1], second, 32), (ids[2], short, 20)):
+            executor.launch(ForwardPlan(rows=(row(tokens, table, 0, end),)))()
+        middle, joined = row(ids[0], hosted, 32, 36), ()
+        if other == "step":
+            last, joined = Row(0, 19), (Join(0, short, SequenceState(MIXED[0], ids[2][:20])),)
+        elif other == "prompt on the device":
+            last = row(ids[2], short, 0, 20, sampled=True)
+        else:
+            last = row(ids[1], second, 32, 40, sampled=True)
+        _, result = executor.launch(ForwardPlan(joined=joined, rows=(middle, last)))().rows
+        return [info.token_id for info in result.tokens]
+
+    kv = model.new_kv_cache(6, 16, host_pages=54)
+    found = tokens(ModelRunner(model, kv, replace(spec, host_pages=54), SegmentViews(kv, 32)))
+    assert found == tokens(ModelRunner(model, model.new_kv_cache(60, 16), spec))
