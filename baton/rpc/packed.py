@@ -18,6 +18,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 _ID_BYTES = 4
 _PIECE = 16_384
+_MAX_FIELDS = 1024
+"""Several times what any message here has. Each field takes a microsecond or more, so it is 2 ms of an event loop."""
 
 
 def varint(value: int) -> bytes:
@@ -66,11 +68,14 @@ def unpack_ids(data: memoryview) -> Iterator[array[int]]:
 def split(data: memoryview, *numbers: int) -> tuple[bytes, dict[int, memoryview]]:
     """A message without the fields of some numbers, and what these hold.
 
-    Raises CorruptFrame where one of them comes twice or is no field of bytes, and for what is no message.
+    Raises CorruptFrame where one of them comes twice or is no field of bytes, for more than 1,024 fields, and for what
+    is no message.
     """
-    rest, found, at, kept = [], dict[int, memoryview](), 0, 0
+    rest, found, at, kept, fields = [], dict[int, memoryview](), 0, 0, 0
     while at < len(data):
-        begin = at
+        begin, fields = at, fields + 1
+        if fields > _MAX_FIELDS:
+            raise CorruptFrame(f"a message of more than {_MAX_FIELDS} fields")
         tag, at = read_varint(data, at)
         number, kind = tag >> 3, tag & 7
         if kind == _VARINT:

@@ -37,6 +37,7 @@ def test_what_is_left_of_a_message_is_a_message() -> None:
         b"\x1d\x01\x00\x00\x00",  # Not packed.
         b"\x0b",  # A group.
         b"\x10\xff",  # A number without end.
+        b"\x10\x01" * 1025,  # More fields than any message has.
     ],
 )
 def test_what_is_no_such_message_is_refused(data: bytes) -> None:

@@ -22,6 +22,7 @@ from baton.pb import inference_pb2 as pb
 from baton.request import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from baton.rpc.channel import CONTROL_MESSAGE_BYTES
 from baton.rpc.convert import token_array_from_proto, token_ids_from_proto
+from baton.rpc.packed import begin_field, varint
 from baton.tokenizer import Tokenizer
 from router.serving.servicer import (
     InferenceServicer,
@@ -237,3 +238,12 @@ def test_the_largest_message_holds_the_longest_prompt_and_is_bounded() -> None:
     assert pb.GenerateRequest(token_ids=prompt, sampling=sampling).ByteSize() <= largest < 8 << 20
     assert router.serving.validator.largest_message(64, 300) == 4 << 20
     assert router.serving.validator.largest_message(10**9, vocab) == CONTROL_MESSAGE_BYTES
+
+
+def test_ids_that_are_a_field_each_are_read_by_the_generated_class() -> None:
+    """A caller may send as many fields as a message has bytes, and each would be looked at on the event loop."""
+    ids = [1, 2, 300] * 50_000
+    unpacked = b"".join(b"\x08" + varint(token) for token in ids)
+    sent = sized_prompt(begin_field(pb.GenerateRequest.TOKEN_IDS_FIELD_NUMBER, len(unpacked)) + unpacked)
+    assert not sent.long_ids
+    assert list(sent.message.token_ids.ids) == ids
