@@ -45,9 +45,8 @@ from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
 from baton.native.library import NativeUnavailable, load
-from baton.request import CachePolicy, FirstToken, Handoff, SamplingParams, TokenInfo
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.remote import RemoteExport
+from baton.request import CachePolicy, FirstToken, Handoff, RemoteExport, SamplingParams, TokenInfo
+from baton.transfer.export import ExportRegistry
 from baton.worker.start import open_cache
 from baton.worker.status import WorkerRole, new_identity
 from baton.worker.thread import EngineThread

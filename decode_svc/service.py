@@ -13,7 +13,7 @@ from baton.config.decode import DecodeConfig
 from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.ledger import Ledger, LedgerEntry
-from baton.transfer.registry import ExportRegistry
+from baton.transfer.export import ExportRegistry
 from baton.worker.audit import IdleAudit, build_ledger
 from baton.worker.cache_tiers import CacheTiers
 from baton.worker.prefix_changes import PrefixChangeFeed

@@ -14,9 +14,9 @@ from baton.config.prefill import PrefillConfig
 from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.pb import prefill_pb2_grpc
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.servicer import SERVICE as KV_SERVICE
-from baton.transfer.servicer import KvServicer
+from baton.transfer.export import ExportRegistry
+from baton.transfer.transport import SERVICE as KV_SERVICE
+from baton.transfer.transport import KvServicer
 from baton.worker.cache_tiers import CacheTiers
 from baton.worker.listeners import Service, WorkerAddresses, serve_listeners
 from baton.worker.prefix_changes import PrefixChangeFeed

@@ -25,6 +25,7 @@ from baton.request import (
     FirstToken,
     Handoff,
     PrefillProgress,
+    PrefixSource,
     SamplingParams,
     SequenceState,
     TokenInfo,
@@ -33,7 +34,6 @@ from baton.request import (
 )
 from baton.rpc.silence import HEARTBEAT_S
 from baton.transfer.export import Export
-from baton.transfer.remote import PrefixSource
 from prefill_svc.estimate import PrefillEstimate
 from prefill_svc.load_plan import TierRun
 from prefill_svc.scheduler import Prompt

@@ -9,11 +9,10 @@ from baton.engine.contract import Engine, KvHandle
 from baton.errors import TransferError
 from baton.kv.prefix.contract import FetchRate
 from baton.rates import DecayingRate
+from baton.request import PrefixSource
 from baton.rpc.tls import Tls
-from baton.transfer.channels import KvChannels
 from baton.transfer.fetcher import fetch_prefix
-from baton.transfer.remote import PrefixSource
-from baton.transfer.source import open_sources
+from baton.transfer.transport import KvChannels, open_sources
 
 _SLOWEST_BYTES_PER_S = 100e6
 

@@ -36,7 +36,7 @@ from baton.ledger import Ledger
 from baton.lifecycle import State
 from baton.tasks import wait_to_end
 from baton.telemetry import metrics
-from baton.transfer.registry import ExportRegistry
+from baton.transfer.export import ExportRegistry
 from baton.worker.audit import IdleAudit, build_ledger
 from baton.worker.faults import FaultCounter
 from baton.worker.progress import Progress

@@ -24,11 +24,9 @@ from baton.config.router import RouterConfig
 from baton.errors import DeadlineExceeded, EngineError, InvalidRequest, NotFound, SourceUnreachable
 from baton.ledger import LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import PrefillProgress
+from baton.request import Output, PrefillProgress, PrefixSource, RemoteExport
 from baton.telemetry.metrics import PLACED_TOKENS, WASTED_PREFILL_TOKENS
-from baton.transfer.remote import PrefixSource, RemoteExport
 from baton.transfer.tickets import TicketSigner
-from baton.worker.messages import Output
 from router.dispatcher import Dispatcher
 from router.output.processor import OutputProcessor
 from router.placement.policy import PlacementQuery

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from baton.detokenizer import Detokenizer
 from baton.errors import BatonError
-from baton.request import CachedTokens, CachePolicy, FirstToken, PrefillProgress, SamplingParams, TokenInfo
-from baton.worker.messages import Output
+from baton.request import CachedTokens, CachePolicy, FirstToken, Output, PrefillProgress, SamplingParams, TokenInfo
 from router.output.stops import StopStrings
 from router.workers.failures import WorkerLoss
 

@@ -17,6 +17,8 @@ from baton.kv.format import KvFormat, KvPart, Shard
 from baton.pb import inference_pb2, kv_pb2, prefill_pb2
 from baton.request import (
     MAX_ADDRESS_LENGTH,
+    MAX_SHARDS,
+    MAX_TICKET_BYTES,
     PARAMETERS,
     CachedTokens,
     CachePolicy,
@@ -24,6 +26,8 @@ from baton.request import (
     FirstToken,
     Handoff,
     PrefillProgress,
+    PrefixSource,
+    RemoteExport,
     SamplingParams,
     Timings,
     TokenInfo,
@@ -34,7 +38,6 @@ from baton.request import (
     check_token_ids,
 )
 from baton.rpc.packed import pack_ids, split, unpack_ids
-from baton.transfer.remote import MAX_SHARDS, MAX_TICKET_BYTES, PrefixSource, RemoteExport
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer

@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import ConfigError, PermissionDenied, preview
 from baton.pb import kv_pb2
-from baton.transfer.remote import MAX_TICKET_BYTES
+from baton.request import MAX_TICKET_BYTES
 from baton.watched import watch_file
 
 if TYPE_CHECKING:

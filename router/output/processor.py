@@ -18,9 +18,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.request import CachedTokens, FinishReason, FirstToken, PrefillProgress, Timings, TokenInfo, Usage
+from baton.request import (
+    CachedTokens,
+    DecodeTimings,
+    FinishReason,
+    FirstToken,
+    Output,
+    PrefillProgress,
+    Timings,
+    TokenInfo,
+    Usage,
+)
 from baton.telemetry.metrics import ITL, TTFT
-from baton.worker.messages import DecodeTimings, Output
 from router.output.queue import OutputQueue
 from router.output.stops import StopMatcher
 from router.request import Prefilled, Request

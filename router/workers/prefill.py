@@ -16,7 +16,7 @@ from baton.config import parse_address
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unavailable
 from baton.kv.format import Shard
 from baton.pb import prefill_pb2, prefill_pb2_grpc
-from baton.request import CachePolicy, SamplingParams
+from baton.request import CachePolicy, PrefixSource, SamplingParams
 from baton.rpc.convert import (
     cache_policy_to_proto,
     cached_from_proto,
@@ -29,7 +29,6 @@ from baton.rpc.convert import (
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.packed import pack_ids
 from baton.rpc.silence import SilenceTimer
-from baton.transfer.remote import PrefixSource
 from baton.worker.status import WorkerIdentity
 from router.placement.prefix_directory import BlockNamespace
 from router.request import Blame, Cause, Deliver, Failed, Prefilled, PromptReport

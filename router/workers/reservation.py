@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.kv.format import Shard
 from baton.lifecycle import State
-from baton.worker.messages import ReserveResult
+from baton.request import ReserveResult
 from router.placement.policy import PlacementQuery, Selection
 from router.placement.scheduler import PlacementRequest, Refusal, make_query
 from router.request import Deliver

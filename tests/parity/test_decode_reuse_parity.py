@@ -17,7 +17,7 @@ from baton.pb import inference_pb2
 from baton.request import SamplingParams
 from baton.rpc.server import listen
 from baton.telemetry.metrics import REUSED_TOKENS, SEQUENCES_PAUSED, TRANSFER_BYTES
-from baton.transfer.servicer import SERVICE, KvServicer
+from baton.transfer.transport import SERVICE, KvServicer
 from decode_svc.app import run
 from tests.checkpoints import make_checkpoint, prompt_ids
 from tests.decode_rig import Exporter, Rig, SessionRouter

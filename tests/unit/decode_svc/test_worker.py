@@ -16,9 +16,8 @@ from baton.config.decode import DecodeConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
-from baton.request import CachePolicy, Handoff, SamplingParams
-from baton.transfer.registry import ExportRegistry
-from baton.transfer.remote import RemoteExport
+from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams
+from baton.transfer.export import ExportRegistry
 from baton.worker.status import WorkerRole, new_identity
 from decode_svc.messages import AttemptKey, FailureKind, Reserve, Start
 from decode_svc.service import DecodeService

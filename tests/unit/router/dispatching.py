@@ -11,7 +11,7 @@ from typing import Any, cast
 from baton.config.router import RouterConfig
 from baton.kv.format import KvFormat, KvPart
 from baton.lifecycle import Lifecycle, State
-from baton.worker.messages import ReserveResult
+from baton.request import ReserveResult
 from router.dispatcher import Dispatcher
 from router.placement.fleet import DecodeView, FleetView, PrefillView
 from router.placement.policy import PlacementQuery

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import grpc
 
-from baton.transfer import channels
-from baton.transfer.channels import KvChannels
+from baton.transfer import transport
+from baton.transfer.transport import KvChannels
 from tests.certificates import copied, fleet, tls
 
 
@@ -31,10 +31,10 @@ async def test_one_channel_for_each_address() -> None:
 
 async def test_those_used_last_are_kept() -> None:
     kept, made = KvChannels(), []
-    for port in range(channels.MAX_IDLE + 2):
+    for port in range(transport.MAX_IDLE + 2):
         async with kept.use(f"127.0.0.1:{port}") as channel:
             made.append(channel)
-    assert [closed(channel) for channel in made] == [True] * 2 + [False] * channels.MAX_IDLE
+    assert [closed(channel) for channel in made] == [True] * 2 + [False] * transport.MAX_IDLE
     await kept.close()
     assert all(closed(channel) for channel in made)
 

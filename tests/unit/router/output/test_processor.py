@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import EngineError
-from baton.request import FinishReason, FirstToken, PrefillProgress, SamplingParams, TokenInfo, Usage
-from baton.worker.messages import DecodeTimings, Output
+from baton.request import (
+    DecodeTimings,
+    FinishReason,
+    FirstToken,
+    Output,
+    PrefillProgress,
+    SamplingParams,
+    TokenInfo,
+    Usage,
+)
 from router.output.processor import Account, OutputProcessor
 from router.output.queue import ChoiceUpdate, Update
 from router.output.stops import StopStrings
