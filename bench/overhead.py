@@ -39,6 +39,7 @@ from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.factory import build
 from baton.engine.plan import ForwardPlan
+from baton.executors import EngineThread
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
@@ -49,7 +50,6 @@ from baton.request import CachePolicy, FirstToken, Handoff, RemoteExport, Sampli
 from baton.transfer.export import ExportRegistry
 from baton.worker.start import open_cache
 from baton.worker.status import WorkerRole, new_identity
-from baton.worker.thread import EngineThread
 from bench.common import save
 from decode_svc.messages import AttemptKey, Reserve, Start
 from decode_svc.service import DecodeService

@@ -19,8 +19,7 @@ from baton.transfer.export import ExportRegistry
 from baton.transfer.fetcher import fetch as fetch_shards
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import KvChannels, KvServicer, open_sources
-from baton.worker.listeners import Service, WorkerAddresses, serve_listeners
-from baton.worker.start import open_cache, start_runtime
+from baton.worker.start import Service, WorkerAddresses, open_cache, serve_listeners, start_runtime
 from baton.worker.status import WorkerRole
 from decode_svc.service import DecodeService
 from decode_svc.servicer import DecodeServicer

@@ -34,9 +34,8 @@ from baton.lifecycle import State
 from baton.request import Handoff, Output, RemoteExport, ReserveResult
 from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
-from baton.worker.block_copier import BlockCopier
-from baton.worker.cache_tiers import CacheTiers
-from baton.worker.progress import Progress
+from baton.worker.health import Progress
+from baton.worker.prefix_cache import BlockCopier, CacheTiers
 from decode_svc.admission import Admission, SlotForecast
 from decode_svc.attempts import Attempts
 from decode_svc.claims import RENEW_S

@@ -10,7 +10,7 @@ import click
 
 from baton.completion import Prompt
 from baton.errors import InvalidRequest, preview
-from baton.rpc import requests
+from baton.rpc import calls
 
 _FORMS = {
     "text": "a text that is not empty",
@@ -94,5 +94,5 @@ def _is_chat(prompt: Any) -> bool:
 
 def _checked(prompt: Prompt) -> Prompt:
     """The prompt, once it is known that a client would send it."""
-    requests.generate_request("", prompt, {})
+    calls.generate_request("", prompt, {})
     return prompt

@@ -24,10 +24,9 @@ from dataclasses import replace
 from baton import executors
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import CorruptFrame, IncompleteTransfer, TransferError, WrongPrefix
-from baton.executors import COPIES
+from baton.executors import COPIES, wait_to_end
 from baton.kv.format import PartData, Shard
 from baton.request import Handoff
-from baton.tasks import wait_to_end
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer import wire
 from baton.transfer.transport import KvSource

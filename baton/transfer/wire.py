@@ -37,8 +37,16 @@ from baton.errors import BatonError, CorruptFrame, TransferError, preview
 from baton.kv.format import DTYPE_BYTES, PartData, Shard
 from baton.pb import kv_pb2
 from baton.request import Handoff
-from baton.rpc.convert import handoff_from_wire, handoff_to_wire, shard_from_proto, shard_to_proto
-from baton.rpc.packed import begin_field, read_varint, split, varint
+from baton.rpc.convert import (
+    begin_field,
+    handoff_from_wire,
+    handoff_to_wire,
+    read_varint,
+    shard_from_proto,
+    shard_to_proto,
+    split,
+    varint,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,7 @@ from baton.kv.hashing import NAME_BYTES, PackedDigests, block_digests, chain_roo
 from baton.telemetry.metrics import INDEX_BLOCKS
 
 if TYPE_CHECKING:
-    from baton.worker.prefix_changes import PrefixChange
-    from baton.worker.status import WorkerIdentity, WorkerRole
+    from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole
     from router.serving.tenants import RunOnThread
 
 _INLINE_TOKENS = 4096

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
-from baton.rpc.silence import LATE_S
+from baton.rpc.channel import LATE_S
 from baton.telemetry.metrics import CLIENTS_STALLED, REQUESTS
 from router.dispatcher import Dispatcher
 from router.output.processor import OutputProcessor

@@ -32,12 +32,11 @@ from baton.rpc.convert import (
     pieces,
     progress_to_proto,
     sampling_from_proto,
+    split,
     timings_to_proto,
     usage_to_proto,
 )
-from baton.rpc.errors import begin, write
-from baton.rpc.packed import split
-from baton.rpc.strict import utf8
+from baton.rpc.errors import begin, utf8, write
 from router.output.queue import ChoiceUpdate, Update
 from router.serving.front_door import FrontDoor
 from router.serving.tenants import HEADER, Tenants

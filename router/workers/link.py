@@ -21,12 +21,9 @@ import grpc
 from baton.errors import BatonError, Unavailable
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rates import DecayingSum
-from baton.rpc.channel import control_channel
-from baton.rpc.silence import SILENCE_S, SilenceTimer
+from baton.rpc.channel import SILENCE_S, SilenceTimer, control_channel
 from baton.rpc.tls import Tls
-from baton.worker.prefix_changes import PrefixChange
-from baton.worker.servicer import status_from_proto
-from baton.worker.status import WorkerRole, WorkerStatus
+from baton.worker.status import PrefixChange, WorkerRole, WorkerStatus, status_from_proto
 from router.placement.fleet import RECENT_S, DecodeView, PrefillView
 from router.placement.prefix_directory import BlockNamespace
 from router.request import Cause

@@ -28,8 +28,7 @@ from baton.errors import ConfigError, preview
 from baton.kv.format import KvFormat
 from baton.rpc.tls import Tls
 from baton.transfer.tickets import TicketSigner
-from baton.worker.prefix_changes import PrefixChange
-from baton.worker.status import WIRE_VERSION, WorkerIdentity, WorkerRole
+from baton.worker.status import WIRE_VERSION, PrefixChange, WorkerIdentity, WorkerRole
 from router.placement.fleet import FleetView, can_pair
 from router.placement.policy import can_serve
 from router.placement.prefix_directory import BlockNamespace, PrefixDirectory

@@ -17,18 +17,18 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, Unavailable
 from baton.kv.format import Shard
 from baton.pb import prefill_pb2, prefill_pb2_grpc
 from baton.request import CachePolicy, PrefixSource, SamplingParams
+from baton.rpc.channel import SilenceTimer
 from baton.rpc.convert import (
     cache_policy_to_proto,
     cached_from_proto,
     first_token_from_proto,
+    pack_ids,
     prefix_source_to_proto,
     progress_from_proto,
     sampling_to_proto,
     token_from_proto,
 )
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.packed import pack_ids
-from baton.rpc.silence import SilenceTimer
 from baton.worker.status import WorkerIdentity
 from router.placement.prefix_directory import BlockNamespace
 from router.request import Blame, Cause, Deliver, Failed, Prefilled, PromptReport

@@ -34,8 +34,8 @@ from baton.errors import (
 )
 from baton.pb import decode_pb2, decode_pb2_grpc
 from baton.request import CachePolicy, DecodeTimings, Output, RemoteExport, ReserveResult
+from baton.rpc.channel import HEARTBEAT_S, SILENCE_S, SilenceTimer
 from baton.rpc.convert import cache_policy_to_proto, export_to_proto, finish_from_proto, token_from_proto
-from baton.rpc.silence import HEARTBEAT_S, SILENCE_S, SilenceTimer
 from baton.worker.status import WIRE_VERSION
 from router.request import Blame, Cause, DecodeEnded, Deliver, Failed
 from router.workers.failures import WorkerLoss

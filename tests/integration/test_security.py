@@ -24,7 +24,7 @@ from baton.transfer.fetcher import fetch
 from baton.transfer.tickets import LEEWAY_S, TicketSigner, TicketVerifier
 from baton.transfer.transport import SERVICE as KV_SERVICE
 from baton.transfer.transport import GrpcSource, KvServicer
-from baton.worker.listeners import KV_ROLES
+from baton.worker.start import KV_ROLES
 from tests import certificates
 from tests.integration.secure_fleet import SecureFleet, client_channel, secure_fleet
 from tests.unit.transfer.support import INCARNATION, WHOLE, Engine, contents, faults, handoff, prefilled, ready, whole

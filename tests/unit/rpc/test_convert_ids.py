@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import CorruptFrame
 from baton.pb import kv_pb2
-from baton.rpc.packed import pack_ids, split, unpack_ids
+from baton.rpc.convert import pack_ids, split, unpack_ids
 
 MESSAGE = kv_pb2.Handoff(request_id="r", attempt=7, prompt_token_ids=[1, 2**32 - 1], output_token_ids=[3])
 

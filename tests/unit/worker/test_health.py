@@ -12,8 +12,8 @@ from baton.config.worker import WorkerConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import EngineError
 from baton.ledger import Ledger, LedgerEntry
-from baton.worker import audit
-from baton.worker.audit import IdleAudit, build_ledger, describe
+from baton.worker import health
+from baton.worker.health import IdleAudit, build_ledger, describe
 from baton.worker.status import WorkerRole, new_identity
 from tests.engine_calls import prefill_chunk
 
@@ -99,7 +99,7 @@ async def test_what_the_pool_finds_is_told_with_the_ledger() -> None:
 async def test_the_audit_runs_when_idle_at_most_once_an_interval_and_tells_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(audit, "MIN_INTERVAL_S", 0.05)
+    monkeypatch.setattr(health, "MIN_INTERVAL_S", 0.05)
     idle, violation, taken = False, "", asyncio.Queue[float]()
     loop, broken = asyncio.get_running_loop(), asyncio.Queue[EngineError]()
 

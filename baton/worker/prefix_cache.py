@@ -1,23 +1,24 @@
-"""Copies between prefix cache and KV pages: hash a sequence's blocks, load cached ones, write new ones back.
+"""A worker's prefix cache: copies between its tiers and KV pages, and the tiers as an operator sees them.
 
-Copies run in threads, beside the engine and the asyncio loop, in slices of SLICE_BYTES. So memory never holds a second
-copy of a long prefix: one slice is fetched while the one before is copied. Threads can't be cancelled. When a job has
-ended, or after `stop`, a load or a save ends after COPY_BYTES and a write-back after its slice; the caller keeps the
-handle until they have returned.
+`BlockCopier` hashes a sequence's blocks, loads cached ones, and writes new ones back. Copies run in threads, beside the
+engine and the asyncio loop, in slices of SLICE_BYTES. So memory never holds a second copy of a long prefix: one slice
+is fetched while the one before is copied. Threads can't be cancelled. When a job has ended, or after `stop`, a load or
+a save ends after COPY_BYTES and a write-back after its slice; the caller keeps the handle until they have returned.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from baton import executors
+from baton.cache_report import CacheTier
 from baton.engine.contract import Engine, KvHandle
-from baton.executors import COPIES, WORK
+from baton.executors import COPIES, WORK, wait_to_end
 from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix import Payload, PrefixCache
-from baton.tasks import wait_to_end
 from baton.telemetry import metrics
 
 P = ParamSpec("P")
@@ -192,3 +193,40 @@ def _slices(blocks: Sequence[int], max_blocks: int) -> list[range]:
         else:
             runs.append(range(block, block + 1))
     return runs
+
+
+POOL = "pool"
+
+
+class CacheTiers:
+    """The cache tiers for the Admin service: the engine's cached pages, and the tiers of `cache`."""
+
+    def __init__(self, engine: Engine, cache: PrefixCache) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._page_bytes = engine.spec.page_size * engine.spec.kv_format.token_bytes
+        self._hits = self._misses = 0
+
+    def record_lookup(self, hits: int, blocks: int) -> None:
+        """Count a prompt whose pages were reserved: `hits` of its `blocks` full blocks were cached in pages."""
+        self._hits += hits
+        self._misses += blocks - hits
+        metrics.PREFIX_BLOCKS.labels(POOL, "hit").inc(hits)
+        metrics.PREFIX_BLOCKS.labels(POOL, "miss").inc(blocks - hits)
+
+    async def list_tiers(self) -> list[CacheTier]:
+        """All tiers with their statistics, nearest first."""
+        stats = self._engine.stats()
+        pool = self._pool(stats.cached)
+        pool = replace(pool, capacity_bytes=stats.total * self._page_bytes, hits=self._hits, misses=self._misses)
+        return [pool, *await self._cache.stats()]
+
+    async def clear(self, shared: bool) -> list[CacheTier]:
+        """Drop all cached blocks, in Redis too if `shared`; returns the tiers with the dropped blocks and bytes."""
+        pages = await executors.run(WORK, self._engine.drop_cached)
+        return [self._pool(pages), *await self._cache.clear(shared=shared)]
+
+    def _pool(self, pages: int) -> CacheTier:
+        spec = self._engine.spec
+        blocks = pages * spec.page_size // spec.kv_format.block_size
+        return CacheTier(POOL, blocks, pages * self._page_bytes)

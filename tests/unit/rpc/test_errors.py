@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.pb import decode_pb2, inference_pb2
-from baton.rpc import strict as module
-from baton.rpc.strict import Undecodable, strict, utf8
+from baton.rpc import errors as module
+from baton.rpc.errors import Undecodable, strict, utf8
 
 GENERATE = "/baton.v1.Inference/Generate"
 
