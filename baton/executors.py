@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,6 +60,13 @@ async def wait_to_end(work: asyncio.Future[Any]) -> None:
         work.exception()
     if cancelled is not None:
         raise cancelled
+
+
+class RunOnThread(Protocol):
+    """Runs a function on a thread for one tenant."""
+
+    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]:
+        """Its result, or what it raises."""
 
 
 class EngineThread:

@@ -272,6 +272,14 @@ class CachedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptReport:
+    """Log-probabilities of a part of the prompt, from position `start` on; the prompt's first token has none."""
+
+    start: int
+    tokens: Sequence[TokenInfo]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillProgress:
     """The computed part of a prompt, as in inference.proto. Cached tokens are done."""
 

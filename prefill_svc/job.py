@@ -27,6 +27,7 @@ from baton.request import (
     Handoff,
     PrefillProgress,
     PrefixSource,
+    PromptReport,
     SamplingParams,
     SequenceState,
     TokenInfo,
@@ -95,14 +96,6 @@ class PrefillDone:
 
     first_tokens: tuple[FirstToken, ...]
     cached: CachedTokens
-
-
-@dataclass(frozen=True, slots=True)
-class PromptReport:
-    """Log-probabilities of a part of the prompt, from position `start` on; the prompt's first token has none."""
-
-    start: int
-    tokens: Sequence[TokenInfo]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,15 @@ from baton.errors import Cancelled, InvalidRequest
 from baton.executors import WORK
 from baton.kv.hashing import MAX_SALT_BYTES
 from baton.pb import prefill_pb2, prefill_pb2_grpc
-from baton.request import MAX_CHOICES, PrefillProgress, SamplingParams, check_count, check_id, check_length
+from baton.request import (
+    MAX_CHOICES,
+    PrefillProgress,
+    PromptReport,
+    SamplingParams,
+    check_count,
+    check_id,
+    check_length,
+)
 from baton.rpc.convert import (
     cache_policy_from_proto,
     cached_to_proto,
@@ -25,7 +33,7 @@ from baton.rpc.convert import (
     token_array_from_proto,
     token_to_proto,
 )
-from prefill_svc.job import PrefillDone, PrefillTask, PromptReport
+from prefill_svc.job import PrefillDone, PrefillTask
 from prefill_svc.worker import PrefillWorker
 
 MAX_TENANT_BYTES = 64

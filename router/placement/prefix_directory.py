@@ -36,8 +36,8 @@ from baton.kv.hashing import NAME_BYTES, PackedDigests, block_digests, chain_roo
 from baton.telemetry.metrics import INDEX_BLOCKS
 
 if TYPE_CHECKING:
+    from baton.executors import RunOnThread
     from baton.worker.status import PrefixChange, WorkerIdentity, WorkerRole
-    from router.serving.tenants import RunOnThread
 
 _INLINE_TOKENS = 4096
 """Hashed in less than half a millisecond; more leaves the event loop."""

@@ -37,7 +37,7 @@ from baton.rpc.convert import (
     usage_to_proto,
 )
 from baton.rpc.errors import begin, utf8, write
-from router.output.queue import ChoiceUpdate, Update
+from router.output import ChoiceUpdate, Update
 from router.serving.front_door import FrontDoor
 from router.serving.tenants import HEADER, Tenants
 from router.serving.validator import ChatPrompt, GenerateRequest, Prompt, TextPrompt, TokenPrompt

@@ -158,7 +158,7 @@ class Worker:
                 call.on_over.append(lambda: self.watches.remove(call))
                 self._beat(call, lambda: status_to_proto(self.status))
             case "Prefill":
-                self.jobs.append(Job(call, request))
+                self.jobs.append(Job(call, prefill_pb2.PrefillRequest.FromString(request)))
                 self.changed()
                 self._beat(call, prefill_pb2.PrefillEvent)
             case "Abandon":

@@ -44,7 +44,6 @@ PURE = (
     "decode_svc.scheduler",
     "decode_svc.sequence",
     "prefill_svc.scheduler",
-    "router.output.stops",
     "router.placement.prefix_directory",
     "router.placement.fleet",
     "router.placement.policy",
@@ -52,7 +51,6 @@ PURE = (
     "router.placement.refusals",
     "router.placement.scheduler",
     "router.request",
-    "router.retries",
     "router.workers.failures",
 )
 IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf", "baton.pb")
@@ -72,9 +70,8 @@ EDGES = (
     "prefill_svc.servicer",
     "router.app",
     "router.serving.servicer",
-    "router.workers.link",
-    "router.workers.prefill",
-    "router.workers.session",
+    "router.workers.calls",
+    "router.workers.pool",
 )
 """Where generated stubs may be used: servicers and their registration, conversion, and who calls a stub."""
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 from baton.engine.fake import FakeEngine
-from baton.request import CachedTokens, PrefillProgress, SamplingParams, TokenInfo
-from prefill_svc.job import PREPARING_S, PrefillDone, PrefillJob, PrefillTask, PromptReport
+from baton.request import CachedTokens, PrefillProgress, PromptReport, SamplingParams, TokenInfo
+from prefill_svc.job import PREPARING_S, PrefillDone, PrefillJob, PrefillTask
 from prefill_svc.scheduler import PrefillScheduler
 
 DONE = PrefillDone((), CachedTokens())

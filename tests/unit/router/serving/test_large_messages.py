@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock, MagicMock, Mock
 import pytest
 from google.protobuf.descriptor import Descriptor
 
-import router.attempt
+import router.pipeline
 import router.serving.servicer
 import router.serving.validator
 from baton.errors import InvalidRequest
@@ -218,8 +218,8 @@ async def test_a_long_prompt_is_made_into_a_message_off_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int
 ) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(router.attempt, "LARGE_REQUEST", large, raising=False)
-    monkeypatch.setattr(router.attempt, "prefill_message", noted(router.attempt.prefill_message, seen))
+    monkeypatch.setattr(router.pipeline, "LARGE_REQUEST", large, raising=False)
+    monkeypatch.setattr(router.pipeline, "prefill_message", noted(router.pipeline.prefill_message, seen))
     async with bench(tmp_path) as b:
         await b.answer(max_tokens=1)
         assert len(b.prefill[0].requests[0].prompt_token_ids) == 3

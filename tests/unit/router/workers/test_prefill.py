@@ -16,7 +16,7 @@ from baton.request import CachePolicy, SamplingParams
 from baton.rpc.channel import control_channel
 from baton.rpc.server import listen
 from router.request import Event, Failed, Prefilled, PromptReport
-from router.workers.prefill import PrefillAssignment, call_prefill, prefill_message
+from router.workers.calls import PrefillAssignment, call_prefill, prefill_message
 
 
 class Breaking(prefill_pb2_grpc.PrefillServicer):

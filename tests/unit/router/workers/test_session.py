@@ -8,7 +8,7 @@ import grpc.aio
 
 from baton.pb import decode_pb2
 from router.request import DecodeEnded, Event, Failed
-from router.workers.session import DecodeSession, Prefix
+from router.workers.calls import DecodeSession, Prefix
 
 
 async def granted(session: DecodeSession, events: list[Event]) -> decode_pb2.AttemptKey:

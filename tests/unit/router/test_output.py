@@ -19,10 +19,8 @@ from baton.request import (
     TokenInfo,
     Usage,
 )
-from router.output.processor import Account, OutputProcessor
-from router.output.queue import ChoiceUpdate, Update
-from router.output.stops import StopStrings
-from router.request import Prefilled, Request
+from router.output import Account, ChoiceUpdate, OutputProcessor, Update
+from router.request import Prefilled, Request, StopStrings
 
 
 class Letters:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.errors import EngineError
 from baton.pb import inference_pb2
 from baton.request import FinishReason, PrefillProgress, Timings, TokenInfo, Usage
-from router.output.queue import MESSAGE_BYTES, OutputQueue
+from router.output import MESSAGE_BYTES, OutputQueue
 from router.serving.servicer import _response
 
 USAGE = Usage(2**31, 2**31, 2**31)

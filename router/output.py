@@ -5,6 +5,12 @@ arrive before token 1, and a new attempt may repeat what an old one said. Text c
 through a stop matcher. What is new gathers in the output queue until the client's stream takes it, so a slow client
 costs its own max_tokens of memory and holds back nobody.
 
+    add ──▶ [Update] [Update] [Update, still filling] ──▶ take: one at a time, oldest first, each at most MESSAGE_BYTES
+
+As one message, what gathers for a client that reads slowly could be larger than the client accepts (gRPC's default is
+4 MiB), and the answer would be lost. So it is cut as it comes: text, tokens and finish of a choice keep their order,
+and usage and timings are in the last message.
+
 The latency account has durations on the router's clock, but for decode's own, which are durations too.
 
     arrival ──queue── dispatch ──prefill── first token ──transfer── ──slot wait── ──decode── end
@@ -15,6 +21,8 @@ fetch that comes after prefill counts as transfer. Decode is the rest, so that n
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,9 +38,7 @@ from baton.request import (
     Usage,
 )
 from baton.telemetry.metrics import ITL, TTFT
-from router.output.queue import OutputQueue
-from router.output.stops import StopMatcher
-from router.request import Prefilled, Request
+from router.request import Prefilled, Request, StopStrings
 
 
 @dataclass(slots=True)
@@ -221,3 +227,204 @@ class OutputProcessor:
                 TTFT.observe(now - self.account.arrived)
             if (gap := self.account.on_tokens(choice, count, now)) is not None:
                 ITL.observe(gap)
+
+
+MESSAGE_BYTES = 32 << 10
+"""Most bytes of a response on the wire.
+
+Making one of this size takes some 2.5 ms at most. A thread would not spare the event loop that: it keeps the GIL for as
+long.
+"""
+
+_FIXED_BYTES = 256
+"""Most bytes of a response without prompt tokens and deltas: request id, usage and timings."""
+
+_ROOM = MESSAGE_BYTES - _FIXED_BYTES
+
+_DELTA_BYTES, _TOKEN_BYTES, _ALTERNATIVE_BYTES, _CHARACTER_BYTES = 32, 16, 13, 4
+"""Most bytes on the wire of a delta, of a token beside its alternatives, of an alternative, and of a character."""
+
+_TEXT = _ROOM // _CHARACTER_BYTES // 4
+"""Most characters that are added at once."""
+
+
+@dataclass(slots=True)
+class ChoiceUpdate:
+    """News of one choice; the last two fields name the cause of a finish with STOP."""
+
+    index: int
+    text: str = ""
+    tokens: list[TokenInfo] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class Update:
+    """News of a request, at most one message; usage and timings come with the last."""
+
+    deltas: dict[int, ChoiceUpdate] = field(default_factory=dict)
+    prompt_tokens: Sequence[TokenInfo] = ()
+    progress: PrefillProgress | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    size: int = 0
+    """Most bytes that deltas and prompt tokens may take on the wire."""
+
+
+class OutputQueue:
+    """Gathers what is new until it is taken; one producer, one consumer."""
+
+    def __init__(self, report_tokens: int = 0) -> None:
+        """The report, log-probabilities of `report_tokens` tokens of the prompt, is taken before all output."""
+        self.reported, self.report_left = 0, report_tokens
+        """Tokens of the report that were added, and that are still to come."""
+        self._waiting: deque[Update] = deque()
+        self._progress: PrefillProgress | None = None
+        self._report: deque[TokenInfo] = deque()
+        self._taker: asyncio.Future[None] | None = None
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def add(
+        self,
+        choice: int,
+        token: TokenInfo,
+        text: str,
+        finish: FinishReason | None = None,
+        *,
+        stop_string: str | None = None,
+        stop_token_id: int | None = None,
+    ) -> None:
+        """Add a token of a choice with the text that it completes, and how the choice ended if it did."""
+        while len(text) > _TEXT:
+            self._delta(choice, _CHARACTER_BYTES * _TEXT).text += text[:_TEXT]
+            text = text[_TEXT:]
+        size = _size(token) + _CHARACTER_BYTES * len(text)
+        if stop_string is not None:
+            size += _CHARACTER_BYTES * len(stop_string)
+        delta = self._delta(choice, size)
+        delta.text += text
+        delta.tokens.append(token)
+        if finish is not None:
+            delta.finish, delta.stop_string, delta.stop_token_id = finish, stop_string, stop_token_id
+
+    def report(self, prompt_tokens: Sequence[TokenInfo]) -> None:
+        """Add log-probabilities of the next tokens of the prompt."""
+        self._report.extend(prompt_tokens)
+        self.reported += len(prompt_tokens)
+        self.report_left -= len(prompt_tokens)
+        self._wake()
+
+    def report_progress(self, progress: PrefillProgress) -> None:
+        """Add how far prefill is; it is taken before everything else, and replaces what waits of its kind."""
+        self._progress = progress
+        self._wake()
+
+    def close(self, usage: Usage, timings: Timings) -> None:
+        """Add the last of all."""
+        last = self._last(0)
+        last.usage, last.timings = usage, timings
+        self._closed = True
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, once what came before it is taken."""
+        self._error, self.report_left = error, 0
+        self._wake()
+
+    async def take(self) -> Update:
+        """Wait for the next message and take it.
+
+        When nothing is left, raises the error that ended the request, or StopAsyncIteration if it was closed.
+        """
+        while not (self._report or self._progress or (self._waiting and not self.report_left)):
+            if self._closed:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
+        if (progress := self._progress) is not None:
+            self._progress = None
+            return Update(progress=progress)
+        return self._take_report() if self._report else self._waiting.popleft()
+
+    def _take_report(self) -> Update:
+        """The part of the report that a message holds."""
+        tokens, size = [self._report.popleft()], 0
+        size = _size(tokens[0])
+        while self._report and size + _size(self._report[0]) <= _ROOM:
+            size += _size(self._report[0])
+            tokens.append(self._report.popleft())
+        last = not self._report and not self.report_left
+        fits = last and bool(self._waiting) and self._waiting[0].size + size <= _ROOM
+        update = self._waiting.popleft() if fits else Update()
+        update.prompt_tokens = tokens
+        return update
+
+    def _delta(self, choice: int, size: int) -> ChoiceUpdate:
+        """The part of the last message that is about a choice, with room for `size` bytes more."""
+        update = self._last(size + _DELTA_BYTES)
+        found = update.deltas.get(choice)
+        if found is None:
+            found = update.deltas[choice] = ChoiceUpdate(choice)
+            size += _DELTA_BYTES
+        update.size += size
+        return found
+
+    def _last(self, size: int) -> Update:
+        """The last message if it has room for `size` bytes more, or a new one."""
+        if self._waiting and self._waiting[-1].size + size <= _ROOM:
+            return self._waiting[-1]
+        update = Update()
+        self._waiting.append(update)
+        self._wake()
+        return update
+
+    def _wake(self) -> None:
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
+
+
+def _size(token: TokenInfo) -> int:
+    """Most bytes of a token on the wire."""
+    return _TOKEN_BYTES + _ALTERNATIVE_BYTES * len(token.top)
+
+
+class StopMatcher:
+    """Watches one text for stop strings, and holds back exactly the longest suffix that could begin one."""
+
+    def __init__(self, stops: StopStrings, *, include_stop: bool = False) -> None:
+        self._stops = stops
+        self._include_stop = include_stop
+        self._node = 0
+        self._pending = ""
+        self.found: str | None = None
+        """The stop string that ended the text."""
+
+    def push(self, piece: str, *, counts: bool = True) -> str:
+        """Add text and return what may be shown now; once `found` is set, nothing more comes.
+
+        Without `counts`, matches that end within `piece` are ignored. One that only begins there is found when it ends.
+        """
+        if self.found is not None:
+            return ""
+        if not self._pending and self._stops.misses(piece):
+            self._node = 0
+            return piece
+        text = self._pending + piece
+        for end, char in enumerate(piece, start=len(self._pending) + 1):
+            self._node = self._stops.advance(self._node, char)
+            if counts and (length := self._stops.match[self._node]):
+                self.found = text[end - length : end]
+                self._pending = ""
+                return text[: end if self._include_stop else end - length]
+        hold = self._stops.hold[self._node]
+        self._pending = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def flush(self) -> str:
+        """Return what was held back; the text ends here."""
+        text, self._pending = self._pending, ""
+        return text
