@@ -31,17 +31,16 @@ from typing import Any, Self, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.admin import cache_from_proto, ledger_from_proto, tiers_from_proto
-from baton.cache_report import CacheReport, CacheTier
 from baton.completion import Cache, Choice, Completion, Delta, Messages, Model, Prompt
 from baton.errors import InvalidRequest, Unavailable
-from baton.ledger import Ledger
+from baton.ledger import CacheReport, CacheTier, Ledger
 from baton.pb import inference_pb2 as pb
 from baton.pb import inference_pb2_grpc
 from baton.pb.admin_pb2 import CacheRequest, ClearCacheRequest, LedgerRequest
 from baton.pb.admin_pb2_grpc import AdminStub
 from baton.request import CachePolicy, Sampling
 from baton.rpc import calls
+from baton.rpc.admin import cache_from_proto, ledger_from_proto, tiers_from_proto
 from baton.rpc.calls import ClientCall, Security, client_credentials
 
 __all__ = ["AsyncClient", "Choice", "Client", "Completion", "Delta", "Model"]

@@ -33,19 +33,19 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.engine.contract import KvHandle, OnLayer
 from baton.engine.core import EngineCore
 from baton.engine.executor import InProcessExecutor
 from baton.engine.factory import build
 from baton.engine.plan import ForwardPlan
-from baton.executors import EngineThread
 from baton.model.checkpoint import resolve
 from baton.model.config import ModelConfig
 from baton.model.decoder import Decoder
 from baton.model.layers import TensorParallel
 from baton.model.linear import TensorOptions
 from baton.native.library import NativeUnavailable, load
+from baton.process.executors import EngineThread
 from baton.request import CachePolicy, FirstToken, Handoff, RemoteExport, SamplingParams, TokenInfo
 from baton.transfer.export import ExportRegistry
 from baton.worker.start import open_cache

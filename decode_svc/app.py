@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
 from baton.kv.prefix import PrefixCache
 from baton.pb import decode_pb2_grpc

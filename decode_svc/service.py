@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine
-from baton.executors import EngineThread
 from baton.kv.prefix import PrefixCache
 from baton.ledger import Ledger, LedgerEntry
+from baton.process.executors import EngineThread
 from baton.transfer.export import ExportRegistry
 from baton.worker.health import IdleAudit, Progress, build_ledger
 from baton.worker.prefix_cache import CacheTiers

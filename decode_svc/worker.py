@@ -26,7 +26,7 @@ import math
 from collections import abc
 from typing import Protocol
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import BatonError, OutOfPages, Overloaded
 from baton.kv.prefix import PrefixCache

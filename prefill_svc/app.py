@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.config.prefill import PrefillConfig
+from baton.config.worker import PrefillConfig
 from baton.engine.contract import Engine
 from baton.kv.prefix import PrefixCache
 from baton.pb import prefill_pb2_grpc

@@ -48,12 +48,12 @@ from dataclasses import dataclass
 
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import EngineError, TransferError
-from baton.executors import wait_to_end
 from baton.kv.cached_blocks import SLICE_NODES
 from baton.kv.prefix import PrefixCache
 from baton.kv.prefix.contract import FetchRate, Hits
 from baton.kv.prefix.fetch_cost import FetchCostModel
 from baton.kv.prefix.host import TIER as HOST
+from baton.process.executors import wait_to_end
 from baton.rates import DecayingRate
 from baton.request import PrefixSource
 from baton.rpc.tls import Tls

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from baton import executors
 from baton.engine.contract import EngineSpec
 from baton.errors import Cancelled, InvalidRequest
-from baton.executors import WORK
 from baton.kv.hashing import MAX_SALT_BYTES
 from baton.pb import prefill_pb2, prefill_pb2_grpc
+from baton.process import executors
+from baton.process.executors import WORK
 from baton.request import (
     MAX_CHOICES,
     PrefillProgress,

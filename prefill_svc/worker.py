@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from baton.config.prefill import PrefillConfig
+from baton.config.worker import PrefillConfig
 from baton.engine.contract import ChunkResult, Engine, PromptChunk, compute_chunk
 from baton.errors import (
     BatonError,
@@ -39,9 +39,9 @@ from baton.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.executors import EngineThread, wait_to_end
 from baton.ledger import Ledger
 from baton.lifecycle import State
+from baton.process.executors import EngineThread, wait_to_end
 from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
 from baton.worker.health import FaultCounter, IdleAudit, Progress, build_ledger

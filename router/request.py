@@ -10,8 +10,8 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from baton.detokenizer import Detokenizer
 from baton.errors import BatonError
 from baton.request import (
     CachedTokens,
@@ -23,6 +23,9 @@ from baton.request import (
     SamplingParams,
 )
 from router.workers.failures import WorkerLoss
+
+if TYPE_CHECKING:
+    from baton.tokenizer import Detokenizer
 
 
 class StopStrings:

@@ -86,9 +86,8 @@ async def trace(recorder: Recorder) -> tuple[set[Function], set[Function]]:
     import prefill_svc.app
     import router.app
     from baton import AsyncClient
-    from baton.config.decode import DecodeConfig
-    from baton.config.prefill import PrefillConfig
     from baton.config.router import RouterConfig
+    from baton.config.worker import DecodeConfig, PrefillConfig
 
     async with contextlib.AsyncExitStack() as fleet:
         prefill = await fleet.enter_async_context(prefill_svc.app.run(PrefillConfig(threads=1)))

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.config.prefill import PrefillConfig
+from baton.config.worker import PrefillConfig
 from baton.engine.fake import FakeEngine
 from baton.errors import BatonError
 from baton.kv.prefix.contract import Hits

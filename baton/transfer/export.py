@@ -36,7 +36,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from baton import executors
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import (
     EngineError,
@@ -48,8 +47,9 @@ from baton.errors import (
     Unavailable,
     preview,
 )
-from baton.executors import COPIES, WORK
 from baton.kv.format import Shard
+from baton.process import executors
+from baton.process.executors import COPIES, WORK
 from baton.request import Handoff
 from baton.telemetry.metrics import EXPORTS_OPEN, LEASES_EXPIRED, TRANSFER_BYTES
 from baton.transfer import wire

@@ -21,11 +21,11 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
-from baton import executors
 from baton.engine.contract import Engine, KvHandle
 from baton.errors import CorruptFrame, IncompleteTransfer, TransferError, WrongPrefix
-from baton.executors import COPIES, wait_to_end
 from baton.kv.format import PartData, Shard
+from baton.process import executors
+from baton.process.executors import COPIES, wait_to_end
 from baton.request import Handoff
 from baton.telemetry.metrics import TRANSFER_BYTES, TRANSFER_FAULTS
 from baton.transfer import wire

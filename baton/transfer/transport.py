@@ -31,9 +31,9 @@ from baton.errors import (
     TicketRefused,
     TransferError,
 )
-from baton.executors import wait_to_end
 from baton.kv.format import Shard
 from baton.pb import kv_pb2
+from baton.process.executors import wait_to_end
 from baton.request import RemoteExport, check_id
 from baton.rpc.channel import kv_channel
 from baton.rpc.tls import Tls, peer_principal

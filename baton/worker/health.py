@@ -24,15 +24,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from baton import executors
-from baton.admin import LedgerSource
 from baton.engine.contract import Engine, PromptChunk, compute_chunk
 from baton.errors import EngineError, NoToken, OutOfPages
-from baton.executors import WORK
 from baton.kv.pool import DRAINING
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import State
+from baton.process import executors
+from baton.process.executors import WORK
 from baton.request import SamplingParams, SequenceState
+from baton.rpc.admin import LedgerSource
 from baton.worker.status import WorkerIdentity
 
 _log = logging.getLogger(__name__)

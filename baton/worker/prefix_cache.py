@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
-from baton import executors
-from baton.cache_report import CacheTier
 from baton.engine.contract import Engine, KvHandle
-from baton.executors import COPIES, WORK, wait_to_end
 from baton.kv.hashing import block_digests, chain_root
 from baton.kv.prefix import Payload, PrefixCache
+from baton.ledger import CacheTier
+from baton.process import executors
+from baton.process.executors import COPIES, WORK, wait_to_end
 from baton.telemetry import metrics
 
 P = ParamSpec("P")

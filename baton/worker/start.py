@@ -16,21 +16,20 @@ from typing import Any
 
 import grpc
 
-from baton import executors
-from baton.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSource, LedgerSource, add_admin
 from baton.config.worker import WorkerConfig
-from baton.digest import tokenizer_digest
 from baton.engine.contract import Engine, EngineSpec
 from baton.engine.process import pin_compute_threads
 from baton.errors import ConfigError, EngineError
-from baton.executors import WORK, EngineThread, wait_to_end
 from baton.kv.format import KvFormat
 from baton.kv.prefix import PrefixCache, open_prefix_cache
-from baton.model.checkpoint import resolve
+from baton.model.checkpoint import resolve, tokenizer_digest
 from baton.pb import worker_pb2_grpc
+from baton.process import executors
+from baton.process.executors import WORK, EngineThread, wait_to_end
+from baton.process.sockets import bind
+from baton.rpc.admin import ADMIN_SERVICE, AdminSources, CacheClearer, CacheSource, LedgerSource, add_admin
 from baton.rpc.server import Listener, check_reach, listen
 from baton.rpc.tls import Tls
-from baton.sockets import bind
 from baton.telemetry.ops import serve_ops
 from baton.transfer.tickets import TicketVerifier
 from baton.worker.health import Progress, watch_progress

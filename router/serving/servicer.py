@@ -22,9 +22,9 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from baton.admin import ADMIN_SERVICE
 from baton.errors import BatonError, CorruptFrame, InvalidRequest, PermissionDenied
 from baton.pb import inference_pb2
+from baton.rpc.admin import ADMIN_SERVICE
 from baton.rpc.convert import (
     add_token,
     cache_policy_from_proto,

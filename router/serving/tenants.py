@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from baton.cores import usable
+from baton.config.watched import watch_file
 from baton.errors import ConfigError, Overloaded, Unauthenticated
-from baton.executors import RunOnThread
 from baton.keys import MAX_KEY_LENGTH, ApiKey, digest, parse
-from baton.watched import watch_file
+from baton.process.cores import usable
+from baton.process.executors import RunOnThread
 from router.placement.queue import FairQueue
 
 HEADER = "authorization"

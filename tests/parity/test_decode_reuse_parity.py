@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.config.decode import DecodeConfig
+from baton.config.worker import DecodeConfig
 from baton.engine.config import EngineConfig
 from baton.engine.factory import build
 from baton.pb import inference_pb2

@@ -20,8 +20,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from baton.config.decode import DecodeConfig
-from baton.config.worker import WorkerConfig
+from baton.config.worker import DecodeConfig, WorkerConfig
 from baton.engine.contract import KvHandle
 from baton.errors import EngineError, IncompleteTransfer
 from baton.lifecycle import PREFILL_TOKEN_S, State

@@ -18,7 +18,6 @@ PACKAGES = ("baton", *SERVICES)
 
 PURE = (
     "baton.breaker",
-    "baton.cache_report",
     "baton.completion",
     "baton.config",
     "baton.config.roles",
@@ -56,7 +55,6 @@ PURE = (
 IMPURE = ("torch", "grpc", "asyncio", "transformers", "redis", "google.protobuf", "baton.pb")
 
 EDGES = (
-    "baton.admin",
     "baton.client",
     "baton.rpc",
     "baton.transfer.tickets",
@@ -208,7 +206,7 @@ def test_importing_baton_is_light() -> None:
 
 
 def test_the_default_executor_is_left_to_names() -> None:
-    """A look-up that hangs holds its thread; work that shares these threads would wait for it (`baton.executors`)."""
+    """A look-up that hangs holds its thread; work that shares these threads would wait for it (`executors`)."""
     found = []
     for path in (each for package in PACKAGES for each in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

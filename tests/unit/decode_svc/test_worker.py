@@ -12,8 +12,7 @@ from typing import cast
 
 import pytest
 
-from baton.config.decode import DecodeConfig
-from baton.config.worker import WorkerConfig
+from baton.config.worker import DecodeConfig, WorkerConfig
 from baton.engine.contract import KvHandle
 from baton.engine.fake import FakeEngine
 from baton.request import CachePolicy, Handoff, RemoteExport, SamplingParams

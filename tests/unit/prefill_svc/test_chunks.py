@@ -11,7 +11,7 @@ import pytest
 
 from baton.engine.contract import ChunkResult
 from baton.engine.fake import FakeEngine
-from baton.executors import EngineThread
+from baton.process.executors import EngineThread
 from baton.request import SamplingParams
 from baton.worker.health import Progress
 from prefill_svc import worker as worker_module

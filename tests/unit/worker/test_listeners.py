@@ -9,11 +9,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cache_report import CacheTier
 from baton.config.worker import WorkerConfig
 from baton.engine.contract import EngineSpec
 from baton.kv.format import KvFormat, KvPart
-from baton.ledger import Ledger
+from baton.ledger import CacheTier, Ledger
 from baton.pb import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import control_channel
 from baton.worker import health as health_module

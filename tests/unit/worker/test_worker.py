@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from baton.config.worker import WorkerConfig
-from baton.digest import tokenizer_digest
 from baton.engine.contract import EngineSpec
 from baton.errors import InvalidRequest
-from baton.executors import EngineThread
 from baton.kv.format import KvFormat, KvPart, Shard
+from baton.model.checkpoint import tokenizer_digest
+from baton.process.executors import EngineThread
 from baton.worker import status as status_module
 from baton.worker.health import HANG_LOOKS, Progress, watch_progress
 from baton.worker.status import (
@@ -137,7 +137,7 @@ async def test_closing_the_engine_thread_does_not_mind_what_it_takes_meanwhile(m
             closing.set()
             return taken.wait(60) and super().cancel()
 
-    monkeypatch.setattr("baton.executors.Future", Slow)
+    monkeypatch.setattr("baton.process.executors.Future", Slow)
     thread = EngineThread()
 
     def work() -> None:

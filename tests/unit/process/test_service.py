@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton import process
 from baton.errors import EngineError
-from baton.process import serve
+from baton.process import service as process
+from baton.process.service import serve
 
 
 class Worker:
@@ -107,7 +107,7 @@ async def test_a_worker_that_fails_while_it_drains_ends_with_an_error() -> None:
 ENDING = """
 import asyncio, atexit, contextlib, os, signal, sys
 from dataclasses import dataclass
-from baton.process import main
+from baton.process.service import main
 
 class Service:
     listening = "x=1"
@@ -141,7 +141,7 @@ async def test_the_process_ends_when_all_is_stopped_and_takes_nothing_apart() ->
 LOOKING_UP = """
 import asyncio, contextlib, socket, sys, threading
 from dataclasses import dataclass
-from baton.process import main
+from baton.process.service import main
 
 def getaddrinfo(*_, **__):
     print("looking up", flush=True)
@@ -190,7 +190,7 @@ async def test_a_look_up_of_a_name_that_hangs_does_not_hold_up_the_end() -> None
 LOADING = """
 import asyncio, contextlib, sys, threading
 from dataclasses import dataclass
-from baton.process import main
+from baton.process.service import main
 
 @contextlib.asynccontextmanager
 async def run(settings):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import Unavailable
-from baton.supervisor import SupervisedProcess, Supervisor, SupervisorTimes, parse_listeners
+from baton.process.supervisor import SupervisedProcess, Supervisor, SupervisorTimes, parse_listeners
 from tests.processes import gone
 
 WAIT_S = 60.0
@@ -69,7 +69,7 @@ class Lines:
 async def said(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Lines]:
     lines = Lines()
 
-    handler, log = logging.Handler(), logging.getLogger("baton.supervisor")
+    handler, log = logging.Handler(), logging.getLogger("baton.process.supervisor")
     handler.emit = lambda record: lines.add("log", record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     caplog.set_level("INFO", log.name)
@@ -202,7 +202,7 @@ async def test_what_a_child_leaves_behind_goes_with_it(said: Lines, dies: bool) 
 
 RUN = """
 import asyncio, sys
-from baton.supervisor import Supervisor
+from baton.process.supervisor import Supervisor
 
 async def main():
     async with Supervisor(lambda name, line: print(line, flush=True)) as group:

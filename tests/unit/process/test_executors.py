@@ -4,7 +4,7 @@ import asyncio
 import gc
 from typing import Any
 
-from baton.executors import wait_to_end
+from baton.process.executors import wait_to_end
 
 
 async def test_an_error_that_no_caller_asks_for_is_not_logged() -> None:

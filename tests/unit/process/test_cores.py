@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton import cores
 from baton.errors import ConfigError
+from baton.process import cores
 
 
 def system(root: Path, groups: str, **files: str) -> tuple[Path, Path]:

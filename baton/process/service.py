@@ -29,7 +29,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 from baton.config.options import Settings
 from baton.config.roles import command
 from baton.errors import BatonError
-from baton.executors import LookupThreads
+from baton.process.executors import LookupThreads
 
 # gRPC reads it when it is imported, which is after this module. Services report faults better than gRPC's own log,
 # which has a line for each connection that a peer closes.

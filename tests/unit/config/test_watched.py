@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.config.watched import WatchedFiles, watch_file
 from baton.errors import ConfigError
-from baton.watched import WatchedFiles, watch_file
 
 
 def number(data: bytes) -> int:

@@ -11,7 +11,7 @@ BLOCK = 20 << 20
 FAULTS = f"""
 import resource
 import threading
-from baton import freed_memory
+from baton.process import freed_memory
 
 freed_memory.share()
 freed_memory.keep(2 * {BLOCK})

@@ -13,8 +13,10 @@ early ends it starts after a pause, which doubles each time. A successor that ha
 successor of its own.
 
 Each child leads a session of its own: Ctrl-C in a terminal reaches only the supervisor, and when the child ends, other
-processes in its session are killed. On Linux the kernel kills the children when the supervisor dies, even by SIGKILL
-(see baton.launcher).
+processes in its session are killed. On Linux the kernel kills the children when the supervisor dies, even by SIGKILL:
+`bind_to_parent` has a command run by a tiny interpreter, which asks the kernel for SIGKILL at the end of its parent,
+and then becomes the command. So even a parent that is killed leaves no process behind. What ends the child is the end
+of the *thread* that started it: start children from the main thread, or from another one that lives long enough.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from baton.errors import Unavailable
-from baton.launcher import bind_to_parent
 
 CUT_S = 1.0
 """Seconds from SIGTERM to a second one, which cuts a drain short, unless a drain may take longer."""
@@ -306,3 +308,18 @@ def _describe_exit(status: int) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
+
+
+# prctl(PR_SET_PDEATHSIG = 1, SIGKILL = 9). If the parent died before this call, the parent id has changed.
+_LAUNCHER = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def bind_to_parent(command: Sequence[str]) -> list[str]:
+    """`command`, whose first word is the path of an executable, so that its process ends with this one."""
+    return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from baton.detokenizer import Vocabulary
-from baton.tokenizer import Tokenizer
+from baton.tokenizer import Tokenizer, Vocabulary
 
 
 def byte_level() -> tokenizers.Tokenizer:

@@ -13,9 +13,8 @@ from typing import TypeAlias
 
 import grpc
 
-from baton.cache_report import CacheReport, CacheTier
 from baton.errors import Unsupported
-from baton.ledger import Ledger, LedgerEntry
+from baton.ledger import CacheReport, CacheTier, Ledger, LedgerEntry
 from baton.pb import admin_pb2, admin_pb2_grpc
 
 ADMIN_SERVICE = "baton.v1.Admin"
