@@ -272,6 +272,15 @@ class CachedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Prefill is done; `cached_tokens` were not computed, and `cached` tells where they came from."""
+
+    first_tokens: tuple[FirstToken, ...]
+    cached_tokens: int
+    cached: CachedTokens = field(default_factory=CachedTokens)
+
+
+@dataclass(frozen=True, slots=True)
 class PromptReport:
     """Log-probabilities of a part of the prompt, from position `start` on; the prompt's first token has none."""
 

@@ -1,7 +1,7 @@
 """One attempt at one prompt: the request, what it holds, its progress, and the stream of its events.
 
 A job goes through the states of `baton.lifecycle`, each with a deadline. For its caller it ends once: the last event of
-its stream is `PrefillDone` or an error. A job with an export is HELD from then on, until the export ends.
+its stream is `Prefilled` or an error. A job with an export is HELD from then on, until the export ends.
 `prefill_svc.worker` has the life of a job.
 """
 
@@ -25,6 +25,7 @@ from baton.request import (
     CachePolicy,
     FirstToken,
     Handoff,
+    Prefilled,
     PrefillProgress,
     PrefixSource,
     PromptReport,
@@ -91,14 +92,6 @@ class PrefillTask:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillDone:
-    """The result of a prefill."""
-
-    first_tokens: tuple[FirstToken, ...]
-    cached: CachedTokens
-
-
-@dataclass(frozen=True, slots=True)
 class TierRun:
     """Consecutive blocks of one tier."""
 
@@ -153,7 +146,7 @@ class PrefillJob:
     _progress: PrefillProgress | None = None
     _report: deque[TokenInfo] = field(default_factory=deque)
     _reported: int = 0
-    _outcome: PrefillDone | BatonError | None = None
+    _outcome: Prefilled | BatonError | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
@@ -222,14 +215,14 @@ class PrefillJob:
         if self.life.is_overdue(time.monotonic()):
             raise overdue_error(self)
 
-    def finish(self, outcome: PrefillDone | BatonError) -> None:
+    def finish(self, outcome: Prefilled | BatonError) -> None:
         """Add the last event to the stream, once."""
         self.finished = True
         self._outcome = outcome
         self._changed.set()
 
-    async def events(self) -> AsyncIterator[PrefillDone | PrefillProgress | PromptReport | None]:
-        """Yield progress and parts of the report, None after HEARTBEAT_S without, and `PrefillDone` as soon as it is
+    async def events(self) -> AsyncIterator[Prefilled | PrefillProgress | PromptReport | None]:
+        """Yield progress and parts of the report, None after HEARTBEAT_S without, and `Prefilled` as soon as it is
         known: parts of the report may follow. Raises the error that ended the job.
         """
         done = False
@@ -271,7 +264,7 @@ def count_by_tier(sources: Sequence[tuple[str, int]], limit: int) -> dict[str, i
 
 def make_result(
     job: PrefillJob, tokens: Sequence[TokenInfo], eos_token_ids: frozenset[int]
-) -> tuple[Handoff, PrefillDone]:
+) -> tuple[Handoff, Prefilled]:
     """The handoff for decode and the result for the router, given one sampled token for each choice."""
     task, cached = job.task, job.cached_by_tier()
     first_tokens = tuple(
@@ -286,7 +279,7 @@ def make_result(
         task.params,
         first_tokens,
     )
-    return handoff, PrefillDone(first_tokens, cached)
+    return handoff, Prefilled(first_tokens, cached.total, cached)
 
 
 def overdue_error(job: PrefillJob) -> BatonError:

@@ -16,6 +16,7 @@ from baton.process import executors
 from baton.process.executors import WORK
 from baton.request import (
     MAX_CHOICES,
+    Prefilled,
     PrefillProgress,
     PromptReport,
     SamplingParams,
@@ -33,7 +34,7 @@ from baton.rpc.convert import (
     token_array_from_proto,
     token_to_proto,
 )
-from prefill_svc.job import PrefillDone, PrefillTask
+from prefill_svc.job import PrefillTask
 from prefill_svc.worker import PrefillWorker
 
 MAX_TENANT_BYTES = 64
@@ -115,7 +116,7 @@ def task_from_proto(request: prefill_pb2.PrefillRequest, spec: EngineSpec, deadl
     )
 
 
-def event_to_proto(event: PrefillDone | PrefillProgress | PromptReport | None) -> prefill_pb2.PrefillEvent:
+def event_to_proto(event: Prefilled | PrefillProgress | PromptReport | None) -> prefill_pb2.PrefillEvent:
     """One message of the stream; None is a heartbeat."""
     if event is None:
         return prefill_pb2.PrefillEvent()
@@ -127,7 +128,7 @@ def event_to_proto(event: PrefillDone | PrefillProgress | PromptReport | None) -
     return prefill_pb2.PrefillEvent(
         done=prefill_pb2.PrefillDone(
             first_tokens=[first_token_to_proto(first) for first in event.first_tokens],
-            cached_tokens=event.cached.total,
+            cached_tokens=event.cached_tokens,
             cached=cached_to_proto(event.cached),
         )
     )

@@ -42,12 +42,12 @@ from baton.errors import (
 from baton.ledger import Ledger
 from baton.lifecycle import State
 from baton.process.executors import EngineThread, wait_to_end
+from baton.request import Prefilled
 from baton.telemetry import metrics
 from baton.transfer.export import ExportRegistry
 from baton.worker.health import FaultCounter, IdleAudit, Progress, build_ledger
 from baton.worker.status import WorkerIdentity, WorkerLoad
 from prefill_svc.job import (
-    PrefillDone,
     PrefillJob,
     PrefillTask,
     count_by_tier,
@@ -195,7 +195,7 @@ class PrefillWorker:
         finally:
             self._free(job)
 
-    async def _prefill(self, job: PrefillJob) -> PrefillDone | BatonError:
+    async def _prefill(self, job: PrefillJob) -> Prefilled | BatonError:
         """Run a job up to its answer, which may be an error."""
         timeout = asyncio.timeout_at(_finite(job.life.deadline))
         try:
@@ -267,7 +267,7 @@ class PrefillWorker:
             self._changed()
             await self._prefix.save(job)
 
-    def _commit(self, job: PrefillJob, result: ChunkResult) -> PrefillDone:
+    def _commit(self, job: PrefillJob, result: ChunkResult) -> Prefilled:
         """Commit the KV to its export, with the first token of each choice."""
         handoff, done = make_result(job, result.tokens, self._engine.spec.eos_token_ids)
         if job.export is not None:
@@ -288,7 +288,7 @@ class PrefillWorker:
         if job.export is not None:
             await job.export_closed.wait()
 
-    def _end(self, job: PrefillJob, outcome: PrefillDone | BatonError) -> None:
+    def _end(self, job: PrefillJob, outcome: Prefilled | BatonError) -> None:
         """Give the caller the last event, once."""
         job.finish(outcome)
         if isinstance(outcome, BatonError):

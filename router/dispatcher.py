@@ -43,7 +43,7 @@ from baton.telemetry.metrics import BREAKERS_OPEN, QUEUE_LENGTH
 from router.placement.policy import PlacementQuery, Selection, can_serve, quietest_pair
 from router.placement.scheduler import PlacementRequest, PlacementScheduler, Refusal, Waiter, make_query
 from router.request import Deliver, Suspicion
-from router.workers.calls import DecodeAttempt, PrefillAssignment, Prefix, complete_shards
+from router.workers.calls import DecodeAttempt, PrefillAssignment, complete_shards
 from router.workers.failures import AttemptHealth, Breakers
 from router.workers.pool import Pool, WorkerLink
 
@@ -532,7 +532,7 @@ class Reserver:
             attempt, consumer = link.session.attempt(request.request_id, request.attempt, deliver), link.consumer
             incarnation = link.status.identity.incarnation if link.status else ""
             digests = self._pool.prefixes.digests_to_pin(name, link.namespace, request.digests)
-            answer = answers[name] = await self._ask(attempt, request, Prefix(digests, request.salt, request.cache))
+            answer = answers[name] = await self._ask(attempt, request, digests)
             if not answer.granted:
                 refused[name] = attempt
             else:
@@ -599,7 +599,7 @@ class Reserver:
             return None
         return Peer(complete_shards(status.identity.shards, decode.address), status.identity.incarnation)
 
-    async def _ask(self, attempt: DecodeAttempt, request: PlacementRequest, prefix: Prefix) -> ReserveResult:
+    async def _ask(self, attempt: DecodeAttempt, request: PlacementRequest, digests: bytes) -> ReserveResult:
         """One worker's answer; one that doesn't come in time, or for a lost session, is a refusal."""
         answer = ReserveResult(False, "no answer", False)
         left = request.deadline - self._loop.time()
@@ -610,7 +610,9 @@ class Reserver:
                     max_new_tokens=request.max_new_tokens,
                     choices=request.choices,
                     deadline_ms=0 if math.isinf(left) else max(math.ceil(1e3 * left), 1),
-                    prefix=prefix,
+                    salt=request.salt,
+                    cache=request.cache,
+                    prefix_digests=digests,
                 )
         except (TimeoutError, BatonError) as error:
             _logger.warning("reservation %s/%d failed: %r", request.request_id, request.attempt, error)

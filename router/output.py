@@ -32,13 +32,14 @@ from baton.request import (
     FinishReason,
     FirstToken,
     Output,
+    Prefilled,
     PrefillProgress,
     Timings,
     TokenInfo,
     Usage,
 )
 from baton.telemetry.metrics import ITL, TTFT
-from router.request import Prefilled, Request, StopStrings
+from router.request import Request, StopStrings
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ from baton.errors import (
 )
 from baton.ledger import Ledger, LedgerEntry
 from baton.lifecycle import Lifecycle, State
-from baton.request import Output, PrefillProgress, PrefixSource, PromptReport, RemoteExport
+from baton.request import Output, Prefilled, PrefillProgress, PrefixSource, PromptReport, RemoteExport
 from baton.telemetry.metrics import ATTEMPTS_FAILED, PLACED_TOKENS, REPLAYS, RETRIES_REFUSED, WASTED_PREFILL_TOKENS
 from baton.transfer.tickets import TicketSigner
 from router.dispatcher import Dispatcher, Placement
@@ -65,7 +65,7 @@ from router.output import OutputProcessor
 from router.placement.policy import PlacementQuery
 from router.placement.prefix_directory import BlockHasher
 from router.placement.scheduler import PlacementRequest
-from router.request import Blame, Cause, DecodeEnded, Event, Failed, Prefilled, Request, Suspicion
+from router.request import Blame, Cause, DecodeEnded, Event, Failed, Request, Suspicion
 from router.serving.tenants import Threads
 from router.workers.calls import LARGE_REQUEST, LOSS_GRACE_S, Abandoner, PrefillMessage, call_prefill, prefill_message
 from router.workers.failures import SAME_EVENT_S, AvoidedWorker, WorkerLoss

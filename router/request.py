@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from baton.errors import BatonError
 from baton.request import (
-    CachedTokens,
     CachePolicy,
-    FirstToken,
     Output,
+    Prefilled,
     PrefillProgress,
     PromptReport,
     SamplingParams,
@@ -157,15 +156,6 @@ class Suspicion(enum.IntEnum):
     """Deaths of workers point at it, but too few of decode workers."""
     DECODE = 2
     """Deaths of decode workers alone suffice; it has a prefill worker for itself as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """Prefill is done; `cached_tokens` were not computed, and `cached` tells where they came from."""
-
-    first_tokens: tuple[FirstToken, ...]
-    cached_tokens: int
-    cached: CachedTokens = field(default_factory=CachedTokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ from baton.request import (
     CachePolicy,
     DecodeTimings,
     Output,
+    Prefilled,
     PrefixSource,
     PromptReport,
     RemoteExport,
@@ -68,7 +69,7 @@ from baton.rpc.convert import (
 from baton.rpc.errors import from_rpc_error
 from baton.worker.status import WIRE_VERSION, WorkerIdentity
 from router.placement.prefix_directory import BlockNamespace
-from router.request import Blame, Cause, DecodeEnded, Deliver, Failed, Prefilled
+from router.request import Blame, Cause, DecodeEnded, Deliver, Failed
 from router.workers.failures import WorkerLoss
 
 PREEMPTED_RETRY_S = 1.0
@@ -86,15 +87,6 @@ _FAULTS: dict[int, tuple[Callable[[str], BatonError], Blame, Cause]] = {
 _UNKNOWN = (EngineError, Blame.DECODE, Cause.FAULT)
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The prefix of a reservation: digests of blocks that may be cached, one after the other."""
-
-    digests: bytes = b""
-    salt: bytes = b""
-    policy: CachePolicy = CachePolicy.READ_WRITE
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +128,20 @@ class DecodeAttempt:
         return self._reserved and not self._unanswered and bool(self._live)
 
     async def reserve(
-        self, *, context_tokens: int, max_new_tokens: int, choices: tuple[int, ...], deadline_ms: int, prefix: Prefix
+        self,
+        *,
+        context_tokens: int,
+        max_new_tokens: int,
+        choices: tuple[int, ...],
+        deadline_ms: int,
+        salt: bytes,
+        cache: CachePolicy,
+        prefix_digests: bytes,
     ) -> ReserveResult:
-        """Ask for pages and wait for the answer. Raises Unavailable when the session ends before it."""
+        """Ask for pages and wait for the answer. Raises Unavailable when the session ends before it.
+
+        `prefix_digests` are those of blocks that may be cached, one after the other.
+        """
         self._live.update(choices)
         self._reserved = self._unanswered = True
         message = decode_pb2.SessionUp(
@@ -148,12 +151,12 @@ class DecodeAttempt:
                 max_new_tokens=max_new_tokens,
                 choices=len(choices),
                 deadline_ms=deadline_ms,
-                cache_salt=prefix.salt,
-                cache=cache_policy_to_proto(prefix.policy),
+                cache_salt=salt,
+                cache=cache_policy_to_proto(cache),
             )
         )
         # Set here, because a message within a message is copied: there may be megabytes.
-        message.reserve.prefix_digests = prefix.digests
+        message.reserve.prefix_digests = prefix_digests
         self._session.send(message)
         return await self._answer
 

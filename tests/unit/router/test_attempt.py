@@ -12,10 +12,10 @@ import pytest
 import router.pipeline
 from baton.config.router import RouterConfig
 from baton.errors import DeadlineExceeded
-from baton.request import FinishReason, FirstToken, SamplingParams, TokenInfo
+from baton.request import FinishReason, FirstToken, Prefilled, SamplingParams, TokenInfo
 from router.output import OutputProcessor
 from router.pipeline import Attempt, AttemptDeps, History, RequestState
-from router.request import Deliver, Prefilled, Request
+from router.request import Deliver, Request
 from router.serving.tenants import Threads
 from router.workers.calls import Abandoner
 from router.workers.pool import Pool

@@ -14,13 +14,14 @@ from baton.request import (
     FinishReason,
     FirstToken,
     Output,
+    Prefilled,
     PrefillProgress,
     SamplingParams,
     TokenInfo,
     Usage,
 )
 from router.output import Account, ChoiceUpdate, OutputProcessor, Update
-from router.request import Prefilled, Request, StopStrings
+from router.request import Request, StopStrings
 
 
 class Letters:
